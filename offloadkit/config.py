@@ -1,0 +1,115 @@
+"""What a run may be told: one frozen dataclass, and where each part of a layer lives."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from offloadkit.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
+_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes from an int or a string such as "8GiB", "512 MB" or "1024".
+
+    Raises:
+        ConfigError: the text is no size, or the size is not positive.
+    """
+    if isinstance(size, int):
+        num_bytes = size
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(f"cannot read {size!r} as a size: write bytes (8589934592) or a string such as '8GiB' or '8GB'")
+        num_bytes = int(float(match[1]) * _UNITS[match[2].lower()])
+    if num_bytes <= 0:
+        raise ConfigError(f"a size must be positive, got {size!r}")
+    return num_bytes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the four parts of a flat layer live and who steps it. A placement never changes a number."""
+
+    weights: Literal["vram"] = "vram"
+    """Working weights: the copy that forward and backward compute with."""
+
+    gradients: Literal["vram", "ram"] = "ram"
+    """Gradients between backward and the step: "ram" sends each layer's to pinned RAM as soon as backward is done
+    with it; "vram" keeps them (and their fp32 accumulation) on the device until the last micro-batch."""
+
+    states: Literal["ram"] = "ram"
+    """Master remainder, exp_avg and exp_avg_sq."""
+
+    activations: Literal["keep", "checkpoint"] = "keep"
+    """"checkpoint" recomputes a layer's activations in backward instead of keeping them."""
+
+    step: Literal["cpu"] = "cpu"
+    """The processor that runs AdamW for this layer."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Options of an `OffloadEngine`. All of them belong to the run except `placement`, which changes no number."""
+
+    learning_rate: float = 1e-4
+    """AdamW's step size; a parameter group's own `lr` goes before it."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of exp_avg and exp_avg_sq."""
+
+    eps: float = 1e-8
+    """Added to the root of exp_avg_sq."""
+
+    weight_decay: float = 0.0
+    """Decoupled weight decay (AdamW), multiplied by the learning rate."""
+
+    max_grad_norm: float | None = 1.0
+    """Global gradient norm above which gradients are scaled down; None clips nothing."""
+
+    gradient_accumulation: int = 1
+    """Micro-batches whose gradients are added, in fp32, before each update."""
+
+    precision: Literal["exact"] = "exact"
+    """Precision of the optimizer states: "exact" keeps exp_avg and exp_avg_sq in fp32."""
+
+    working_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """dtype the model computes with; "auto" takes fp32 parameters as fp32 and bf16 ones as bf16."""
+
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in backward: less VRAM, about a third more compute."""
+
+    placement: Placement | None = None
+    """One placement for all layers; None lets the plan decide."""
+
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    """What a NaN or Inf in the gradients does. The step is never applied; "raise" ends training with an error at the
+    next boundary, "skip" warns and goes on."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        for name, low in (("learning_rate", 0.0), ("eps", 0.0), ("weight_decay", 0.0)):
+            if not getattr(self, name) >= low:
+                raise ConfigError(f"{name} must be a number >= {low:g}, got {getattr(self, name)!r}")
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(f"betas must be two numbers in [0, 1), got {self.betas!r}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm must be positive, or None to clip nothing; got {self.max_grad_norm!r}")
+        if not isinstance(self.gradient_accumulation, int) or self.gradient_accumulation < 1:
+            raise ConfigError(f"gradient_accumulation must be a whole number >= 1, got {self.gradient_accumulation!r}")
+
+
+def _check_choices(options: Placement | OffloadConfig) -> None:
+    """Raise `ConfigError` for a Literal field with a value outside its choices."""
+    hints = get_type_hints(type(options))
+    for field in fields(options):
+        if get_origin(hints[field.name]) is Literal and getattr(options, field.name) not in get_args(hints[field.name]):
+            choices = ", ".join(map(repr, get_args(hints[field.name])))
+            raise ConfigError(f"{field.name} must be one of {choices}; got {getattr(options, field.name)!r}")

@@ -1,0 +1,37 @@
+"""Every fault offloadkit raises by itself: one family, each message says what was given, what was expected, what to do."""
+
+
+class OffloadkitError(Exception):
+    """Base of all errors raised by offloadkit."""
+
+
+class ConfigError(OffloadkitError, ValueError):
+    """An option has a value that offloadkit cannot work with."""
+
+
+class ModelError(OffloadkitError, ValueError):
+    """The model cannot be trained as it is (no trainable parameters, integer parameters, ...)."""
+
+
+class ModelNotFoundError(ModelError):
+    """No model of that name: neither a folder, nor a preset, nor on the hub."""
+
+
+class ModelAccessError(ModelError):
+    """The hub knows the model but does not hand it out (401, 403): a token or a licence is missing."""
+
+
+class DataError(OffloadkitError, ValueError):
+    """The dataset does not fit: unknown columns, no rows, nothing to learn from."""
+
+
+class EngineStateError(OffloadkitError, RuntimeError):
+    """The engine was called in an order that has no meaning (step before backward, use after close)."""
+
+
+class NonFiniteGradientError(OffloadkitError, ArithmeticError):
+    """A gradient held NaN or Inf; the step was not applied."""
+
+
+class OutputError(OffloadkitError, OSError):
+    """The output folder cannot be written."""
