@@ -1,0 +1,13 @@
+"""The one part of the build that pyproject.toml cannot say: the C kernel, which an install may go without."""
+
+from setuptools import Extension, setup
+
+cpu_adamw = Extension(
+    "offloadkit.optim._cpu_adamw",
+    sources=["offloadkit/optim/cpu_adamw.c"],
+    extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread"],
+    extra_link_args=["-pthread"],
+    optional=True,
+)
+
+setup(ext_modules=[cpu_adamw])
