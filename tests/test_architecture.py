@@ -1,0 +1,177 @@
+"""The shape of the package: who may import whom, what stays light, and how long things may grow."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "offloadkit"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Lowest first: a module imports from its own row and from the rows above it.
+ROWS = [
+    {"errors", "config", "telemetry"},
+    {"hardware"},
+    {"plan"},
+    {"offload", "optim", "distributed"},
+    {"engine"},
+    {"checkpoint", "hf"},
+    {"finetune"},
+    {"demo", "compare"},
+    {"cli"},
+]
+RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
+WIDGETS_SEE = {"widgets", "plan", "telemetry", "errors"}
+ENTRY_POINTS = {"__init__", "__main__"}
+
+NUMERIC_CORE = {name for row in ROWS[:5] for name in row}
+NOT_IN_THE_CORE = {"transformers", "ipywidgets", "IPython", "accelerate", "datasets", "typer", "deepspeed"}
+
+FORBIDDEN_WORDS = {"manager", "handler", "helper", "coordinator", "util", "utils"}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def part_of(path: Path) -> str:
+    """The first name under the package: "engine" for engine.py, "offload" for offload/layers.py."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def module_of(path: Path) -> str:
+    """Dotted name of the package that relative imports in `path` start from."""
+    return ".".join(("offloadkit", *path.relative_to(PACKAGE).parts[:-1]))
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those under `if TYPE_CHECKING:`, functions included."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield other
+                yield from runtime_nodes(other)
+            continue
+        yield node
+        yield from runtime_nodes(node)
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything `path` imports at run time; `from a import b` counts as a.b."""
+    for node in runtime_nodes(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module_of(path).split(".")
+                base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            if node.args and isinstance(node.args[0], ast.Constant):
+                yield node.lineno, str(node.args[0].value)
+
+
+def own_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, part) of every part of offloadkit that `path` imports; "" where it imports from the package itself."""
+    for line, name in imports(path):
+        root, *rest = name.split(".")
+        if root == "offloadkit" and rest != ["__version__"]:
+            part = rest[0] if rest else ""
+            is_module = (PACKAGE / f"{part}.py").exists() or (PACKAGE / part / "__init__.py").exists()
+            yield line, part if is_module else ""
+
+
+def allowed(importer: str, imported: str) -> bool:
+    """Whether `importer` may import `imported`, both parts of the package."""
+    if importer == "widgets":
+        return imported in WIDGETS_SEE
+    if imported == "widgets":
+        return RANK[importer] >= RANK["finetune"]
+    return imported in RANK and RANK[imported] <= RANK[importer]
+
+
+def test_every_module_has_a_place_in_the_order() -> None:
+    unplaced = {part_of(path) for path in FILES} - set(RANK) - ENTRY_POINTS - {"widgets"}
+    assert not unplaced, f"say in tests/test_architecture.py (ROWS) whom these may import: {sorted(unplaced)}"
+
+
+def test_imports_run_one_way() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line} imports {imported or 'the package itself'}"
+        for path in FILES
+        if part_of(path) in RANK or part_of(path) == "widgets"
+        for line, imported in own_imports(path)
+        if not allowed(part_of(path), imported)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_numeric_core_knows_neither_transformers_nor_widgets() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line} imports {name}"
+        for path in FILES
+        if part_of(path) in NUMERIC_CORE
+        for line, name in imports(path)
+        if name.split(".")[0] in NOT_IN_THE_CORE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_importing_offloadkit_stays_light() -> None:
+    code = f"import sys, offloadkit; print(*sorted({NOT_IN_THE_CORE!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
+    assert done.stdout.split() == []
+
+
+def defined_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
+
+
+def words(name: str) -> set[str]:
+    """The lower-case words of a snake_case or CamelCase name."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+@pytest.mark.parametrize("name", ["StreamManager", "event_handler", "HTTPHelper", "utils"])
+def test_forbidden_words_are_found_in_names(name: str) -> None:
+    assert words(name) & FORBIDDEN_WORDS
+
+
+def test_names_say_what_a_thing_is() -> None:
+    wrong = [str(path.relative_to(PACKAGE)) for path in FILES if words(path.stem) & FORBIDDEN_WORDS]
+    wrong += [
+        f"{path.relative_to(PACKAGE)}:{line} {name}"
+        for path in FILES
+        for line, name in defined_names(ast.parse(path.read_text()))
+        if words(name) & FORBIDDEN_WORDS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_and_functions_stay_short() -> None:
+    wrong = []
+    for path in FILES:
+        text = path.read_text()
+        num_lines = len(text.splitlines())
+        if num_lines > MAX_FILE_LINES:
+            wrong.append(f"{path.relative_to(PACKAGE)} has {num_lines} lines, {MAX_FILE_LINES} are the limit")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    wrong.append(
+                        f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name} has {length} lines, "
+                        f"{MAX_FUNCTION_LINES} are the limit"
+                    )
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,73 @@
+"""What an install promises: it works without a compiler and without torch, and the C source travels with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+KERNEL = "_cpu_adamw"
+
+pytest.importorskip("setuptools")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what a build reads, so that nothing is written into the working tree."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "offloadkit", tmp_path / "offloadkit", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return tmp_path
+
+
+def setup_py(tree: Path, *arguments: str, **environment: str) -> None:
+    # -S hides site-packages (torch, numpy) from the build; setuptools alone is put back.
+    setuptools_at = Path(sys.modules["setuptools"].__file__ or "").parent.parent
+    bare = tree / "bare"
+    bare.mkdir()
+    for name in ("setuptools", "_distutils_hack"):
+        (bare / name).symlink_to(setuptools_at / name)
+    subprocess.run(
+        [sys.executable, "-S", "setup.py", "-q", *arguments],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(bare), **environment},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+
+
+def built_kernels(tree: Path) -> list[Path]:
+    return list((tree / "build").rglob(f"{KERNEL}*.so"))
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_kernel_is_compiled_where_there_is_a_compiler(tree: Path) -> None:
+    setup_py(tree, "build")
+    assert built_kernels(tree)
+
+
+@pytest.mark.parametrize("compiler", ["/bin/false", "no-such-compiler"])
+def test_a_build_without_a_compiler_succeeds_without_the_kernel(tree: Path, compiler: str) -> None:
+    setup_py(tree, "build", CC=compiler)
+    assert built_kernels(tree) == []
+    assert list((tree / "build").rglob("offloadkit/config.py"))
+
+
+def test_the_source_distribution_carries_the_kernel(tree: Path) -> None:
+    setup_py(tree, "sdist")
+    (archive,) = (tree / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        assert any(name.endswith("offloadkit/optim/cpu_adamw.c") for name in files.getnames())
+
+
+def test_building_needs_nothing_but_setuptools() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert [requirement.split(">")[0] for requirement in project["build-system"]["requires"]] == ["setuptools"]
