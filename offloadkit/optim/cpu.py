@@ -1,0 +1,244 @@
+"""The C kernel (cpu_adamw.c) behind checked calls, or torch operations with the same bits where it could not be built.
+
+Calls release the GIL and run on a thread pool of the library's own, which sleeps between calls, is shared by all Python
+threads and is made again after a fork.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offloadkit import hardware
+from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_step_reference, check_state
+
+_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_LEVELS = ("baseline", "avx2", "avx512")
+_NO_LIBRARY = (
+    "offloadkit's C kernel is missing, so the CPU optimizer step runs on torch operations: the same result, about 5 "
+    "times slower. To build it, install a C compiler (gcc or clang) and reinstall offloadkit: "
+    "pip install --force-reinstall --no-deps offloadkit, or pip install -e . in a checkout."
+)
+
+
+class _Scalars(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_float) for name in AdamWScalars._fields]
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_int64), ("length", ctypes.c_int64), ("scalars", _Scalars)]
+
+
+class _Arrays(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("weights", "remainder", "exp_avg", "exp_avg_sq", "gradient")]
+
+
+def _find_library() -> Path | None:
+    return min(Path(__file__).parent.glob("_cpu_adamw*.so"), default=None)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    path = _find_library()
+    if path is None:
+        return None
+    library = ctypes.CDLL(str(path))
+    pointer, c_int, c_int64, c_float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+    signatures: dict[str, tuple[list[Any], Any]] = {
+        "adamw": ([c_int, c_int, pointer, pointer, c_int64, c_float], c_int),
+        "accumulate": ([c_int, c_int, pointer, pointer, c_int64], None),
+        "block_sums": ([c_int, pointer, pointer, c_int64, pointer], None),
+        "triad": ([pointer, pointer, c_float, c_int64], None),
+        "populate": ([pointer, ctypes.c_uint64], c_int),
+        "set_num_threads": ([c_int], c_int),
+        "num_threads": ([], c_int),
+        "level_usable": ([c_int], c_int),
+        "force_level": ([c_int], c_int),
+    }
+    for name, (arguments, result) in signatures.items():
+        function = library[f"offloadkit_{name}"]
+        function.argtypes, function.restype = arguments, result
+        setattr(library, name, function)
+    library.set_num_threads(default_num_threads())
+    return library
+
+
+@cache
+def _warn_without_library() -> None:
+    warnings.warn(_NO_LIBRARY, stacklevel=3)
+
+
+def available() -> bool:
+    """Whether the C kernel was built and is used."""
+    return _library() is not None
+
+
+def cpu_levels() -> list[str]:
+    """The levels this CPU can run, worst first, of "baseline", "avx2", "avx512"; none without the library."""
+    library = _library()
+    return [] if library is None else [name for i, name in enumerate(_LEVELS) if library.level_usable(i)]
+
+
+@contextmanager
+def forced_level(name: str) -> Iterator[None]:
+    """Runs the kernels at this level instead of the best one: all levels give the same bits, so this is for tests.
+
+    Holds for the whole process. Raises ValueError for a level that this CPU cannot run.
+    """
+    library = _library()
+    if library is None or name not in cpu_levels():
+        raise ValueError(f"level {name!r} is not one of this machine's: {cpu_levels()}")
+    library.force_level(_LEVELS.index(name))
+    try:
+        yield
+    finally:
+        library.force_level(-1)
+
+
+def default_num_threads(num_loader_workers: int = 0) -> int:
+    """Threads for the step: this process's cores (affinity and cgroup quota) less the main thread and the DataLoader's
+    workers, but at least two where there are two."""
+    cores = hardware.num_cores()
+    return max(min(2, cores), cores - 1 - num_loader_workers)
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Sets how many threads, the calling one included, share the work of each call. Raises ValueError below 1.
+
+    Without the library it changes nothing: torch's own setting, `torch.set_num_threads`, holds there.
+    """
+    if num_threads < 1:
+        raise ValueError(f"num_threads is {num_threads}: at least 1 is needed")
+    library = _library()
+    if library is not None:
+        library.set_num_threads(num_threads)
+
+
+def num_threads() -> int:
+    """Threads that share the work of each call, the calling one included."""
+    library = _library()
+    return torch.get_num_threads() if library is None else int(library.num_threads())
+
+
+def adamw_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
+    """One AdamW step, in place, over CPU arrays: what `adamw_step_reference` does, bit for bit, in one pass."""
+    check_state(state, gradient, segments)
+    _check_on_cpu(gradient)
+    library = _library()
+    if library is None:
+        _warn_without_library()
+        adamw_step_reference(state, gradient, segments, grad_scale)
+        return
+    table = [_Segment(start, length, _Scalars(*scalars)) for start, length, scalars in segments if length > 0]
+    if not table:
+        return
+    remainder = state.remainder
+    arrays = _Arrays(
+        state.weights.data_ptr(),
+        None if remainder is None else remainder.data_ptr(),
+        state.exp_avg.data_ptr(),
+        state.exp_avg_sq.data_ptr(),
+        gradient.data_ptr(),
+    )
+    error = library.adamw(
+        _KINDS[state.weights.dtype],
+        _KINDS[gradient.dtype],
+        ctypes.byref(arrays),
+        (_Segment * len(table))(*table),
+        len(table),
+        grad_scale,
+    )
+    if error:
+        raise MemoryError(os.strerror(error))
+
+
+def accumulate(accumulator: Tensor, gradient: Tensor, *, add: bool) -> None:
+    """accumulator += fp32(gradient), or accumulator = fp32(gradient) where `add` is false.
+
+    accumulator: fp32; gradient: bf16, fp16 or fp32; both 1-D, contiguous, of one length, on the CPU.
+    Raises TypeError for another dtype, ValueError for another layout.
+    """
+    if accumulator.dtype != torch.float32 or gradient.dtype not in _KINDS:
+        raise TypeError(
+            f"the accumulator must be fp32 and the gradient bf16, fp16 or fp32, "
+            f"not {accumulator.dtype} and {gradient.dtype}"
+        )
+    if accumulator.dim() != 1 or accumulator.shape != gradient.shape:
+        raise ValueError(f"flat arrays of one length are needed, not {accumulator.shape} and {gradient.shape}")
+    if not (accumulator.is_contiguous() and gradient.is_contiguous()):
+        raise ValueError("accumulator and gradient must be contiguous")
+    _check_on_cpu(accumulator)
+    _check_on_cpu(gradient)
+    library = _library()
+    if library is not None:
+        library.accumulate(
+            _KINDS[gradient.dtype], add, accumulator.data_ptr(), gradient.data_ptr(), accumulator.numel()
+        )
+    elif add:
+        accumulator.add_(gradient)
+    else:
+        accumulator.copy_(gradient)
+
+
+def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
+    """`gradient_norm.block_sums`, which checks dtypes and shapes, on the CPU; needs the library.
+
+    Raises ValueError for a block outside the gradient or longer than 65,536.
+    """
+    library = _library()
+    assert library is not None
+    if blocks.numel():
+        starts, lengths = blocks.unbind(1)
+        if (
+            starts.min() < 0
+            or lengths.min() < 0
+            or lengths.max() > 65_536
+            or (starts + lengths).max() > gradient.numel()
+        ):
+            raise ValueError(f"a block leaves the gradient of {gradient.numel()} elements or is longer than 65,536")
+    library.block_sums(_KINDS[gradient.dtype], gradient.data_ptr(), blocks.data_ptr(), blocks.shape[0], out.data_ptr())
+
+
+def triad(a: Tensor, b: Tensor, s: float) -> None:
+    """a += s * b over fp32 CPU arrays: the DRAM bandwidth that the step is measured against. Needs the library."""
+    library = _library()
+    if library is None:
+        raise RuntimeError(_NO_LIBRARY)
+    if a.dtype != torch.float32 or b.dtype != torch.float32 or a.numel() != b.numel():
+        raise ValueError("two fp32 arrays of one length are needed")
+    if not (a.is_contiguous() and b.is_contiguous()):
+        raise ValueError("two contiguous arrays are needed")
+    library.triad(a.data_ptr(), b.data_ptr(), s, a.numel())
+
+
+def populate(address: int, num_bytes: int) -> None:
+    """Faults in the pages of [address, address + num_bytes), writable, on all threads; what they hold stays.
+
+    Raises OSError (ENOMEM and others) where the kernel refuses. Without the library it writes one byte a page.
+    """
+    library = _library()
+    if library is not None:
+        error = library.populate(address, num_bytes)
+        if error:
+            raise OSError(error, f"{num_bytes} bytes of host memory could not be populated: {os.strerror(error)}")
+        return
+    page = os.sysconf("SC_PAGESIZE")
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    for at in range(0, num_bytes, page):
+        memory[at] = memory[at]
+    if num_bytes:
+        memory[num_bytes - 1] = memory[num_bytes - 1]
+
+
+def _check_on_cpu(array: Tensor) -> None:
+    if array.device.type != "cpu":
+        raise ValueError(f"an array lies on {array.device}: this step runs on the CPU")

@@ -1,0 +1,574 @@
+/* AdamW, gradient accumulation, the gradient norm and page population on the CPU.
+ *
+ * Every floating-point operation is one IEEE operation in the order written: build with -ffp-contract=off and without
+ * fast-math (the same bits as the torch reference and the Triton kernels depend on it); -O3 -fno-math-errno lets the
+ * loops vectorise. The arithmetic is written once, as always-inlined bodies, and built for each CPU level.
+ * No Python API is used: offloadkit/optim/cpu.py loads the library with ctypes, which releases the GIL.
+ */
+#ifdef __FAST_MATH__
+#error "cpu_adamw.c must be built without -ffast-math: its results are compared bit for bit"
+#endif
+#if defined(__linux__) && !defined(_GNU_SOURCE)
+#define _GNU_SOURCE
+#endif
+#include <errno.h>
+#include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+enum { ADAMW_PIECE = 16384, ACCUMULATE_PIECE = 65536, NORM_BLOCK = 65536, NORM_COLUMNS = 32, NORM_LEVELS = 11 };
+enum { POPULATE_PIECE = 16 << 20 };
+
+/* Numbers known to cpu.py. */
+enum { BF16 = 0, FP16 = 1, FP32 = 2, NUM_KINDS = 3 };
+enum { BASELINE = 0, AVX2 = 1, AVX512 = 2, NUM_LEVELS = 3 };
+
+struct scalars {
+    float beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, step_size, inv_sqrt_bias_correction2;
+};
+
+struct segment {
+    int64_t start, length;
+    struct scalars scalars;
+};
+
+struct adamw_arrays {
+    void *weights;   /* bf16, fp16 or fp32 */
+    void *remainder; /* int16 low halves for bf16, fp32 master weights for fp16, unused for fp32 */
+    float *exp_avg, *exp_avg_sq;
+    const void *gradient;
+};
+
+/* ---- Conversions -------------------------------------------------------------------------------------------------- */
+
+INLINE float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* Exact. The scaling makes fp16 subnormals (fp32 subnormals once shifted) normal; Inf and NaN get the top exponent. */
+INLINE float float_of_fp16(uint16_t half) {
+    uint32_t magnitude = half & 0x7FFFu;
+    uint32_t bits = bits_of(float_of(magnitude << 13) * 0x1p112f);
+    uint32_t special = (magnitude << 13) | 0x7F800000u | (magnitude > 0x7C00u ? 0x00400000u : 0u);
+    bits = magnitude >= 0x7C00u ? special : bits;
+    return float_of(bits | (uint32_t)(half & 0x8000u) << 16);
+}
+
+/* Round to nearest even. Below 2^-14 the addition of 0.5, whose last bit is worth 2^-24, rounds to a subnormal. */
+INLINE uint16_t fp16_of_float(float value) {
+    uint32_t bits = bits_of(value);
+    uint32_t magnitude = bits & 0x7FFFFFFFu;
+    uint32_t normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+    uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
+    uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
+    half = magnitude >= 0x477FF000u ? 0x7C00u : half;
+    half = magnitude > 0x7F800000u ? 0x7E00u : half;
+    return (uint16_t)(half | ((bits >> 16) & 0x8000u));
+}
+
+INLINE float load_gradient(int kind, const void *gradient, int64_t i) {
+    if (kind == BF16) return float_of((uint32_t)((const uint16_t *)gradient)[i] << 16);
+    if (kind == FP16) return float_of_fp16(((const uint16_t *)gradient)[i]);
+    return ((const float *)gradient)[i];
+}
+
+INLINE float load_master(int kind, const void *weights, const void *remainder, int64_t i) {
+    if (kind == BF16) {
+        uint32_t high = (uint32_t)((const uint16_t *)weights)[i] << 16;
+        return float_of(high + (uint32_t)(int32_t)((const int16_t *)remainder)[i]);
+    }
+    return kind == FP16 ? ((const float *)remainder)[i] : ((const float *)weights)[i];
+}
+
+/* The split of a NaN would give Inf or zero as its high half: NaN is stored as the one pattern 0x7FC0 | 0. */
+INLINE void store_master(int kind, void *weights, void *remainder, int64_t i, float value) {
+    if (kind == BF16) {
+        uint32_t bits = bits_of(value);
+        bits = (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : bits;
+        ((uint16_t *)weights)[i] = (uint16_t)((bits + 0x8000u) >> 16);
+        ((uint16_t *)remainder)[i] = (uint16_t)bits;
+    } else if (kind == FP16) {
+        ((uint16_t *)weights)[i] = fp16_of_float(value);
+        ((float *)remainder)[i] = value;
+    } else {
+        ((float *)weights)[i] = value;
+    }
+}
+
+/* ---- Bodies, built once per CPU level ----------------------------------------------------------------------------- */
+
+INLINE void adamw_body(int weights_kind, int gradient_kind, const struct adamw_arrays *arrays,
+                       const struct scalars *scalars, float grad_scale, int64_t start, int64_t end) {
+    const struct scalars s = *scalars;
+    void *weights = arrays->weights, *remainder = arrays->remainder;
+    float *exp_avg = arrays->exp_avg, *exp_avg_sq = arrays->exp_avg_sq;
+    const void *gradient = arrays->gradient;
+    INDEPENDENT
+    for (int64_t i = start; i < end; i++) {
+        float g = load_gradient(gradient_kind, gradient, i) * grad_scale;
+        float m = s.beta1 * exp_avg[i] + s.one_minus_beta1 * g;
+        float v = s.beta2 * exp_avg_sq[i] + (s.one_minus_beta2 * g) * g;
+        float denominator = sqrtf(v) * s.inv_sqrt_bias_correction2 + s.eps;
+        float w = load_master(weights_kind, weights, remainder, i) * s.decay - s.step_size * (m / denominator);
+        exp_avg[i] = m;
+        exp_avg_sq[i] = v;
+        store_master(weights_kind, weights, remainder, i, w);
+    }
+}
+
+INLINE void accumulate_body(int kind, int add, float *accumulator, const void *gradient, int64_t start, int64_t end) {
+    INDEPENDENT
+    for (int64_t i = start; i < end; i++) {
+        float g = load_gradient(kind, gradient, i);
+        accumulator[i] = add ? accumulator[i] + g : g;
+    }
+}
+
+INLINE void triad_body(float *a, const float *b, float s, int64_t start, int64_t end) {
+    INDEPENDENT
+    for (int64_t i = start; i < end; i++) a[i] += s * b[i];
+}
+
+/* Squares of two rows of 32 columns, added: the first level of the tree. */
+INLINE void square_two_rows(int kind, const void *gradient, int64_t start, double *row) {
+    INDEPENDENT
+    for (int64_t column = 0; column < NORM_COLUMNS; column++) {
+        double upper = (double)load_gradient(kind, gradient, start + column);
+        double lower = (double)load_gradient(kind, gradient, start + NORM_COLUMNS + column);
+        row[column] = upper * upper + lower * lower;
+    }
+}
+
+INLINE void add_row(double *row, const double *other) {
+    for (int column = 0; column < NORM_COLUMNS; column++) row[column] = other[column] + row[column];
+}
+
+/* The tree over 2048 rows as a binary counter: waiting[k] holds the sum of 2^(k+1) rows that wait for their neighbour.
+ * Rows past the end of a short block are zero and change no sum, so they are left out. */
+INLINE double norm_body(int kind, const void *gradient, int64_t start, int64_t length) {
+    double waiting[NORM_LEVELS][NORM_COLUMNS], row[NORM_COLUMNS];
+    uint32_t last_rows[2 * NORM_COLUMNS] = {0};
+    int64_t num_pairs = (length + 2 * NORM_COLUMNS - 1) / (2 * NORM_COLUMNS), whole_pairs = length / (2 * NORM_COLUMNS);
+    for (int64_t pair = 0; pair < num_pairs; pair++) {
+        if (pair < whole_pairs) {
+            square_two_rows(kind, gradient, start + pair * 2 * NORM_COLUMNS, row);
+        } else {
+            size_t width = kind == FP32 ? 4 : 2, done = (size_t)(pair * 2 * NORM_COLUMNS);
+            memcpy(last_rows, (const char *)gradient + ((size_t)start + done) * width, ((size_t)length - done) * width);
+            square_two_rows(kind, last_rows, 0, row);
+        }
+        int level = 0;
+        for (; pair >> level & 1; level++) add_row(row, waiting[level]);
+        memcpy(waiting[level], row, sizeof row);
+    }
+    memset(row, 0, sizeof row);
+    for (int level = 0; level < NORM_LEVELS; level++)
+        if (num_pairs >> level & 1) add_row(row, waiting[level]);
+    for (int width = NORM_COLUMNS / 2; width > 0; width /= 2)
+        for (int column = 0; column < width; column++) row[column] = row[2 * column] + row[2 * column + 1];
+    return row[0];
+}
+
+typedef void (*adamw_function)(const struct adamw_arrays *, const struct scalars *, float, int64_t, int64_t);
+typedef void (*accumulate_function)(float *, const void *, int64_t, int64_t);
+typedef double (*norm_function)(const void *, int64_t, int64_t);
+typedef void (*triad_function)(float *, const float *, float, int64_t, int64_t);
+
+struct level {
+    adamw_function adamw[NUM_KINDS][NUM_KINDS]; /* [weights][gradient] */
+    accumulate_function accumulate[NUM_KINDS][2];
+    norm_function norm[NUM_KINDS];
+    triad_function triad;
+};
+
+#define DEFINE_ADAMW(LEVEL, TARGET, W, G)                                                                           \
+    TARGET static void adamw_##LEVEL##_##W##_##G(const struct adamw_arrays *arrays, const struct scalars *scalars,  \
+                                                 float grad_scale, int64_t start, int64_t end) {                    \
+        adamw_body(W, G, arrays, scalars, grad_scale, start, end);                                                  \
+    }
+#define DEFINE_KIND(LEVEL, TARGET, KIND)                                                                            \
+    DEFINE_ADAMW(LEVEL, TARGET, KIND, BF16)                                                                         \
+    DEFINE_ADAMW(LEVEL, TARGET, KIND, FP16)                                                                         \
+    DEFINE_ADAMW(LEVEL, TARGET, KIND, FP32)                                                                         \
+    TARGET static void add_##LEVEL##_##KIND(float *accumulator, const void *gradient, int64_t start, int64_t end) { \
+        accumulate_body(KIND, 1, accumulator, gradient, start, end);                                                \
+    }                                                                                                               \
+    TARGET static void set_##LEVEL##_##KIND(float *accumulator, const void *gradient, int64_t start, int64_t end) { \
+        accumulate_body(KIND, 0, accumulator, gradient, start, end);                                                \
+    }                                                                                                               \
+    TARGET static double norm_##LEVEL##_##KIND(const void *gradient, int64_t start, int64_t length) {               \
+        return norm_body(KIND, gradient, start, length);                                                            \
+    }
+#define ADAMW_ROW(LEVEL, W) {adamw_##LEVEL##_##W##_BF16, adamw_##LEVEL##_##W##_FP16, adamw_##LEVEL##_##W##_FP32}
+#define DEFINE_LEVEL(LEVEL, TARGET)                                                                                 \
+    DEFINE_KIND(LEVEL, TARGET, BF16)                                                                                \
+    DEFINE_KIND(LEVEL, TARGET, FP16)                                                                                \
+    DEFINE_KIND(LEVEL, TARGET, FP32)                                                                                \
+    TARGET static void triad_##LEVEL(float *a, const float *b, float s, int64_t start, int64_t end) {               \
+        triad_body(a, b, s, start, end);                                                                            \
+    }                                                                                                               \
+    static const struct level level_##LEVEL = {                                                                     \
+        {ADAMW_ROW(LEVEL, BF16), ADAMW_ROW(LEVEL, FP16), ADAMW_ROW(LEVEL, FP32)},                                   \
+        {{set_##LEVEL##_BF16, add_##LEVEL##_BF16},                                                                  \
+         {set_##LEVEL##_FP16, add_##LEVEL##_FP16},                                                                  \
+         {set_##LEVEL##_FP32, add_##LEVEL##_FP32}},                                                                 \
+        {norm_##LEVEL##_BF16, norm_##LEVEL##_FP16, norm_##LEVEL##_FP32},                                            \
+        triad_##LEVEL,                                                                                              \
+    };
+
+DEFINE_LEVEL(baseline, )
+#if defined(__x86_64__)
+#if defined(__clang__)
+#define WIDE_VECTORS
+#else
+#define WIDE_VECTORS ",prefer-vector-width=512"
+#endif
+DEFINE_LEVEL(avx2, __attribute__((target("avx2"))))
+DEFINE_LEVEL(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl" WIDE_VECTORS))))
+static const struct level *const levels[NUM_LEVELS] = {&level_baseline, &level_avx2, &level_avx512};
+#else
+static const struct level *const levels[NUM_LEVELS] = {&level_baseline, NULL, NULL};
+#endif
+
+static atomic_int forced_level = -1;
+
+EXPORT int offloadkit_level_usable(int level) {
+    if (level == BASELINE) return 1;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (level == AVX2) return __builtin_cpu_supports("avx2") != 0;
+    if (level == AVX512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+    return 0;
+}
+
+/* Use this level from now on; -1: the best one that is usable. Returns EINVAL for a level this CPU cannot run. */
+EXPORT int offloadkit_force_level(int level) {
+    if (level != -1 && !offloadkit_level_usable(level)) return EINVAL;
+    atomic_store(&forced_level, level);
+    return 0;
+}
+
+static const struct level *current_level(void) {
+    int level = atomic_load(&forced_level);
+    if (level < 0)
+        for (level = NUM_LEVELS - 1; !offloadkit_level_usable(level);) level--;
+    return levels[level];
+}
+
+/* ---- Thread pool -------------------------------------------------------------------------------------------------- */
+
+struct job {
+    void (*run)(const void *call, int64_t piece);
+    const void *call;
+    int64_t num_pieces;
+    _Atomic int64_t next_piece;
+    int num_workers; /* pool threads inside the job; under pool.lock, like `link` */
+    struct job *link;
+};
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t work, done;
+    struct job *jobs;
+    int num_threads; /* wanted, the calling thread included */
+    int num_started; /* pool threads alive */
+} pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 1, 0};
+
+static void lock_before_fork(void) { pthread_mutex_lock(&pool.lock); }
+static void unlock_in_parent(void) { pthread_mutex_unlock(&pool.lock); }
+
+/* The child has none of the pool's threads and no job: it starts its own threads at its first call. */
+static void renew_in_child(void) {
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.work, NULL);
+    pthread_cond_init(&pool.done, NULL);
+    pool.jobs = NULL;
+    pool.num_started = 0;
+}
+
+static void watch_forks(void) { pthread_atfork(lock_before_fork, unlock_in_parent, renew_in_child); }
+
+/* Subnormals kept, round to nearest: torch.set_flush_denormal() or a library's fast-math start-up code may have
+ * changed that for the calling thread, and new threads inherit it. */
+typedef uint64_t float_mode;
+static float_mode enter_ieee_mode(void) {
+    float_mode previous = 0;
+#if defined(__x86_64__)
+    previous = _mm_getcsr();
+    _mm_setcsr(0x1F80);
+#elif defined(__aarch64__)
+    __asm__ volatile("mrs %0, fpcr" : "=r"(previous));
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
+#endif
+    return previous;
+}
+
+static void leave_ieee_mode(float_mode previous) {
+#if defined(__x86_64__)
+    _mm_setcsr((unsigned)previous);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(previous));
+#else
+    (void)previous;
+#endif
+}
+
+static void work_on(struct job *job) {
+    for (;;) {
+        int64_t piece = atomic_fetch_add_explicit(&job->next_piece, 1, memory_order_relaxed);
+        if (piece >= job->num_pieces) return;
+        job->run(job->call, piece);
+    }
+}
+
+static struct job *first_open_job(void) {
+    struct job *job = pool.jobs;
+    while (job && atomic_load_explicit(&job->next_piece, memory_order_relaxed) >= job->num_pieces) job = job->link;
+    return job;
+}
+
+static void *pool_thread(void *unused) {
+    (void)unused;
+    enter_ieee_mode();
+    pthread_mutex_lock(&pool.lock);
+    while (pool.num_started < pool.num_threads) {
+        struct job *job = first_open_job();
+        if (!job) {
+            pthread_cond_wait(&pool.work, &pool.lock);
+            continue;
+        }
+        job->num_workers++;
+        pthread_mutex_unlock(&pool.lock);
+        work_on(job);
+        pthread_mutex_lock(&pool.lock);
+        if (--job->num_workers == 0) pthread_cond_broadcast(&pool.done);
+    }
+    pool.num_started--;
+    pthread_mutex_unlock(&pool.lock);
+    return NULL;
+}
+
+/* Starts the threads that are missing; with a thread limit reached, the work is done by fewer. Called with the lock. */
+static void start_threads(void) {
+    sigset_t all, previous;
+    pthread_attr_t attributes;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &previous); /* signals stay with the threads of Python */
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    while (pool.num_started < pool.num_threads - 1) {
+        pthread_t thread;
+        if (pthread_create(&thread, &attributes, pool_thread, NULL) != 0) break;
+        pool.num_started++;
+    }
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &previous, NULL);
+}
+
+/* Runs all pieces on the pool and the calling thread; returns when all are done. Several callers may run at once. */
+static void run_job(void (*run)(const void *, int64_t), const void *call, int64_t num_pieces) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    struct job job = {run, call, num_pieces, 0, 0, NULL};
+    pthread_once(&once, watch_forks);
+    float_mode previous = enter_ieee_mode();
+    pthread_mutex_lock(&pool.lock);
+    if (num_pieces > 1) {
+        struct job **end = &pool.jobs;
+        start_threads();
+        while (*end) end = &(*end)->link;
+        *end = &job;
+        pthread_cond_broadcast(&pool.work);
+    }
+    pthread_mutex_unlock(&pool.lock);
+    work_on(&job);
+    pthread_mutex_lock(&pool.lock);
+    for (struct job **at = &pool.jobs; *at; at = &(*at)->link)
+        if (*at == &job) {
+            *at = job.link;
+            break;
+        }
+    while (job.num_workers > 0) pthread_cond_wait(&pool.done, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+    leave_ieee_mode(previous);
+}
+
+EXPORT int offloadkit_set_num_threads(int num_threads) {
+    if (num_threads < 1) return EINVAL;
+    pthread_mutex_lock(&pool.lock);
+    pool.num_threads = num_threads;
+    pthread_cond_broadcast(&pool.work); /* threads too many leave */
+    pthread_mutex_unlock(&pool.lock);
+    return 0;
+}
+
+EXPORT int offloadkit_num_threads(void) {
+    pthread_mutex_lock(&pool.lock);
+    int num_threads = pool.num_threads;
+    pthread_mutex_unlock(&pool.lock);
+    return num_threads;
+}
+
+/* ---- Calls -------------------------------------------------------------------------------------------------------- */
+
+struct adamw_call {
+    adamw_function function;
+    const struct adamw_arrays *arrays;
+    const struct segment *segments;
+    const int64_t *first_pieces; /* [num_segments]: number of the segment's first piece */
+    int64_t num_segments;
+    float grad_scale;
+};
+
+static void adamw_piece(const void *untyped, int64_t piece) {
+    const struct adamw_call *call = untyped;
+    int64_t low = 0, high = call->num_segments;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (call->first_pieces[middle] <= piece) low = middle;
+        else high = middle;
+    }
+    const struct segment *segment = &call->segments[low];
+    int64_t offset = (piece - call->first_pieces[low]) * ADAMW_PIECE, length = segment->length - offset;
+    int64_t start = segment->start + offset;
+    if (length > ADAMW_PIECE) length = ADAMW_PIECE;
+    call->function(call->arrays, &segment->scalars, call->grad_scale, start, start + length);
+}
+
+/* One AdamW step over the segments (none of them empty). Returns 0, or ENOMEM. */
+EXPORT int offloadkit_adamw(int weights_kind, int gradient_kind, const struct adamw_arrays *arrays,
+                            const struct segment *segments, int64_t num_segments, float grad_scale) {
+    int64_t num_pieces = 0, *first_pieces = malloc((size_t)num_segments * sizeof *first_pieces);
+    if (!first_pieces) return ENOMEM;
+    for (int64_t i = 0; i < num_segments; i++) {
+        first_pieces[i] = num_pieces;
+        num_pieces += (segments[i].length + ADAMW_PIECE - 1) / ADAMW_PIECE;
+    }
+    struct adamw_call call = {current_level()->adamw[weights_kind][gradient_kind],
+                              arrays, segments, first_pieces, num_segments, grad_scale};
+    run_job(adamw_piece, &call, num_pieces);
+    free(first_pieces);
+    return 0;
+}
+
+struct accumulate_call {
+    accumulate_function function;
+    float *accumulator;
+    const void *gradient;
+    int64_t length;
+};
+
+static void accumulate_piece(const void *untyped, int64_t piece) {
+    const struct accumulate_call *call = untyped;
+    int64_t start = piece * ACCUMULATE_PIECE, end = start + ACCUMULATE_PIECE;
+    call->function(call->accumulator, call->gradient, start, end < call->length ? end : call->length);
+}
+
+EXPORT void offloadkit_accumulate(int kind, int add, float *accumulator, const void *gradient, int64_t length) {
+    struct accumulate_call call = {current_level()->accumulate[kind][add != 0], accumulator, gradient, length};
+    run_job(accumulate_piece, &call, (length + ACCUMULATE_PIECE - 1) / ACCUMULATE_PIECE);
+}
+
+struct norm_call {
+    norm_function function;
+    const void *gradient;
+    const int64_t *blocks; /* [num_blocks, 2]: start, length <= NORM_BLOCK */
+    double *sums;
+};
+
+static void norm_piece(const void *untyped, int64_t piece) {
+    const struct norm_call *call = untyped;
+    call->sums[piece] = call->function(call->gradient, call->blocks[2 * piece], call->blocks[2 * piece + 1]);
+}
+
+EXPORT void offloadkit_block_sums(int kind, const void *gradient, const int64_t *blocks, int64_t num_blocks, double *sums) {
+    struct norm_call call = {current_level()->norm[kind], gradient, blocks, sums};
+    run_job(norm_piece, &call, num_blocks);
+}
+
+struct triad_call {
+    triad_function function;
+    float *a;
+    const float *b;
+    float s;
+    int64_t length;
+};
+
+static void triad_piece(const void *untyped, int64_t piece) {
+    const struct triad_call *call = untyped;
+    int64_t start = piece * ACCUMULATE_PIECE, end = start + ACCUMULATE_PIECE;
+    call->function(call->a, call->b, call->s, start, end < call->length ? end : call->length);
+}
+
+/* a[i] += s * b[i]: the memory bandwidth that the other calls are measured against. */
+EXPORT void offloadkit_triad(float *a, const float *b, float s, int64_t length) {
+    struct triad_call call = {current_level()->triad, a, b, s, length};
+    run_job(triad_piece, &call, (length + ACCUMULATE_PIECE - 1) / ACCUMULATE_PIECE);
+}
+
+struct populate_call {
+    uintptr_t start, end, page_bytes;
+    atomic_int *error;
+};
+
+/* Faults the pages in by writing to each what it holds: for kernels without MADV_POPULATE_WRITE. */
+static void touch_pages(uintptr_t start, uintptr_t end, uintptr_t page_bytes) {
+    for (uintptr_t at = start; at < end; at = at / page_bytes * page_bytes + page_bytes) {
+        volatile char *byte = (volatile char *)at;
+        *byte = *byte;
+    }
+}
+
+static void populate_piece(const void *untyped, int64_t piece) {
+    const struct populate_call *call = untyped;
+    uintptr_t base = call->start / POPULATE_PIECE * POPULATE_PIECE + (uintptr_t)piece * POPULATE_PIECE;
+    uintptr_t start = base > call->start ? base : call->start;
+    uintptr_t end = base + POPULATE_PIECE < call->end ? base + POPULATE_PIECE : call->end;
+#if defined(__linux__)
+    enum { POPULATE_WRITE = 23 }; /* MADV_POPULATE_WRITE, Linux 5.14; missing from older headers */
+    uintptr_t first_page = start / call->page_bytes * call->page_bytes;
+    if (madvise((void *)first_page, end - first_page, POPULATE_WRITE) == 0) return;
+    if (errno != EINVAL) {
+        atomic_store(call->error, errno);
+        return;
+    }
+#endif
+    touch_pages(start, end, call->page_bytes);
+}
+
+/* Makes every page of the range present and writable; what it holds stays. Returns 0 or an errno. */
+EXPORT int offloadkit_populate(uintptr_t address, uint64_t num_bytes) {
+    atomic_int error = 0;
+    uintptr_t end = address + num_bytes;
+    struct populate_call call = {address, end, (uintptr_t)sysconf(_SC_PAGESIZE), &error};
+    if (num_bytes == 0) return 0;
+    run_job(populate_piece, &call, (int64_t)((end - 1) / POPULATE_PIECE - address / POPULATE_PIECE + 1));
+    return atomic_load(&error);
+}
