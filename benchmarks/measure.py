@@ -1,0 +1,264 @@
+"""One engine on one workload in this process: `python -m benchmarks.measure TASK.json ROW.json`, called by run.py."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Row = dict[str, Any]
+GIB = 1 << 30
+
+
+def bind_cores(num_cores: int) -> None:
+    """Run on the first `num_cores` cores this process may use (0: all), before any library counts them."""
+    cores = sorted(os.sched_getaffinity(0))
+    cores = cores[: num_cores or len(cores)]
+    os.sched_setaffinity(0, cores)
+    os.environ["OMP_NUM_THREADS"] = str(len(cores))
+
+
+def main(task_path: str, row_path: str) -> None:
+    """Read the task, measure, and leave a row: the figures, or `failed` with the reason."""
+    task = json.loads(Path(task_path).read_text())
+    bind_cores(task["work"]["cores"])
+    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
+    row: Row = {}
+    try:
+        row.update(measure(task))
+    except BaseException as error:  # a peer may call sys.exit
+        traceback.print_exc()
+        text = str(error).strip().splitlines()
+        row["failed"] = f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+    Path(row_path).write_text(json.dumps(row))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a peer's threads or process group may hang an orderly exit
+
+
+def measure(task: dict[str, Any]) -> Row:
+    """The row of one task; see `run.py` for what a task holds."""
+    import psutil
+    import torch
+
+    from benchmarks import engines, memory, workloads
+
+    work = workloads.Workload(**task["work"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    vram = memory.DeviceMemory(device)
+    if work.vram_cap_gib and device.type == "cuda":
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(work.vram_cap_gib * GIB / total_bytes)
+    torch.manual_seed(work.seed)
+    name, mode = task["engine"], task["mode"]
+    if mode == "save":
+        workloads.build_model(work, device, device).save_pretrained(task["folder"])
+        return {}
+
+    row: Row = {"machine": describe_machine(device), "versions": versions()}
+    if mode == "startup":
+        row["import_seconds"] = import_libraries(name)
+        if task["cold"]:
+            memory.evict_page_cache(Path(task["folder"]))
+    started = time.perf_counter()
+    if mode == "startup":
+        model = load_from_disk(name, task["folder"], work, device)
+    else:
+        model = workloads.build_model(work, device, engines.weights_start_on(name, work, device))
+    built = time.perf_counter()
+    row["num_parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    engine = engines.ENGINES[name](model, work, device)
+    del model
+    engine.settle()
+    compile_seconds = engine.seconds.pop("compile", 0.0)
+    row["load_seconds"] = built - started
+    row["engine_seconds"] = time.perf_counter() - built - compile_seconds
+    row["compile_seconds"] = compile_seconds
+    row["part_seconds"] = engine.seconds
+
+    if mode == "loader":
+        num_workers = task["num_workers"]
+        if isinstance(engine, engines.Offloadkit):
+            engine.set_loader_workers(num_workers)
+        steps = workloads.loaded_batches(work, device, num_workers, 1 + work.warmup + 1 + work.steps)
+    else:
+        steps = itertools.repeat(workloads.fixed_batches(work, device))
+    row.update(run_steps(engine, steps, work, device, vram))
+    row["process_seconds"] = row.pop("first_step_at") - psutil.Process().create_time()
+    row["peak_ram_bytes"] = memory.peak_ram_bytes()
+    return row
+
+
+def import_libraries(name: str) -> float:
+    """Import what engine `name` needs beside torch; the seconds it took."""
+    started = time.perf_counter()
+    libraries = {"offloadkit": "offloadkit.hf.models", "zero2": "deepspeed", "zero3": "deepspeed"}
+    libraries |= {"ao": "torchao.optim", "ao-amp": "torchao.optim"}
+    importlib.import_module("transformers.models.auto.modeling_auto")
+    if name in libraries:
+        importlib.import_module(libraries[name])
+    return time.perf_counter() - started
+
+
+def load_from_disk(name: str, folder: str, work: Any, device: Any) -> Any:
+    """The model of `folder` in bf16, as users of engine `name` load it."""
+    import torch
+    import transformers
+
+    from benchmarks import engines, workloads
+
+    is_t5 = workloads.is_t5(work.model)
+    place = engines.weights_start_on(name, work, device)
+    if name == "offloadkit":
+        from offloadkit.hf.models import load_model
+
+        task = "seq2seq" if is_t5 else "causal"
+        model: Any = load_model(folder, task=task, dtype=torch.bfloat16, device=place, progress=False)
+    else:
+        auto = transformers.AutoModelForSeq2SeqLM if is_t5 else transformers.AutoModelForCausalLM
+        model = auto.from_pretrained(folder, dtype=torch.bfloat16, device_map={"": place})
+    return workloads.prepare_model(model, work)
+
+
+class Clock:
+    """Marks on the device's time line (CUDA events on the current stream), read after everything has run."""
+
+    def __init__(self, on_cuda: bool) -> None:
+        self.on_cuda = on_cuda
+        self.marks: list[tuple[str, Any]] = []
+
+    def mark(self, name: str) -> None:
+        """Here ends the phase `name`."""
+        if self.on_cuda:
+            import torch
+
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((name, event))
+        else:
+            self.marks.append((name, time.perf_counter()))
+
+    def phases(self) -> list[tuple[str, float]]:
+        """(name, seconds since the mark before), in order; the first mark only starts the clock."""
+        seconds = []
+        for (_, before), (name, after) in itertools.pairwise(self.marks):
+            seconds.append((name, before.elapsed_time(after) / 1000 if self.on_cuda else after - before))
+        return seconds
+
+
+def run_steps(engine: Any, steps: Iterator[list[Any]], work: Any, device: Any, vram: Any) -> Row:
+    """Train for one first step, `work.warmup` more, and `work.steps` that are timed.
+
+    A step's time is that from its end to the end of the one before, on the device's time line: nothing is synchronised
+    in between, so what an engine hides under the next forward stays hidden, and what it does not is counted.
+    `settled_seconds` is the mean with everything waited for at the end.
+    """
+    import torch
+
+    on_cuda = device.type == "cuda"
+    losses: list[list[torch.Tensor]] = []
+
+    def train_step(clock: Clock) -> None:
+        batches = next(steps)
+        clock.mark("data")
+        losses.append([])
+        for index, batch in enumerate(batches, start=1):
+            loss = engine.forward(batch)
+            clock.mark("forward")
+            engine.backward(loss)
+            clock.mark("backward")
+            losses[-1].append(loss.detach())
+            del loss
+            engine.step(index == len(batches))
+            clock.mark("step")
+        vram.sample()
+
+    started = time.perf_counter()
+    train_step(Clock(on_cuda))
+    engine.settle()
+    first_step_seconds, first_step_at = time.perf_counter() - started, time.time()
+    for _ in range(work.warmup):
+        train_step(Clock(on_cuda))
+    engine.settle()
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    clock = Clock(on_cuda)
+    clock.mark("start")
+    started = time.perf_counter()
+    for _ in range(1 + work.steps):  # the first fills the pipeline
+        train_step(clock)
+    engine.settle()
+    settled_seconds = (time.perf_counter() - started) / (1 + work.steps)
+    per_step = split_steps(clock.phases(), 1 + 3 * work.accumulation)[1:]
+    totals = [sum(step.values()) for step in per_step]
+    return {
+        "step_seconds": median(totals),
+        "min_step_seconds": min(totals),
+        "settled_seconds": settled_seconds,
+        "first_step_seconds": first_step_seconds,
+        "first_step_at": first_step_at,
+        "phase_seconds": {name: median(step[name] for step in per_step) for name in per_step[0]},
+        "all_step_seconds": totals,
+        "losses": [float(torch.stack(step).float().mean()) for step in losses],
+        "vram_bytes": vram.peak_bytes,
+        "vram_source": vram.source,
+        "max_allocated_bytes": torch.cuda.max_memory_allocated() if on_cuda else 0,
+        "max_reserved_bytes": torch.cuda.max_memory_reserved() if on_cuda else 0,
+    }
+
+
+def split_steps(phases: list[tuple[str, float]], marks_per_step: int) -> list[dict[str, float]]:
+    """Seconds by phase of each step, micro-batches added up."""
+    steps = []
+    for first in range(0, len(phases), marks_per_step):
+        seconds: dict[str, float] = defaultdict(float)
+        for name, phase_seconds in phases[first : first + marks_per_step]:
+            seconds[name] += phase_seconds
+        steps.append(dict(seconds))
+    return steps
+
+
+def describe_machine(device: Any) -> dict[str, str | int]:
+    """Processor, RAM and GPU of this machine, and the cores this process is bound to."""
+    import torch
+
+    from offloadkit import hardware
+
+    machine = dict(hardware.describe_machine(device))
+    if device.type == "cuda":
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            machine["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+        except Exception as error:
+            machine["driver"] = f"unknown ({type(error).__name__})"
+        machine["cuda"] = str(torch.version.cuda)
+    machine["system"] = platform.platform()
+    return machine
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that take part."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "deepspeed", "torchao", "accelerate", "triton"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

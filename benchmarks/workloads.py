@@ -1,0 +1,211 @@
+"""The work to be done: which model, how many tokens, how often. Every engine starts from the same random weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+T5_SHAPES: dict[str, dict[str, int]] = {
+    "t5-tiny": {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
+    "t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
+    "t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
+    "t5-large": {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_heads": 16},
+    "t5-3b": {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32},
+    "t5-11b": {"d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128},
+}
+LLAMA_SHAPES: dict[str, dict[str, int | bool]] = {
+    "llama-tiny": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-3b": {
+        "vocab_size": 128256,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+}
+MODELS = (*T5_SHAPES, *LLAMA_SHAPES)
+
+LEARNING_RATE = 1e-5
+MAX_GRAD_NORM = 1.0
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training set-up. Sizes are per micro-batch; a step is `accumulation` micro-batches and one update."""
+
+    model: str = "t5-3b"
+    batch_size: int = 8
+    """Sequences a micro-batch."""
+    tokens: int = 512
+    """Tokens a sequence that the model reads: the encoder's (T5), or all of them (Llama)."""
+    target_tokens: int = 128
+    """Tokens a sequence that T5's decoder writes; 0 for Llama."""
+    accumulation: int = 1
+    checkpointing: bool = False
+    vram_cap_gib: float = 0.0
+    """Most VRAM that torch may allocate; 0 is no cap."""
+    cores: int = 0
+    """CPU cores the process is bound to; 0 leaves it alone."""
+    steps: int = 6
+    """Measured steps, after `warmup` others."""
+    warmup: int = 2
+    seed: int = 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.accumulation * self.batch_size * (self.tokens + self.target_tokens)
+
+    def __str__(self) -> str:
+        length = f"({self.tokens}+{self.target_tokens})" if self.target_tokens else str(self.tokens)
+        text = f"{self.model} {self.batch_size}x{length}"
+        for given, words in (
+            (self.accumulation > 1, f"accumulation {self.accumulation}"),
+            (self.checkpointing, "checkpointing"),
+            (self.vram_cap_gib, f"VRAM cap {self.vram_cap_gib:g} GiB"),
+            (self.cores, f"{self.cores} cores"),
+        ):
+            text += f", {words}" if given else ""
+        return text
+
+
+def is_t5(model: str) -> bool:
+    """Whether `model` has an encoder and a decoder."""
+    return model in T5_SHAPES
+
+
+def model_config(model: str) -> PretrainedConfig:
+    """The architecture of `model`, without dropout and without a generation cache."""
+    from transformers import LlamaConfig, T5Config
+
+    if is_t5(model):
+        shape = {"vocab_size": 32128, **T5_SHAPES[model]}
+        config: PretrainedConfig = T5Config(dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, **shape)
+    else:
+        config = LlamaConfig(max_position_embeddings=8192, pad_token_id=0, **LLAMA_SHAPES[model])
+    config.use_cache = False
+    return config
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build_model(work: Workload, device: torch.device, weights_on: torch.device) -> PreTrainedModel:
+    """The model with random bf16 weights: matrices N(0, 0.02), vectors 1.
+
+    The numbers are drawn on `device` whichever device they end up on, so that every engine gets the same ones fast.
+    """
+    from transformers import LlamaForCausalLM, T5ForConditionalGeneration
+    from transformers.initialization import no_init_weights
+
+    architecture = T5ForConditionalGeneration if is_t5(work.model) else LlamaForCausalLM
+    config = model_config(work.model)
+    with _default_dtype(torch.bfloat16), weights_on, no_init_weights():
+        model: PreTrainedModel = architecture(config)
+    model.tie_weights()
+    generator = torch.Generator(device).manual_seed(work.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+            if parameter.ndim > 1:
+                drawn = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+                parameter.copy_(drawn.normal_(0.0, 0.02, generator=generator))
+            else:
+                parameter.fill_(1.0)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return prepare_model(model, work)
+
+
+def prepare_model(model: PreTrainedModel, work: Workload) -> PreTrainedModel:
+    """Set what belongs to the work and not to the engine: training mode and activation checkpointing."""
+    if work.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    return model
+
+
+def use_our_compute(model: PreTrainedModel) -> None:
+    """Have `model` compute as it does under offloadkit: the one difference between the baselines gpu and gpu-ours.
+
+    T5's default attention (sdpa with a learned bias) falls back to torch's slow math path; eager attention is faster
+    and smaller.
+    """
+    if model.config.model_type == "t5":
+        model.set_attn_implementation("eager")
+
+
+def random_tokens(work: Workload, index: int, batch_size: int) -> Batch:
+    """Micro-batch (or sample) number `index`: int64 [batch_size, tokens] on the CPU, from the seed and `index`."""
+    generator = torch.Generator().manual_seed(work.seed + 1 + index)
+    num_words = model_config(work.model).vocab_size - 128
+    inputs = torch.randint(1, num_words, (batch_size, work.tokens), generator=generator)
+    if not is_t5(work.model):
+        return {"input_ids": inputs, "labels": inputs}
+    return {
+        "input_ids": inputs,
+        "labels": torch.randint(1, num_words, (batch_size, work.target_tokens), generator=generator),
+    }
+
+
+def fixed_batches(work: Workload, device: torch.device) -> list[Batch]:
+    """The micro-batches of one step, on `device`; every step repeats them."""
+    batches = [random_tokens(work, index, work.batch_size) for index in range(work.accumulation)]
+    return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
+
+
+class RandomTokens(torch.utils.data.Dataset[Batch]):
+    """A map-style dataset of single sequences, drawn when they are asked for (by a DataLoader's workers)."""
+
+    def __init__(self, work: Workload, num_samples: int) -> None:
+        self.work, self.num_samples = work, num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: tensor[0] for name, tensor in random_tokens(self.work, index, 1).items()}
+
+
+def loaded_batches(work: Workload, device: torch.device, num_workers: int, num_steps: int) -> Iterator[list[Batch]]:
+    """The micro-batches of each of `num_steps` steps, through a DataLoader of `num_workers` forked workers."""
+    dataset = RandomTokens(work, num_steps * work.accumulation * work.batch_size)
+    context: dict[str, Any] = {"multiprocessing_context": "fork"} if num_workers else {}
+    loader = iter(torch.utils.data.DataLoader(dataset, work.batch_size, num_workers=num_workers, **context))
+    for _ in range(num_steps):
+        batches = [next(loader) for _ in range(work.accumulation)]
+        yield [{name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} for batch in batches]
