@@ -21,6 +21,10 @@ class ModelAccessError(ModelError):
     """The hub knows the model but does not hand it out (401, 403): a token or a licence is missing."""
 
 
+class DownloadError(OffloadkitError, OSError):
+    """A transfer from the hub broke off or the hub answered with a fault of its own; running again goes on."""
+
+
 class DataError(OffloadkitError, ValueError):
     """The dataset does not fit: unknown columns, no rows, nothing to learn from."""
 

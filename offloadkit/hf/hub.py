@@ -1,0 +1,199 @@
+"""Where a model's name leads, and what the hub's faults mean: not found, not allowed, connection lost, file broken."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from offloadkit.errors import (
+    DataError,
+    DownloadError,
+    ModelAccessError,
+    ModelError,
+    ModelNotFoundError,
+    OffloadkitError,
+)
+from offloadkit.hf.presets import PRESETS, close_names
+
+_CONNECTION_CLASSES = {"TransportError", "LocalEntryNotFoundError", "XetDownloadError", "ChunkedEncodingError"}
+"""Class names, because which HTTP library is beneath differs between versions of huggingface_hub."""
+
+
+def resolve(name_or_path: str | os.PathLike[str]) -> str:
+    """A folder as it is, a preset's name on the hub, any other name as it is.
+
+    Raises:
+        ModelNotFoundError: it can only be a folder, and there is none; or the folder holds no model.
+    """
+    name = os.fspath(name_or_path)
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        return str(folder)
+    if name in PRESETS:
+        return PRESETS[name].hub_name
+    looks_like_path = isinstance(name_or_path, os.PathLike) or name.startswith((".", "~", "/")) or name.count("/") > 1
+    if looks_like_path or not name or "\\" in name:
+        raise ModelNotFoundError(no_model_message(name, "it is no hub name (owner/name)"))
+    return name
+
+
+def check_folder(source: str) -> None:
+    """Raise `ModelNotFoundError` for a folder without a config, and name the folders in it that have one."""
+    folder = Path(source)
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return
+    inner = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    hint = f"; did you mean one of the folders in it: {', '.join(inner)}?" if inner else ""
+    raise ModelNotFoundError(f"the folder {source!r} has no config.json, so save_pretrained did not write it{hint}")
+
+
+def where_to_look(source: str) -> dict[str, bool]:
+    """Only the hub's cache when `source` is no folder and the hub does not answer."""
+    return {"local_files_only": not os.path.isdir(source) and not hub_answers()}
+
+
+@contextmanager
+def readable_hub_errors(name: str, *, kind: str = "model", found: bool = False) -> Iterator[None]:
+    """Raise offloadkit's own errors for what goes wrong while `name` is read from the hub or from a folder.
+
+    Args:
+        name: the hub name or the folder, as the messages show it.
+        kind: "model" or "dataset": whose page and whose error classes.
+        found: some of it was read already, so a lost connection is no doubt about the name.
+
+    Raises:
+        ModelNotFoundError, ModelAccessError, ModelError: by what the hub answered (`DataError` for a dataset).
+        DownloadError: the connection broke, or the hub answered 429 or 5xx.
+    """
+    try:
+        yield
+    except OffloadkitError:
+        raise
+    except Exception as error:
+        translated = _translate(error, name, kind, found)
+        if translated is None:
+            raise
+        raise translated from error
+
+
+def hub_answers() -> bool:
+    """Whether the hub can be asked at all: one request without retries, since the hub's client retries for 20 s."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # which classes depends on the HTTP library beneath
+        return bool({cls.__name__ for cls in type(error).__mro__} & {"RemoteProtocolError"})
+    return True
+
+
+def no_model_message(name: str, reason: str) -> str:
+    """What was tried for `name`, what it may have been meant to be, what to give instead."""
+    similar = [preset for preset in close_names(name) if preset != name]
+    meant = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
+    return (
+        f"no model {name!r}: there is no such folder, no built-in preset of that name, and {reason}.{meant} Give a "
+        "folder written by save_pretrained, a preset (t5-small ... t5-11b, flan-t5-small ... flan-t5-xxl), or a hub name "
+        "such as 'google/flan-t5-base'"
+    )
+
+
+def _not_found(name: str, kind: str) -> OffloadkitError:
+    private = f"A private or gated one answers the same: accept its licence at {_page(name, kind)} and set HF_TOKEN"
+    if kind == "dataset":
+        return DataError(f"no dataset {name!r}: there is no such file, and the hub knows none. {private}")
+    return ModelNotFoundError(f"{no_model_message(name, 'the hub knows none')}. {private}")
+
+
+def _unreachable(name: str, kind: str) -> OffloadkitError:
+    from huggingface_hub import constants
+
+    why = f"the hub at {constants.ENDPOINT} could not be reached"
+    todo = "Check the connection and run again: a rerun resumes with the files that are still missing"
+    if constants.HF_HUB_OFFLINE:
+        why, todo = "HF_HUB_OFFLINE is set, so the hub was not asked", "Unset it and run again"
+    why += ", and its cache on this machine holds nothing of that name"
+    if kind == "dataset":
+        return DataError(f"no dataset {name!r}: there is no such file, and {why}. {todo}")
+    if name in PRESETS:
+        return ModelNotFoundError(
+            f"the files of {name!r} are on the hub, but {why}. {todo}; init='random' needs no network"
+        )
+    return ModelNotFoundError(f"{no_model_message(name, why)}. {todo}")
+
+
+def _translate(error: BaseException, name: str, kind: str, found: bool) -> OffloadkitError | None:
+    chain = list(_chain(error))
+    status = next((code for code in map(_status, chain) if code is not None), None)
+    class_names = {cls.__name__ for link in chain for cls in type(link).__mro__}
+
+    if "GatedRepoError" in class_names or (status in (401, 403) and "RepositoryNotFoundError" not in class_names):
+        refused = DataError if kind == "dataset" else ModelAccessError
+        return refused(_access_message(name, kind, status))
+    if class_names & {"RepositoryNotFoundError", "HFValidationError", "DatasetNotFoundError"}:
+        return _not_found(name, kind)
+    if status is not None and (status == 429 or status >= 500):
+        return DownloadError(f"the hub answered {status} for {name!r}. {_RERUN}")
+    if class_names & _CONNECTION_CLASSES or any(isinstance(link, ConnectionError | TimeoutError) for link in chain):
+        if found or _is_cached(name, kind):
+            return DownloadError(f"the connection to the hub was lost while {name!r} was read ({chain[-1]}). {_RERUN}")
+        return _unreachable(name, kind)
+    if kind == "dataset":
+        return None
+    if "SafetensorError" in class_names or isinstance(error, pickle.UnpicklingError):
+        return ModelError(
+            f"a weight file of {name!r} cannot be read ({chain[-1]}): it is broken, or holds more than plain tensors. "
+            "Delete it and run again"
+        )
+    if isinstance(error, OSError | ValueError | ImportError | RuntimeError) and "OutOfMemoryError" not in class_names:
+        return ModelError(f"{name!r} cannot be loaded: {error}")
+    return None
+
+
+_RERUN = "Run the same again: a rerun resumes with the files that are still missing"
+
+
+def _access_message(name: str, kind: str, status: int | None) -> str:
+    token = (
+        "HF_TOKEN is set, but its account has no access yet"
+        if os.environ.get("HF_TOKEN")
+        else "set the environment variable HF_TOKEN to a token of an account that has access "
+        "(https://huggingface.co/settings/tokens)"
+    )
+    return (
+        f"the hub does not hand out {name!r} (HTTP {status or 403}): it is private or behind a licence. "
+        f"Accept the licence at {_page(name, kind)}, and {token}; then run again"
+    )
+
+
+def _page(name: str, kind: str) -> str:
+    return f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
+
+
+def _is_cached(name: str, kind: str) -> bool:
+    """Whether any file of the repository lies in the hub's cache on this machine."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    snapshots = os.path.join(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind), "snapshots")
+    return os.path.isdir(snapshots)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what caused it, what caused that, ..."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _status(error: BaseException) -> int | None:
+    """HTTP status of the answer that the error carries, if it carries one."""
+    code = getattr(getattr(error, "response", None), "status_code", None)
+    return code if isinstance(code, int) else None
