@@ -24,7 +24,9 @@ def parse_bytes(size: int | str) -> int:
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
         if match is None or match[2].lower() not in _UNITS:
-            raise ConfigError(f"cannot read {size!r} as a size: write bytes (8589934592) or a string such as '8GiB' or '8GB'")
+            raise ConfigError(
+                f"cannot read {size!r} as a size: write bytes (8589934592) or a string such as '8GiB' or '8GB'"
+            )
         num_bytes = int(float(match[1]) * _UNITS[match[2].lower()])
     if num_bytes <= 0:
         raise ConfigError(f"a size must be positive, got {size!r}")

@@ -1,4 +1,4 @@
-"""Every fault offloadkit raises by itself: one family, each message says what was given, what was expected, what to do."""
+"""Every fault that offloadkit raises by itself; a message says what was given, what was expected and what to do."""
 
 
 class OffloadkitError(Exception):

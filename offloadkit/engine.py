@@ -1,0 +1,429 @@
+"""The engine: exact AdamW for any module, with what does not fit on the GPU in pinned RAM.
+
+engine = OffloadEngine(model, OffloadConfig(learning_rate=1e-4))
+for batch in batches:
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from offloadkit import hardware
+from offloadkit.config import OffloadConfig
+from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError
+from offloadkit.offload import host_memory
+from offloadkit.offload.activations import checkpoint_activations
+from offloadkit.offload.gradients import Gradients
+from offloadkit.offload.layers import FlatLayer, Newcomers, Slot, flat_layers, plan_of
+from offloadkit.offload.states import GroupOptions, LayerState, optimizer_states
+from offloadkit.offload.step_clock import StepClock, num_tokens
+from offloadkit.offload.streams import record_compute
+from offloadkit.offload.update import StepThread, Update
+from offloadkit.offload.weights import Gates, LayerWeights, PendingUpdate, TiedUses, move_rest
+from offloadkit.optim import cpu
+from offloadkit.optim.optimizer import OffloadAdamW
+from offloadkit.plan import NUM_STAGING
+from offloadkit.telemetry import Telemetry
+
+_open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
+
+
+class OffloadEngine:
+    """Trains a module in place; its parameters become views of the engine's flat buffers.
+
+    Attributes:
+        module: the model. Evaluating, generating with and saving it is safe at any time.
+        optimizer: a `torch.optim.Optimizer` for schedulers and checkpoints.
+        device: where the model computes.
+        plan: the sizes of everything and where they live.
+        telemetry: a record of every step.
+        pinning_seconds: how long RAM took to be populated and pinned.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OffloadConfig | None = None,
+        *,
+        param_groups: Sequence[dict[str, Any]] | None = None,
+        device: torch.device | str | None = None,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        """
+        Args:
+            model: any module; its parameters move to `device`, frozen ones as they are.
+            param_groups: as for a torch optimizer; a group's lr, betas, eps, weight_decay go before the config's.
+            device: where to compute; the GPU where there is one.
+
+        Raises:
+            ModelError: nothing can be trained, or a parameter's dtype is not supported.
+            EngineStateError: another engine that is still open trains this model.
+            OffloadkitError: not enough RAM.
+        """
+        other = _open_engines.get(model, lambda: None)()
+        if other is not None:
+            raise EngineStateError("this model already has an open engine: call its close() first")
+        self.module, self.config = model, config or OffloadConfig()
+        self.device = torch.device(device) if device is not None else hardware.default_device()
+        self.telemetry = telemetry or Telemetry()
+        layers = flat_layers(model, self.config, param_groups)
+        trained = {slot.parameter for layer in layers for slot in layer.slots}
+        self.plan = plan_of(model, layers, self.config)
+        self._thread = StepThread(self.device)
+        self._finalizer = weakref.finalize(self, self._thread.close)
+        self._finalizer.atexit = False
+        self._states = self._allocate(layers)
+        move_rest(model, trained, self.device, self.config.working_dtype)
+        self._undo: list[Callable[[], None]] = []
+        self._attach()
+        self.optimizer = OffloadAdamW(
+            param_groups or [{"params": [p for p in model.parameters() if p in trained]}],
+            self.config,
+            self,
+            optimizer_states(self._states),
+        )
+        self._clock = StepClock(self.device)
+        self._updates: deque[Update] = deque()
+        self._newest: Update | None = None
+        self._num_updates = 0
+        self._num_backwards = 0
+        self._stepped = True
+        self._newcomers = Newcomers(model, trained)
+        self._open = True
+        _open_engines[model] = weakref.ref(self)
+
+    # ---- one step, in time order -------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; each layer waits for its own update from the last step."""
+        self._check_open()
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        began = self._clock.start_forward(num_tokens(self.module, kwargs))
+        output = self.module(*args, **kwargs)
+        self._clock.end_forward(began)
+        return output
+
+    def backward(self, loss: torch.Tensor, *, scale_by_accumulation: bool = True) -> None:
+        """Backward of one micro-batch; gradients are gathered, and sent to RAM, layer by layer.
+
+        Args:
+            loss: a scalar.
+            scale_by_accumulation: divide it by `config.gradient_accumulation` first.
+
+        Raises:
+            EngineStateError: called again before `step()` without gradient accumulation.
+        """
+        self._check_open()
+        accumulation = self.config.gradient_accumulation
+        if accumulation == 1 and self._num_backwards:
+            raise EngineStateError(
+                "backward() was called twice before step(), but gradient_accumulation is 1: "
+                "call step() after each backward(), or set OffloadConfig(gradient_accumulation=...)"
+            )
+        began = self._clock.start_backward(loss)
+        (loss / accumulation if scale_by_accumulation and accumulation > 1 else loss).backward()  # type: ignore[no-untyped-call]
+        self._gradients.end_of_backward()
+        self._clock.end_backward(began)
+        self._num_backwards += 1
+        self._stepped = False
+
+    def step(self, *, boundary: bool | None = None) -> bool:
+        """Follows each `backward`; at the end of the accumulation window it starts the update and returns at once.
+
+        Args:
+            boundary: whether the window ends here; None: after `config.gradient_accumulation` micro-batches.
+
+        Returns:
+            Whether an update was started.
+
+        Raises:
+            EngineStateError: no `backward` since the last call.
+            NonFiniteGradientError: the gradients of the step before held NaN or Inf (`on_nonfinite="raise"`).
+            ModelError: parameters were added or unfrozen since the engine was built.
+        """
+        self._check_open()
+        if self._stepped and not (boundary and self._num_backwards):
+            raise EngineStateError("step() was called before backward(): call engine.backward(loss) first")
+        self._stepped = True
+        if not (self._num_backwards >= self.config.gradient_accumulation if boundary is None else boundary):
+            return False
+        self._newcomers.check()
+        self._read_past()
+        self._take_over_outside_writes()
+        self._num_updates += 1
+        update = self._new_update()
+        self._updates.append(update)
+        self._newest = update
+        self._thread.start(update)
+        forward_wait = sum(weights.take_waited_seconds() for weights in self._weights)
+        self._clock.end_window(update, self.optimizer.param_groups[0]["lr"], forward_wait)
+        self._num_backwards = 0
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
+        return True
+
+    def _new_update(self) -> Update:
+        """Snapshot of what the stepping thread needs; from here on forward waits for its layers."""
+        with_gradient = {id(gradient) for gradient in self._gradients.end_of_window()}
+        layers = []
+        by_weights = {state.weights: state for state in self._states}
+        for weights in self._gates.forward_order():
+            state = by_weights[weights]
+            if id(state.gradient) in with_gradient:
+                weights.pending = PendingUpdate()
+                layers.append((state, set(state.gradient.window), weights.pending))
+                state.gradient.window.clear()
+        options = [
+            GroupOptions(float(g["lr"]), tuple(g["betas"]), float(g["eps"]), float(g["weight_decay"]))
+            for g in self.optimizer.param_groups
+        ]
+        done = record_compute(self.device)
+        return Update(self._num_updates, layers, options, self.config.max_grad_norm, done)
+
+    # ---- reading and settling ----------------------------------------------------------------------------------
+
+    def grad_norm(self) -> float | None:
+        """Global gradient norm of the newest update, before clipping; waits until it is known. None before the first."""
+        if self._newest is None:
+            return None
+        self._newest.norm_known.wait()
+        self._raise_thread_error()
+        return self._newest.norm
+
+    def synchronize(self) -> None:
+        """Wait until every update is applied, on the host and on the device.
+
+        Raises:
+            NonFiniteGradientError: as `step`.
+        """
+        self._check_open()
+        self._settle()
+        self._take_over_outside_writes()
+        self._read_past()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients gathered since the last update (`optimizer.zero_grad()`)."""
+        self._check_open()
+        self._gradients.drop()
+        self._num_backwards, self._stepped = 0, True
+
+    def _settle(self) -> None:
+        if self._newest is not None:
+            self._newest.done.wait()
+        for state in self._states:
+            state.weights.wait()
+            if state.uploaded is not None:
+                state.uploaded.synchronize()
+        self._raise_thread_error()
+
+    def _read_past(self) -> None:
+        """Report what has become known of earlier updates: telemetry records, and steps that were not applied."""
+        self._raise_thread_error()
+        for record in self._clock.finished(self._memory):
+            self.telemetry.add(record)
+        while self._updates and self._updates[0].norm_known.is_set():
+            update = self._updates.popleft()
+            if update.skipped:
+                self._report_skipped(update)
+
+    def _report_skipped(self, update: Update) -> None:
+        names = ", ".join(update.nonfinite[:3]) + (" and others" if len(update.nonfinite) > 3 else "")
+        message = f"the gradient norm of step {update.number} is {update.norm} (from {names}): the step was not applied"
+        if self.config.on_nonfinite == "skip":
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            return
+        self.drop_gradients()
+        raise NonFiniteGradientError(
+            f"{message} and the weights are as before it. Look at the data and the loss of that step, lower the "
+            "learning rate, or pass OffloadConfig(on_nonfinite='skip') to leave such steps out"
+        )
+
+    def _take_over_outside_writes(self) -> None:
+        written = [(state, slots) for state in self._states if (slots := state.weights.written_outside())]
+        if written:
+            self._settle()
+            for state, slots in written:
+                state.take_over(slots)
+
+    def _memory(self) -> dict[str, dict[str, int]]:
+        """Planned bytes by category, and what the process really uses."""
+        tiers = {tier: dict(categories) for tier, categories in self.plan.tiers.items()}
+        tiers["ram"]["process"] = hardware.process_ram_bytes()
+        if self.device.type == "cuda":
+            tiers["vram"]["process peak allocated"] = torch.cuda.max_memory_allocated(self.device)
+            tiers["vram"]["process reserved"] = torch.cuda.memory_reserved(self.device)
+        return tiers
+
+    # ---- states by name ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All numbers of the run: "module" (the model's state_dict), "optimizer" (by parameter name: step, exp_avg,
+        exp_avg_sq, remainder), "param_groups" (options by group) and "num_updates". Tensors are live, not copies."""
+        self.synchronize()
+        return {
+            "module": self.module.state_dict(),
+            "optimizer": {slot.name: self.optimizer.state[slot.parameter] for slot in self._slots()},
+            "param_groups": [
+                {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+            ],
+            "num_updates": self._num_updates,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict()` of an engine with the same parameters, whatever its placement.
+
+        Raises:
+            ModelError: the parameter names differ; nothing is loaded then.
+        """
+        names = {slot.name for slot in self._slots()}
+        if names != set(state["optimizer"]):
+            differing = sorted(names ^ set(state["optimizer"]))
+            raise ModelError(f"the saved run has other parameters than this model: {', '.join(differing[:5])} differ")
+        self.synchronize()
+        self.module.load_state_dict(state["module"])
+        self._take_over_outside_writes()
+        for slot in self._slots():
+            self.load_parameter_state(slot.parameter, state["optimizer"][slot.name])
+        for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
+            group.update(saved)
+        self._num_updates = state["num_updates"]
+
+    @torch.no_grad()
+    def load_parameter_state(self, parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
+        """Set one parameter's optimizer state; without a "remainder" its weights are its master weights."""
+        target = self.optimizer.state[parameter]
+        if "remainder" in target:
+            target["remainder"].zero_()
+        for name in set(target) & set(state):
+            target[name].copy_(torch.as_tensor(state[name]))
+
+    def master_weights(self) -> dict[str, torch.Tensor]:
+        """fp32 copies of all master weights, in RAM, by parameter name."""
+        self.synchronize()
+        return {slot.name: state.master(slot) for state in self._states for slot in state.layer.slots}
+
+    def _slots(self) -> Iterator[Slot]:
+        for state in self._states:
+            yield from state.layer.slots
+
+    # ---- building and closing ----------------------------------------------------------------------------------
+
+    def _allocate(self, layers: Sequence[FlatLayer]) -> list[LayerState]:
+        accumulation = self.config.gradient_accumulation
+        sizes = [sum(shape.host_bytes(accumulation).values()) for shape in self.plan.layers]
+        staging = max(shape.landing_bytes() for shape in self.plan.layers)
+        num_staging = NUM_STAGING if accumulation > 1 and self.plan.placement.gradients == "ram" else 0
+        slabs, self.pinning_seconds = host_memory.allocate([*sizes, *[staging] * num_staging], self.device)
+        self._staging = [slab.cut(staging, torch.uint8) for slab in slabs[len(layers) :]]
+        states = []
+        for layer, slab in zip(layers, slabs, strict=False):
+            states.append(LayerState(LayerWeights(layer, self.device), slab, accumulation))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return states
+
+    def _attach(self) -> None:
+        """Hook the model: gates, tied weights, gradients, activation checkpointing."""
+        self._weights = [state.weights for state in self._states]
+        self._gates = Gates(self.module, self._weights)
+        self._gradients = Gradients(
+            [state.gradient for state in self._states],
+            on_device=self.plan.placement.gradients == "vram",
+            accumulation=self.config.gradient_accumulation,
+            staging=self._staging,
+            submit=self._thread.submit,
+        )
+        self._gradients.on_first_gradient = self._gates.used_without_forward
+        tied = TiedUses([state.layer for state in self._states], self._gradients.land)
+        settle = self.module.register_state_dict_pre_hook(_settler(weakref.ref(self)))
+        self._undo += [self._gates.remove, self._gradients.remove, tied.remove, settle.remove]
+        if self.config.activation_checkpointing or self.plan.placement.activations == "checkpoint":
+            self._undo.append(checkpoint_activations(self.module))
+
+    def set_loader_workers(self, num_workers: int) -> None:
+        """Leave cores to this many DataLoader workers."""
+        cpu.set_num_threads(cpu.default_num_threads(num_workers))
+
+    def close(self) -> None:
+        """Apply what is pending, let go of the model and give the engine's memory back.
+
+        The model stays on its device with its trained weights; the optimizer's states are gone.
+        """
+        if not self._open:
+            return
+        try:
+            self._settle()
+            for record in self._clock.finished(self._memory):
+                self.telemetry.add(record)
+        finally:
+            self._open = False
+            for undo in self._undo:
+                undo()
+            self._finalizer()
+            self.optimizer.state.clear()
+            for name in ("_states", "_weights", "_staging", "_gradients", "_gates", "_updates", "_undo", "_newest"):
+                delattr(self, name)
+            _open_engines.pop(self.module, None)
+            self.telemetry.close()
+            hardware.trim_heap()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- as the module -----------------------------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        """The module's mode."""
+        return self.module.training
+
+    def train(self, mode: bool = True) -> Self:
+        """The module's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """The module's evaluation mode."""
+        return self.train(False)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The module's parameters."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters with their names."""
+        return self.module.named_parameters()
+
+    # ---- checks ------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise EngineStateError("this engine is closed: build a new OffloadEngine to train on")
+
+    def _raise_thread_error(self) -> None:
+        if self._thread.error is not None:
+            raise EngineStateError("the optimizer step failed; the weights may be half updated") from self._thread.error
+
+
+def _settler(engine: weakref.ref[OffloadEngine]) -> Callable[..., None]:
+    """A state_dict pre-hook: what is read from the model is the newest."""
+
+    def settle(*args: Any) -> None:
+        alive = engine()
+        if alive is not None and alive._open:
+            alive._settle()
+
+    return settle

@@ -1,0 +1,281 @@
+"""Gradients: landed per layer, summed for the norm, sent to RAM during backward, accumulated in fp32.
+
+Each parameter's gradient is copied into its place in the layer's *landing* buffer as soon as autograd has it, and
+dropped. When the layer is complete, one of these follows, as placement and accumulation say:
+
+| | `gradients="ram"` | `gradients="vram"` |
+|---|---|---|
+| one micro-batch | sums on the device, D2H on the copy stream | landing stays; sums and D2H at the boundary |
+| several | D2H, then the stepping thread adds into fp32 in RAM | added into fp32 on the device; D2H at the boundary |
+
+The sums are equal whichever processor takes them (`optim.gradient_norm`), and additions happen in micro-batch order.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from offloadkit.offload.layers import FlatLayer, Slot
+from offloadkit.offload.streams import CopyStream, Event, compute_stream, record_compute
+from offloadkit.offload.weights import LayerWeights
+from offloadkit.optim import cpu
+from offloadkit.optim.gradient_norm import NORM_BLOCK, block_sums, norm_blocks
+
+_MIN_LANDINGS = 3
+_STAGING_SLOTS = 2
+
+
+class LandingPool:
+    """Reusable device buffers. A buffer returned with an event is written again only after that event."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[tuple[torch.Tensor, Event | None]] = []
+        self._num_buffers = 0
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """A uint8 buffer of at least `num_bytes`, the smallest free one that fits."""
+        fitting = sorted(
+            (item for item in self._free if item[0].numel() >= num_bytes), key=lambda item: item[0].numel()
+        )
+        ready = [item for item in fitting if item[1] is None or item[1].done()]
+        if not ready and (not fitting or self._num_buffers < _MIN_LANDINGS):
+            self._num_buffers += 1
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        buffer, busy = (ready or fitting)[0]
+        self._free = [item for item in self._free if item[0] is not buffer]
+        if busy is not None:
+            busy.delay(compute_stream(self._device))
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor, busy: Event | None) -> None:
+        """Return a buffer that is still read until `busy`."""
+        self._free.append((buffer, busy))
+
+
+class LayerGradient:
+    """One layer's gradient on its way from autograd to the step.
+
+    Attributes:
+        host: 1-D pinned tensor with the gradient of the whole window when `sent` is reached; fp32 when accumulated or
+            tied, else in the layer's dtype. Ranges of slots without a gradient hold anything.
+        sums: fp64 [num_blocks] in pinned RAM, sums of squares of `host` by norm block.
+        window: indices of the slots that got a gradient in this accumulation window.
+    """
+
+    def __init__(self, weights: LayerWeights, host: torch.Tensor, sums: torch.Tensor) -> None:
+        self.weights = weights
+        self.layer: FlatLayer = weights.layer
+        self.host, self.sums = host, sums
+        self.landing_dtype = torch.float32 if self.layer.shared else self.layer.dtype
+        ranges = [(slot.start, slot.numel) for slot in self.layer.slots]
+        self.host_blocks = norm_blocks(ranges)
+        num_blocks = [-(-slot.numel // NORM_BLOCK) for slot in self.layer.slots]
+        self._first_block = list(accumulate(num_blocks, initial=0))
+        self.device_blocks = self.host_blocks.to(weights.device)
+        self.device_sums = torch.zeros(len(self.host_blocks), dtype=torch.float64, device=weights.device)
+        self.sums_on_host = False
+        self.received: set[int] = set()
+        self.window: set[int] = set()
+        self.complete = False
+        self.at_end_only = self.layer.shared
+        self.buffer: torch.Tensor | None = None
+        self.accumulated: torch.Tensor | None = None
+        self.sent: Event | None = None
+
+    @property
+    def landing(self) -> torch.Tensor:
+        """1-D view of the landing buffer, in `landing_dtype`."""
+        assert self.buffer is not None
+        return self.buffer[: self.layer.numel * self.landing_dtype.itemsize].view(self.landing_dtype)
+
+    def slot_sums(self, index: int) -> torch.Tensor:
+        """fp64 sums of the norm blocks of slot `index`; valid once `sent` is reached."""
+        return self.sums[self._first_block[index] : self._first_block[index + 1]]
+
+
+def runs(layer: FlatLayer, indices: set[int]) -> Iterator[tuple[int, int]]:
+    """(start, length) of the element ranges of slots `indices`, neighbours without padding between them joined."""
+    start = end = -1
+    for index in sorted(indices):
+        slot = layer.slots[index]
+        if slot.start != end:
+            if start >= 0:
+                yield start, end - start
+            start = slot.start
+        end = slot.start + slot.numel
+    if start >= 0:
+        yield start, end - start
+
+
+class Gradients:
+    """Takes the gradients of all layers from autograd and brings them to where the step reads them."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerGradient],
+        *,
+        on_device: bool,
+        accumulation: int,
+        staging: Sequence[torch.Tensor],
+        submit: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """
+        Args:
+            on_device: keep gradients in VRAM until the boundary.
+            accumulation: micro-batches of a window.
+            staging: pinned uint8 buffers, each as large as the largest landing, that a micro-batch's gradient passes
+                through on its way to fp32 accumulation in RAM; empty when nothing accumulates there.
+            submit: queues work for the stepping thread.
+        """
+        self.layers = layers
+        self._on_device, self._accumulation, self._submit = on_device, accumulation, submit
+        self._device = layers[0].weights.device
+        self._pool = LandingPool(self._device)
+        self.d2h = CopyStream(self._device)
+        self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for buffer in staging:
+            self._staging.put(buffer)
+        self._hooks: list[Any] = []
+        self.on_first_gradient: Callable[[LayerWeights], None] = lambda weights: None
+        self._of_slot: dict[Slot, tuple[LayerGradient, int]] = {}
+        for gradient in layers:
+            for index, slot in enumerate(gradient.layer.slots):
+                self._of_slot[slot] = (gradient, index)
+                self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(self._taker(slot)))
+
+    def _taker(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+        def take(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:  # None: every use of a tied weight has landed by itself
+                self.land(slot, parameter.grad)
+                parameter.grad = None
+
+        return take
+
+    @torch.no_grad()
+    def land(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Add `gradient` (the parameter's shape) to its place; send the layer off when it was the last one missing."""
+        layer, index = self._of_slot[slot]
+        if layer.complete:
+            self._reopen(layer)
+        if layer.buffer is None:
+            self.on_first_gradient(layer.weights)
+            layer.weights.wait()
+            layer.buffer = self._pool.take(layer.layer.numel * layer.landing_dtype.itemsize)
+        place = layer.landing[slot.start : slot.start + slot.numel].view(slot.parameter.shape)
+        if index in layer.received:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+            layer.received.add(index)
+        if not layer.at_end_only and len(layer.received) == len(layer.layer.slots):
+            self._finish(layer)
+
+    def end_of_backward(self) -> None:
+        """Finish the layers that still wait for gradients which this micro-batch does not have."""
+        for layer in self.layers:
+            if layer.received and not layer.complete:
+                self._finish(layer)
+        for layer in self.layers:
+            layer.received.clear()
+            layer.complete = False
+
+    def end_of_window(self) -> list[LayerGradient]:
+        """Send what was kept on the device; the layers that have a gradient in this window, in model order."""
+        layers = [layer for layer in self.layers if layer.window]
+        for layer in layers:
+            if layer.accumulated is not None:
+                self._send(layer, layer.accumulated)
+            elif self._on_device:
+                self._send(layer, layer.landing)
+                self._release(layer, layer.sent)
+        return layers
+
+    def drop(self) -> None:
+        """Forget the gradients of this window."""
+        for layer in self.layers:
+            layer.window.clear()
+            layer.received.clear()
+            if layer.buffer is not None:
+                self._release(layer, None)
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _finish(self, layer: LayerGradient) -> None:
+        layer.complete = True
+        fresh = layer.received - layer.window
+        again = layer.received & layer.window
+        layer.window |= layer.received
+        if self._accumulation == 1:
+            if not self._on_device:
+                self._send(layer, layer.landing)
+                self._release(layer, layer.sent)
+        elif self._on_device:
+            if layer.accumulated is None:
+                layer.accumulated = torch.zeros(layer.layer.numel, dtype=torch.float32, device=self._device)
+            for part, add in ((fresh, False), (again, True)):
+                for start, length in runs(layer.layer, part):
+                    into, piece = (tensor[start : start + length] for tensor in (layer.accumulated, layer.landing))
+                    into.add_(piece) if add else into.copy_(piece)
+            self._release(layer, None)
+        else:
+            self._accumulate_in_ram(layer, fresh, again)
+
+    def _accumulate_in_ram(self, layer: LayerGradient, fresh: set[int], again: set[int]) -> None:
+        staged = self._staging.get()  # waits for the stepping thread when both buffers are full
+        piece = staged[: layer.landing.numel() * layer.landing_dtype.itemsize].view(layer.landing_dtype)
+        self.d2h.wait(record_compute(self._device))
+        with self.d2h.use():
+            piece.copy_(layer.landing, non_blocking=True)
+        arrived = self.d2h.record()
+        self._release(layer, arrived)
+        layer.sums_on_host = True
+
+        def add_to_window() -> None:
+            try:
+                arrived.synchronize()
+                for part, add in ((fresh, False), (again, True)):
+                    for start, length in runs(layer.layer, part):
+                        cpu.accumulate(layer.host[start : start + length], piece[start : start + length], add=add)
+            finally:
+                self._staging.put(staged)
+
+        self._submit(add_to_window)
+        layer.sent = arrived
+
+    def _send(self, layer: LayerGradient, gradient: torch.Tensor) -> None:
+        block_sums(gradient, layer.device_blocks, layer.device_sums)
+        self.d2h.wait(record_compute(self._device))
+        with self.d2h.use():
+            layer.host.copy_(gradient, non_blocking=True)
+            layer.sums.copy_(layer.device_sums, non_blocking=True)
+        layer.sent = self.d2h.record(timing=True)
+
+    def _release(self, layer: LayerGradient, busy: Event | None) -> None:
+        assert layer.buffer is not None
+        self._pool.give_back(layer.buffer, busy)
+        layer.buffer = None
+
+    def _reopen(self, layer: LayerGradient) -> None:
+        """A gradient came after its layer was sent (a layer used twice): take the layer back and send it later."""
+        layer.at_end_only, layer.complete = True, False
+        if self._accumulation > 1:
+            layer.received.clear()
+        elif not self._on_device:
+            assert layer.sent is not None
+            layer.sent.synchronize()
+            layer.buffer = self._pool.take(layer.layer.numel * layer.landing_dtype.itemsize)
+            layer.landing.copy_(layer.host)
+
+
+def take_sums(layer: LayerGradient) -> None:
+    """Sums of squares on the CPU, for a gradient that was accumulated in RAM."""
+    if layer.sums_on_host:
+        block_sums(layer.host, layer.host_blocks, layer.sums)

@@ -1,0 +1,276 @@
+"""Cutting a model into flat layers.
+
+A flat layer is what moves, is stepped and is waited for as one: the trainable parameters of one repeated block (a
+T5Block, a LlamaDecoderLayer), or a piece of what is left (embeddings, final norms, head), laid one after the other in
+a contiguous 1-D buffer. A model without repeated blocks is cut by size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from offloadkit.config import OffloadConfig
+from offloadkit.errors import ModelError
+from offloadkit.optim.gradient_norm import NORM_BLOCK
+from offloadkit.plan import Dtype, LayerShape, Plan, make_plan
+
+SLOT_ALIGNMENT = 256
+"""Elements. Parameters, 8-bit blocks of states and shards begin at multiples of it in a flat layer."""
+
+PIECE_NUMEL = 32 * 1024 * 1024
+"""Elements after which a layer outside the repeated blocks is cut."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter's place in a flat layer."""
+
+    name: str
+    """The parameter's (first) name in the model."""
+    parameter: nn.Parameter
+    order: int
+    """Position among the model's trainable parameters: the order in which norms are added."""
+    group: int
+    """Index of its optimizer group."""
+    owners: list[tuple[nn.Module, str]]
+    """Every (module, attribute) that holds this very tensor; more than one for tied weights."""
+    start: int = 0
+    """First element in the flat layer."""
+
+    @property
+    def numel(self) -> int:
+        return self.parameter.numel()
+
+    @property
+    def shared(self) -> bool:
+        return len(self.owners) > 1
+
+
+@dataclass(eq=False)
+class FlatLayer:
+    """Slots that live in one buffer, and the modules whose forward needs them."""
+
+    index: int
+    name: str
+    dtype: torch.dtype
+    """dtype of the working weights."""
+    slots: list[Slot]
+    modules: list[nn.Module]
+    """Modules before whose forward the layer's weights must be up to date."""
+    numel: int = field(init=False)
+    """Elements of the flat buffers, padding included."""
+
+    def __post_init__(self) -> None:
+        self.slots.sort(key=lambda slot: (slot.group, slot.order))
+        self.numel = 0
+        for slot in self.slots:
+            slot.start = self.numel
+            self.numel += -(-slot.numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    @property
+    def num_norm_blocks(self) -> int:
+        return sum(-(-slot.numel // NORM_BLOCK) for slot in self.slots)
+
+    def shape(self) -> LayerShape:
+        """What the plan needs to know of the layer."""
+        dtype: Dtype = "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        num_parameters = sum(slot.numel for slot in self.slots)
+        return LayerShape(self.name, num_parameters, self.numel, dtype, self.num_norm_blocks, self.shared)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a slot is a tied weight, whose uses' gradients are added in fp32."""
+        return any(slot.shared for slot in self.slots)
+
+
+def flat_layers(
+    model: nn.Module, config: OffloadConfig, param_groups: Sequence[dict[str, Any]] | None = None
+) -> list[FlatLayer]:
+    """The flat layers of `model`'s trainable parameters, in definition order; works on the meta device.
+
+    Raises:
+        ModelError: nothing can be trained, or a parameter's dtype or group is not supported.
+    """
+    groups = group_indices(model, param_groups)
+    return cut(model, groups, _working_dtypes(groups, config.working_dtype))
+
+
+def plan_of(model: nn.Module, layers: Sequence[FlatLayer], config: OffloadConfig) -> Plan:
+    """The plan of `model` as cut into `layers`; works on the meta device."""
+    trained = {slot.parameter for layer in layers for slot in layer.slots}
+    frozen = [parameter for parameter in model.parameters() if parameter not in trained]
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    frozen_bytes = sum(parameter.numel() * parameter.element_size() for parameter in frozen) + buffers
+    num_frozen = sum(parameter.numel() for parameter in frozen)
+    return make_plan([layer.shape() for layer in layers], config, frozen=num_frozen, frozen_bytes=frozen_bytes)
+
+
+def group_indices(model: nn.Module, param_groups: Sequence[dict[str, Any]] | None) -> dict[nn.Parameter, int]:
+    """Optimizer group of each trainable parameter: those of `param_groups`, or one group with all.
+
+    Raises:
+        ModelError: nothing to train, a group names a tensor that the model does not have, or a trainable parameter
+            is in no group or in two.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for parameter, name in names.items():
+        if not parameter.dtype.is_floating_point:
+            raise ModelError(
+                f"parameter {name!r} is {parameter.dtype}: only floating-point parameters can be trained; "
+                "freeze it with requires_grad_(False), or store it as a buffer"
+            )
+    if not names:
+        raise ModelError(
+            "the model has no trainable parameters: call requires_grad_(True) on those to train, then build the engine"
+        )
+    if param_groups is None:
+        return dict.fromkeys(names, 0)
+    groups: dict[nn.Parameter, int] = {}
+    for index, group in enumerate(param_groups):
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter not in names:
+                raise ModelError(
+                    f"param_groups[{index}] holds a tensor of shape {tuple(parameter.shape)} that is no model parameter"
+                )
+            if parameter in groups:
+                raise ModelError(f"parameter {names[parameter]!r} is in two of the param_groups")
+            if parameter.requires_grad:
+                groups[parameter] = index
+    missing = [name for parameter, name in names.items() if parameter not in groups]
+    if missing:
+        raise ModelError(f"trainable parameters in no optimizer group: {_listed(missing)}; add them, or freeze them")
+    return groups
+
+
+def _working_dtypes(groups: dict[nn.Parameter, int], choice: str) -> dict[nn.Parameter, torch.dtype]:
+    """dtype of each trainable parameter's working weight."""
+    supported = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    if choice != "auto":
+        return dict.fromkeys(groups, supported[choice])
+    for parameter in groups:
+        if parameter.dtype not in supported.values():
+            raise ModelError(
+                f"the model has {parameter.dtype} parameters: offloadkit trains bf16 and fp32 ones. Convert it with "
+                "model.bfloat16() or model.float(), or pass OffloadConfig(working_dtype='bf16')"
+            )
+    return {parameter: parameter.dtype for parameter in groups}
+
+
+class Newcomers:
+    """Notices parameters that require a gradient and are in no flat layer."""
+
+    def __init__(self, model: nn.Module, trained: set[nn.Parameter]) -> None:
+        self._model, self._trained = model, trained
+        self._modules = list(model.modules())
+        self._frozen = [parameter for parameter in model.parameters() if parameter not in trained]
+        self._num_entries = self._count_entries()
+
+    def _count_entries(self) -> int:
+        return sum(len(module._parameters) + len(module._modules) for module in self._modules)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ModelError: a parameter was added or unfrozen.
+        """
+        if self._count_entries() == self._num_entries and not any(p.requires_grad for p in self._frozen):
+            return
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and parameter not in self._trained:
+                raise ModelError(
+                    f"parameter {name!r} was added or unfrozen after the engine was built, so nothing would train it: "
+                    "close this engine and build a new one (what it was built with may be frozen and unfrozen)"
+                )
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the model's repeated blocks, outermost ones only, in definition order.
+
+    HuggingFace models name their block classes in `_no_split_modules`. Elsewhere they are the members of every
+    `ModuleList` (or `Sequential`) of two or more modules of one class.
+    """
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    blocks: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        if type(module).__name__ in classes and not _inside(name, blocks):
+            blocks.append((name, module))
+    if not blocks:
+        for name, module in model.named_modules():
+            if (
+                isinstance(module, nn.ModuleList | nn.Sequential)
+                and _are_alike(list(module))
+                and not _inside(name, blocks)
+            ):
+                blocks += [(f"{name}.{child}" if name else child, block) for child, block in module.named_children()]
+    return [(name, block) for name, block in blocks if any(True for _ in block.parameters())]
+
+
+def _inside(name: str, blocks: list[tuple[str, nn.Module]]) -> bool:
+    return any(name == block or name.startswith(f"{block}.") for block, _ in blocks)
+
+
+def _are_alike(modules: list[nn.Module]) -> bool:
+    return len(modules) > 1 and len({type(module) for module in modules}) == 1
+
+
+def cut(model: nn.Module, groups: dict[nn.Parameter, int], dtypes: dict[nn.Parameter, torch.dtype]) -> list[FlatLayer]:
+    """The flat layers of `model`, in definition order.
+
+    Args:
+        groups: optimizer group of each trainable parameter; parameters not in it stay outside.
+        dtypes: dtype of each trainable parameter's working weight; a flat layer holds one dtype only.
+    """
+    slots = list(_slots(model, groups))
+    blocks = repeated_blocks(model)
+    inside = {module: name for name, block in blocks for module in block.modules()}
+    block_of = dict(blocks)
+    pieces: dict[tuple[str, torch.dtype], list[Slot]] = {}
+    current: dict[torch.dtype, str] = {}
+    for slot in slots:
+        homes = {inside.get(owner) for owner, _ in slot.owners}
+        home, dtype = homes.pop() if len(homes) == 1 else None, dtypes[slot.parameter]
+        if home is None:
+            home = _piece(pieces, current, slot, dtype)
+        pieces.setdefault((home, dtype), []).append(slot)
+    layers = []
+    for (name, dtype), members in pieces.items():
+        owners = [owner for slot in members for owner, _ in slot.owners]
+        modules = list(dict.fromkeys([block_of[name], *owners] if name in block_of else owners))
+        layers.append(FlatLayer(len(layers), name, dtype, members, modules))
+    return layers
+
+
+def _slots(model: nn.Module, groups: dict[nn.Parameter, int]) -> Iterator[Slot]:
+    """A slot for each trainable parameter, in the model's order, with every place that holds it."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for _, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append((module, attribute))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for order, parameter in enumerate(parameter for parameter in names if parameter in groups):
+        yield Slot(names[parameter], parameter, order, groups[parameter], owners[parameter])
+
+
+def _piece(
+    pieces: dict[tuple[str, torch.dtype], list[Slot]], current: dict[torch.dtype, str], slot: Slot, dtype: torch.dtype
+) -> str:
+    """The layer outside the blocks that `slot` joins: the last one begun, or a new one when that is full."""
+    name = current.get(dtype)
+    if name is not None:
+        begun = pieces[name, dtype]
+        if begun[0].owners[0][0] is slot.owners[0][0] or sum(s.numel for s in begun) + slot.numel <= PIECE_NUMEL:
+            return name
+    current[dtype] = slot.name.rpartition(".")[0] or slot.name
+    while (current[dtype], dtype) in pieces:
+        current[dtype] += "'"
+    return current[dtype]
+
+
+def _listed(names: Iterable[str], most: int = 5) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

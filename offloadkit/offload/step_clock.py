@@ -1,0 +1,118 @@
+"""Where the time of a step went, from events that are read when they are long past: timing never makes anyone wait."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from offloadkit.offload.streams import Event, record_compute
+from offloadkit.offload.update import Update
+from offloadkit.telemetry import StepRecord
+
+
+@dataclass
+class _Window:
+    """One accumulation window while it runs."""
+
+    began: float
+    forwards: list[tuple[Event, Event]] = field(default_factory=list)
+    backwards: list[tuple[Event, Event]] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    num_tokens: int | None = None
+    other_seconds: float = 0.0
+    last_backward: float | None = None
+    ended: float = 0.0
+    forward_wait: float = 0.0
+    learning_rate: float = 0.0
+    update: Update | None = None
+
+
+class StepClock:
+    """Marks a step's phases and makes its record later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._now = _Window(time.perf_counter())
+        self._past: list[_Window] = []
+
+    def start_forward(self, num_tokens: int | None) -> Event:
+        """Forward begins; returns the mark for `end_forward`."""
+        now = self._now
+        if now.last_backward is not None:
+            now.other_seconds += time.perf_counter() - now.last_backward
+            now.last_backward = None
+        if num_tokens is not None:
+            now.num_tokens = (now.num_tokens or 0) + num_tokens
+        return record_compute(self._device, timing=True)
+
+    def end_forward(self, began: Event) -> None:
+        self._now.forwards.append((began, record_compute(self._device, timing=True)))
+
+    def start_backward(self, loss: torch.Tensor) -> Event:
+        """Backward of `loss` (a scalar) begins; its value is copied out, to be read later."""
+        copy = torch.empty((), dtype=torch.float32, pin_memory=self._device.type == "cuda")
+        copy.copy_(loss.detach(), non_blocking=True)
+        self._now.losses.append(copy)
+        return record_compute(self._device, timing=True)
+
+    def end_backward(self, began: Event) -> None:
+        self._now.backwards.append((began, record_compute(self._device, timing=True)))
+        self._now.last_backward = time.perf_counter()
+
+    def end_window(self, update: Update, learning_rate: float, forward_wait: float) -> None:
+        """The boundary: `forward_wait` is the seconds forward was blocked since the last one."""
+        now = self._now
+        now.update, now.learning_rate, now.forward_wait = update, learning_rate, forward_wait
+        now.ended = time.perf_counter()
+        self._past.append(now)
+        self._now = _Window(now.ended, last_backward=now.ended)
+
+    def finished(self, memory: Callable[[], dict[str, dict[str, int]]]) -> list[StepRecord]:
+        """Records of the steps that are wholly in the past, oldest first."""
+        records = []
+        while self._past and _is_past(self._past[0]):
+            records.append(_record(self._past.pop(0), memory()))
+        return records
+
+
+def _is_past(window: _Window) -> bool:
+    assert window.update is not None
+    return window.update.done.is_set() and all(end.done() for _, end in window.forwards + window.backwards)
+
+
+def _record(window: _Window, memory: dict[str, dict[str, int]]) -> StepRecord:
+    update = window.update
+    assert update is not None
+    seconds = {
+        "step": window.ended - window.began,
+        "forward": sum(end.seconds_since(began) for began, end in window.forwards),
+        "backward": sum(end.seconds_since(began) for began, end in window.backwards),
+        **update.seconds,
+        "forward_wait": window.forward_wait,
+        "other": window.other_seconds,
+    }
+    losses = [float(loss) for loss in window.losses]
+    return StepRecord(
+        step=update.number,
+        loss=math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else (losses or [None])[-1],
+        num_tokens=window.num_tokens,
+        grad_norm=update.norm,
+        learning_rate=window.learning_rate,
+        skipped=update.skipped,
+        seconds=seconds,
+        bytes=memory,
+    )
+
+
+def num_tokens(model: nn.Module, batch: dict[str, Any]) -> int | None:
+    """Positions of a batch: its input ids, and for an encoder-decoder its labels."""
+    config = getattr(model, "config", None)
+    names = ["input_ids", "labels"] if getattr(config, "is_encoder_decoder", False) else ["input_ids"]
+    sizes = [batch[name].numel() for name in names if isinstance(batch.get(name), torch.Tensor)]
+    return sum(sizes) or None

@@ -1,0 +1,75 @@
+"""Copy streams and events, the same words with and without a GPU.
+
+On a CUDA device these are CUDA streams and events. On the CPU every operation is done when it is asked for, so that an
+event is a mark in time and waiting for it does nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Event:
+    """A recorded point in a stream's work."""
+
+    def __init__(self, stream: torch.cuda.Stream | None, timing: bool = False) -> None:
+        self._seconds = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if stream is not None:
+            self._event = torch.cuda.Event(enable_timing=timing)
+            self._event.record(stream)
+
+    def done(self) -> bool:
+        """Whether the work before this point is finished; does not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the work before this point is finished."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Event) -> float:
+        """Device seconds between two finished events recorded with `timing`."""
+        if self._event is None or earlier._event is None:
+            return self._seconds - earlier._seconds
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+    def delay(self, stream: torch.cuda.Stream | None) -> None:
+        """Let `stream` wait for this point before its next work; the calling thread does not wait."""
+        if self._event is not None and stream is not None:
+            stream.wait_event(self._event)
+
+
+class CopyStream:
+    """A stream for copies in one direction, beside the compute stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def wait(self, event: Event) -> None:
+        """Later copies start after `event`."""
+        event.delay(self.stream)
+
+    def record(self, timing: bool = False) -> Event:
+        """Mark the end of the copies asked for so far."""
+        return Event(self.stream, timing)
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Run device work of the block on this stream."""
+        with torch.cuda.stream(self.stream):
+            yield
+
+
+def compute_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream on which the calling thread's model code runs."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def record_compute(device: torch.device, timing: bool = False) -> Event:
+    """Mark the end of the compute stream's work so far."""
+    return Event(compute_stream(device), timing)

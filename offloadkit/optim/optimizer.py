@@ -1,0 +1,116 @@
+"""The optimizer that schedulers, trainers and checkpoints see: a real `torch.optim.Optimizer` over offloaded states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offloadkit.config import OffloadConfig
+from offloadkit.errors import EngineStateError, ModelError
+
+
+class Run(Protocol):
+    """What the optimizer asks of the engine that drives it."""
+
+    def step(self, *, boundary: bool | None = None) -> bool: ...
+    def synchronize(self) -> None: ...
+    def drop_gradients(self) -> None: ...
+    def load_parameter_state(self, parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None: ...
+
+
+class OffloadAdamW(torch.optim.Optimizer):
+    """AdamW whose states live in host RAM and whose step the engine runs.
+
+    `state[parameter]` holds "step" (fp32 scalar), "exp_avg" and "exp_avg_sq" (fp32, the parameter's shape) and, for
+    bf16 working weights, "remainder" (int16: the low half of the split master weights). They are views of the engine's
+    pinned memory: read them after `state_dict()` or `engine.synchronize()`.
+    """
+
+    def __init__(
+        self, param_groups: Sequence[dict[str, Any]], config: OffloadConfig, run: Run, states: dict[nn.Parameter, Any]
+    ) -> None:
+        self._run: Run | None = None
+        defaults = {
+            "lr": config.learning_rate,
+            "betas": config.betas,
+            "eps": config.eps,
+            "weight_decay": config.weight_decay,
+        }
+        super().__init__([dict(group) for group in param_groups], defaults)
+        self.state.update(states)
+        self._run = run
+
+    def _engine(self) -> Run:
+        assert self._run is not None
+        return self._run
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """The engine's `step` at the end of an accumulation window.
+
+        Raises:
+            EngineStateError: with a closure, which would need backward inside the step.
+        """
+        if closure is not None:
+            raise EngineStateError("OffloadAdamW takes no closure: call engine.backward(loss), then step()")
+        self._engine().step(boundary=True)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients gathered since the last update."""
+        self._engine().drop_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups are fixed when the engine is built.
+
+        Raises:
+            ModelError: called later.
+        """
+        if self._run is not None:
+            raise ModelError(
+                "a parameter group cannot be added after the engine was built: its parameters have no flat layer. "
+                "Close the engine and build a new one with all groups"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, settled first; its tensors are the live states, not copies."""
+        self._engine().synchronize()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict` of this class, or of `torch.optim.AdamW`, into the states where they lie.
+
+        Nothing is cast: moments stay fp32. A state without "remainder" leaves the weights as master weights.
+
+        Raises:
+            ValueError: the groups or a tensor's shape differ; nothing is loaded then.
+        """
+        run = self._engine()
+        run.synchronize()
+        saved_groups = state_dict["param_groups"]
+        ours = [len(group["params"]) for group in self.param_groups]
+        theirs = [len(group["params"]) for group in saved_groups]
+        if ours != theirs:
+            raise ValueError(f"the saved optimizer has groups of {theirs} parameters, this one of {ours}")
+        pairs = []
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            for parameter, index in zip(group["params"], saved["params"], strict=True):
+                state = state_dict["state"].get(index)
+                if state is not None and parameter in self.state:
+                    _check_shapes(parameter, state)
+                    pairs.append((parameter, state))
+        for parameter, state in pairs:
+            run.load_parameter_state(parameter, state)
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _check_shapes(parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
+    for name in ("exp_avg", "exp_avg_sq", "remainder"):
+        if name in state and state[name].shape != parameter.shape:
+            raise ValueError(
+                f"saved {name} has shape {tuple(state[name].shape)}, the parameter {tuple(parameter.shape)}"
+            )

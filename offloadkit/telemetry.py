@@ -1,0 +1,88 @@
+"""What happened in each step, as plain records. Drawn by widgets, summed up by the demo, written as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from offloadkit.errors import OutputError
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, read after it has happened.
+
+    `seconds` by phase: "step" (wall time from boundary to boundary), "forward" and "backward" (on the device),
+    "gradient_wait" (from step() until the last gradient was in RAM), "norm", "cpu_step" (AdamW and sending weights),
+    "forward_wait" (forward blocked on the host until a layer's update was recorded), "other" (wall time between
+    backward's end and the next forward: data loading, logging). Phases overlap: they do not add up to "step".
+    """
+
+    step: int
+    loss: float | None
+    """Mean over the micro-batches."""
+    num_tokens: int | None
+    """Input and label positions, padding included; None where the batch has neither."""
+    grad_norm: float | None
+    """Global, before clipping; NaN or Inf where the step was skipped."""
+    learning_rate: float
+    skipped: bool
+    seconds: dict[str, float]
+    bytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By tier ("vram", "ram") and category; measured ones begin with "process"."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Throughput over the whole step."""
+        seconds = self.seconds.get("step")
+        return self.num_tokens / seconds if self.num_tokens and seconds else None
+
+
+class Telemetry:
+    """Keeps the newest records, hands each to its subscribers and appends it to a JSON-lines log."""
+
+    def __init__(self, log_path: str | Path | None = None, keep: int = 10_000) -> None:
+        """
+        Raises:
+            OutputError: the log cannot be written.
+        """
+        self.records: deque[StepRecord] = deque(maxlen=keep)
+        self._subscribers: list[Callable[[StepRecord], None]] = []
+        self._log: TextIO | None = None
+        if log_path is not None:
+            try:
+                self._log = Path(log_path).open("a", encoding="utf-8")  # noqa: SIM115
+            except OSError as error:
+                raise OutputError(
+                    f"cannot write the telemetry log {log_path}: {error.strerror}; choose another path"
+                ) from error
+
+    def subscribe(self, listener: Callable[[StepRecord], None]) -> None:
+        """Call `listener` with every later record, on the thread that trains."""
+        self._subscribers.append(listener)
+
+    def add(self, record: StepRecord) -> None:
+        """Take a finished step."""
+        self.records.append(record)
+        if self._log is not None:
+            line = asdict(record) | {"tokens_per_second": record.tokens_per_second}
+            self._log.write(json.dumps(line) + "\n")
+            self._log.flush()
+        for listener in self._subscribers:
+            listener(record)
+
+    def mean_seconds(self, last: int = 100) -> dict[str, float]:
+        """Mean seconds by phase over the newest `last` records, the very first step left out where there are more."""
+        records = [record for record in self.records if record.step > 1 or len(self.records) == 1][-last:]
+        phases = dict.fromkeys(phase for record in records for phase in record.seconds)
+        return {phase: sum(record.seconds.get(phase, 0.0) for record in records) / len(records) for phase in phases}
+
+    def close(self) -> None:
+        """Close the log."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
