@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_SLICE = 1 << 20
-"""Elements stepped at a time by the reference: its temporaries stay at a few MiB."""
+_SLICE = 1 << 18
+"""Elements stepped at a time by the reference: its temporaries stay at a few MiB, most of them in the caches."""
 
 _CANONICAL_NAN = 0x7FC00000
 

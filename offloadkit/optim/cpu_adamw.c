@@ -70,12 +70,18 @@ INLINE uint32_t bits_of(float value) {
     return bits;
 }
 
+/* Without a branch: a float operation behind a `?:` keeps gcc from vectorising, since it might trap. */
+INLINE uint32_t select_bits(int condition, uint32_t if_true, uint32_t if_false) {
+    uint32_t mask = 0u - (uint32_t)(condition != 0);
+    return (if_true & mask) | (if_false & ~mask);
+}
+
 /* Exact. The scaling makes fp16 subnormals (fp32 subnormals once shifted) normal; Inf and NaN get the top exponent. */
 INLINE float float_of_fp16(uint16_t half) {
     uint32_t magnitude = half & 0x7FFFu;
     uint32_t bits = bits_of(float_of(magnitude << 13) * 0x1p112f);
-    uint32_t special = (magnitude << 13) | 0x7F800000u | (magnitude > 0x7C00u ? 0x00400000u : 0u);
-    bits = magnitude >= 0x7C00u ? special : bits;
+    uint32_t special = (magnitude << 13) | 0x7F800000u | select_bits(magnitude > 0x7C00u, 0x00400000u, 0u);
+    bits = select_bits(magnitude >= 0x7C00u, special, bits);
     return float_of(bits | (uint32_t)(half & 0x8000u) << 16);
 }
 
@@ -85,9 +91,9 @@ INLINE uint16_t fp16_of_float(float value) {
     uint32_t magnitude = bits & 0x7FFFFFFFu;
     uint32_t normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
     uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
-    uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
-    half = magnitude >= 0x477FF000u ? 0x7C00u : half;
-    half = magnitude > 0x7F800000u ? 0x7E00u : half;
+    uint32_t half = select_bits(magnitude < 0x38800000u, subnormal, normal);
+    half = select_bits(magnitude >= 0x477FF000u, 0x7C00u, half);
+    half = select_bits(magnitude > 0x7F800000u, 0x7E00u, half);
     return (uint16_t)(half | ((bits >> 16) & 0x8000u));
 }
 
@@ -109,7 +115,7 @@ INLINE float load_master(int kind, const void *weights, const void *remainder, i
 INLINE void store_master(int kind, void *weights, void *remainder, int64_t i, float value) {
     if (kind == BF16) {
         uint32_t bits = bits_of(value);
-        bits = (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : bits;
+        bits = select_bits((bits & 0x7FFFFFFFu) > 0x7F800000u, 0x7FC00000u, bits);
         ((uint16_t *)weights)[i] = (uint16_t)((bits + 0x8000u) >> 16);
         ((uint16_t *)remainder)[i] = (uint16_t)bits;
     } else if (kind == FP16) {

@@ -1,0 +1,223 @@
+"""The C kernel: every CPU level gives the bits of the torch reference; wrong arguments; life without the library."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from offloadkit.optim import cpu
+from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, adamw_step_reference, split_master
+from tests.optim.states import (
+    DTYPES,
+    SPECIAL,
+    assert_same_array_bits,
+    assert_same_bits,
+    clone,
+    make_gradient,
+    make_state,
+)
+
+SCALARS = adamw_scalars(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=3)
+OTHER_SCALARS = adamw_scalars(lr=3e-2, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1, step=1)
+
+needs_library = pytest.mark.skipif(not cpu.available(), reason="the C kernel is not built")
+
+
+@pytest.fixture(params=cpu.cpu_levels() or [pytest.param("none", marks=needs_library)])
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    with cpu.forced_level(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_library", lambda: None)
+    cpu._warn_without_library.cache_clear()
+
+
+def assert_step_equals_reference(
+    state: FlatState, gradient: torch.Tensor, segments: list[Segment], grad_scale: float
+) -> None:
+    expected = clone(state)
+    adamw_step_reference(expected, gradient, segments, grad_scale)
+    cpu.adamw_step(state, gradient, segments, grad_scale)
+    assert_same_bits(state, expected)
+
+
+@pytest.mark.parametrize("gradient_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weights_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 15, 256, 1001, 40_003])
+def test_step_equals_reference_bit_for_bit(
+    level: str, weights_dtype: torch.dtype, gradient_dtype: torch.dtype, length: int
+) -> None:
+    state, gradient = make_state(weights_dtype, length), make_gradient(gradient_dtype, length)
+    assert_step_equals_reference(state, gradient, [Segment(0, length, SCALARS)], 1.0)
+
+
+@pytest.mark.parametrize("weights_dtype", DTYPES, ids=str)
+def test_unaligned_arrays_several_segments_and_a_grad_scale(level: str, weights_dtype: torch.dtype) -> None:
+    state = make_state(weights_dtype, 70_001, unaligned_by=3)
+    gradient = make_gradient(torch.bfloat16, 70_002)[1:]
+    segments = [Segment(1, 33_333, SCALARS), Segment(33_334, 7, OTHER_SCALARS), Segment(40_000, 30_001, OTHER_SCALARS)]
+    assert_step_equals_reference(state, gradient, segments, 0.7312345)
+
+
+@pytest.mark.parametrize("gradient_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weights_dtype", DTYPES, ids=str)
+def test_special_values(level: str, weights_dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
+    """Every special value as gradient beside every special value as each of master, exp_avg and exp_avg_sq."""
+    count = SPECIAL.numel()
+    gradient = SPECIAL.to(gradient_dtype).repeat(count)
+    other = SPECIAL.repeat_interleave(count)
+    for place in ("master", "exp_avg", "exp_avg_sq"):
+        state = make_state(weights_dtype, gradient.numel())
+        if place == "master":
+            set_master(state, other)
+        else:
+            setattr(state, place, other.clone())
+        assert_step_equals_reference(state, gradient, [Segment(0, gradient.numel(), SCALARS)], 0.9)
+
+
+def set_master(state: FlatState, master: torch.Tensor) -> None:
+    if state.remainder is None:
+        state.weights = master.clone()
+    elif state.weights.dtype == torch.float16:
+        state.weights, state.remainder = master.half(), master.clone()
+    else:
+        state.weights, state.remainder = split_master(master)
+
+
+def test_accumulate_converts_every_16_bit_pattern_as_torch_does(level: str) -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        gradient = patterns.view(dtype)
+        accumulator = torch.full((gradient.numel(),), 7.0)
+        cpu.accumulate(accumulator, gradient, add=False)
+        assert_same_array_bits(accumulator, gradient.float())
+
+
+def test_fp16_weights_are_rounded_as_torch_does(level: str) -> None:
+    """With zero moments and no decay the step stores fp16(master) alone; masters lie around every fp16 border."""
+    patterns = torch.arange(0, 0x7C00, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    halves = patterns.float()
+    ties = (halves[:-1] + halves[1:]) / 2
+    up, down = ties.nextafter(torch.tensor(torch.inf)), ties.nextafter(torch.tensor(0.0))
+    limits = torch.tensor([65519.996, 65520.0, 65536.0, 1e-8, 2.9802322e-8, 2.9802326e-8, torch.inf])
+    master = torch.cat([halves, ties, up, down, limits])
+    master = torch.cat([master, -master])
+    zeros = torch.zeros_like(master)
+    state = FlatState(torch.zeros_like(master, dtype=torch.float16), master, zeros, zeros.clone())
+    cpu.adamw_step(state, zeros, [Segment(0, master.numel(), SCALARS._replace(decay=1.0))], 1.0)
+    assert_same_array_bits(state.weights, master.half())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accumulate_equals_torch(level: str, dtype: torch.dtype) -> None:
+    gradient = make_gradient(dtype, 150_001)
+    accumulator = make_gradient(torch.float32, 150_001, seed=5)
+    expected = accumulator + gradient.float()
+    cpu.accumulate(accumulator, gradient, add=True)
+    assert_same_array_bits(accumulator, expected)
+    cpu.accumulate(accumulator, gradient, add=False)
+    assert_same_array_bits(accumulator, gradient.float())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda s: setattr(s, "weights", s.weights.double()), TypeError, "weights are torch.float64"),
+        (lambda s: setattr(s, "remainder", None), TypeError, "must be torch.int16, not None"),
+        (lambda s: setattr(s, "remainder", s.remainder.float()), TypeError, "must be torch.int16, not torch.float32"),
+        (lambda s: setattr(s, "exp_avg", s.exp_avg.half()), TypeError, "exp_avg and exp_avg_sq must be fp32"),
+        (lambda s: setattr(s, "exp_avg", s.exp_avg[1:]), ValueError, "exp_avg has 9 elements on cpu, the weights 10"),
+        (lambda s: setattr(s, "exp_avg_sq", torch.zeros(20)[::2]), ValueError, r"strides \(2,\): flat arrays"),
+        (
+            lambda s: setattr(s, "exp_avg", torch.zeros(10, device="meta")),
+            ValueError,
+            "exp_avg has 10 elements on meta",
+        ),
+    ],
+)
+@pytest.mark.parametrize("step", [cpu.adamw_step, adamw_step_reference], ids=["c", "reference"])
+def test_a_state_that_does_not_fit_is_refused(
+    step: Callable[..., None], change: Callable[[FlatState], None], error: type[Exception], words: str
+) -> None:
+    state = make_state(torch.bfloat16, 10)
+    change(state)
+    with pytest.raises(error, match=words):
+        step(state, torch.zeros(10), [Segment(0, 10, SCALARS)], 1.0)
+
+
+@pytest.mark.parametrize("segment", [(-1, 5), (5, 6), (3, -1)])
+def test_a_segment_outside_the_layer_is_refused(segment: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="leaves the flat layer of 10 elements"):
+        cpu.adamw_step(make_state(torch.bfloat16, 10), torch.zeros(10), [Segment(*segment, SCALARS)], 1.0)
+
+
+def test_a_gradient_that_does_not_fit_is_refused() -> None:
+    state, segments = make_state(torch.bfloat16, 10), [Segment(0, 10, SCALARS)]
+    with pytest.raises(TypeError, match="int32: a step takes bf16, fp16 or fp32 gradients"):
+        cpu.adamw_step(state, torch.zeros(10, dtype=torch.int32), segments, 1.0)
+    with pytest.raises(ValueError, match="gradient has 11 elements"):
+        cpu.adamw_step(state, torch.zeros(11), segments, 1.0)
+    with pytest.raises(TypeError, match="the accumulator must be fp32"):
+        cpu.accumulate(torch.zeros(3).half(), torch.zeros(3), add=True)
+    with pytest.raises(ValueError, match="flat arrays of one length"):
+        cpu.accumulate(torch.zeros(3), torch.zeros(4), add=True)
+    with pytest.raises(ValueError, match="contiguous"):
+        cpu.accumulate(torch.zeros(3), torch.zeros(6)[::2], add=True)
+    with pytest.raises(ValueError, match="lies on meta: this step runs on the CPU"):
+        cpu.accumulate(torch.zeros(3), torch.zeros(3, device="meta"), add=True)
+
+
+def test_nothing_to_do_is_fine() -> None:
+    state = make_state(torch.bfloat16, 0)
+    cpu.adamw_step(state, torch.zeros(0), [], 1.0)
+    cpu.adamw_step(state, torch.zeros(0), [Segment(0, 0, SCALARS)], 1.0)
+    cpu.accumulate(torch.zeros(0), torch.zeros(0), add=True)
+
+
+@needs_library
+def test_a_level_this_cpu_cannot_run_is_refused() -> None:
+    assert cpu.cpu_levels()[0] == "baseline"
+    with pytest.raises(ValueError, match="'sve2' is not one of this machine's"), cpu.forced_level("sve2"):
+        pass
+
+
+def test_without_the_library_the_step_is_the_same_and_warns_once(without_library: None) -> None:
+    state, gradient = make_state(torch.bfloat16, 1001), make_gradient(torch.bfloat16, 1001)
+    expected, segments = clone(state), [Segment(0, 1001, SCALARS)]
+    for _ in range(2):
+        adamw_step_reference(expected, gradient, segments, 0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cpu.adamw_step(state, gradient, segments, 0.5)
+        cpu.adamw_step(state, gradient, segments, 0.5)
+    assert len(caught) == 1
+    assert "times slower" in str(caught[0].message)
+    assert "install a C compiler" in str(caught[0].message)
+    assert_same_bits(state, expected)
+
+
+@needs_library
+def test_with_the_library_nothing_is_said() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cpu.adamw_step(make_state(torch.bfloat16, 10), torch.zeros(10), [Segment(0, 10, SCALARS)], 1.0)
+
+
+def test_without_the_library_everything_else_works_too(without_library: None) -> None:
+    assert not cpu.available()
+    assert cpu.cpu_levels() == []
+    assert cpu.num_threads() == torch.get_num_threads()
+    accumulator = torch.ones(3)
+    cpu.accumulate(accumulator, torch.full((3,), 2.0).bfloat16(), add=True)
+    assert accumulator.tolist() == [3.0, 3.0, 3.0]
+    cpu.accumulate(accumulator, torch.full((3,), 2.0).half(), add=False)
+    assert accumulator.tolist() == [2.0, 2.0, 2.0]
+    memory = torch.arange(10_000, dtype=torch.int64)
+    cpu.populate(memory.data_ptr(), memory.nbytes)
+    assert torch.equal(memory, torch.arange(10_000))
