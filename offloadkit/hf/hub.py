@@ -98,8 +98,8 @@ def no_model_message(name: str, reason: str) -> str:
     meant = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
     return (
         f"no model {name!r}: there is no such folder, no built-in preset of that name, and {reason}.{meant} Give a "
-        "folder written by save_pretrained, a preset (t5-small ... t5-11b, flan-t5-small ... flan-t5-xxl), or a hub name "
-        "such as 'google/flan-t5-base'"
+        "folder that save_pretrained wrote, a preset (t5-small ... t5-11b, flan-t5-small ... flan-t5-xxl), or a hub "
+        "name such as 'google/flan-t5-base'"
     )
 
 
@@ -110,7 +110,8 @@ def _not_found(name: str, kind: str) -> OffloadkitError:
     return ModelNotFoundError(f"{no_model_message(name, 'the hub knows none')}. {private}")
 
 
-def _unreachable(name: str, kind: str) -> OffloadkitError:
+def unreachable(name: str, kind: str) -> OffloadkitError:
+    """The error for a name that is not on this machine while the hub does not answer."""
     from huggingface_hub import constants
 
     why = f"the hub at {constants.ENDPOINT} could not be reached"
@@ -142,7 +143,7 @@ def _translate(error: BaseException, name: str, kind: str, found: bool) -> Offlo
     if class_names & _CONNECTION_CLASSES or any(isinstance(link, ConnectionError | TimeoutError) for link in chain):
         if found or _is_cached(name, kind):
             return DownloadError(f"the connection to the hub was lost while {name!r} was read ({chain[-1]}). {_RERUN}")
-        return _unreachable(name, kind)
+        return unreachable(name, kind)
     if kind == "dataset":
         return None
     if "SafetensorError" in class_names or isinstance(error, pickle.UnpicklingError):

@@ -1,0 +1,212 @@
+"""From rows to what a Trainer needs: which columns say what is learned, token ids, and the collator.
+
+| columns | task |
+|---|---|
+| `input`, `target` | seq2seq |
+| `messages` (a list of role/content dicts) | causal, through the tokenizer's chat template |
+| `text`, `label` | classification |
+| `text` | causal |
+| `input_ids` (`labels`, `attention_mask`, `decoder_input_ids`) | tokenised: by model and shape of `labels` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offloadkit.errors import DataError
+from offloadkit.hf.labels import label_names
+from offloadkit.hf.models import Task, infer_task
+from offloadkit.hf.read_data import load_dataset_like
+from offloadkit.hf.tokenise import IGNORED, Tokenising, tokenise
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+__all__ = ["PreparedData", "load_dataset_like", "prepare"]
+
+_DEFAULT_INPUT_LENGTHS: dict[Task, int] = {"seq2seq": 512, "causal": 1024, "classification": 512}
+_DEFAULT_TARGET_LENGTH = 128
+_COLUMN_SETS: dict[str, tuple[tuple[str, ...], Task | None]] = {
+    "tokenised": (("input_ids",), None),
+    "pairs": (("input", "target"), "seq2seq"),
+    "messages": (("messages",), "causal"),
+    "labelled text": (("text", "label"), "classification"),
+    "text": (("text",), "causal"),
+}
+"""Looked for in this order; columns beyond a set are left out."""
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A tokenised dataset and what goes with it."""
+
+    dataset: Dataset
+    """Columns input_ids, attention_mask and labels (lists of int; classification: one int)."""
+
+    collator: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    """Rows -> tensors int64 [rows, longest row], padded; labels with -100."""
+
+    task: Task
+
+    id2label: dict[int, str] | None = None
+    """Classification: the name of each class id, for `load_model` and for preparing the evaluation set."""
+
+    num_skipped: int = 0
+    """Rows left out because nothing can be learned from them (empty text, labels all -100)."""
+
+    num_truncated: int = 0
+    """Rows cut to the longest length, in the input or in the target."""
+
+
+def prepare(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig,
+    *,
+    task: Task | None = None,
+    max_input_length: int | None = None,
+    max_target_length: int | None = None,
+    id2label: dict[int, str] | None = None,
+) -> PreparedData:
+    """Tokenise a dataset for a model.
+
+    Args:
+        dataset: from `load_dataset_like`.
+        tokenizer: from `load_tokenizer`.
+        model_config: says what the model can learn, and how long its inputs may be.
+        task: None: by the columns.
+        max_input_length: tokens of input a row, the end token among them; None: 512 (causal: 1024), or the model's
+            limit where that is less.
+        max_target_length: tokens of target a row in seq2seq; None: 128.
+        id2label: the classes of the training set when an evaluation set is prepared.
+
+    Raises:
+        DataError: no column set fits, or not this model; a field is missing; a token id beyond the vocabulary; nothing
+            to learn in any row.
+    """
+    kind = _column_set(dataset, task)
+    task = _task_of(kind, dataset, model_config, task)
+    _check_lengths(max_input_length, max_target_length)
+    if task == "classification" and id2label is None:
+        id2label = label_names(dataset, "labels" if kind == "tokenised" else "label", model_config)
+    run = Tokenising(
+        dataset,
+        tokenizer,
+        task,
+        vocab_size=model_config.get_text_config().vocab_size,
+        max_input_length=max_input_length or _default_input_length(model_config, task),
+        max_target_length=max_target_length or _DEFAULT_TARGET_LENGTH,
+        id2label=id2label if task == "classification" else None,
+    )
+    tokenised = tokenise(run, kind)
+    if len(tokenised) == 0:
+        raise DataError(
+            f"there is nothing to learn in any of the {len(dataset)} rows: "
+            + ("all labels are -100" if kind == "tokenised" else "their text gives no tokens to predict")
+        )
+    run.warn_of_losses()
+    return PreparedData(tokenised, _collator(tokenizer, task), task, run.id2label, run.num_skipped, run.num_truncated)
+
+
+def _column_set(dataset: Dataset, task: Task | None) -> str:
+    """The first column set that the dataset has, of those that fit the task.
+
+    Raises:
+        DataError: none; the message shows the columns found and the sets accepted.
+    """
+    columns = set(dataset.column_names)
+    for kind, (needed, its_task) in _COLUMN_SETS.items():
+        if columns.issuperset(needed) and (task is None or its_task in (task, None)):
+            return kind
+    sets = "; ".join(f"{' + '.join(needed)} ({its_task or 'tokenised'})" for needed, its_task in _COLUMN_SETS.values())
+    wanted = f" for task {task!r}" if task else ""
+    raise DataError(
+        f"no column set fits{wanted}. Columns found: {', '.join(dataset.column_names) or 'none'}. Accepted: {sets}. "
+        "Rename yours, e.g. dataset.rename_column('question', 'input')"
+    )
+
+
+def _task_of(kind: str, dataset: Dataset, config: PreTrainedConfig, task: Task | None) -> Task:
+    """The task that columns, model and the user agree on.
+
+    Raises:
+        DataError: they do not.
+    """
+    needed, its_task = _COLUMN_SETS[kind]
+    wanted = task or its_task or _task_of_tokenised(dataset, config)
+    encoder_decoder = bool(config.is_encoder_decoder)
+    if wanted == "seq2seq" and not encoder_decoder:
+        raise DataError(
+            f"{' + '.join(needed)} trains an encoder-decoder (T5, BART), and {config.model_type!r} is none: "
+            "join each pair into one `text`, or into `messages`"
+        )
+    if wanted == "causal" and encoder_decoder:
+        raise DataError(
+            f"{' + '.join(needed)} trains a causal language model, and {config.model_type!r} is an encoder-decoder: "
+            "give it the columns input + target"
+        )
+    if wanted == "causal" and infer_task(config) == "classification" and not (config.architectures or []):
+        raise DataError(f"{config.model_type!r} is an encoder and writes no text: give it the columns text + label")
+    return wanted
+
+
+def _task_of_tokenised(dataset: Dataset, config: PreTrainedConfig) -> Task:
+    from datasets import ClassLabel, Value
+
+    label = dataset.features.get("labels")
+    if isinstance(label, Value | ClassLabel):
+        return "classification"
+    if config.is_encoder_decoder:
+        if label is None:
+            raise DataError(
+                f"an encoder-decoder ({config.model_type}) needs `labels` beside `input_ids`. "
+                f"Columns found: {', '.join(dataset.column_names)}"
+            )
+        return "seq2seq"
+    return "causal"
+
+
+def _check_lengths(*lengths: int | None) -> None:
+    for length in lengths:
+        if length is not None and (not isinstance(length, int) or length < 2):
+            raise DataError(f"max_input_length and max_target_length are whole numbers of tokens >= 2, got {length!r}")
+
+
+def _default_input_length(config: PreTrainedConfig, task: Task) -> int:
+    """The task's default, or the model's limit where that is less (T5 has none: its positions are relative)."""
+    text_config = config.get_text_config()
+    limits = [getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions")]
+    return min([_DEFAULT_INPUT_LENGTHS[task], *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
+
+
+def _collator(tokenizer: PreTrainedTokenizerBase, task: Task) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+    """HuggingFace's collators. Causal rows bring their own labels, so that an end token which also serves as padding is
+    learned: `DataCollatorForLanguageModeling` would mask it."""
+    from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
+
+    if task == "classification":
+        return DataCollatorWithPadding(tokenizer)
+    return _PadDecoderInputs(DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED), tokenizer.pad_token_id)
+
+
+@dataclass(frozen=True)
+class _PadDecoderInputs:
+    """`DataCollatorForSeq2Seq`, which does not pad a `decoder_input_ids` column, and the padding of that column."""
+
+    collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    pad_token_id: int
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        if "decoder_input_ids" not in rows[0]:
+            return self.collate(rows)
+        decoder_rows = [torch.tensor(row["decoder_input_ids"]) for row in rows]
+        batch = self.collate([{k: v for k, v in row.items() if k != "decoder_input_ids"} for row in rows])
+        batch["decoder_input_ids"] = torch.nn.utils.rnn.pad_sequence(
+            decoder_rows, batch_first=True, padding_value=self.pad_token_id
+        )
+        return batch
