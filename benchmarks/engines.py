@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from benchmarks.workloads import LEARNING_RATE, MAX_GRAD_NORM, Batch, Workload, use_our_compute
+from benchmarks.workloads import LEARNING_RATE, MAX_GRAD_NORM, Batch, Workload, checkpoint_activations, use_our_compute
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,16 +38,18 @@ class Offloadkit:
     """`offloadkit.OffloadEngine`: fp32 states in pinned RAM, clipping, an update hidden under the next forward."""
 
     def __init__(self, model: PreTrainedModel, work: Workload, device: torch.device) -> None:
-        import offloadkit
+        from offloadkit.config import OffloadConfig
+        from offloadkit.engine import OffloadEngine
 
-        use_our_compute(model)
-        config = offloadkit.OffloadConfig(
+        use_our_compute(model, work)
+        config = OffloadConfig(
             learning_rate=LEARNING_RATE,
             max_grad_norm=MAX_GRAD_NORM,
             gradient_accumulation=work.accumulation,
+            activation_checkpointing=work.checkpointing,
         )
-        self.engine = offloadkit.OffloadEngine(model, config, device=device)
-        self.seconds: dict[str, float] = {}
+        self.engine = OffloadEngine(model, config, device=device)
+        self.seconds = {"pin": self.engine.pinning_seconds}
 
     def forward(self, batch: Batch) -> torch.Tensor:
         loss: torch.Tensor = self.engine(**batch).loss
@@ -73,8 +75,9 @@ class OnGpu:
     our_compute = False
 
     def __init__(self, model: PreTrainedModel, work: Workload, device: torch.device) -> None:
+        checkpoint_activations(model, work)
         if self.our_compute:
-            use_our_compute(model)
+            use_our_compute(model, work)
         self.model, self.num_micro_batches = model.to(device), work.accumulation
         self.weights = list(model.parameters())
         self.masters = [weight.detach().float().requires_grad_() for weight in self.weights]
@@ -118,6 +121,7 @@ class TorchaoOffload:
     def __init__(self, model: PreTrainedModel, work: Workload, device: torch.device) -> None:
         from torchao.optim import CPUOffloadOptimizer
 
+        checkpoint_activations(model, work)
         model = model.float() if self.master_weights else model
         self.model, self.num_micro_batches, self.device = model.to(device), work.accumulation, device
         self.optimizer = CPUOffloadOptimizer(
@@ -159,6 +163,7 @@ class DeepSpeedOffload:
     stage = 2
 
     def __init__(self, model: PreTrainedModel, work: Workload, device: torch.device) -> None:
+        checkpoint_activations(model, work)
         join_group_of_one()
         self.seconds = {"compile": build_deepspeed_adam()}
         import deepspeed

@@ -70,6 +70,8 @@ class Workload:
     """Tokens a sequence that T5's decoder writes; 0 for Llama."""
     accumulation: int = 1
     checkpointing: bool = False
+    attention: str = "default"
+    """Attention of offloadkit and gpu-ours: "default" is the one HuggingFace chooses, which everyone else has."""
     vram_cap_gib: float = 0.0
     """Most VRAM that torch may allocate; 0 is no cap."""
     cores: int = 0
@@ -89,6 +91,7 @@ class Workload:
         for given, words in (
             (self.accumulation > 1, f"accumulation {self.accumulation}"),
             (self.checkpointing, "checkpointing"),
+            (self.attention != "default", f"our attention {self.attention}"),
             (self.vram_cap_gib, f"VRAM cap {self.vram_cap_gib:g} GiB"),
             (self.cores, f"{self.cores} cores"),
         ):
@@ -148,25 +151,19 @@ def build_model(work: Workload, device: torch.device, weights_on: torch.device) 
                 parameter.fill_(1.0)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return prepare_model(model, work)
+    return model.train()
 
 
-def prepare_model(model: PreTrainedModel, work: Workload) -> PreTrainedModel:
-    """Set what belongs to the work and not to the engine: training mode and activation checkpointing."""
+def checkpoint_activations(model: PreTrainedModel, work: Workload) -> None:
+    """HuggingFace's own activation checkpointing, where the work asks for it; offloadkit has a switch for it."""
     if work.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    return model
 
 
-def use_our_compute(model: PreTrainedModel) -> None:
-    """Have `model` compute as it does under offloadkit: the one difference between the baselines gpu and gpu-ours.
-
-    T5's default attention (sdpa with a learned bias) falls back to torch's slow math path; eager attention is faster
-    and smaller.
-    """
-    if model.config.model_type == "t5":
-        model.set_attn_implementation("eager")
+def use_our_compute(model: PreTrainedModel, work: Workload) -> None:
+    """Have `model` compute as it does under offloadkit: the one difference between the baselines gpu and gpu-ours."""
+    if work.attention != "default":
+        model.set_attn_implementation(work.attention)
 
 
 def random_tokens(work: Workload, index: int, batch_size: int) -> Batch:

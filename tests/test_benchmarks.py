@@ -20,6 +20,7 @@ TINY = {
     "target_tokens": 6,
     "accumulation": 1,
     "checkpointing": False,
+    "attention": "default",
     "vram_cap_gib": 0.0,
     "cores": 0,
     "steps": 2,
