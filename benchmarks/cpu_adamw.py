@@ -3,9 +3,9 @@
     python benchmarks/cpu_adamw.py --threads 2 16 --output cpu_adamw.json
 
 All contestants work on anonymous mappings with huge pages, each array at least four times the last-level cache. They
-take turns, round after round, and the best round counts, so that a busy machine is unkind to all alike. The bandwidth is
-the best in-place triad a[i] += s * b[i] of three: the library's own C loop, torch's `add_`, and torch's `add` with `out`.
-Bytes are those that must cross the bus: arrays that are read and written count twice.
+take turns, round after round, and the best round counts, so that a busy machine is unkind to all alike. The bandwidth
+is the best in-place triad a[i] += s * b[i] of three: the library's own C loop, torch's `add_`, and torch's `add` with
+`out`. Bytes are those that must cross the bus: arrays that are read and written count twice.
 """
 
 from __future__ import annotations

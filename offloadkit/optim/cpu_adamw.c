@@ -34,7 +34,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum { ADAMW_PIECE = 16384, ACCUMULATE_PIECE = 65536, NORM_BLOCK = 65536, NORM_COLUMNS = 32, NORM_LEVELS = 11 };
-enum { POPULATE_PIECE = 16 << 20 };
+enum { PREFETCH_ELEMENTS = 64, PREFETCH_DISTANCE = 512, CACHE_LINE = 64, POPULATE_PIECE = 16 << 20 };
 
 /* Numbers known to cpu.py. */
 enum { BF16 = 0, FP16 = 1, FP32 = 2, NUM_KINDS = 3 };
@@ -128,9 +128,16 @@ INLINE void store_master(int kind, void *weights, void *remainder, int64_t i, fl
 
 /* ---- Bodies, built once per CPU level ----------------------------------------------------------------------------- */
 
-INLINE void adamw_body(int weights_kind, int gradient_kind, const struct adamw_arrays *arrays,
-                       const struct scalars *scalars, float grad_scale, int64_t start, int64_t end) {
-    const struct scalars s = *scalars;
+/* Five streams at once are more than the hardware prefetches well: asking ahead gave a tenth more GB/s (Zen 5); the
+ * triad, with two streams, gains nothing. */
+INLINE void prefetch_elements(const void *array, int64_t width, int64_t i) {
+    const char *first = (const char *)array + i * width;
+    for (int64_t offset = 0; offset < PREFETCH_ELEMENTS * width; offset += CACHE_LINE)
+        __builtin_prefetch(first + offset, 1, 3);
+}
+
+INLINE void adamw_elements(int weights_kind, int gradient_kind, const struct adamw_arrays *arrays, struct scalars s,
+                           float grad_scale, int64_t start, int64_t end) {
     void *weights = arrays->weights, *remainder = arrays->remainder;
     float *exp_avg = arrays->exp_avg, *exp_avg_sq = arrays->exp_avg_sq;
     const void *gradient = arrays->gradient;
@@ -145,6 +152,21 @@ INLINE void adamw_body(int weights_kind, int gradient_kind, const struct adamw_a
         exp_avg_sq[i] = v;
         store_master(weights_kind, weights, remainder, i, w);
     }
+}
+
+INLINE void adamw_body(int weights_kind, int gradient_kind, const struct adamw_arrays *arrays,
+                       const struct scalars *scalars, float grad_scale, int64_t start, int64_t end) {
+    int64_t i = start;
+    for (; i + PREFETCH_ELEMENTS <= end; i += PREFETCH_ELEMENTS) {
+        int64_t ahead = i + PREFETCH_DISTANCE;
+        prefetch_elements(arrays->exp_avg, 4, ahead);
+        prefetch_elements(arrays->exp_avg_sq, 4, ahead);
+        prefetch_elements(arrays->weights, weights_kind == FP32 ? 4 : 2, ahead);
+        if (weights_kind != FP32) prefetch_elements(arrays->remainder, weights_kind == FP16 ? 4 : 2, ahead);
+        prefetch_elements(arrays->gradient, gradient_kind == FP32 ? 4 : 2, ahead);
+        adamw_elements(weights_kind, gradient_kind, arrays, *scalars, grad_scale, i, i + PREFETCH_ELEMENTS);
+    }
+    adamw_elements(weights_kind, gradient_kind, arrays, *scalars, grad_scale, i, end);
 }
 
 INLINE void accumulate_body(int kind, int add, float *accumulator, const void *gradient, int64_t start, int64_t end) {
