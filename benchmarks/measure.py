@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import itertools
 import json
@@ -79,7 +80,6 @@ def measure(task: dict[str, Any]) -> Row:
     built = time.perf_counter()
     row["num_parameters"] = sum(parameter.numel() for parameter in model.parameters())
     engine = engines.ENGINES[name](model, work, device)
-    del model
     engine.settle()
     compile_seconds = engine.seconds.pop("compile", 0.0)
     row["load_seconds"] = built - started
@@ -89,6 +89,8 @@ def measure(task: dict[str, Any]) -> Row:
 
     if mode == "loader":
         num_workers = task["num_workers"]
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
         if isinstance(engine, engines.Offloadkit):
             engine.set_loader_workers(num_workers)
         steps = workloads.loaded_batches(work, device, num_workers, 1 + work.warmup + 1 + work.steps)
@@ -97,7 +99,19 @@ def measure(task: dict[str, Any]) -> Row:
     row.update(run_steps(engine, steps, work, device, vram))
     row["process_seconds"] = row.pop("first_step_at") - psutil.Process().create_time()
     row["peak_ram_bytes"] = memory.peak_ram_bytes()
+    if mode == "loader":
+        row["weights_sha256"] = sha256_of(model)
     return row
+
+
+def sha256_of(model: Any) -> str:
+    """A digest of all weights, bit for bit."""
+    import torch
+
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def import_libraries(name: str) -> float:

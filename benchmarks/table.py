@@ -121,6 +121,7 @@ def loader_verdict(rows: list[Row]) -> str:
         alone, *forked = runs
         for row in forked:
             same = "the same losses" if row["losses"] == alone["losses"] else "OTHER LOSSES"
+            same += ", the same weights" if row["weights_sha256"] == alone["weights_sha256"] else ", OTHER WEIGHTS"
             ratio = row["step_seconds"] / alone["step_seconds"]
             lines.append(f"{engine}: {row['num_workers']} workers: {same}, {ratio:.3f} x the time of 0 workers")
     return "\n".join(lines)
