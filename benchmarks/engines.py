@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -242,6 +244,7 @@ def join_group_of_one() -> None:
 def build_deepspeed_adam() -> float:
     """Have DeepSpeed compile its CPU Adam now, once a machine, so that no timing holds it. Seconds it took."""
     started = time.perf_counter()
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja lies beside python
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     CPUAdamBuilder().load(verbose=False)
