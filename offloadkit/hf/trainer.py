@@ -1,0 +1,334 @@
+"""HuggingFace's Trainer with the engine inside: `class Mine(OffloadTrainerMixin, AnyTrainer)` replaces `AnyTrainer`.
+
+The Trainer keeps its loop, its data, its logs and its files. Four things go through the engine instead: the forward of
+the wrapped model, `accelerator.backward`, `optimizer.step`, and clipping. accelerate never prepares the model.
+
+**Whose value holds.** `TrainingArguments` say learning rate, betas, eps, weight decay (with the Trainer's groups that
+do not decay), clipping, accumulation, checkpointing and bf16; `OffloadConfig` says the rest. A field of `OffloadConfig`
+that was changed from its default and contradicts the arguments is a `ConfigError`.
+
+**Loss.** Each micro-batch's mean loss counts by its share of the targets of the whole accumulated batch, for every
+model, whether or not its forward knows `num_items_in_batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from offloadkit.config import OffloadConfig
+from offloadkit.engine import OffloadEngine
+from offloadkit.errors import ConfigError, DataError
+from offloadkit.hf.training_arguments import check_arguments, engine_config
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_Base: Any = object
+"""Stands for the Trainer class that follows the mixin."""
+
+IGNORED_LABEL = -100
+_GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
+
+
+class OffloadTrainerMixin(_Base):  # type: ignore[misc]
+    """Puts an `OffloadEngine` under a Trainer class; goes before it: `class Mine(OffloadTrainerMixin, SFTTrainer)`.
+
+    Takes every argument of the Trainer, and `offload`, an `OffloadConfig`. `optimizers=(None, scheduler)` may bring a
+    scheduler: its learning rates are applied to the engine. The engine is built when training starts (`engine` is None
+    until then) and stays for further `train()` calls; `close()` gives its memory back.
+
+    Raises:
+        ConfigError: arguments that the engine cannot work with (fp16, another optimizer, several processes, ...) or
+            that contradict `offload`.
+    """
+
+    engine: OffloadEngine | None = None
+
+    def __init__(self, *args: Any, offload: OffloadConfig | None = None, **kwargs: Any) -> None:
+        self.offload = offload or OffloadConfig()
+        self._window_targets: torch.Tensor | int = 0
+        self._num_micro_batches = 1
+        self._target_share: torch.Tensor | float | None = None
+        self._unfinished = False
+        super().__init__(*args, **kwargs)
+        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+            raise ConfigError(
+                "offloadkit steps with its own AdamW in host memory and takes no optimizer: leave `optimizers` and "
+                "`optimizer_cls_and_kwargs` out and set learning_rate, adam_beta1, adam_beta2, adam_epsilon and "
+                "weight_decay in TrainingArguments; optimizers=(None, scheduler) may bring a scheduler"
+            )
+        self._own_scheduler = self.lr_scheduler
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Check the arguments before anything is built on them, and lead `accelerator.backward` to the engine.
+
+        The first method that every Trainer's constructor calls, and one that subclasses call too.
+        """
+        check_arguments(self.args)
+        engine_config(self.offload, self.args)
+        self.args.logging_nan_inf_filter = False  # it hides NaN losses, and waits for the device on each micro-batch
+        super().create_accelerator_and_postprocess()
+        self.accelerator.backward = self._backward
+
+    # -- building the engine
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the engine decides where weights live. Private; the property of TrainingArguments that would do
+        would have to be set before the Trainer's constructor, on a class that is the user's."""
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
+        """A torch AdamW that is never stepped: `create_optimizer` reads its parameter groups."""
+        return torch.optim.AdamW, {
+            "lr": args.learning_rate,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "eps": args.adam_epsilon,
+        }
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Build the engine over the parameter groups that the Trainer class makes; returns the engine's optimizer.
+
+        Raises:
+            ConfigError: the class makes another optimizer than AdamW.
+            ModelError: the model cannot be trained.
+        """
+        if self.engine is not None and self.engine.module is not self.model:
+            self.close()
+        if self.engine is None:
+            self.optimizer = None
+            groups = super().create_optimizer()
+            self.optimizer = None
+            if type(groups) is not torch.optim.AdamW or groups.defaults["amsgrad"] or groups.defaults["maximize"]:
+                raise ConfigError(
+                    f"{type(self).__name__}.create_optimizer makes {type(groups).__name__}; offloadkit steps with its "
+                    "own AdamW and can take over the groups of a plain torch.optim.AdamW only"
+                )
+            self.engine = OffloadEngine(
+                self.model,
+                engine_config(self.offload, self.args),
+                param_groups=[
+                    {key: group[key] for key in _GROUP_KEYS} for group in groups.param_groups if group["params"]
+                ],
+                device=self.args.device,
+            )
+            self.engine.set_loader_workers(self.args.dataloader_num_workers)
+        optimizer: Any = self.engine.optimizer
+        # accelerate leaves a prepared optimizer alone; its own wrapper would copy all states to the GPU.
+        optimizer._is_accelerate_prepared = True
+        optimizer.step_was_skipped = False
+        self.optimizer = optimizer
+        return self.engine.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """The scheduler of the arguments on the engine's optimizer, or the one given to the constructor."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if scheduler is self._own_scheduler:
+            self._apply_own_schedule()
+        return scheduler
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        """The model as the loop calls it. Private: a model that is not `self.model` is what makes the Trainer skip
+        `accelerator.prepare` and `prepare_model`, which would move, cast and copy weights."""
+        return _WrappedModel(self.model, self.engine)
+
+    # -- one accumulated batch
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """The micro-batches of the next update; counts their targets. What an unfinished update left is dropped."""
+        samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = samples[0]
+        self._num_micro_batches = len(batches)
+        self._window_targets = sum(self._num_targets(batch) for batch in batches)
+        if self._unfinished and self.engine is not None:
+            self.engine.optimizer.zero_grad()
+        return samples
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of one micro-batch.
+
+        Returns:
+            The part of the accumulated batch's loss that this micro-batch brings, a scalar on the device.
+        """
+        assert self.engine is not None
+        if self._num_micro_batches == 1:
+            self._target_share = None
+        else:
+            inputs, num_targets = _with_a_target(inputs, self._num_targets(inputs))
+            self._target_share = num_targets / self._window_targets
+        # A loss that divides by this is the micro-batch's mean, as it is where `num_items_in_batch` is ignored.
+        # `True` is the user's word that compute_loss divides by the whole accumulated batch.
+        if getattr(self, "loss_is_scaled_for_ga", None) is True:
+            self._target_share, num_items = None, self._window_targets
+        else:
+            num_items = self._num_targets(inputs)
+        share = self._target_share
+        self.current_gradient_accumulation_steps = 1
+        loss: torch.Tensor = super().training_step(model, inputs, _on_device(num_items, self.args.device))
+        if not self.accelerator.sync_gradients:
+            self.engine.step(boundary=False)
+        elif self.lr_scheduler is self._own_scheduler:
+            self._apply_own_schedule()
+        return loss if share is None else loss * share
+
+    def _backward(self, loss: torch.Tensor, **_: Any) -> None:
+        """In the place of `accelerator.backward`."""
+        assert self.engine is not None
+        if self._target_share is not None:
+            loss = loss * self._target_share
+        self.engine.backward(loss, scale_by_accumulation=False)
+        self._unfinished = not self.accelerator.sync_gradients
+
+    def _num_targets(self, batch: Any) -> torch.Tensor | int:
+        """Positions that the loss of one batch is a mean over; a scalar on the labels' device, or an int."""
+        labels = batch.get("shift_labels", batch.get("labels"))
+        if not isinstance(labels, torch.Tensor):
+            return _batch_size(batch)
+        if labels.is_floating_point():
+            return labels.numel()
+        if "shift_labels" not in batch and _shifts_labels(self.model):
+            labels = labels[..., 1:]
+        return (labels != IGNORED_LABEL).sum()
+
+    # -- the update
+
+    def _clip_grad_norm(self, model: Any) -> None:
+        """Nothing: the engine clips inside its step. Private; the loop has no other seam."""
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+        """Nothing yet: reading the norm each step would wait for the device. `log` adds it. Private, as above."""
+
+    def _apply_own_schedule(self) -> None:
+        """Give the engine the learning rates of the scheduler that the user brought."""
+        assert self.engine is not None
+        self.lr_scheduler.optimizer._opt_called = True  # else torch warns that its own optimizer never steps
+        rates, groups = self.lr_scheduler.get_last_lr(), self.engine.optimizer.param_groups
+        if len(rates) not in (1, len(groups)):
+            raise ConfigError(
+                f"the scheduler sets {len(rates)} learning rates and the model has {len(groups)} parameter groups: "
+                "build it over an optimizer with one group, or with as many groups"
+            )
+        for index, group in enumerate(groups):
+            group["lr"] = float(rates[min(index, len(rates) - 1)])
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As the Trainer; a scheduler that the user brought goes on from where its own optimizer stood too. Private:
+        the Trainer restores the scheduler nowhere else."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.lr_scheduler is self._own_scheduler:
+            groups = self.lr_scheduler.optimizer.param_groups
+            for group, rate in zip(groups, self.lr_scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+
+    # -- around the loop
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer; returns when the last update is done.
+
+        Raises:
+            NonFiniteGradientError: NaN or Inf gradients, unless `offload.on_nonfinite` is "skip".
+        """
+        output = super().train(*args, **kwargs)
+        if self.engine is not None:
+            self.engine.synchronize()
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer, with the gradient norm.
+
+        Raises:
+            DataError: the loss is NaN or Inf and yet the gradients are not.
+        """
+        if self.engine is not None and "loss" in logs and "learning_rate" in logs:
+            self._tr_loss.zero_()  # the Trainer subtracts the sum from itself, which leaves a NaN there for ever
+            grad_norm = self.engine.grad_norm()
+            if grad_norm is not None:
+                logs["grad_norm"] = grad_norm
+            if not abs(logs["loss"]) < float("inf") and self.offload.on_nonfinite == "raise":
+                self.engine.synchronize()
+                raise DataError(
+                    f"the training loss is {logs['loss']} up to step {self.state.global_step} though the gradients are "
+                    "finite: some batch has no target (all its labels are -100). Check the labels, and that inputs are "
+                    "not cut before the targets begin"
+                )
+        super().log(logs, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer; before any training the model is moved to the device first."""
+        if self.engine is None:
+            self.model.to(self.args.device)
+        return super().evaluation_loop(*args, **kwargs)
+
+    def close(self) -> None:
+        """Settle and close the engine; the model keeps its trained weights. A later `train()` builds a new engine."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = self.optimizer = None
+            self.model_wrapped = self.model
+
+
+class OffloadTrainer(OffloadTrainerMixin, Trainer):
+    """`transformers.Trainer` with the optimizer in host RAM."""
+
+
+class OffloadSeq2SeqTrainer(OffloadTrainerMixin, Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer` with the optimizer in host RAM."""
+
+
+class _WrappedModel:
+    """What the Trainer's loop calls as its model: calls go through the engine, all else is the module's."""
+
+    def __init__(self, module: nn.Module, engine: OffloadEngine | None) -> None:
+        self.module = module
+        self.engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.engine or self.module)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: the engine takes gradients as they come."""
+
+    def to(self, *args: Any, **kwargs: Any) -> _WrappedModel:
+        """Itself: the engine decides where weights live and in which dtype."""
+        return self
+
+
+def _shifts_labels(model: Any) -> bool:
+    """Whether the model's loss compares position i with label i + 1, as transformers' causal language models do."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    loss_type = getattr(model, "loss_type", None)
+    if loss_type in LOSS_MAPPING:
+        return LOSS_MAPPING[loss_type] is ForCausalLMLoss
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _batch_size(batch: Any) -> int:
+    return next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), 1)
+
+
+def _with_a_target(inputs: Any, num_targets: torch.Tensor | int) -> tuple[Any, torch.Tensor | int]:
+    """The inputs with a last label of 0 where all labels are ignored, and the number of targets before.
+
+    Such a micro-batch's share is 0; the target keeps its mean loss from being 0 / 0. Nothing waits for the device.
+    """
+    labels = inputs.get("labels")
+    if not isinstance(num_targets, torch.Tensor) or not isinstance(labels, torch.Tensor) or not labels.numel():
+        return inputs, num_targets
+    last = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
+    last.view(-1)[-1] = True
+    return {**inputs, "labels": labels.masked_fill(last & (num_targets == 0), 0)}, num_targets
+
+
+def _on_device(count: torch.Tensor | int, device: torch.device) -> torch.Tensor:
+    if isinstance(count, torch.Tensor):
+        return count.to(device)
+    return torch.full((), count, device=device)

@@ -1,0 +1,83 @@
+"""What `transformers.TrainingArguments` mean to the engine: the config they make, and those it cannot work with."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from offloadkit.config import OffloadConfig
+from offloadkit.errors import ConfigError
+
+logger = logging.get_logger(__name__)
+
+_OPTIMS = ("adamw_torch", "adamw_torch_fused")
+
+
+def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadConfig:
+    """`offload` with the values of `args` filled in.
+
+    Raises:
+        ConfigError: a field of `offload` was changed from its default and contradicts `args`.
+    """
+    told: dict[str, Any] = {
+        "learning_rate": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+        "max_grad_norm": args.max_grad_norm or None,
+        "gradient_accumulation": args.gradient_accumulation_steps,
+    }
+    if args.bf16:
+        told["working_dtype"] = "bf16"
+    defaults = {field.name: field.default for field in fields(OffloadConfig)}
+    clashes = [
+        f"{name}: {getattr(offload, name)!r} in OffloadConfig, {value!r} by TrainingArguments"
+        for name, value in told.items()
+        if getattr(offload, name) not in (defaults[name], value)
+    ]
+    if clashes:
+        raise ConfigError(
+            "TrainingArguments say these, and OffloadConfig says otherwise; leave them out of OffloadConfig:\n  "
+            + "\n  ".join(clashes)
+        )
+    return replace(offload, **told)
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Refuse what the engine cannot do, all of it at once; take one GPU where several are visible.
+
+    Raises:
+        ConfigError: names each argument and what to do.
+    """
+    refused = {
+        "fp16=True": (args.fp16, "use bf16=True, or neither: fp16 needs a loss scale, which is not built yet"),
+        "fp16_full_eval=True": (args.fp16_full_eval, "leave it out"),
+        "bf16_full_eval=True": (args.bf16_full_eval and not args.bf16, "use it with bf16=True only"),
+        f"optim={str(getattr(args.optim, 'value', args.optim))!r}": (
+            args.optim not in _OPTIMS,
+            f"use one of {', '.join(_OPTIMS)}: the engine steps with its own AdamW",
+        ),
+        "deepspeed": (args.deepspeed, "leave it out: offloadkit does the offloading"),
+        "fsdp": (args.fsdp, "leave it out: offloadkit does the offloading"),
+        "parallelism_config": (args.parallelism_config, "leave it out: one device only, so far"),
+        "torch_compile=True": (args.torch_compile, "leave it out"),
+        "auto_find_batch_size=True": (args.auto_find_batch_size, "set per_device_train_batch_size"),
+    }
+    checkpointing: Any = (
+        getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
+    )
+    refused["gradient_checkpointing_kwargs: use_reentrant=True"] = (
+        checkpointing.get("use_reentrant", False),
+        "leave it out: its backward runs inside another",
+    )
+    problems = [f"{name}: {advice}" for name, (given, advice) in refused.items() if given]
+    if args.world_size > 1:
+        problems.append(f"{args.world_size} processes: start one process; several are not built yet")
+    if problems:
+        raise ConfigError("TrainingArguments that offloadkit cannot train with:\n  " + "\n  ".join(problems))
+    if args.n_gpu > 1:
+        logger.warning(f"offloadkit trains on one GPU ({args.device}); the other {args.n_gpu - 1} stay idle")
+        args._n_gpu = 1  # as the Trainer itself does for models it must not hand to DataParallel
