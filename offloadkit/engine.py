@@ -123,6 +123,7 @@ class OffloadEngine:
 
         Raises:
             EngineStateError: called again before `step()` without gradient accumulation.
+            ValueError: the loss is not a scalar.
         """
         self._check_open()
         accumulation = self.config.gradient_accumulation
@@ -131,6 +132,8 @@ class OffloadEngine:
                 "backward() was called twice before step(), but gradient_accumulation is 1: "
                 "call step() after each backward(), or set OffloadConfig(gradient_accumulation=...)"
             )
+        if loss.numel() != 1:
+            raise ValueError(f"backward() takes a scalar loss, got a tensor of shape {tuple(loss.shape)}")
         began = self._clock.start_backward(loss)
         (loss / accumulation if scale_by_accumulation and accumulation > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self._gradients.end_of_backward()

@@ -57,7 +57,7 @@ class StepClock:
     def start_backward(self, loss: torch.Tensor) -> Event:
         """Backward of `loss` (a scalar) begins; its value is copied out, to be read later."""
         copy = torch.empty((), dtype=torch.float32, pin_memory=self._device.type == "cuda")
-        copy.copy_(loss.detach(), non_blocking=True)
+        copy.copy_(loss.detach().reshape(()), non_blocking=True)
         self._now.losses.append(copy)
         return record_compute(self._device, timing=True)
 

@@ -92,10 +92,9 @@ class LayerWeights:
         Raises:
             EngineStateError: a parameter lies elsewhere now: the model was moved or cast.
         """
-        before, self._places = self._places, self._placed()
-        written = []
+        places, written = self._placed(), []
         for slot, (address, version), (old_address, old_version) in zip(
-            self.layer.slots, self._places, before, strict=True
+            self.layer.slots, places, self._places, strict=True
         ):
             if address != old_address:
                 raise EngineStateError(
@@ -104,6 +103,7 @@ class LayerWeights:
                 )
             if version != old_version:
                 written.append(slot)
+        self._places = places
         return written
 
 
@@ -177,15 +177,17 @@ class TiedUses:
     def _watch(
         self, module: nn.Module, slots: dict[str, Slot], sink: Callable[[Slot, torch.Tensor], None]
     ) -> list[Any]:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(entered: nn.Module, args: Any) -> None:
+            if entered is not module:  # a deepcopy, which took the hook along
+                return
             for attribute, slot in slots.items():
                 if torch.is_grad_enabled() and slot.parameter.requires_grad:
                     use = _Use.apply(slot.parameter, lambda gradient, slot=slot: sink(slot, gradient))
                     module.__dict__[attribute] = use  # found before nn.Module's own _parameters
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(left: nn.Module, args: Any, output: Any) -> None:
             for attribute in slots:
-                module.__dict__.pop(attribute, None)
+                left.__dict__.pop(attribute, None)
 
         return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 

@@ -1,0 +1,225 @@
+"""Whatever is wrong, the message says what was given, what was expected and what to do; nothing is half done."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from offloadkit.config import OffloadConfig, Placement, parse_bytes
+from offloadkit.engine import OffloadEngine
+from offloadkit.errors import ConfigError, EngineStateError, ModelError, NonFiniteGradientError, OffloadkitError
+from offloadkit.offload import host_memory, update
+from tests.models import TinyLM, tokens, train
+
+
+def spoil(engine: OffloadEngine, batch: torch.Tensor, value: float = float("nan")) -> None:
+    engine.backward(engine(batch) * value)
+    engine.step()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_nonfinite_gradients_are_never_applied_and_are_reported(value: float, accumulation: int) -> None:
+    batches = tokens(6)
+    config = OffloadConfig(learning_rate=1e-2, gradient_accumulation=accumulation)
+    with OffloadEngine(TinyLM(), config) as engine:
+        train(engine, batches[: 2 * accumulation])
+        before = copy.deepcopy(engine.state_dict())
+        for _ in range(accumulation):
+            spoil(engine, batches[2], value)
+        with pytest.raises(NonFiniteGradientError, match=r"step 3 .*embed.*not applied.*on_nonfinite='skip'"):
+            engine.synchronize()
+        after = engine.state_dict()
+        for name, state in before["optimizer"].items():
+            assert all(torch.equal(state[key], after["optimizer"][name][key]) for key in state)
+        assert all(torch.equal(tensor, after["module"][name]) for name, tensor in before["module"].items())
+        train(engine, batches[:accumulation])
+
+
+def test_nonfinite_gradients_are_reported_at_the_next_boundary() -> None:
+    batches = tokens(2)
+    with OffloadEngine(TinyLM()) as engine:
+        spoil(engine, batches[0])
+        engine.backward(engine(batches[1]))
+        with pytest.raises(NonFiniteGradientError, match="step 1"):
+            engine.step()
+
+
+def test_nonfinite_steps_can_be_left_out() -> None:
+    batches = tokens(5)
+    weights = []
+    for spoiled in (False, True):
+        torch.manual_seed(0)
+        with OffloadEngine(TinyLM(), OffloadConfig(on_nonfinite="skip")) as engine:
+            train(engine, batches[:2])
+            if spoiled:
+                spoil(engine, batches[2])
+                with pytest.warns(RuntimeWarning, match="step 3 is nan"):
+                    engine.synchronize()
+                assert [record.skipped for record in engine.telemetry.records][-1]
+            train(engine, batches[3:])
+            weights.append(engine.master_weights())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_a_model_without_trainable_parameters() -> None:
+    model = TinyLM().requires_grad_(False)
+    with pytest.raises(ModelError, match=r"no trainable parameters.*requires_grad_"):
+        OffloadEngine(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float16, torch.float64])
+def test_parameters_of_other_dtypes(dtype: torch.dtype) -> None:
+    model = nn.Linear(3, 3)
+    model.extra = nn.Parameter(torch.zeros(2, dtype=dtype))
+    with pytest.raises(ModelError, match=str(dtype).replace("torch.", r"torch\.")):
+        OffloadEngine(model)
+
+
+def test_integer_parameters_are_left_alone() -> None:
+    model = nn.Linear(3, 3)
+    model.table = nn.Parameter(torch.arange(4), requires_grad=False)
+    with OffloadEngine(model) as engine:
+        engine.backward(engine(torch.ones(1, 3)).sum())
+        assert engine.step()
+        assert model.table.dtype == torch.int64
+
+
+def test_a_parameter_added_after_the_engine_was_built() -> None:
+    model = TinyLM()
+    with OffloadEngine(model) as engine:
+        model.adapter = nn.Linear(4, 4)
+        engine.backward(engine(tokens(1)[0]))
+        with pytest.raises(ModelError, match=r"'adapter\.weight' was added or unfrozen.*build a new one"):
+            engine.step()
+
+
+def test_a_parameter_unfrozen_after_the_engine_was_built() -> None:
+    model = TinyLM()
+    model.norm.weight.requires_grad_(False)
+    with OffloadEngine(model) as engine:
+        model.norm.weight.requires_grad_(True)
+        engine.backward(engine(tokens(1)[0]))
+        with pytest.raises(ModelError, match=r"'norm\.weight' was added or unfrozen"):
+            engine.step()
+
+
+def test_a_parameter_group_added_after_the_engine_was_built() -> None:
+    with (
+        OffloadEngine(TinyLM()) as engine,
+        pytest.raises(ModelError, match="cannot be added after the engine was built"),
+    ):
+        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_step_before_backward() -> None:
+    with OffloadEngine(TinyLM()) as engine:
+        with pytest.raises(EngineStateError, match="before backward"):
+            engine.step()
+        with pytest.raises(EngineStateError, match="before backward"):
+            engine.optimizer.step()
+
+
+def test_backward_twice_without_step() -> None:
+    batch = tokens(1)[0]
+    with OffloadEngine(TinyLM()) as engine:
+        engine.backward(engine(batch))
+        with pytest.raises(EngineStateError, match="gradient_accumulation"):
+            engine.backward(engine(batch))
+
+
+def test_two_engines_on_one_model_and_use_after_close() -> None:
+    model = TinyLM()
+    engine = OffloadEngine(model)
+    with pytest.raises(EngineStateError, match="close"):
+        OffloadEngine(model)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineStateError, match="closed"):
+        engine(tokens(1)[0])
+    OffloadEngine(model).close()
+
+
+def test_a_model_moved_or_cast_under_the_engine() -> None:
+    model = TinyLM()
+    with OffloadEngine(model) as engine:
+        model.double()
+        engine.backward(engine(tokens(1)[0]))
+        with pytest.raises(EngineStateError, match="moved or cast"):
+            engine.step()
+        with pytest.raises(EngineStateError, match="moved or cast"):
+            engine.synchronize()
+
+
+def test_a_failing_step_is_raised_and_nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, *args: object) -> None:
+        raise RuntimeError("disk on fire")
+
+    engine = OffloadEngine(TinyLM())
+    monkeypatch.setattr(update.LayerState, "step", broken)
+    engine.backward(engine(tokens(1)[0]))
+    engine.step()
+    engine.backward(engine(tokens(1)[0]))
+    with pytest.raises(EngineStateError) as caught:
+        engine.step()
+    assert "disk on fire" in str(caught.value.__cause__)
+    with pytest.raises(EngineStateError):
+        engine.close()
+
+
+def test_too_little_ram_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TinyLM()
+    address = model.norm.weight.data_ptr()
+    monkeypatch.setattr(host_memory, "ram_available_bytes", lambda: 1 << 20)
+    with pytest.raises(OffloadkitError, match=r"need .* GiB of RAM, 0\.00 GiB are available"):
+        OffloadEngine(model)
+    assert model.norm.weight.data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": -1.0}, "learning_rate must be a number >= 0, got -1.0"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers in"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive, or None"),
+        ({"gradient_accumulation": 0}, "gradient_accumulation must be a whole number >= 1, got 0"),
+        ({"working_dtype": "fp8"}, "working_dtype must be one of 'auto', 'bf16', 'fp32'; got 'fp8'"),
+        ({"precision": "sloppy"}, "precision must be one of 'exact'"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite must be one of 'raise', 'skip'"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OffloadConfig(**options)  # type: ignore[arg-type]
+
+
+def test_placements_that_do_not_exist() -> None:
+    with pytest.raises(ConfigError, match="step must be one of 'cpu'; got 'tpu'"):
+        Placement(step="tpu")  # type: ignore[arg-type]
+
+
+def test_sizes_are_read_and_refused() -> None:
+    assert parse_bytes("8GiB") == 8 << 30
+    assert parse_bytes("1.5 gb") == 1_500_000_000
+    assert parse_bytes(123) == 123
+    for bad in ("eight", "8 parsecs", "", "-1GiB", 0):
+        with pytest.raises(ConfigError):
+            parse_bytes(bad)
+
+
+def test_parameter_groups_that_do_not_cover_the_model() -> None:
+    model = TinyLM()
+    with pytest.raises(ModelError, match=r"in no optimizer group: unused, blocks\.0\.up\.weight.* and 14 more"):
+        OffloadEngine(model, param_groups=[{"params": [model.embed.weight]}])
+    with pytest.raises(ModelError, match="in two of the param_groups"):
+        OffloadEngine(model, param_groups=[{"params": list(model.parameters())}, {"params": [model.norm.weight]}])
+
+
+def test_a_loss_that_is_not_a_scalar_says_so() -> None:
+    with OffloadEngine(nn.Linear(3, 3)) as engine:
+        output = engine(torch.ones(2, 3))
+        with pytest.raises(ValueError, match=r"scalar.*\(2, 3\)"):
+            engine.backward(output)
