@@ -150,9 +150,16 @@ def _task_of(kind: str, dataset: Dataset, config: PreTrainedConfig, task: Task |
             f"{' + '.join(needed)} trains a causal language model, and {config.model_type!r} is an encoder-decoder: "
             "give it the columns input + target"
         )
-    if wanted == "causal" and infer_task(config) == "classification" and not (config.architectures or []):
+    if wanted == "causal" and infer_task(config) == "classification" and _is_encoder(config):
         raise DataError(f"{config.model_type!r} is an encoder and writes no text: give it the columns text + label")
     return wanted
+
+
+def _is_encoder(config: PreTrainedConfig) -> bool:
+    """Whether the model type was made to fill in masked tokens (BERT), not to write on."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 def _task_of_tokenised(dataset: Dataset, config: PreTrainedConfig) -> Task:

@@ -87,8 +87,8 @@ def hub_answers() -> bool:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception as error:  # which classes depends on the HTTP library beneath
-        return bool({cls.__name__ for cls in type(error).__mro__} & {"RemoteProtocolError"})
+    except Exception:  # no answer, whatever class the HTTP library beneath has for it
+        return False
     return True
 
 
@@ -140,9 +140,12 @@ def _translate(error: BaseException, name: str, kind: str, found: bool) -> Offlo
         return _not_found(name, kind)
     if status is not None and (status == 429 or status >= 500):
         return DownloadError(f"the hub answered {status} for {name!r}. {_RERUN}")
-    if class_names & _CONNECTION_CLASSES or any(isinstance(link, ConnectionError | TimeoutError) for link in chain):
+    lost = class_names & _CONNECTION_CLASSES or any(isinstance(link, ConnectionError | TimeoutError) for link in chain)
+    if lost or (kind == "model" and isinstance(error, OSError) and not os.path.isdir(name) and not hub_answers()):
         if found or _is_cached(name, kind):
-            return DownloadError(f"the connection to the hub was lost while {name!r} was read ({chain[-1]}). {_RERUN}")
+            return DownloadError(
+                f"no connection to the hub while files of {name!r} are missing ({chain[-1]}). {_RERUN}"
+            )
         return unreachable(name, kind)
     if kind == "dataset":
         return None

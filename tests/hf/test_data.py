@@ -1,0 +1,336 @@
+"""From whatever a user calls a dataset to padded batches, and what is said about data that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas as pd
+import pytest
+import torch
+from transformers import ByT5Tokenizer
+
+from offloadkit.errors import DataError
+from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
+from offloadkit.hf.models import load_tokenizer
+from tests.hf import tiny
+
+PAIRS = [{"input": "one", "target": "1"}, {"input": "eleven", "target": "11"}]
+BYTES = ByT5Tokenizer()
+WORDS = tiny.word_tokenizer(chat_template=tiny.CHAT_TEMPLATE)
+T5, LLAMA, BERT = tiny.t5_config(), tiny.llama_config(), tiny.bert_config()
+
+
+@pytest.fixture(autouse=True)
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+
+
+def prepared(rows: Any, tokenizer: Any = BYTES, config: Any = T5, **options: Any) -> PreparedData:
+    return prepare(load_dataset_like(rows), tokenizer, config, **options)
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """The rows as a file of the form that the extension says."""
+    frame = pd.DataFrame(rows)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".csv":
+        frame.to_csv(path, index=False)
+    else:
+        frame.to_parquet(path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_file_gives_its_rows(tmp_path: Path, suffix: str) -> None:
+    rows = [{"input": "a, b", "target": "ä"}, {"input": "c", "target": "d\ne"}]
+    path = written(tmp_path / f"data{suffix}", rows)
+    assert load_dataset_like(path).to_list() == rows
+    assert load_dataset_like(str(path)).to_list() == rows
+
+
+@pytest.mark.parametrize("make", [list, tuple, datasets.Dataset.from_list, pd.DataFrame])
+def test_rows_in_memory_give_the_same_dataset(make: Any) -> None:
+    assert load_dataset_like(make(PAIRS)).to_list() == PAIRS
+
+
+def test_dataset_dict_gives_the_split() -> None:
+    whole = datasets.Dataset.from_list(PAIRS)
+    assert load_dataset_like(datasets.DatasetDict(train=whole)) is whole
+    with pytest.raises(DataError, match="no split 'train', it has validation"):
+        load_dataset_like(datasets.DatasetDict(validation=whole))
+
+
+def test_pairs_become_inputs_and_labels_with_their_end_tokens() -> None:
+    data = prepared(PAIRS)
+    assert data.task == "seq2seq"
+    assert data.dataset[1]["input_ids"] == [*(byte + 3 for byte in b"eleven"), 1]
+    assert data.dataset[1]["labels"] == [*(byte + 3 for byte in b"11"), 1]
+    batch = data.collator([data.dataset[0], data.dataset[1]])
+    assert batch["labels"].tolist() == [[52, 1, -100], [52, 52, 1]]
+    assert batch["input_ids"].shape == (2, 7)
+    assert batch["attention_mask"].sum(1).tolist() == [4, 7]
+
+
+def test_long_rows_are_cut_with_their_end_token_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"input": "x" * length, "target": "y" * length} for length in (3, 9, 10, 40)]
+    data = prepared(rows, max_input_length=10, max_target_length=5)
+    assert [len(row) for row in data.dataset["input_ids"]] == [4, 10, 10, 10]
+    assert [len(row) for row in data.dataset["labels"]] == [4, 5, 5, 5]
+    assert all(row[-1] == 1 for column in ("input_ids", "labels") for row in data.dataset[column])
+    assert data.num_truncated == 5
+    assert "5 inputs or targets cut" in caplog.text
+
+
+def test_default_length_is_512_and_128_or_the_models_limit() -> None:
+    long = prepared([{"input": "x" * 2000, "target": "y" * 2000}])
+    assert (len(long.dataset[0]["input_ids"]), len(long.dataset[0]["labels"])) == (512, 128)
+    limited = prepared([{"text": "the cat " * 100}], WORDS, LLAMA)
+    assert len(limited.dataset[0]["input_ids"]) == LLAMA.max_position_embeddings == 48
+
+
+def test_text_is_learned_with_an_end_token_even_where_it_is_the_padding() -> None:
+    tokenizer = load_tokenizer("unused", tiny.word_tokenizer(pad_token=None))
+    data = prepared([{"text": "the cat sat"}, {"text": "hello"}], tokenizer, LLAMA)
+    assert data.task == "causal"
+    assert data.dataset[0]["input_ids"] == data.dataset[0]["labels"] == [1, 4, 6, 8, 2]
+    batch = data.collator([data.dataset[0], data.dataset[1]])
+    short = batch["labels"][1].tolist()
+    assert sorted(short) == [-100, -100, 1, 2, 16]
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
+
+
+def test_messages_go_through_the_chat_template() -> None:
+    row = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the cat"}]}
+    data = prepared([row], WORDS, LLAMA)
+    assert WORDS.decode(data.dataset[0]["input_ids"]) == "user hello </s> assistant the cat </s>"
+
+
+def test_messages_without_a_chat_template_say_what_to_do() -> None:
+    rows = [{"messages": [{"role": "user", "content": "hello"}]}]
+    with pytest.raises(DataError, match=r"no chat template.*tokenizer\.chat_template"):
+        prepared(rows, tiny.word_tokenizer(), LLAMA)
+
+
+@pytest.mark.parametrize("messages", [None, [], [{"role": "user", "content": None}], [{"content": "hello"}]])
+def test_broken_messages_name_the_row(messages: Any) -> None:
+    good = [{"role": "user", "content": "hello"}]
+    with pytest.raises(DataError, match="row 1 has"):
+        prepared([{"messages": good}, {"messages": messages}], WORDS, LLAMA)
+
+
+def test_string_labels_get_ids_in_sorted_order() -> None:
+    rows = [{"text": "good", "label": "pos"}, {"text": "bad", "label": "neg"}, {"text": "a", "label": "pos"}]
+    data = prepared(rows, WORDS, BERT)
+    assert data.task == "classification"
+    assert data.id2label == {0: "neg", 1: "pos"}
+    assert data.dataset["labels"][:] == [1, 0, 1]
+    batch = data.collator([data.dataset[0], data.dataset[1]])
+    assert batch["labels"].tolist() == [1, 0]
+
+
+def test_integer_labels_keep_their_order() -> None:
+    rows = [{"text": "the", "label": label} for label in (10, 2, 2, 7)]
+    data = prepared(rows, WORDS, BERT)
+    assert data.id2label == {0: "2", 1: "7", 2: "10"}
+    assert data.dataset["labels"][:] == [2, 0, 0, 1]
+
+
+def test_class_label_feature_keeps_its_names() -> None:
+    features = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(names=["z", "a", "unused"]))
+    rows = datasets.Dataset.from_list([{"text": "the", "label": 0}, {"text": "a", "label": 1}], features=features)
+    data = prepared(rows, WORDS, BERT)
+    assert data.id2label == {0: "z", 1: "a", 2: "unused"}
+    assert data.dataset["labels"][:] == [0, 1]
+
+
+def test_model_trained_on_the_labels_keeps_its_ids() -> None:
+    config = tiny.bert_config(id2label={0: "pos", 1: "neg"}, label2id={"pos": 0, "neg": 1})
+    rows = [{"text": "good", "label": "pos"}, {"text": "bad", "label": "neg"}]
+    assert prepared(rows, WORDS, config).dataset["labels"][:] == [0, 1]
+
+
+def test_evaluation_set_uses_the_ids_of_the_training_set() -> None:
+    rows = [{"text": "good", "label": "pos"}]
+    assert prepared(rows, WORDS, BERT, id2label={0: "neg", 1: "pos"}).dataset["labels"][:] == [1]
+    with pytest.raises(DataError, match="row 0 has the label 'odd'; the model learns only neg, pos"):
+        prepared([{"text": "good", "label": "odd"}], WORDS, BERT, id2label={0: "neg", 1: "pos"})
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["a", 1], "column 'label' mixes int and str"),
+        (["a", None], "row 1 has no 'label'"),
+        ([0.5, 1.5], "row 0 has the label 0.5"),
+        (["a", "a"], "every row has the label 'a'"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(labels: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        prepared([{"text": "the", "label": label} for label in labels], WORDS, BERT)
+
+
+def test_task_overrides_what_the_columns_suggest() -> None:
+    rows = [{"text": "the cat", "label": "x"}]
+    assert prepared(rows, WORDS, LLAMA, task="causal").task == "causal"
+    with pytest.raises(DataError, match="no column set fits for task 'seq2seq'"):
+        prepared(rows, WORDS, T5, task="seq2seq")
+
+
+def test_tokenised_rows_are_taken_as_they_are() -> None:
+    rows = [
+        {"input_ids": [5, 6, 1], "labels": [7, -100, 1], "decoder_input_ids": [0, 7, 9]},
+        {"input_ids": [5, 1], "labels": [1], "decoder_input_ids": [0]},
+    ]
+    data = prepared(rows)
+    assert data.task == "seq2seq"
+    batch = data.collator([data.dataset[0], data.dataset[1]])
+    assert batch["labels"].tolist() == [[7, -100, 1], [1, -100, -100]]
+    assert batch["decoder_input_ids"].tolist() == [[0, 7, 9], [0, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+
+
+def test_tokenised_rows_of_a_causal_model_need_no_labels() -> None:
+    data = prepared([{"input_ids": [1, 4, 6]}], WORDS, LLAMA)
+    assert (data.task, data.dataset[0]["labels"]) == ("causal", [1, 4, 6])
+    with pytest.raises(DataError, match="needs `labels` beside `input_ids`"):
+        prepared([{"input_ids": [1, 4, 6]}], BYTES, T5)
+
+
+def test_tokenised_rows_with_one_label_each_are_classification() -> None:
+    data = prepared([{"input_ids": [4], "labels": 0}, {"input_ids": [5, 6], "labels": 1}], WORDS, BERT)
+    assert (data.task, data.dataset["labels"][:]) == ("classification", [0, 1])
+
+
+def test_unknown_columns_shows_those_found_and_those_accepted() -> None:
+    with pytest.raises(DataError) as raised:
+        prepared([{"question": "a", "answer": "b"}])
+    for part in ("question, answer", "input + target", "messages", "text + label", "input_ids", "rename_column"):
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokenizer", "config", "message"),
+    [
+        (PAIRS, WORDS, LLAMA, r"input \+ target trains an encoder-decoder .* 'llama' is none"),
+        ([{"text": "the"}], BYTES, T5, r"text trains a causal language model, and 't5' .* input \+ target"),
+        ([{"text": "the"}], WORDS, BERT, r"'bert' is an encoder and writes no text.* text \+ label"),
+    ],
+)
+def test_columns_for_another_kind_of_model_are_refused(rows: Any, tokenizer: Any, config: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        prepared(rows, tokenizer, config)
+
+
+@pytest.mark.parametrize("rows", [[], datasets.Dataset.from_dict({"text": []}), pd.DataFrame({"text": []})])
+def test_empty_dataset_is_refused(rows: Any) -> None:
+    with pytest.raises(DataError, match="empty: training needs at least one row"):
+        load_dataset_like(rows)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_empty_file_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"data{suffix}"
+    path.touch()
+    with pytest.raises(DataError, match="is empty"):
+        load_dataset_like(path)
+
+
+def test_labels_all_masked_are_refused_and_single_rows_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    masked, learned = {"input_ids": [5, 1], "labels": [-100, -100]}, {"input_ids": [6, 1], "labels": [7, 1]}
+    with pytest.raises(DataError, match="nothing to learn in any of the 2 rows: all labels are -100"):
+        prepared([masked, masked])
+    data = prepared([masked, learned])
+    assert (len(data.dataset), data.num_skipped) == (1, 1)
+    assert data.dataset[0]["input_ids"] == [6, 1]
+    assert "1 of 2 rows left out" in caplog.text
+
+
+def test_causal_row_whose_only_label_is_its_first_token_teaches_nothing() -> None:
+    with pytest.raises(DataError, match="nothing to learn"):
+        prepared([{"input_ids": [4, 5], "labels": [4, -100]}], WORDS, LLAMA)
+
+
+@pytest.mark.parametrize("bad", [None, 3])
+def test_missing_field_names_row_and_column(bad: Any) -> None:
+    rows = datasets.Dataset.from_list([*PAIRS] * 700 + [{"input": "x", "target": None}])
+    with pytest.raises(DataError, match="row 1400 has no value in 'target'"):
+        prepared(rows)
+    frame = pd.DataFrame({"input": ["a", "b"], "target": [bad, bad]})
+    with pytest.raises(DataError, match=r"row 0 has .* in 'target'"):
+        prepared(frame)
+
+
+def test_field_that_only_later_rows_have_is_seen() -> None:
+    with pytest.raises(DataError, match="row 0 has no value in 'target'"):
+        prepared([{"input": "a"}, {"input": "b", "target": "c"}])
+
+
+@pytest.mark.parametrize("row", [{"input_ids": [5, 384], "labels": [1]}, {"input_ids": [5], "labels": [-1, 1]}])
+def test_token_outside_the_vocabulary_names_the_row(row: dict[str, list[int]]) -> None:
+    with pytest.raises(DataError, match=r"row 1 has the token id (384|-1) .* 0 \.\.\. 383"):
+        prepared([{"input_ids": [5], "labels": [1]}, row])
+
+
+def test_broken_line_of_a_jsonl_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"input": "a", "target": "b"}\n{"input": "c", \n')
+    with pytest.raises(DataError, match="line 2"):
+        load_dataset_like(path)
+
+
+def test_unreadable_parquet_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    path.write_bytes(b"no parquet at all")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        load_dataset_like(path)
+
+
+def test_file_that_is_missing_or_of_unknown_form_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no file 'missing\.jsonl'"):
+        load_dataset_like("missing.jsonl")
+    (tmp_path / "data.xlsx").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"use \.jsonl, \.json, \.csv, \.parquet"):
+        load_dataset_like(tmp_path / "data.xlsx")
+    with pytest.raises(DataError, match=r"is a folder.*load_from_disk"):
+        load_dataset_like(tmp_path)
+
+
+@pytest.mark.parametrize("data", [3, {"input": ["a"]}, [["a", "b"]], None])
+def test_what_is_no_dataset_says_what_is_accepted(data: Any) -> None:
+    with pytest.raises(DataError, match=r"a list of dicts, a pandas frame, a path to a \.jsonl"):
+        load_dataset_like(data)
+
+
+@pytest.mark.parametrize("length", [0, 1, -5, 3.5])
+def test_length_too_short_to_learn_from_is_refused(length: Any) -> None:
+    with pytest.raises(DataError, match="whole numbers of tokens >= 2"):
+        prepared(PAIRS, max_input_length=length)
+
+
+def test_tokenising_writes_nothing_beside_the_users_files_and_leaves_caching_as_it_was(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    datasets.Dataset.from_list(PAIRS).save_to_disk(folder)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    data = prepared(datasets.load_from_disk(folder))
+    assert len(data.dataset) == 2
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert not any(str(tmp_path) in file["filename"] for file in data.dataset.cache_files)
+    assert datasets.is_caching_enabled()
+    assert os.listdir(tmp_path) == ["mine"]
+
+
+def test_batches_train_a_model() -> None:
+    """The collated columns are what the model's forward takes."""
+    from transformers import T5ForConditionalGeneration
+
+    data = prepared(PAIRS)
+    loss = T5ForConditionalGeneration(T5)(**data.collator([data.dataset[0], data.dataset[1]])).loss
+    assert torch.isfinite(loss)
