@@ -25,7 +25,7 @@ _BLOCKS_AT_ONCE = 1024
 """Blocks of one launch: their pieces' rows take 8 MiB between the two kernels."""
 
 
-def _sum_rows_of_piece(gradient: Any, blocks: Any, rows_out: Any) -> None:
+def _sum_rows_of_piece(gradient, blocks, rows_out):  # type: ignore[no-untyped-def]  # Triton resolves annotations
     """One program a piece: its 64 rows of squares become one row of 32 fp64 numbers. A sum over an axis of length 2
     has one order only, so reshaping before each sum spells out the tree."""
     program = tl.program_id(0).to(tl.int64)
@@ -42,7 +42,7 @@ def _sum_rows_of_piece(gradient: Any, blocks: Any, rows_out: Any) -> None:
     tl.store(rows_out + program * 32 + tl.arange(0, 32), row)
 
 
-def _sum_pieces_of_block(rows_in: Any, out: Any) -> None:
+def _sum_pieces_of_block(rows_in, out):  # type: ignore[no-untyped-def]
     """One program a block: the rows of its 32 pieces become one row, and that row's columns one number."""
     block = tl.program_id(0).to(tl.int64)
     values = tl.load(rows_in + block * 1024 + tl.arange(0, 1024))
