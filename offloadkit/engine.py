@@ -74,7 +74,7 @@ class OffloadEngine:
         if other is not None:
             raise EngineStateError("this model already has an open engine: call its close() first")
         self.module, self.config = model, config or OffloadConfig()
-        self.device = torch.device(device) if device is not None else hardware.default_device()
+        self.device = hardware.indexed(torch.device(device)) if device is not None else hardware.default_device()
         self.telemetry = telemetry or Telemetry()
         layers = flat_layers(model, self.config, param_groups)
         trained = {slot.parameter for layer in layers for slot in layer.slots}

@@ -112,6 +112,13 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def indexed(device: torch.device) -> torch.device:
+    """`device` with an index: "cuda" is the current CUDA device."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 @cache
 def cpu_name() -> str:
     """The processor's model name."""
