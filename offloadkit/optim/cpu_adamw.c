@@ -56,7 +56,7 @@ struct adamw_arrays {
     const void *gradient;
 };
 
-/* ---- Conversions -------------------------------------------------------------------------------------------------- */
+/* ---- Conversions ------------------------------------------------------------------------------------------------ */
 
 INLINE float float_of(uint32_t bits) {
     float value;
@@ -126,7 +126,7 @@ INLINE void store_master(int kind, void *weights, void *remainder, int64_t i, fl
     }
 }
 
-/* ---- Bodies, built once per CPU level ----------------------------------------------------------------------------- */
+/* ---- Bodies, built once per CPU level --------------------------------------------------------------------------- */
 
 /* Five streams at once are more than the hardware prefetches well: asking ahead gave a tenth more GB/s (Zen 5); the
  * triad, with two streams, gains nothing. */
@@ -311,7 +311,7 @@ static const struct level *current_level(void) {
     return levels[level];
 }
 
-/* ---- Thread pool -------------------------------------------------------------------------------------------------- */
+/* ---- Thread pool ------------------------------------------------------------------------------------------------ */
 
 struct job {
     void (*run)(const void *call, int64_t piece);
@@ -464,7 +464,7 @@ EXPORT int offloadkit_num_threads(void) {
     return num_threads;
 }
 
-/* ---- Calls -------------------------------------------------------------------------------------------------------- */
+/* ---- Calls ------------------------------------------------------------------------------------------------------ */
 
 struct adamw_call {
     adamw_function function;
@@ -536,7 +536,8 @@ static void norm_piece(const void *untyped, int64_t piece) {
     call->sums[piece] = call->function(call->gradient, call->blocks[2 * piece], call->blocks[2 * piece + 1]);
 }
 
-EXPORT void offloadkit_block_sums(int kind, const void *gradient, const int64_t *blocks, int64_t num_blocks, double *sums) {
+EXPORT void offloadkit_block_sums(int kind, const void *gradient, const int64_t *blocks, int64_t num_blocks,
+                                  double *sums) {
     struct norm_call call = {current_level()->norm[kind], gradient, blocks, sums};
     run_job(norm_piece, &call, num_blocks);
 }

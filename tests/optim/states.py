@@ -11,6 +11,9 @@ from offloadkit.optim.adamw import FlatState, split_master
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+_FULL_NAN = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+"""Carelessly split, this NaN would become -0."""
+
 SPECIAL = torch.tensor(
     [
         *(
@@ -34,6 +37,7 @@ SPECIAL = torch.tensor(
     ],
     dtype=torch.float32,
 )
+SPECIAL = torch.cat([SPECIAL, _FULL_NAN[None]])
 
 
 def make_state(dtype: torch.dtype, length: int, *, seed: int = 0, unaligned_by: int = 0) -> FlatState:
