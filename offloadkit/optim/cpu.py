@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,8 @@ from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_step_
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _LEVELS = ("baseline", "avx2", "avx512")
 _NO_LIBRARY = (
-    "offloadkit's C kernel is missing, so the CPU optimizer step runs on torch operations: the same result, about 5 "
-    "times slower. To build it, install a C compiler (gcc or clang) and reinstall offloadkit: "
+    "offloadkit's C kernel is missing or does not load, so the CPU optimizer step runs on torch operations: the same "
+    "result, 5 to 20 times slower. To build it, install a C compiler (gcc or clang) and reinstall offloadkit: "
     "pip install --force-reinstall --no-deps offloadkit, or pip install -e . in a checkout."
 )
 
@@ -43,7 +44,12 @@ class _Arrays(ctypes.Structure):
 
 
 def _find_library() -> Path | None:
-    return min(Path(__file__).parent.glob("_cpu_adamw*.so"), default=None)
+    """The build of this Python, else the newest: the library has no part that depends on Python's version."""
+    folder = Path(__file__).parent
+    own = folder / f"_cpu_adamw{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return (
+        own if own.exists() else max(folder.glob("_cpu_adamw*.so"), key=lambda path: path.stat().st_mtime, default=None)
+    )
 
 
 @cache
@@ -51,7 +57,10 @@ def _library() -> ctypes.CDLL | None:
     path = _find_library()
     if path is None:
         return None
-    library = ctypes.CDLL(str(path))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError:  # built for another machine or a newer C library
+        return None
     pointer, c_int, c_int64, c_float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
     signatures: dict[str, tuple[list[Any], Any]] = {
         "adamw": ([c_int, c_int, pointer, pointer, c_int64, c_float], c_int),

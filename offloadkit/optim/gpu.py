@@ -68,7 +68,7 @@ def available() -> bool:
     """Whether the kernels run on this machine's current CUDA device; warns once where Triton is there but fails."""
     if triton is None or not torch.cuda.is_available():
         return False
-    gradient = torch.zeros(32, device="cuda")
+    gradient = torch.zeros(32, dtype=torch.bfloat16, device="cuda")  # the dtype that older devices lack
     try:
         block_sums(gradient, torch.tensor([[0, 32]], device="cuda"), torch.empty(1, dtype=torch.float64, device="cuda"))
     except Exception as error:  # the compiler, its driver and the C compiler it calls raise many types

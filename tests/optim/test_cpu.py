@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,6 +208,13 @@ def test_with_the_library_nothing_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cpu.adamw_step(make_state(torch.bfloat16, 10), torch.zeros(10), [Segment(0, 10, SCALARS)], 1.0)
+
+
+def test_a_library_that_does_not_load_counts_as_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "_cpu_adamw.so"
+    broken.write_bytes(b"built for another machine")
+    monkeypatch.setattr(cpu, "_find_library", lambda: broken)
+    assert cpu._library.__wrapped__() is None
 
 
 def test_without_the_library_everything_else_works_too(without_library: None) -> None:
