@@ -60,7 +60,7 @@ class PreparedData:
     """Rows left out because nothing can be learned from them (empty text, labels all -100)."""
 
     num_truncated: int = 0
-    """Rows cut to the longest length, in the input or in the target."""
+    """Inputs and targets that were cut to the longest length."""
 
 
 def prepare(
