@@ -9,9 +9,7 @@ for batch in batches:
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -25,6 +23,7 @@ from offloadkit.offload import host_memory
 from offloadkit.offload.activations import checkpoint_activations
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, Newcomers, Slot, flat_layers, plan_of
+from offloadkit.offload.past import Past
 from offloadkit.offload.states import GroupOptions, LayerState, optimizer_states
 from offloadkit.offload.step_clock import StepClock, num_tokens
 from offloadkit.offload.streams import record_compute
@@ -93,7 +92,7 @@ class OffloadEngine:
             optimizer_states(self._states),
         )
         self._clock = StepClock(self.device)
-        self._updates: deque[Update] = deque()
+        self._past = Past(self._clock, self.telemetry, self.plan, self.device, self.config.on_nonfinite)
         self._newest: Update | None = None
         self._num_updates = 0
         self._num_backwards = 0
@@ -134,8 +133,14 @@ class OffloadEngine:
             )
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a scalar loss, got a tensor of shape {tuple(loss.shape)}")
+        if scale_by_accumulation and accumulation > 1:
+            loss = loss / accumulation
         began = self._clock.start_backward(loss)
-        (loss / accumulation if scale_by_accumulation and accumulation > 1 else loss).backward()  # type: ignore[no-untyped-call]
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self.drop_gradients()
+            raise
         self._gradients.end_of_backward()
         self._clock.end_backward(began)
         self._num_backwards += 1
@@ -166,7 +171,7 @@ class OffloadEngine:
         self._take_over_outside_writes()
         self._num_updates += 1
         update = self._new_update()
-        self._updates.append(update)
+        self._past.add(update)
         self._newest = update
         self._thread.start(update)
         forward_wait = sum(weights.take_waited_seconds() for weights in self._weights)
@@ -196,7 +201,7 @@ class OffloadEngine:
     # ---- reading and settling ----------------------------------------------------------------------------------
 
     def grad_norm(self) -> float | None:
-        """Global gradient norm of the newest update, before clipping; waits until it is known. None before the first."""
+        """Global gradient norm of the newest update, unclipped; waits until it is known. None before the first."""
         if self._newest is None:
             return None
         self._newest.norm_known.wait()
@@ -232,24 +237,11 @@ class OffloadEngine:
     def _read_past(self) -> None:
         """Report what has become known of earlier updates: telemetry records, and steps that were not applied."""
         self._raise_thread_error()
-        for record in self._clock.finished(self._memory):
-            self.telemetry.add(record)
-        while self._updates and self._updates[0].norm_known.is_set():
-            update = self._updates.popleft()
-            if update.skipped:
-                self._report_skipped(update)
-
-    def _report_skipped(self, update: Update) -> None:
-        names = ", ".join(update.nonfinite[:3]) + (" and others" if len(update.nonfinite) > 3 else "")
-        message = f"the gradient norm of step {update.number} is {update.norm} (from {names}): the step was not applied"
-        if self.config.on_nonfinite == "skip":
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
-            return
-        self.drop_gradients()
-        raise NonFiniteGradientError(
-            f"{message} and the weights are as before it. Look at the data and the loss of that step, lower the "
-            "learning rate, or pass OffloadConfig(on_nonfinite='skip') to leave such steps out"
-        )
+        try:
+            self._past.read()
+        except NonFiniteGradientError:
+            self.drop_gradients()
+            raise
 
     def _take_over_outside_writes(self) -> None:
         written = [(state, slots) for state in self._states if (slots := state.weights.written_outside())]
@@ -257,15 +249,6 @@ class OffloadEngine:
             self._settle()
             for state, slots in written:
                 state.take_over(slots)
-
-    def _memory(self) -> dict[str, dict[str, int]]:
-        """Planned bytes by category, and what the process really uses."""
-        tiers = {tier: dict(categories) for tier, categories in self.plan.tiers.items()}
-        tiers["ram"]["process"] = hardware.process_ram_bytes()
-        if self.device.type == "cuda":
-            tiers["vram"]["process peak allocated"] = torch.cuda.max_memory_allocated(self.device)
-            tiers["vram"]["process reserved"] = torch.cuda.memory_reserved(self.device)
-        return tiers
 
     # ---- states by name ----------------------------------------------------------------------------------------
 
@@ -336,7 +319,9 @@ class OffloadEngine:
         return states
 
     def _attach(self) -> None:
-        """Hook the model: gates, tied weights, gradients, activation checkpointing."""
+        """Hook the model: activation checkpointing, gates, gradients, tied weights."""
+        if self.config.activation_checkpointing or self.plan.placement.activations == "checkpoint":
+            self._undo.append(checkpoint_activations(self.module))
         self._weights = [state.weights for state in self._states]
         self._gates = Gates(self.module, self._weights)
         self._gradients = Gradients(
@@ -348,10 +333,9 @@ class OffloadEngine:
         )
         self._gradients.on_first_gradient = self._gates.used_without_forward
         tied = TiedUses([state.layer for state in self._states], self._gradients.land)
-        settle = self.module.register_state_dict_pre_hook(_settler(weakref.ref(self)))
+        module: Any = self.module
+        settle = module.register_state_dict_pre_hook(_settler(weakref.ref(self)))
         self._undo += [self._gates.remove, self._gradients.remove, tied.remove, settle.remove]
-        if self.config.activation_checkpointing or self.plan.placement.activations == "checkpoint":
-            self._undo.append(checkpoint_activations(self.module))
 
     def set_loader_workers(self, num_workers: int) -> None:
         """Leave cores to this many DataLoader workers."""
@@ -366,19 +350,20 @@ class OffloadEngine:
             return
         try:
             self._settle()
-            for record in self._clock.finished(self._memory):
-                self.telemetry.add(record)
+            self._past.record()
         finally:
             self._open = False
             for undo in self._undo:
                 undo()
             self._finalizer()
             self.optimizer.state.clear()
-            for name in ("_states", "_weights", "_staging", "_gradients", "_gates", "_updates", "_undo", "_newest"):
+            for name in ("_states", "_weights", "_staging", "_gradients", "_gates", "_past", "_undo", "_newest"):
                 delattr(self, name)
             _open_engines.pop(self.module, None)
             self.telemetry.close()
             hardware.trim_heap()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:
         return self
@@ -401,14 +386,6 @@ class OffloadEngine:
     def eval(self) -> Self:
         """The module's evaluation mode."""
         return self.train(False)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The module's parameters."""
-        return self.module.parameters()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's parameters with their names."""
-        return self.module.named_parameters()
 
     # ---- checks ------------------------------------------------------------------------------------------------
 

@@ -69,14 +69,14 @@ def _cgroup_ram() -> tuple[int, int] | None:
 
 def ram_limit_bytes() -> int:
     """RAM this process may use in all, in bytes: the machine's, or its cgroup's where that is less."""
-    total = psutil.virtual_memory().total
+    total = int(psutil.virtual_memory().total)
     cgroup = _cgroup_ram()
     return min(total, cgroup[0]) if cgroup else total
 
 
 def ram_available_bytes() -> int:
     """RAM still to be had, in bytes, page cache counted as free."""
-    available = psutil.virtual_memory().available
+    available = int(psutil.virtual_memory().available)
     cgroup = _cgroup_ram()
     return max(0, min(available, cgroup[0] - cgroup[1])) if cgroup else available
 

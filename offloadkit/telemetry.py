@@ -23,8 +23,8 @@ class StepRecord:
     """
 
     step: int
-    loss: float | None
-    """Mean over the micro-batches."""
+    loss: float
+    """Sum of what backward was called with, each micro-batch's loss already divided by their number."""
     num_tokens: int | None
     """Input and label positions, padding included; None where the batch has neither."""
     grad_norm: float | None

@@ -147,7 +147,8 @@ class Gradients:
         for gradient in layers:
             for index, slot in enumerate(gradient.layer.slots):
                 self._of_slot[slot] = (gradient, index)
-                self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(self._taker(slot)))
+                parameter: Any = slot.parameter
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._taker(slot)))
 
     def _taker(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         def take(parameter: torch.Tensor) -> None:
@@ -201,6 +202,7 @@ class Gradients:
         for layer in self.layers:
             layer.window.clear()
             layer.received.clear()
+            layer.complete = False
             if layer.buffer is not None:
                 self._release(layer, None)
 

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from offloadkit.errors import OffloadkitError
 from offloadkit.hardware import ram_available_bytes
 from offloadkit.optim import cpu
 
+_cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _ALIGNMENT = 256
 _NUM_PINNING_THREADS = 8
 
@@ -53,8 +55,7 @@ class HostSlab:
 
     def pin(self) -> bool:
         """Register the slab with CUDA; False where the system refuses (locked-memory limit)."""
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if int(cudart.cudaHostRegister(self.address, self.num_bytes, 0)) == 0:
+        if int(_cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0)) == 0:
             self.pinned = True
             weakref.finalize(self._buffer, _unpin, self.address, os.getpid()).atexit = False
         return self.pinned
@@ -71,8 +72,8 @@ class HostSlab:
 
 
 def _unpin(address: int, owner: int) -> None:
-    if os.getpid() == owner and torch.cuda.is_initialized():
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    if os.getpid() == owner and _cuda.is_initialized():
+        _cuda.cudart().cudaHostUnregister(address)
 
 
 def allocate(sizes: Sequence[int], device: torch.device) -> tuple[list[HostSlab], float]:
@@ -93,7 +94,7 @@ def allocate(sizes: Sequence[int], device: torch.device) -> tuple[list[HostSlab]
         for slab in slabs:
             slab.populate()
         return slabs, time.perf_counter() - started
-    torch.cuda.init()
+    _cuda.init()
 
     def pin(slab: HostSlab) -> bool:
         torch.cuda.set_device(device)

@@ -237,7 +237,7 @@ def cut(model: nn.Module, groups: dict[nn.Parameter, int], dtypes: dict[nn.Param
         if home is None:
             home = _piece(pieces, current, slot, dtype)
         pieces.setdefault((home, dtype), []).append(slot)
-    layers = []
+    layers: list[FlatLayer] = []
     for (name, dtype), members in pieces.items():
         owners = [owner for slot in members for owner, _ in slot.owners]
         modules = list(dict.fromkeys([block_of[name], *owners] if name in block_of else owners))

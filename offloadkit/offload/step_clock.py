@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,7 +54,7 @@ class StepClock:
         self._now.forwards.append((began, record_compute(self._device, timing=True)))
 
     def start_backward(self, loss: torch.Tensor) -> Event:
-        """Backward of `loss` (a scalar) begins; its value is copied out, to be read later."""
+        """Backward of `loss` (a scalar, this micro-batch's share) begins; its value is copied out, to be read later."""
         copy = torch.empty((), dtype=torch.float32, pin_memory=self._device.type == "cuda")
         copy.copy_(loss.detach().reshape(()), non_blocking=True)
         self._now.losses.append(copy)
@@ -100,7 +99,7 @@ def _record(window: _Window, memory: dict[str, dict[str, int]]) -> StepRecord:
     losses = [float(loss) for loss in window.losses]
     return StepRecord(
         step=update.number,
-        loss=math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else (losses or [None])[-1],
+        loss=sum(losses),
         num_tokens=window.num_tokens,
         grad_norm=update.norm,
         learning_rate=window.learning_rate,

@@ -9,8 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+_cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 
 
 class Event:
@@ -18,9 +21,9 @@ class Event:
 
     def __init__(self, stream: torch.cuda.Stream | None, timing: bool = False) -> None:
         self._seconds = time.perf_counter()
-        self._event: torch.cuda.Event | None = None
+        self._event: Any = None
         if stream is not None:
-            self._event = torch.cuda.Event(enable_timing=timing)
+            self._event = _cuda.Event(enable_timing=timing)
             self._event.record(stream)
 
     def done(self) -> bool:
@@ -48,7 +51,7 @@ class CopyStream:
     """A stream for copies in one direction, beside the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream: torch.cuda.Stream | None = _cuda.Stream(device) if device.type == "cuda" else None
 
     def wait(self, event: Event) -> None:
         """Later copies start after `event`."""

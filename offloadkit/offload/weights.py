@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils import dlpack
 
 from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import FlatLayer, Slot
@@ -26,7 +26,8 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     Saving code takes tensors of one storage for tied weights, and pickles whole storages; a flat layer's parameters
     must look like separate tensors to it.
     """
-    tensor: torch.Tensor = from_dlpack(to_dlpack(view))  # type: ignore[no-untyped-call]
+    conversions: Any = dlpack
+    tensor: torch.Tensor = conversions.from_dlpack(conversions.to_dlpack(view))
     return tensor
 
 
@@ -157,9 +158,12 @@ class _Use(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
-        ctx.sink(gradient)
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
+        ctx.sink(*gradients)
         return None, None
+
+
+_use: Any = _Use.apply
 
 
 class TiedUses:
@@ -182,7 +186,7 @@ class TiedUses:
                 return
             for attribute, slot in slots.items():
                 if torch.is_grad_enabled() and slot.parameter.requires_grad:
-                    use = _Use.apply(slot.parameter, lambda gradient, slot=slot: sink(slot, gradient))
+                    use = _use(slot.parameter, lambda gradient, slot=slot: sink(slot, gradient))
                     module.__dict__[attribute] = use  # found before nn.Module's own _parameters
 
         def leave(left: nn.Module, args: Any, output: Any) -> None:

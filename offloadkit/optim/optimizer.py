@@ -40,7 +40,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             "weight_decay": config.weight_decay,
         }
         super().__init__([dict(group) for group in param_groups], defaults)
-        self.state.update(states)
+        for parameter, state in states.items():
+            self.state[parameter] = state
         self._run = run
 
     def _engine(self) -> Run:
