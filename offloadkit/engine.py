@@ -279,19 +279,10 @@ class OffloadEngine:
         self.module.load_state_dict(state["module"])
         self._take_over_outside_writes()
         for slot in self._slots():
-            self.load_parameter_state(slot.parameter, state["optimizer"][slot.name])
+            self.optimizer.load_parameter_state(slot.parameter, state["optimizer"][slot.name])
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update(saved)
         self._num_updates = state["num_updates"]
-
-    @torch.no_grad()
-    def load_parameter_state(self, parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
-        """Set one parameter's optimizer state; without a "remainder" its weights are its master weights."""
-        target = self.optimizer.state[parameter]
-        if "remainder" in target:
-            target["remainder"].zero_()
-        for name in set(target) & set(state):
-            target[name].copy_(torch.as_tensor(state[name]))
 
     def master_weights(self) -> dict[str, torch.Tensor]:
         """fp32 copies of all master weights, in RAM, by parameter name."""

@@ -18,7 +18,6 @@ class Run(Protocol):
     def step(self, *, boundary: bool | None = None) -> bool: ...
     def synchronize(self) -> None: ...
     def drop_gradients(self) -> None: ...
-    def load_parameter_state(self, parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None: ...
 
 
 class OffloadAdamW(torch.optim.Optimizer):
@@ -81,6 +80,14 @@ class OffloadAdamW(torch.optim.Optimizer):
         return super().state_dict()
 
     @torch.no_grad()
+    def load_parameter_state(self, parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
+        """Copy a saved state to where the parameter's lies; without "remainder" the weights are the master weights."""
+        target = self.state[parameter]
+        if "remainder" in target:
+            target["remainder"].zero_()
+        for name in set(target) & set(state):
+            target[name].copy_(torch.as_tensor(state[name]))
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of this class, or of `torch.optim.AdamW`, into the states where they lie.
 
@@ -89,8 +96,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: the groups or a tensor's shape differ; nothing is loaded then.
         """
-        run = self._engine()
-        run.synchronize()
+        self._engine().synchronize()
         saved_groups = state_dict["param_groups"]
         ours = [len(group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in saved_groups]
@@ -104,7 +110,7 @@ class OffloadAdamW(torch.optim.Optimizer):
                     _check_shapes(parameter, state)
                     pairs.append((parameter, state))
         for parameter, state in pairs:
-            run.load_parameter_state(parameter, state)
+            self.load_parameter_state(parameter, state)
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
 
