@@ -25,6 +25,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.training_arguments import check_arguments, engine_config
+from offloadkit.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,9 +40,10 @@ _GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
 class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     """Puts an `OffloadEngine` under a Trainer class; goes before it: `class Mine(OffloadTrainerMixin, SFTTrainer)`.
 
-    Takes every argument of the Trainer, and `offload`, an `OffloadConfig`. `optimizers=(None, scheduler)` may bring a
-    scheduler: its learning rates are applied to the engine. The engine is built when training starts (`engine` is None
-    until then) and stays for further `train()` calls; `close()` gives its memory back.
+    Takes every argument of the Trainer, `offload` (an `OffloadConfig`) and `telemetry` (a record of each step).
+    `optimizers=(None, scheduler)` may bring a scheduler: its learning rates are applied to the engine. The engine is
+    built when training starts (`engine` is None until then) and stays for further `train()` calls; `close()` gives its
+    memory back.
 
     Raises:
         ConfigError: arguments that the engine cannot work with (fp16, another optimizer, several processes, ...) or
@@ -50,8 +52,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     engine: OffloadEngine | None = None
 
-    def __init__(self, *args: Any, offload: OffloadConfig | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, offload: OffloadConfig | None = None, telemetry: Telemetry | None = None, **kwargs: Any
+    ) -> None:
         self.offload = offload or OffloadConfig()
+        self.telemetry = telemetry or Telemetry()
         self._window_targets: torch.Tensor | int = 0
         self._num_micro_batches = 1
         self._target_share: torch.Tensor | float | None = None
@@ -116,6 +121,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                     {key: group[key] for key in _GROUP_KEYS} for group in groups.param_groups if group["params"]
                 ],
                 device=self.args.device,
+                telemetry=self.telemetry,
             )
             self.engine.set_loader_workers(self.args.dataloader_num_workers)
         optimizer: Any = self.engine.optimizer

@@ -1,0 +1,103 @@
+"""The command line: `offloadkit demo`, `offloadkit plan`, `offloadkit train`. Errors of ours print as one message."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from offloadkit.errors import OffloadkitError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train models that do not fit: exact AdamW with the optimizer in host memory.",
+)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _readable(command: Command) -> Command:
+    """Print an `OffloadkitError` as its message and exit with 1; other errors keep their traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except OffloadkitError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
+
+    return run  # type: ignore[return-value]
+
+
+@app.command()
+@_readable
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for model/ and summary.json.")] = Path("offloadkit-demo"),
+    steps: Annotated[int | None, typer.Option(min=1, help="Fewer steps learn less.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the dates, the weights and the order.")] = 0,
+) -> None:
+    """Watch a small T5 learn to write dates in ISO form; about a minute and a half on two CPU cores."""
+    from offloadkit.demo.run import NUM_STEPS, run_demo
+
+    run_demo(output, num_steps=steps or NUM_STEPS, seed=seed)
+
+
+@app.command()
+@_readable
+def plan(
+    model: Annotated[str, typer.Argument(help="Preset (t5-3b, flan-t5-xl, ...), folder, or hub name.")],
+    gradient_accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches an update.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Working weights: auto, bf16 or fp32.")] = "auto",
+) -> None:
+    """Show what training MODEL needs and where it goes; no weights are read."""
+    from offloadkit.config import OffloadConfig
+    from offloadkit.finetune import plan as plan_model
+
+    config: Any = {"gradient_accumulation": gradient_accumulation, "working_dtype": dtype}
+    typer.echo(plan_model(model, offload=OffloadConfig(**config)))
+
+
+@app.command()
+@_readable
+def train(
+    model: Annotated[str, typer.Argument(help="Preset, folder, or hub name.")],
+    dataset: Annotated[str, typer.Argument(help=".jsonl, .csv or .parquet file, or hub name.")],
+    eval_dataset: Annotated[str | None, typer.Option(help="Evaluated after each epoch and at the end.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for model/ and checkpoints.")] = Path("offloadkit-output"),
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub name; 'byte': one token a byte.")] = None,
+    epochs: Annotated[float, typer.Option(help="Passes over the dataset.")] = 1,
+    max_steps: Annotated[int | None, typer.Option(help="Updates; goes before --epochs.")] = None,
+    batch_size: Annotated[str, typer.Option(help="Rows in a micro-batch, or auto.")] = "auto",
+    gradient_accumulation: Annotated[int, typer.Option(help="Micro-batches an update.")] = 1,
+    learning_rate: Annotated[float | None, typer.Option(help="Left out: 1e-4, with random weights 5e-4.")] = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the order, dropout and random weights.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
+) -> None:
+    """Train MODEL on DATASET with the optimizer in host RAM."""
+    from offloadkit.finetune import finetune
+
+    if batch_size != "auto" and not batch_size.lstrip("-").isdigit():
+        raise typer.BadParameter(f"{batch_size!r} is neither a whole number nor auto", param_hint="--batch-size")
+    result = finetune(
+        model,
+        dataset,
+        eval_dataset=eval_dataset,
+        output_dir=output,
+        tokenizer=tokenizer,
+        epochs=epochs,
+        max_steps=max_steps,
+        batch_size="auto" if batch_size == "auto" else int(batch_size),
+        gradient_accumulation=gradient_accumulation,
+        learning_rate=learning_rate,
+        init="random" if random_weights else "pretrained",
+        seed=seed,
+        resume=resume,
+    )
+    typer.echo(result)

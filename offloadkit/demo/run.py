@@ -1,0 +1,165 @@
+"""The demo: dates are made, a T5 of a million random weights learns them through `finetune`, what it took is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offloadkit import hardware
+from offloadkit.demo.dates import DatePair, date_pairs
+from offloadkit.finetune import NUM_PREDICTED, FinetuneResult, finetune
+from offloadkit.hf.data import load_dataset_like, prepare
+from offloadkit.hf.evaluation import predict, share_correct
+from offloadkit.hf.folders import writable
+from offloadkit.hf.models import load_tokenizer
+from offloadkit.plan import format_bytes
+from offloadkit.telemetry import StepRecord
+
+NUM_STEPS = 800
+BATCH_SIZE = 64
+NUM_TRAIN = 20_000
+LEARNING_RATE = 2e-3
+
+_PHASES = {
+    "forward": "forward",
+    "backward": "backward, gradients to RAM",
+    "gradient_wait": "waiting for the last gradients",
+    "norm": "gradient norm",
+    "cpu_step": "AdamW in RAM, weights back",
+    "forward_wait": "forward waiting for weights",
+    "other": "data, logging",
+}
+"""What the phases of a `StepRecord` are called here."""
+
+
+def run_demo(
+    output: str | os.PathLike[str] = "offloadkit-demo", *, num_steps: int = NUM_STEPS, seed: int = 0
+) -> dict[str, Any]:
+    """Train, show, and leave `model/` and `summary.json` in `output`.
+
+    Returns:
+        What summary.json holds: exact_match_before and exact_match_after (0 to 1, on `NUM_PREDICTED` dates that
+        training never saw), seconds, steps, peak_ram_bytes, peak_vram_bytes, final losses, mean seconds of a step by
+        phase, predictions, machine and versions.
+
+    Raises:
+        OutputError: `output` cannot be written.
+    """
+    began = time.perf_counter()
+    folder = writable(output)
+    print(f"offloadkit demo: a small T5 learns to write dates in ISO form, on {_machine_line()}\n", flush=True)
+    train, held_out = date_pairs(NUM_TRAIN, NUM_PREDICTED, seed=seed)
+    _show_pairs(train)
+
+    model, tokenizer = small_t5(seed), load_tokenizer("byte", "byte")
+    device = hardware.default_device()
+    rows = [pair._asdict() for pair in held_out]
+    evaluation = prepare(load_dataset_like(rows), tokenizer, model.config)
+    before = share_correct(
+        predict(model.to(device), tokenizer, evaluation, num_rows=NUM_PREDICTED, batch_size=NUM_PREDICTED)
+    )
+    print(f"before training {before:.1%} of {len(rows)} held-out dates are right\n", flush=True)
+
+    result = finetune(
+        model,
+        [pair._asdict() for pair in train],
+        eval_dataset=rows,
+        tokenizer=tokenizer,
+        output_dir=folder,
+        max_steps=num_steps,
+        batch_size=BATCH_SIZE,
+        learning_rate=LEARNING_RATE,
+        seed=seed,
+        save_strategy="no",
+        eval_strategy="no",
+        per_device_eval_batch_size=NUM_PREDICTED,
+    )
+    summary = _summary(result, before, time.perf_counter() - began)
+    _show(summary, result)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def small_t5(seed: int) -> Any:
+    """A T5 of 968,448 random fp32 parameters over bytes: 2 encoder and 2 decoder blocks, 128 wide."""
+    from transformers import T5Config, T5ForConditionalGeneration, set_seed
+
+    set_seed(seed)
+    shape: dict[str, Any] = {
+        "d_model": 128,
+        "d_kv": 32,
+        "d_ff": 512,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 4,
+    }
+    tokens: dict[str, Any] = {"vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, **shape, **tokens))
+
+
+def mean_seconds(steps: list[StepRecord]) -> dict[str, float]:
+    """Mean seconds of a step by phase, the first tenth of the steps left out: they warm up."""
+    settled = steps[len(steps) // 10 :]
+    phases = dict.fromkeys(phase for record in settled for phase in record.seconds)
+    return {phase: sum(record.seconds.get(phase, 0.0) for record in settled) / len(settled) for phase in phases}
+
+
+def _summary(result: FinetuneResult, before: float, seconds: float) -> dict[str, Any]:
+    import transformers
+
+    on_gpu = torch.cuda.is_available()
+    machine = hardware.describe_machine(hardware.default_device())
+    return {
+        "exact_match_before": before,
+        "exact_match_after": result.metrics["exact_match"],
+        "seconds": round(seconds, 1),
+        "train_seconds": result.metrics["train_seconds"],
+        "steps": len(result.steps),
+        "num_parameters": result.plan.num_parameters,
+        "train_loss": result.metrics["train_loss"],
+        "eval_loss": result.metrics["eval_loss"],
+        "peak_ram_bytes": hardware.process_peak_ram_bytes(),
+        "peak_vram_bytes": torch.cuda.max_memory_reserved() if on_gpu else 0,
+        "planned_bytes": result.plan.tiers,
+        "mean_step_seconds": mean_seconds(result.steps),
+        "predictions": [asdict(sample) for sample in result.samples],
+        "model": str(result.model_dir),
+        "machine": machine | {"transformers": transformers.__version__},
+    }
+
+
+def _machine_line() -> str:
+    machine = hardware.describe_machine(hardware.default_device())
+    where = machine["gpu"] if machine["gpu"] != "none" else f"{machine['num_cores']} CPU cores (no GPU)"
+    return f"{where}, {format_bytes(hardware.ram_limit_bytes())} RAM"
+
+
+def _show_pairs(pairs: list[DatePair]) -> None:
+    print(f"{len(pairs):,} made-up examples, such as")
+    for pair in pairs[:4]:
+        print(f"  {pair.input:45} -> {pair.target}")
+    print(flush=True)
+
+
+def _show(summary: dict[str, Any], result: FinetuneResult) -> None:
+    step = summary["mean_step_seconds"]
+    print(f"\none step takes {step['step'] * 1e3:.0f} ms; its phases overlap:")
+    for phase, name in _PHASES.items():
+        if phase in step:
+            print(f"  {name:32} {step[phase] * 1e3:8.2f} ms")
+    print(f"\npeak RAM {format_bytes(summary['peak_ram_bytes'])}", end="")
+    print(f", peak VRAM {format_bytes(summary['peak_vram_bytes'])}" if summary["peak_vram_bytes"] else "", end="")
+    print(", Python and torch themselves included")
+    print(
+        f"exact match on held-out dates: {summary['exact_match_before']:.1%} before, "
+        f"{summary['exact_match_after']:.1%} after {summary['steps']} steps, {summary['seconds']:.0f} s in all"
+    )
+    print(
+        f"the model lies in {result.model_dir}, the numbers in {Path(result.output_dir) / 'summary.json'}", flush=True
+    )

@@ -1,0 +1,341 @@
+"""From a name and a dataset to a trained model on disk. Reads top to bottom: plan, load, train, evaluate, save.
+
+    result = offloadkit.finetune("t5-3b", "pairs.jsonl", eval_dataset="held_out.jsonl")
+
+What the arguments of `finetune` take:
+
+- `model`: hub name, preset, folder, or a model, which is then trained in place.
+- `train_dataset`, `eval_dataset`: `datasets.Dataset`, list of dicts, pandas frame, path to .jsonl/.csv/.parquet, or hub
+  name. Columns: input + target, text or messages, text + label, or tokenised. The evaluation set is evaluated after
+  each epoch and at the end.
+- `tokenizer`: None takes the model's own; "byte" is one token a byte, for models with random weights.
+- `output_dir`: "model" in it is what `from_pretrained` loads; checkpoints lie beside it.
+- `epochs`, `max_steps`: how long; `max_steps` goes before `epochs`.
+- `batch_size`: rows in a micro-batch; "auto" is `AUTO_BATCH_SIZE`. `gradient_accumulation`: micro-batches an update.
+- `learning_rate`: None takes `LEARNING_RATES`; it rises over the first 5 % of the steps and falls linearly to 0.
+- `init`: "random" starts from random weights.
+- `max_input_length`, `max_target_length`: in tokens; None is 512 (causal: 1024), and 128 for targets.
+- `resume`: go on from the newest complete checkpoint in `output_dir`; one is written after each epoch.
+- `offload`: what `TrainingArguments` do not say.
+- `training_arguments`: anything else that `transformers.Seq2SeqTrainingArguments` takes.
+
+Working weights, gradients and activations are bf16 on a GPU that computes it natively (the optimizer's master weights
+stay fp32), and fp32 elsewhere; `bf16=` or `offload.working_dtype` says otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from offloadkit import hardware
+from offloadkit.config import OffloadConfig
+from offloadkit.errors import ConfigError
+from offloadkit.hf.bars import bars_where_live
+from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
+from offloadkit.hf.evaluation import Sample, predict, share_correct
+from offloadkit.hf.folders import newest_checkpoint, put_in_place, writable
+from offloadkit.hf.models import Task, load_config, load_model, load_tokenizer, meta_model
+from offloadkit.offload.layers import flat_layers, plan_of
+from offloadkit.plan import Plan
+from offloadkit.telemetry import StepRecord
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainingArguments
+
+    from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
+
+AUTO_BATCH_SIZE = 8
+"""Rows in a micro-batch when `batch_size` is "auto"."""
+
+LEARNING_RATES = {"pretrained": 1e-4, "random": 5e-4}
+"""Where `learning_rate` is None, by `init`."""
+
+NUM_PREDICTED = 256
+"""Rows of the evaluation set, from its beginning, that exact match or accuracy is taken over."""
+
+_NUM_SHOWN = 5
+_OWN_NAMES = {
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation",
+}
+"""Arguments of `TrainingArguments` that `finetune` has under a name of its own."""
+
+
+@dataclass(frozen=True, repr=False)
+class FinetuneResult:
+    """What `finetune` hands back."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    plan: Plan
+    metrics: dict[str, float]
+    """train_loss, train_seconds; with an evaluation set eval_loss, and exact_match (seq2seq) or accuracy
+    (classification), 0 to 1, over its first `NUM_PREDICTED` rows."""
+    history: list[dict[str, Any]]
+    """What was logged: loss, grad_norm, learning_rate, eval_loss by step."""
+    samples: list[Sample]
+    """Predictions for the first rows of the evaluation set."""
+    steps: list[StepRecord]
+    """Telemetry of each step: seconds by phase, bytes by tier."""
+    output_dir: Path
+
+    @property
+    def model_dir(self) -> Path:
+        """The folder that `from_pretrained` loads."""
+        return self.output_dir / "model"
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+        name = type(self.model).__name__
+        return (
+            f"FinetuneResult({name} of {self.plan.num_parameters:,} parameters, {len(self.steps)} steps\n"
+            f"  {numbers}\n  model in {self.model_dir})"
+        )
+
+
+def plan(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    task: Task | None = None,
+    gradient_accumulation: int = 1,
+    offload: OffloadConfig | None = None,
+) -> Plan:
+    """What training `model` needs and where it goes. Only the model's config is read, no weights.
+
+    Args:
+        model: a preset ("t5-3b"; needs no network), folder, hub name, or a model.
+        task: "seq2seq", "causal" or "classification"; None: what the architecture was made for.
+        gradient_accumulation: micro-batches an update, where there is no `offload` to say it.
+        offload: as for `finetune`; its `working_dtype` "auto" is bf16 on a GPU that computes it, else fp32.
+
+    Raises:
+        ConfigError, ModelError, ModelNotFoundError, ModelAccessError: as `finetune`.
+    """
+    config = offload or OffloadConfig(gradient_accumulation=gradient_accumulation)
+    if config.working_dtype == "auto":
+        config = replace(config, working_dtype=_default_dtype())
+    if isinstance(model, str | os.PathLike):
+        model = meta_model(load_config(model, init="random"), task)
+    return plan_of(model, flat_layers(model, config), config)
+
+
+@bars_where_live()
+def finetune(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    train_dataset: Any,
+    *,
+    eval_dataset: Any = None,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+    output_dir: str | os.PathLike[str] = "offloadkit-output",
+    epochs: float = 1,
+    max_steps: int | None = None,
+    batch_size: int | Literal["auto"] = "auto",
+    gradient_accumulation: int = 1,
+    learning_rate: float | None = None,
+    init: Literal["pretrained", "random"] = "pretrained",
+    max_input_length: int | None = None,
+    max_target_length: int | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    offload: OffloadConfig | None = None,
+    **training_arguments: Any,
+) -> FinetuneResult:
+    """Train a HuggingFace model with its optimizer in host RAM. Arguments: see the top of this module.
+
+    Raises:
+        ConfigError: an argument has no meaning, or two contradict each other.
+        OutputError: `output_dir` cannot be written; found out before anything is loaded.
+        DataError, ModelError, ModelNotFoundError, ModelAccessError: the dataset or the model will not do.
+        NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
+    """
+    _check(batch_size, epochs, max_steps, gradient_accumulation, learning_rate, init)
+    output = writable(output_dir)
+    checkpoint = newest_checkpoint(output) if resume else None
+    own = {
+        "output_dir": str(output),
+        "num_train_epochs": epochs,
+        "max_steps": max_steps or -1,
+        "per_device_train_batch_size": AUTO_BATCH_SIZE if batch_size == "auto" else batch_size,
+        "gradient_accumulation_steps": gradient_accumulation,
+        "learning_rate": learning_rate or LEARNING_RATES[init],
+        "seed": seed,
+    }
+    args, offload = _training_arguments(own, training_arguments, offload or OffloadConfig(), eval_dataset is not None)
+    sizes = _print_plan(model, args, offload)
+
+    config = load_config(model, init=init) if isinstance(model, str | os.PathLike) else model.config
+    words = load_tokenizer(model, tokenizer)
+    lengths = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    data, evaluation = _prepare(train_dataset, eval_dataset, words, config, lengths)
+
+    trained = _load(model, data, init, seed)
+    trainer = _trainer(trained, args, offload, words, data, evaluation)
+    metrics, steps = _train(trainer, checkpoint)
+    samples = _evaluate(trainer, words, evaluation, metrics)
+    put_in_place(output / "model", lambda folder: _save(trained, words, folder))
+    result = FinetuneResult(trained, words, sizes, metrics, trainer.state.log_history, samples, steps, output)
+    print(f"the model is in {result.model_dir}", flush=True)
+    return result
+
+
+def _check(batch_size: Any, epochs: Any, max_steps: Any, accumulation: Any, learning_rate: Any, init: Any) -> None:
+    """Raise `ConfigError` for the first option without a meaning."""
+    for name, value in (("batch_size", batch_size), ("max_steps", max_steps), ("gradient_accumulation", accumulation)):
+        left_out = value == {"batch_size": "auto"}.get(name)
+        if not left_out and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+    for name, value in (("epochs", epochs), ("learning_rate", learning_rate)):
+        if value is not None and (not isinstance(value, int | float) or not 0 < value < float("inf")):
+            raise ConfigError(f"{name} must be a positive number, got {value!r}")
+    if init not in LEARNING_RATES:
+        raise ConfigError(f"init must be 'pretrained' or 'random', got {init!r}")
+
+
+def _training_arguments(
+    own: dict[str, Any], given: dict[str, Any], offload: OffloadConfig, evaluates: bool
+) -> tuple[Seq2SeqTrainingArguments, OffloadConfig]:
+    """The Trainer's arguments, and the config with the working dtype decided.
+
+    Raises:
+        ConfigError: an unknown argument, one under another name than `finetune` has for it, or a value that
+            transformers refuses.
+    """
+    from transformers import Seq2SeqTrainingArguments
+
+    known = [field.name for field in fields(Seq2SeqTrainingArguments) if field.init]
+    for name in given:
+        if name in _OWN_NAMES:
+            raise ConfigError(f"finetune has no {name}: pass {_OWN_NAMES[name]}=")
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, *_OWN_NAMES.values()], 1)
+            raise ConfigError(f"no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    dtype = offload.working_dtype
+    if dtype == "auto":
+        dtype = _default_dtype(use_cpu=given.get("use_cpu", False))
+        if "bf16" in given:
+            dtype = "bf16" if given["bf16"] else "fp32"
+    defaults = {
+        "bf16": dtype == "bf16",
+        "dataloader_pin_memory": hardware.default_device().type == "cuda",
+        "warmup_steps": 0.05,
+        "logging_steps": 0.05,
+        "eval_strategy": "epoch" if evaluates else "no",
+        "per_device_eval_batch_size": own["per_device_train_batch_size"],
+        "prediction_loss_only": True,
+        "save_strategy": "epoch",
+        "save_total_limit": 1,
+        "report_to": "none",
+    }
+    try:
+        return Seq2SeqTrainingArguments(**(defaults | own | given)), replace(offload, working_dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"transformers refuses these training arguments: {error}") from error
+
+
+def _default_dtype(*, use_cpu: bool = False) -> Literal["bf16", "fp32"]:
+    """bf16 on a GPU that computes it natively; fp32 elsewhere, where bf16 is slow."""
+    device = hardware.default_device()
+    return "bf16" if device.type == "cuda" and not use_cpu and hardware.supports_bf16(device) else "fp32"
+
+
+def _print_plan(
+    model: str | os.PathLike[str] | PreTrainedModel, args: Seq2SeqTrainingArguments, offload: OffloadConfig
+) -> Plan:
+    from offloadkit.hf.training_arguments import engine_config
+
+    sizes = plan(model, offload=engine_config(offload, args))
+    print(sizes, flush=True)
+    return sizes
+
+
+def _prepare(
+    train_dataset: Any, eval_dataset: Any, tokenizer: Any, config: Any, lengths: dict[str, Any]
+) -> tuple[PreparedData, PreparedData | None]:
+    data = prepare(load_dataset_like(train_dataset), tokenizer, config, **lengths)
+    if eval_dataset is None:
+        return data, None
+    rows = load_dataset_like(eval_dataset, split="validation")
+    return data, prepare(rows, tokenizer, config, task=data.task, id2label=data.id2label, **lengths)
+
+
+def _load(model: Any, data: PreparedData, init: str, seed: int) -> PreTrainedModel:
+    from transformers import set_seed
+
+    set_seed(seed)
+    return load_model(model, task=data.task, init=init, id2label=data.id2label)
+
+
+def _trainer(
+    model: PreTrainedModel,
+    args: Seq2SeqTrainingArguments,
+    offload: OffloadConfig,
+    tokenizer: Any,
+    data: PreparedData,
+    evaluation: PreparedData | None,
+) -> OffloadSeq2SeqTrainer:
+    from offloadkit.hf.progress import show_progress
+    from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
+
+    trainer = OffloadSeq2SeqTrainer(
+        model=model,
+        args=args,
+        offload=offload,
+        train_dataset=data.dataset,
+        eval_dataset=None if evaluation is None else evaluation.dataset,
+        data_collator=data.collator,
+        processing_class=tokenizer,
+    )
+    show_progress(trainer)
+    return trainer
+
+
+def _train(trainer: OffloadSeq2SeqTrainer, checkpoint: Path | None) -> tuple[dict[str, float], list[StepRecord]]:
+    """Train; the engine's memory is given back whatever happens."""
+    try:
+        output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        trainer.close()
+    return {"train_loss": output.training_loss, "train_seconds": output.metrics["train_runtime"]}, list(
+        trainer.telemetry.records
+    )
+
+
+def _evaluate(
+    trainer: OffloadSeq2SeqTrainer, tokenizer: Any, evaluation: PreparedData | None, metrics: dict[str, float]
+) -> list[Sample]:
+    """Fill `metrics` in, print them and a few predictions; returns these."""
+    if evaluation is None:
+        return []
+    at_the_end = [log for log in trainer.state.log_history if log["step"] == trainer.state.global_step]
+    known = [log["eval_loss"] for log in at_the_end if "eval_loss" in log]
+    metrics["eval_loss"] = known[-1] if known else trainer.evaluate()["eval_loss"]
+    num_rows = _NUM_SHOWN if evaluation.task == "causal" else NUM_PREDICTED
+    batch_size = trainer.args.per_device_eval_batch_size
+    samples = predict(trainer.model, tokenizer, evaluation, num_rows=num_rows, batch_size=batch_size)
+    if evaluation.task != "causal":
+        metrics["exact_match" if evaluation.task == "seq2seq" else "accuracy"] = share_correct(samples)
+    print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+    for sample in samples[:_NUM_SHOWN]:
+        print(f"  {_short(sample.input)!r} -> {_short(sample.prediction)!r}" + _verdict(sample, evaluation.task))
+    return samples[:_NUM_SHOWN]
+
+
+def _verdict(sample: Sample, task: str) -> str:
+    if task == "causal":
+        return ""
+    return "  (right)" if sample.correct else f"  (should be {_short(sample.target)!r})"
+
+
+def _short(text: str, longest: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= longest else line[: longest - 1] + "…"
+
+
+def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,101 @@
+"""What a trained model answers: predictions of a few rows, exact match, accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offloadkit.hf.data import PreparedData
+
+_CONTINUED_TOKENS = 48
+"""Tokens that a causal model writes for one sample."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row, and what the model makes of it."""
+
+    input: str
+    target: str
+    prediction: str
+
+    @property
+    def correct(self) -> bool:
+        """Whether the prediction is the target, white space around them aside."""
+        return self.prediction.strip() == self.target.strip()
+
+
+def predict(model: Any, tokenizer: Any, data: PreparedData, *, num_rows: int, batch_size: int) -> list[Sample]:
+    """Predictions for the first `num_rows` rows: greedily written text, or the likeliest class.
+
+    A causal model continues what its row masks from the loss (the prompt), or else the row's first half.
+    """
+    was_training = model.training
+    model.eval()
+    rows = data.dataset.select(range(min(num_rows, len(data.dataset))))
+    try:
+        with torch.no_grad():
+            if data.task == "causal":
+                return [_continue(model, tokenizer, row) for row in rows]
+            answer = _write if data.task == "seq2seq" else _classify
+            return [sample for batch in _batches(rows, batch_size) for sample in answer(model, tokenizer, data, batch)]
+    finally:
+        model.train(was_training)
+
+
+def share_correct(samples: list[Sample]) -> float:
+    """Exact match or accuracy, 0 to 1."""
+    return sum(sample.correct for sample in samples) / len(samples)
+
+
+def _batches(rows: Any, batch_size: int) -> Iterator[list[dict[str, Any]]]:
+    for start in range(0, len(rows), batch_size):
+        yield list(rows.select(range(start, min(start + batch_size, len(rows)))))
+
+
+def _write(model: Any, tokenizer: Any, data: PreparedData, rows: list[dict[str, Any]]) -> list[Sample]:
+    batch = data.collator(rows)
+    written = model.generate(
+        input_ids=batch["input_ids"].to(model.device),
+        attention_mask=batch["attention_mask"].to(model.device),
+        max_new_tokens=batch["labels"].shape[1],
+        num_beams=1,
+        do_sample=False,
+    )
+    targets = [[token for token in row["labels"] if token >= 0] for row in rows]
+    texts = (_text(tokenizer, ids) for ids in ([row["input_ids"] for row in rows], targets, written))
+    return [Sample(*sample) for sample in zip(*texts, strict=True)]
+
+
+def _classify(model: Any, tokenizer: Any, data: PreparedData, rows: list[dict[str, Any]]) -> list[Sample]:
+    batch = {name: values.to(model.device) for name, values in data.collator(rows).items()}
+    labels = batch.pop("labels").tolist()
+    chosen = model(**batch).logits.argmax(-1).tolist()
+    names = data.id2label or {}
+    inputs = _text(tokenizer, [row["input_ids"] for row in rows])
+    return [
+        Sample(text, str(names.get(label, label)), str(names.get(choice, choice)))
+        for text, label, choice in zip(inputs, labels, chosen, strict=True)
+    ]
+
+
+def _continue(model: Any, tokenizer: Any, row: dict[str, Any]) -> Sample:
+    ids = row["input_ids"]
+    masked = next((index for index, label in enumerate(row.get("labels", ids)) if label >= 0), 0)
+    cut = masked if 0 < masked < len(ids) else max(1, len(ids) // 2)
+    prompt = torch.tensor([ids[:cut]], device=model.device)
+    written = model.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=min(_CONTINUED_TOKENS, len(ids) - cut),
+        num_beams=1,
+        do_sample=False,
+    )
+    return Sample(*_text(tokenizer, [ids[:cut], ids[cut:], written[0, cut:].tolist()]))
+
+
+def _text(tokenizer: Any, ids: Any) -> list[str]:
+    return [str(text) for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]

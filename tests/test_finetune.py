@@ -1,0 +1,210 @@
+"""`finetune` from rows to a folder, `plan`, and the names of the package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import offloadkit
+from offloadkit import OffloadConfig
+from offloadkit.errors import ConfigError, DataError, OutputError
+
+PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]
+SHAPE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Tiny matrices are faster on one thread; nothing is left in the repository."""
+    monkeypatch.chdir(tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def t5(width: int = 16) -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=384, d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def finetune(model: Any, rows: Any, **options: Any) -> offloadkit.FinetuneResult:
+    defaults: dict[str, Any] = {"tokenizer": "byte", "max_steps": 3, "batch_size": 4, "use_cpu": True}
+    return offloadkit.finetune(model, rows, **(defaults | options))
+
+
+def test_pairs_are_learned_and_the_folder_is_loaded_by_from_pretrained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"eval_dataset": PAIRS, "max_steps": 150, "learning_rate": 5e-3, "batch_size": 10}
+    result = finetune(t5(48), PAIRS, output_dir=tmp_path / "out", save_strategy="no", eval_strategy="no", **options)
+    shown = capsys.readouterr().out
+    assert shown.index("optimizer states in RAM") < shown.index("step ")
+    assert "'0+1' -> '1'  (right)" in shown
+    assert result.metrics["exact_match"] >= 0.9
+    assert result.metrics["eval_loss"] < 0.5 < result.history[0]["loss"]
+    assert result.plan.num_parameters == sum(parameter.numel() for parameter in result.model.parameters())
+    assert len(result.steps) == 150
+    assert "exact_match" in repr(result)
+    assert str(result.model_dir) in repr(result)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / "model")
+    assert all(torch.equal(weight, result.model.state_dict()[name]) for name, weight in loaded.state_dict().items())
+    words = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
+    ids = loaded.generate(**words("4+1", return_tensors="pt"), max_new_tokens=4)
+    assert words.decode(ids[0], skip_special_tokens=True) == "5"
+
+
+def test_labelled_texts_give_an_accuracy() -> None:
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(vocab_size=384, num_labels=2, **SHAPE))
+    rows = [
+        {"text": word * 3, "label": label} for word, label in (("a", "vowel"), ("b", "consonant")) for _ in range(8)
+    ]
+    result = finetune(model, rows, eval_dataset=rows, max_steps=60, learning_rate=1e-2, batch_size=16)
+    assert result.metrics["accuracy"] == 1.0
+    assert {sample.prediction for sample in result.samples} <= {"vowel", "consonant"}
+
+
+def test_texts_train_a_causal_model_and_are_continued() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=384, **SHAPE))
+    rows = [{"text": "abcabcabcabc"}] * 8
+    result = finetune(model, rows, eval_dataset=rows, max_steps=60, learning_rate=1e-2)
+    assert result.metrics["eval_loss"] < 0.5
+    assert result.samples[0].input == "abcabc"
+    assert result.samples[0].prediction.startswith("abc")
+
+
+def test_the_seed_decides_every_weight() -> None:
+    runs = [finetune(t5(), PAIRS, seed=seed).model.state_dict() for seed in (1, 1, 2)]
+    same, other = [all(torch.equal(runs[0][name], run[name]) for name in run) for run in runs[1:]]
+    assert same
+    assert not other
+
+
+def test_resume_goes_on_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 5}
+    whole = finetune(t5(), PAIRS, output_dir=tmp_path / "run", **options).model.state_dict()
+    (tmp_path / "run" / "checkpoint-6").rename(tmp_path / "aside")
+    (tmp_path / "run" / "checkpoint-4" / "trainer_state.json").unlink()
+    result = finetune(t5(), PAIRS, output_dir=tmp_path / "run", resume=True, **options)
+    assert len(result.steps) == 4
+    assert all(torch.equal(whole[name], weight) for name, weight in result.model.state_dict().items())
+
+
+def test_an_earlier_model_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finetune(t5(), PAIRS, output_dir=tmp_path / "out")
+    before = (tmp_path / "out" / "model" / "model.safetensors").read_bytes()
+
+    def disk_is_full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ByT5Tokenizer, "save_pretrained", disk_is_full)
+    with pytest.raises(OutputError, match="No space left"):
+        finetune(t5(), PAIRS, output_dir=tmp_path / "out", seed=3, save_strategy="no")
+    assert (tmp_path / "out" / "model" / "model.safetensors").read_bytes() == before
+    monkeypatch.undo()
+    finetune(t5(), PAIRS, output_dir=tmp_path / "out", seed=3, save_strategy="no")
+    assert (tmp_path / "out" / "model" / "model.safetensors").read_bytes() != before
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []
+
+
+# -- what cannot be done says so, before any work
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be a whole number >= 1, got 0"),
+        ({"batch_size": -1}, "batch_size"),
+        ({"batch_size": 2.5}, "batch_size"),
+        ({"max_steps": 0}, "max_steps"),
+        ({"epochs": 0}, "epochs"),
+        ({"gradient_accumulation": 0}, "gradient_accumulation"),
+        ({"learning_rate": 0}, "learning_rate"),
+        ({"learning_rate": float("nan")}, "learning_rate"),
+        ({"init": "zeros"}, "init"),
+        ({"resume": True}, "no complete checkpoint"),
+        ({"num_train_epochs": 3}, "pass epochs="),
+        ({"weight_decy": 0.1}, "did you mean 'weight_decay'"),
+        ({"lr_scheduler_type": "diagonal"}, "transformers refuses"),
+        ({"offload": OffloadConfig(max_grad_norm=3.0)}, "max_grad_norm"),
+        ({"fp16": True}, "fp16"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        finetune(t5(), PAIRS, **options)
+
+
+def test_an_unwritable_output_folder_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be written") as raised:
+        finetune("no/such-model", "no-such-data.jsonl", output_dir=tmp_path / "file" / "out")
+    assert "output_dir" in str(raised.value)
+
+
+def test_rows_with_unknown_columns_are_refused() -> None:
+    with pytest.raises(DataError, match="question"):
+        finetune(t5(), [{"question": "a", "answer": "b"}])
+
+
+# -- plan, and the names of the package
+
+
+def test_a_plan_from_a_name_needs_no_weights_and_counts_every_parameter() -> None:
+    plan = offloadkit.plan("t5-3b", offload=OffloadConfig(working_dtype="bf16"))
+    assert plan.num_parameters == 2_851_598_336
+    assert plan.tiers["ram"]["exp_avg, exp_avg_sq"] == pytest.approx(8 * plan.num_parameters, rel=1e-3)
+    assert plan.tiers["ram"]["master weights"] == pytest.approx(2 * plan.num_parameters, rel=1e-3)
+
+
+def test_a_plan_of_a_model_is_the_plan_it_trains_with() -> None:
+    model = t5()
+    planned = offloadkit.plan(model, gradient_accumulation=2)
+    assert finetune(model, PAIRS, gradient_accumulation=2).plan == planned
+
+
+def run_python(code: str) -> str:
+    root = Path(offloadkit.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    return done.stdout
+
+
+def test_plan_and_finetune_stay_functions_whatever_is_imported() -> None:
+    code = (
+        "import offloadkit, importlib; from offloadkit.plan import Plan; import offloadkit.finetune, offloadkit.plan;"
+        "importlib.import_module('offloadkit.plan'); import offloadkit.hf.trainer;"
+        "print(callable(offloadkit.plan), callable(offloadkit.finetune))"
+    )
+    assert run_python(code).split() == ["True", "True"]
+
+
+def test_public_names_are_there_and_the_trainers_load_transformers_only_when_asked_for() -> None:
+    code = (
+        "import sys, offloadkit; print('transformers' in sys.modules);"
+        "assert all(hasattr(offloadkit, name) for name in offloadkit.__all__);"
+        "print('transformers' in sys.modules, offloadkit.OffloadTrainer.__mro__[1].__name__)"
+    )
+    assert run_python(code).split() == ["False", "True", "OffloadTrainerMixin"]
+    with pytest.raises(AttributeError, match="no attribute 'Monitr'"):
+        _ = offloadkit.Monitr
