@@ -104,10 +104,12 @@ def test_default_threads_leave_room_for_the_main_thread_and_the_loader(
 
 
 def in_child(action: Callable[[], bool]) -> None:
-    """Runs the action in a forked child and expects True of it within 20 seconds."""
+    """Runs the action in a forked child and expects True of it within 20 seconds. As in a DataLoader's worker, torch
+    itself runs on one thread there: OpenMP's own pool does not outlive a fork."""
     child = os.fork()
     if child == 0:
         try:
+            torch.set_num_threads(1)
             os._exit(0 if action() else 1)
         except BaseException:
             os._exit(2)
