@@ -193,6 +193,41 @@ def test_dropout_is_reproduced_on_recomputation(device: str) -> None:
         assert torch.equal(tensor, recomputed[name]), name
 
 
+def test_a_huggingface_model_recomputes_its_own_way(device: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    size = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 99}
+    config = transformers.T5Config(**size, dropout_rate=0.2, decoder_start_token_id=0, use_cache=False)
+    batch = {"input_ids": torch.arange(2, 12).view(2, 5).to(device), "labels": torch.arange(2, 8).view(2, 3).to(device)}
+    weights = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = transformers.T5ForConditionalGeneration(config).train()
+        options = OffloadConfig(learning_rate=1e-2, activation_checkpointing=recompute)
+        with OffloadEngine(model, options, device=device) as engine:
+            for _ in range(5):
+                engine.backward(engine(**batch).loss)
+                engine.step()
+            assert model.is_gradient_checkpointing == recompute
+            weights.append(engine.master_weights())
+        assert not model.is_gradient_checkpointing
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+@pytest.mark.gpu
+def test_the_main_thread_synchronises_nothing() -> None:
+    batches = tokens(8, "cuda")
+    for accumulation in (1, 2):
+        with OffloadEngine(TinyLM(), OffloadConfig(gradient_accumulation=accumulation)) as engine:
+            train(engine, batches[:4])
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for batch in batches:
+                    engine.backward(engine(batch))
+                    engine.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_block_used_twice_gets_the_sum_of_its_gradients(device: str) -> None:
     class Twice(TinyLM):
         def forward(self, batch: torch.Tensor) -> torch.Tensor:

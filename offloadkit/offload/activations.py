@@ -23,8 +23,7 @@ def checkpoint_activations(model: nn.Module) -> Callable[[], None]:
         ConfigError: the model has no repeated blocks to recompute.
     """
     if getattr(model, "supports_gradient_checkpointing", False):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-        return model.gradient_checkpointing_disable  # type: ignore[return-value]
+        return _checkpoint_as_huggingface_does(model)
     blocks = [block for _, block in repeated_blocks(model)]
     if not blocks:
         raise ConfigError(
@@ -39,6 +38,15 @@ def checkpoint_activations(model: nn.Module) -> Callable[[], None]:
             del block.forward
 
     return restore
+
+
+def _checkpoint_as_huggingface_does(model: Any) -> Callable[[], None]:
+    """Newer transformers say activation_checkpointing, older ones gradient_checkpointing."""
+    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    enable, disable = (getattr(model, f"{word}_checkpointing_{end}") for end in ("enable", "disable"))
+    enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
+    switch_off: Callable[[], None] = disable
+    return switch_off
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
