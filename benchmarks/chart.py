@@ -1,0 +1,57 @@
+"""The README's picture, from a result file: python -m benchmarks.chart benchmarks/results/FILE.json docs/FILE.png"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+LABELS = {
+    "gpu": "all on the GPU",
+    "offloadkit": "offloadkit",
+    "ao-amp": "torchao, fp32 (no clipping)",
+    "ao": "torchao, bf16 (no clipping,\nno master weights)",
+    "zero2": "DeepSpeed ZeRO-2 offload",
+    "zero3": "DeepSpeed ZeRO-3 offload",
+}
+OURS, OTHERS, BASELINE = "#0b6e99", "#b8bcc2", "#6b7078"
+GIB = 2**30
+
+
+def title_of(row: dict[str, Any], machine: dict[str, Any]) -> str:
+    """What was run, and where."""
+    work = row["work"]
+    shape = f"{work['batch_size']} x ({work['tokens']}+{work['target_tokens']}) tokens a step"
+    return f"{work['model']}, {row['num_parameters'] / 1e9:.2f} G parameters, {shape}, {machine['gpu']}"
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Three bars an engine: seconds a step, VRAM and host RAM."""
+    rows = {row["engine"]: row for row in result["rows"] if "step_seconds" in row}
+    names = [name for name in LABELS if name in rows][::-1]
+    colours = [{"offloadkit": OURS, "gpu": BASELINE}.get(name, OTHERS) for name in names]
+    panels = [
+        ("seconds a step", lambda row: row["step_seconds"], "{:.2f}"),
+        ("VRAM of the process, GiB", lambda row: row["vram_bytes"] / GIB, "{:.0f}"),
+        ("peak host RAM, GiB", lambda row: row["peak_ram_bytes"] / GIB, "{:.0f}"),
+    ]
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), sharey=True, layout="constrained")
+    for axis, (title, value, form) in zip(axes, panels, strict=True):
+        bars = axis.barh([LABELS[name] for name in names], [value(rows[name]) for name in names], color=colours)
+        axis.bar_label(bars, labels=[form.format(value(rows[name])) for name in names], padding=3, fontsize=9)
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.margins(x=0.15)
+        axis.xaxis.set_visible(False)
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
+    figure.suptitle(title_of(rows["offloadkit"], result["machine"]), fontsize=11, x=0.01, ha="left")
+    figure.savefig(path, dpi=150, facecolor="white")
+
+
+if __name__ == "__main__":
+    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
