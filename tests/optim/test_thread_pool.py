@@ -94,7 +94,7 @@ def test_fewer_than_one_thread_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("cores", "loader_workers", "expected"),
-    [(1, 0, 1), (2, 0, 2), (2, 4, 2), (3, 0, 2), (16, 0, 15), (16, 4, 11), (16, 30, 2)],
+    [(1, 0, 1), (2, 0, 2), (2, 4, 2), (3, 0, 2), (16, 0, 15), (16, 1, 14), (16, 4, 13), (16, 30, 13)],
 )
 def test_default_threads_leave_room_for_the_main_thread_and_the_loader(
     monkeypatch: pytest.MonkeyPatch, cores: int, loader_workers: int, expected: int
