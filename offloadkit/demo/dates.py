@@ -80,12 +80,11 @@ SPELLINGS: tuple[Callable[[date], str], ...] = (
     lambda day: f"{day.day} {_month(day)} '{day.year % 100:02d}",
     lambda day: f"{_short_month(day)} {_ordinal(day)} '{day.year % 100:02d}",
     lambda day: f"{day.day}.{day.month}.{day.year}",
-    lambda day: f"{day.year}.{day.month:02d}.{day.day:02d}",
     _slashes,
 )
 """The spellings, each a function from a date to text."""
 
-_CASES: tuple[Callable[[str], str], ...] = (str, str, str.lower, str.upper)
+_CASES: tuple[Callable[[str], str], ...] = (str, str, str.lower)
 
 
 def spell(day: date, rng: random.Random) -> str:

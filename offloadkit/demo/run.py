@@ -14,6 +14,7 @@ import torch
 from offloadkit import hardware
 from offloadkit.demo.dates import DatePair, date_pairs
 from offloadkit.finetune import NUM_PREDICTED, FinetuneResult, finetune
+from offloadkit.hf.bars import bars_where_live
 from offloadkit.hf.data import load_dataset_like, prepare
 from offloadkit.hf.evaluation import predict, share_correct
 from offloadkit.hf.folders import writable
@@ -21,7 +22,7 @@ from offloadkit.hf.models import load_tokenizer
 from offloadkit.plan import format_bytes
 from offloadkit.telemetry import StepRecord
 
-NUM_STEPS = 800
+NUM_STEPS = 700
 BATCH_SIZE = 64
 NUM_TRAIN = 20_000
 LEARNING_RATE = 2e-3
@@ -38,6 +39,7 @@ _PHASES = {
 """What the phases of a `StepRecord` are called here."""
 
 
+@bars_where_live()
 def run_demo(
     output: str | os.PathLike[str] = "offloadkit-demo", *, num_steps: int = NUM_STEPS, seed: int = 0
 ) -> dict[str, Any]:
@@ -75,6 +77,9 @@ def run_demo(
         max_steps=num_steps,
         batch_size=BATCH_SIZE,
         learning_rate=LEARNING_RATE,
+        lr_scheduler_type="warmup_stable_decay",
+        lr_scheduler_kwargs={"num_decay_steps": round(0.4 * num_steps), "decay_type": "linear"},
+        warmup_steps=round(0.15 * num_steps),
         seed=seed,
         save_strategy="no",
         eval_strategy="no",
@@ -87,18 +92,12 @@ def run_demo(
 
 
 def small_t5(seed: int) -> Any:
-    """A T5 of 968,448 random fp32 parameters over bytes: 2 encoder and 2 decoder blocks, 128 wide."""
+    """A T5 of 968,704 random fp32 parameters over bytes: 2 encoder and 2 decoder blocks, 128 wide."""
     from transformers import T5Config, T5ForConditionalGeneration, set_seed
 
     set_seed(seed)
-    shape: dict[str, Any] = {
-        "d_model": 128,
-        "d_kv": 32,
-        "d_ff": 512,
-        "num_layers": 2,
-        "num_decoder_layers": 2,
-        "num_heads": 4,
-    }
+    shape: dict[str, Any] = {"d_model": 128, "d_kv": 16, "num_heads": 8, "d_ff": 512}
+    shape |= {"num_layers": 2, "num_decoder_layers": 2}
     tokens: dict[str, Any] = {"vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, **shape, **tokens))
 
