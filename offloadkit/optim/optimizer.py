@@ -81,12 +81,13 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_parameter_state(self, parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
-        """Copy a saved state to where the parameter's lies; without "remainder" the weights are the master weights."""
-        target = self.state[parameter]
-        if "remainder" in target:
-            target["remainder"].zero_()
-        for name in set(target) & set(state):
-            target[name].copy_(torch.as_tensor(state[name]))
+        """Copy a saved state to where the parameter's lies. What was not saved is zero: without moments the parameter
+        was never stepped, without "remainder" the weights are the master weights."""
+        for name, target in self.state[parameter].items():
+            if name in state:
+                target.copy_(torch.as_tensor(state[name]))
+            else:
+                target.zero_()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of this class, or of `torch.optim.AdamW`, into the states where they lie.
@@ -105,8 +106,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         pairs = []
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             for parameter, index in zip(group["params"], saved["params"], strict=True):
-                state = state_dict["state"].get(index)
-                if state is not None and parameter in self.state:
+                state = state_dict["state"].get(index, {})
+                if parameter in self.state:
                     _check_shapes(parameter, state)
                     pairs.append((parameter, state))
         for parameter, state in pairs:
