@@ -52,14 +52,18 @@ class Telemetry:
         """
         self.records: deque[StepRecord] = deque(maxlen=keep)
         self._subscribers: list[Callable[[StepRecord], None]] = []
-        self._log: TextIO | None = None
-        if log_path is not None:
-            try:
-                self._log = Path(log_path).open("a", encoding="utf-8")  # noqa: SIM115
-            except OSError as error:
-                raise OutputError(
-                    f"cannot write the telemetry log {log_path}: {error.strerror}; choose another path"
-                ) from error
+        self._log_path, self._log = log_path, self._opened(log_path)
+
+    @staticmethod
+    def _opened(log_path: str | Path | None) -> TextIO | None:
+        if log_path is None:
+            return None
+        try:
+            return Path(log_path).open("a", encoding="utf-8")
+        except OSError as error:
+            raise OutputError(
+                f"cannot write the telemetry log {log_path}: {error.strerror}; choose another path"
+            ) from error
 
     def subscribe(self, listener: Callable[[StepRecord], None]) -> None:
         """Call `listener` with every later record, on the thread that trains."""
@@ -68,6 +72,7 @@ class Telemetry:
     def add(self, record: StepRecord) -> None:
         """Take a finished step."""
         self.records.append(record)
+        self._log = self._log or self._opened(self._log_path)
         if self._log is not None:
             line = asdict(record) | {"tokens_per_second": record.tokens_per_second}
             self._log.write(json.dumps(line) + "\n")
@@ -82,7 +87,7 @@ class Telemetry:
         return {phase: sum(record.seconds.get(phase, 0.0) for record in records) / len(records) for phase in phases}
 
     def close(self) -> None:
-        """Close the log."""
+        """Close the log; a later record opens it again."""
         if self._log is not None:
             self._log.close()
             self._log = None
