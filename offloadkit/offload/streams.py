@@ -57,6 +57,11 @@ class CopyStream:
         """Later copies start after `event`."""
         event.delay(self.stream)
 
+    def synchronize(self) -> None:
+        """Block the calling thread until the copies asked for so far are done: their memory may go."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
     def record(self, timing: bool = False) -> Event:
         """Mark the end of the copies asked for so far."""
         return Event(self.stream, timing)

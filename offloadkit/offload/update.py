@@ -56,7 +56,7 @@ class Update:
 
 
 class StepThread:
-    """Runs jobs one after the other on one thread; after an exception the later jobs are dropped."""
+    """Runs jobs one after the other on one thread; after an exception no more updates are made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,15 +73,16 @@ class StepThread:
     def close(self) -> None:
         """Finish what was submitted and end the thread."""
         self._jobs.put(None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # the garbage collector runs on any thread
+            self._thread.join()
+        self.h2d.synchronize()
 
     def _work(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         while (job := self._jobs.get()) is not None:
             try:
-                if self.error is None or isinstance(job, _UpdateJob):
-                    job()
+                job()
             except BaseException as error:  # shown to the caller at its next call
                 self.error = self.error or error
 
