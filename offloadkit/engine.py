@@ -9,8 +9,10 @@ for batch in batches:
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
@@ -18,17 +20,17 @@ from torch import nn
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
-from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError
+from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OffloadkitError
 from offloadkit.offload import host_memory
 from offloadkit.offload.activations import checkpoint_activations
 from offloadkit.offload.gradients import Gradients
-from offloadkit.offload.layers import FlatLayer, Newcomers, Slot, flat_layers, plan_of
+from offloadkit.offload.layers import FlatLayer, Newcomers, Slot, flat_layers, listed_groups, plan_of
 from offloadkit.offload.past import Past
 from offloadkit.offload.states import GroupOptions, LayerState, optimizer_states
 from offloadkit.offload.step_clock import StepClock, num_tokens
 from offloadkit.offload.streams import record_compute
 from offloadkit.offload.update import StepThread, Update
-from offloadkit.offload.weights import Gates, LayerWeights, PendingUpdate, TiedUses, move_rest
+from offloadkit.offload.weights import Gates, LayerWeights, TiedUses, move_rest
 from offloadkit.optim import cpu
 from offloadkit.optim.optimizer import OffloadAdamW
 from offloadkit.plan import NUM_STAGING
@@ -41,7 +43,8 @@ class OffloadEngine:
     """Trains a module in place; its parameters become views of the engine's flat buffers.
 
     Attributes:
-        module: the model. Evaluating, generating with and saving it is safe at any time.
+        module: the model. Evaluating, generating with, saving and loading it is safe at any time. Weights written in
+            another way count from the next step on, if `synchronize()` came before and not `.data` was written to.
         optimizer: a `torch.optim.Optimizer` for schedulers and checkpoints.
         device: where the model computes.
         plan: the sizes of everything and where they live.
@@ -75,22 +78,24 @@ class OffloadEngine:
         self.module, self.config = model, config or OffloadConfig()
         self.device = hardware.indexed(torch.device(device)) if device is not None else hardware.default_device()
         self.telemetry = telemetry or Telemetry()
+        param_groups = listed_groups(param_groups)
         layers = flat_layers(model, self.config, param_groups)
         trained = {slot.parameter for layer in layers for slot in layer.slots}
         self.plan = plan_of(model, layers, self.config)
         self._thread = StepThread(self.device)
-        self._finalizer = weakref.finalize(self, self._thread.close)
+        self._undo = ExitStack()
+        self._undo.callback(self._thread.close)
+        self._finalizer = weakref.finalize(self, self._undo.close)  # an engine forgotten lets go of the model too
         self._finalizer.atexit = False
         self._states = self._allocate(layers)
         move_rest(model, trained, self.device, self.config.working_dtype)
-        self._undo: list[Callable[[], None]] = []
-        self._attach()
         self.optimizer = OffloadAdamW(
             param_groups or [{"params": [p for p in model.parameters() if p in trained]}],
             self.config,
             self,
             optimizer_states(self._states),
         )
+        self._attach()
         self._clock = StepClock(self.device)
         self._past = Past(self._clock, self.telemetry, self.plan, self.device, self.config.on_nonfinite)
         self._newest: Update | None = None
@@ -158,7 +163,7 @@ class OffloadEngine:
         Raises:
             EngineStateError: no `backward` since the last call.
             NonFiniteGradientError: the gradients of the step before held NaN or Inf (`on_nonfinite="raise"`).
-            ModelError: parameters were added or unfrozen since the engine was built.
+            ModelError: parameters were added, replaced or unfrozen since the engine was built.
         """
         self._check_open()
         if self._stepped and not (boundary and self._num_backwards):
@@ -188,13 +193,10 @@ class OffloadEngine:
         for weights in self._gates.forward_order():
             state = by_weights[weights]
             if id(state.gradient) in with_gradient:
-                weights.pending = PendingUpdate()
-                layers.append((state, set(state.gradient.window), weights.pending))
+                slots = set(state.gradient.window)
+                layers.append((state, slots, weights.start_update(slots)))
                 state.gradient.window.clear()
-        options = [
-            GroupOptions(float(g["lr"]), tuple(g["betas"]), float(g["eps"]), float(g["weight_decay"]))
-            for g in self.optimizer.param_groups
-        ]
+        options = [GroupOptions.of(group) for group in self.optimizer.param_groups]
         done = record_compute(self.device)
         return Update(self._num_updates, layers, options, self.config.max_grad_norm, done)
 
@@ -202,6 +204,7 @@ class OffloadEngine:
 
     def grad_norm(self) -> float | None:
         """Global gradient norm of the newest update, unclipped; waits until it is known. None before the first."""
+        self._check_open()
         if self._newest is None:
             return None
         self._newest.norm_known.wait()
@@ -223,6 +226,7 @@ class OffloadEngine:
         """Forget the gradients gathered since the last update (`optimizer.zero_grad()`)."""
         self._check_open()
         self._gradients.drop()
+        self._clock.drop_window()
         self._num_backwards, self._stepped = 0, True
 
     def _settle(self) -> None:
@@ -243,12 +247,12 @@ class OffloadEngine:
             self.drop_gradients()
             raise
 
-    def _take_over_outside_writes(self) -> None:
+    def _take_over_outside_writes(self, *, keep_remainder: bool = False) -> None:
         written = [(state, slots) for state in self._states if (slots := state.weights.written_outside())]
         if written:
             self._settle()
             for state, slots in written:
-                state.take_over(slots)
+                state.take_over(slots, keep_remainder=keep_remainder)
 
     # ---- states by name ----------------------------------------------------------------------------------------
 
@@ -271,13 +275,13 @@ class OffloadEngine:
         Raises:
             ModelError: the parameter names differ; nothing is loaded then.
         """
+        self.synchronize()
         names = {slot.name for slot in self._slots()}
         if names != set(state["optimizer"]):
             differing = sorted(names ^ set(state["optimizer"]))
             raise ModelError(f"the saved run has other parameters than this model: {', '.join(differing[:5])} differ")
-        self.synchronize()
         self.module.load_state_dict(state["module"])
-        self._take_over_outside_writes()
+        self._take_over_outside_writes(keep_remainder=True)
         for slot in self._slots():
             self.optimizer.load_parameter_state(slot.parameter, state["optimizer"][slot.name])
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
@@ -312,21 +316,20 @@ class OffloadEngine:
     def _attach(self) -> None:
         """Hook the model: activation checkpointing, gates, gradients, tied weights."""
         if self.config.activation_checkpointing or self.plan.placement.activations == "checkpoint":
-            self._undo.append(checkpoint_activations(self.module))
+            self._undo.callback(checkpoint_activations(self.module))
         self._weights = [state.weights for state in self._states]
-        self._gates = Gates(self.module, self._weights)
+        self._gates = Gates(self.module, self._weights, weakref.WeakMethod(self._settle))
         self._gradients = Gradients(
             [state.gradient for state in self._states],
             on_device=self.plan.placement.gradients == "vram",
             accumulation=self.config.gradient_accumulation,
             staging=self._staging,
             submit=self._thread.submit,
+            got_gradient=self._gates.got_gradient,
         )
-        self._gradients.on_first_gradient = self._gates.used_without_forward
         tied = TiedUses([state.layer for state in self._states], self._gradients.land)
-        module: Any = self.module
-        settle = module.register_state_dict_pre_hook(_settler(weakref.ref(self)))
-        self._undo += [self._gates.remove, self._gradients.remove, tied.remove, settle.remove]
+        for undo in (self._gates.remove, self._gradients.remove, tied.remove):
+            self._undo.callback(undo)
 
     def set_loader_workers(self, num_workers: int) -> None:
         """Leave cores to this many DataLoader workers."""
@@ -336,19 +339,24 @@ class OffloadEngine:
         """Apply what is pending, let go of the model and give the engine's memory back.
 
         The model stays on its device with its trained weights; the optimizer's states are gone.
+
+        Raises:
+            NonFiniteGradientError: as `step`; the engine is closed then too.
         """
         if not self._open:
             return
+        failing = sys.exception() is not None  # then that error is the one to show
         try:
             self._settle()
-            self._past.record()
+            self._past.read()
+        except OffloadkitError:
+            if not failing:
+                raise
         finally:
             self._open = False
-            for undo in self._undo:
-                undo()
             self._finalizer()
             self.optimizer.state.clear()
-            for name in ("_states", "_weights", "_staging", "_gradients", "_gates", "_past", "_undo", "_newest"):
+            for name in ("_states", "_weights", "_staging", "_gradients", "_gates", "_past", "_clock", "_newest"):
                 delattr(self, name)
             _open_engines.pop(self.module, None)
             self.telemetry.close()
@@ -387,14 +395,3 @@ class OffloadEngine:
     def _raise_thread_error(self) -> None:
         if self._thread.error is not None:
             raise EngineStateError("the optimizer step failed; the weights may be half updated") from self._thread.error
-
-
-def _settler(engine: weakref.ref[OffloadEngine]) -> Callable[..., None]:
-    """A state_dict pre-hook: what is read from the model is the newest."""
-
-    def settle(*args: Any) -> None:
-        alive = engine()
-        if alive is not None and alive._open:
-            alive._settle()
-
-    return settle

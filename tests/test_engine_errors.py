@@ -93,7 +93,7 @@ def test_a_parameter_added_after_the_engine_was_built() -> None:
     with OffloadEngine(model) as engine:
         model.adapter = nn.Linear(4, 4)
         engine.backward(engine(tokens(1)[0]))
-        with pytest.raises(ModelError, match=r"'adapter\.weight' was added or unfrozen.*build a new one"):
+        with pytest.raises(ModelError, match=r"'adapter\.weight' was added, replaced or unfrozen.*build a new one"):
             engine.step()
 
 
@@ -103,7 +103,7 @@ def test_a_parameter_unfrozen_after_the_engine_was_built() -> None:
     with OffloadEngine(model) as engine:
         model.norm.weight.requires_grad_(True)
         engine.backward(engine(tokens(1)[0]))
-        with pytest.raises(ModelError, match=r"'norm\.weight' was added or unfrozen"):
+        with pytest.raises(ModelError, match=r"'norm\.weight' was added, replaced or unfrozen"):
             engine.step()
 
 

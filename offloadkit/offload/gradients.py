@@ -25,9 +25,7 @@ from offloadkit.offload.streams import CopyStream, Event, compute_stream, record
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim import cpu
 from offloadkit.optim.gradient_norm import NORM_BLOCK, block_sums, norm_blocks
-
-_MIN_LANDINGS = 3
-_STAGING_SLOTS = 2
+from offloadkit.plan import NUM_LANDINGS
 
 
 class LandingPool:
@@ -44,7 +42,7 @@ class LandingPool:
             (item for item in self._free if item[0].numel() >= num_bytes), key=lambda item: item[0].numel()
         )
         ready = [item for item in fitting if item[1] is None or item[1].done()]
-        if not ready and (not fitting or self._num_buffers < _MIN_LANDINGS):
+        if not ready and (not fitting or self._num_buffers < NUM_LANDINGS):
             self._num_buffers += 1
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         buffer, busy = (ready or fitting)[0]
@@ -124,6 +122,7 @@ class Gradients:
         accumulation: int,
         staging: Sequence[torch.Tensor],
         submit: Callable[[Callable[[], None]], None],
+        got_gradient: Callable[[LayerWeights, Slot], None],
     ) -> None:
         """
         Args:
@@ -132,9 +131,11 @@ class Gradients:
             staging: pinned uint8 buffers, each as large as the largest landing, that a micro-batch's gradient passes
                 through on its way to fp32 accumulation in RAM; empty when nothing accumulates there.
             submit: queues work for the stepping thread.
+            got_gradient: told of each gradient that comes.
         """
         self.layers = layers
-        self._on_device, self._accumulation, self._submit = on_device, accumulation, submit
+        self._on_device, self._accumulation = on_device, accumulation
+        self._submit, self._got_gradient = submit, got_gradient
         self._device = layers[0].weights.device
         self._pool = LandingPool(self._device)
         self.d2h = CopyStream(self._device)
@@ -142,7 +143,6 @@ class Gradients:
         for buffer in staging:
             self._staging.put(buffer)
         self._hooks: list[Any] = []
-        self.on_first_gradient: Callable[[LayerWeights], None] = lambda weights: None
         self._of_slot: dict[Slot, tuple[LayerGradient, int]] = {}
         for gradient in layers:
             for index, slot in enumerate(gradient.layer.slots):
@@ -152,9 +152,9 @@ class Gradients:
 
     def _taker(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         def take(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:  # None: every use of a tied weight has landed by itself
-                self.land(slot, parameter.grad)
-                parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:  # None: every use of a tied weight has landed by itself
+                self.land(slot, gradient)
 
         return take
 
@@ -162,10 +162,10 @@ class Gradients:
     def land(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Add `gradient` (the parameter's shape) to its place; send the layer off when it was the last one missing."""
         layer, index = self._of_slot[slot]
+        self._got_gradient(layer.weights, slot)
         if layer.complete:
             self._reopen(layer)
         if layer.buffer is None:
-            self.on_first_gradient(layer.weights)
             layer.weights.wait()
             layer.buffer = self._pool.take(layer.layer.numel * layer.landing_dtype.itemsize)
         place = layer.landing[slot.start : slot.start + slot.numel].view(slot.parameter.shape)
@@ -209,6 +209,7 @@ class Gradients:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self.d2h.synchronize()
 
     def _finish(self, layer: LayerGradient) -> None:
         layer.complete = True

@@ -62,6 +62,8 @@ class FlatLayer:
     slots: list[Slot]
     modules: list[nn.Module]
     """Modules before whose forward the layer's weights must be up to date."""
+    block: nn.Module | None = None
+    """The repeated block whose parameters these are; it is among the modules."""
     numel: int = field(init=False)
     """Elements of the flat buffers, padding included."""
 
@@ -108,6 +110,17 @@ def plan_of(model: nn.Module, layers: Sequence[FlatLayer], config: OffloadConfig
     frozen_bytes = sum(parameter.numel() * parameter.element_size() for parameter in frozen) + buffers
     num_frozen = sum(parameter.numel() for parameter in frozen)
     return make_plan([layer.shape() for layer in layers], config, frozen=num_frozen, frozen_bytes=frozen_bytes)
+
+
+def listed_groups(param_groups: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """`param_groups` with their parameters in lists: torch takes generators, and a single tensor, too."""
+    if param_groups is None:
+        return None
+    params = [group["params"] for group in param_groups]
+    return [
+        {**group, "params": [some] if isinstance(some, torch.Tensor) else list(some)}
+        for group, some in zip(param_groups, params, strict=True)
+    ]
 
 
 def group_indices(model: nn.Module, param_groups: Sequence[dict[str, Any]] | None) -> dict[nn.Parameter, int]:
@@ -168,23 +181,30 @@ class Newcomers:
         self._model, self._trained = model, trained
         self._modules = list(model.modules())
         self._frozen = [parameter for parameter in model.parameters() if parameter not in trained]
-        self._num_entries = self._count_entries()
+        self._found = self._entries()
 
-    def _count_entries(self) -> int:
-        return sum(len(module._parameters) + len(module._modules) for module in self._modules)
+    def _entries(self) -> list[int]:
+        """Identities of all parameters and submodules; those there at first are kept alive here and in the slots."""
+        return [
+            id(entry)
+            for module in self._modules
+            for entries in (module._parameters, module._modules)
+            for entry in entries.values()
+        ]
 
     def check(self) -> None:
         """
         Raises:
-            ModelError: a parameter was added or unfrozen.
+            ModelError: a parameter was added, replaced or unfrozen.
         """
-        if self._count_entries() == self._num_entries and not any(p.requires_grad for p in self._frozen):
+        if self._entries() == self._found and not any(p.requires_grad for p in self._frozen):
             return
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter not in self._trained:
                 raise ModelError(
-                    f"parameter {name!r} was added or unfrozen after the engine was built, so nothing would train it: "
-                    "close this engine and build a new one (what it was built with may be frozen and unfrozen)"
+                    f"parameter {name!r} was added, replaced or unfrozen after the engine was built, so nothing "
+                    "would train it: close this engine and build a new one (what it was built with may be frozen and "
+                    "unfrozen)"
                 )
 
 
@@ -240,8 +260,9 @@ def cut(model: nn.Module, groups: dict[nn.Parameter, int], dtypes: dict[nn.Param
     layers: list[FlatLayer] = []
     for (name, dtype), members in pieces.items():
         owners = [owner for slot in members for owner, _ in slot.owners]
-        modules = list(dict.fromkeys([block_of[name], *owners] if name in block_of else owners))
-        layers.append(FlatLayer(len(layers), name, dtype, members, modules))
+        block = block_of.get(name)
+        modules = list(dict.fromkeys(owners if block is None else [block, *owners]))
+        layers.append(FlatLayer(len(layers), name, dtype, members, modules, block))
     return layers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,11 @@ class GroupOptions:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> GroupOptions:
+        """The present options of one of the optimizer's param_groups."""
+        return cls(float(group["lr"]), tuple(group["betas"]), float(group["eps"]), float(group["weight_decay"]))
 
 
 @lru_cache(maxsize=256)
@@ -75,12 +81,13 @@ class LayerState:
         self.flat.weights.copy_(self.weights.flat)
         self.weights.bind()
 
-    def take_over(self, slots: Sequence[Slot]) -> None:
-        """The device's weights of `slots`, written from outside, become the master weights: their remainder is zero."""
+    def take_over(self, slots: Sequence[Slot], *, keep_remainder: bool = False) -> None:
+        """The device's weights of `slots`, written from outside, become the master weights: their remainder is zero,
+        unless the caller sets it next."""
         for slot in slots:
             here = slice(slot.start, slot.start + slot.numel)
             self.flat.weights[here].copy_(self.weights.flat[here])
-            if self.flat.remainder is not None:
+            if self.flat.remainder is not None and not keep_remainder:
                 self.flat.remainder[here].zero_()
 
     def master(self, slot: Slot) -> torch.Tensor:
@@ -90,19 +97,6 @@ class LayerState:
         remainder = self.flat.remainder
         flat = weights.clone() if remainder is None else join_master(weights, remainder[here])
         return flat.view(slot.parameter.shape)
-
-    def set_master(self, slot: Slot, master: torch.Tensor) -> None:
-        """Set a parameter's master weights (any float dtype, its shape), in RAM and on the device."""
-        here = slice(slot.start, slot.start + slot.numel)
-        flat = master.detach().reshape(-1).to(torch.float32)
-        if self.flat.remainder is None:
-            self.weights.flat[here].copy_(flat)
-            self.flat.weights[here].copy_(flat)
-        else:
-            working, remainder = split_master(flat)
-            self.weights.flat[here].copy_(working)
-            self.flat.weights[here].copy_(working)
-            self.flat.remainder[here].copy_(remainder)
 
     def step(self, slots: set[int], options: Sequence[GroupOptions], grad_scale: float) -> None:
         """One AdamW step of the parameters at `slots`, in place; the others keep everything, their step count too."""

@@ -64,6 +64,12 @@ class StepClock:
         self._now.backwards.append((began, record_compute(self._device, timing=True)))
         self._now.last_backward = time.perf_counter()
 
+    def drop_window(self) -> None:
+        """The gradients so far were dropped: their loss and tokens are in no record, their seconds are."""
+        if self._now.losses:
+            self._now.losses.clear()
+            self._now.num_tokens = None
+
     def end_window(self, update: Update, learning_rate: float, forward_wait: float) -> None:
         """The boundary: `forward_wait` is the seconds forward was blocked since the last one."""
         now = self._now

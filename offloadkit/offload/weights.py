@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,8 +61,9 @@ class LayerWeights:
         self._places: list[tuple[int, int]] = []
 
     def bind(self) -> None:
-        """Make every slot's parameter a view of `flat`."""
+        """Make every slot's parameter a view of `flat`; gradients from before are dropped."""
         for slot in self.layer.slots:
+            slot.parameter.grad = None
             view = own_storage(self.flat[slot.start : slot.start + slot.numel])
             slot.parameter.data = view.view(slot.parameter.shape)
         self._places = self._placed()
@@ -81,6 +83,13 @@ class LayerWeights:
         if pending.arrived is not None:
             pending.arrived.delay(compute_stream(self.device))
         self.pending = None
+
+    def start_update(self, slots: set[int]) -> PendingUpdate:
+        """From here on forward waits; a graph that saved the old weights of `slots` fails, as after any torch step."""
+        torch.autograd.graph.increment_version([self.layer.slots[index].parameter for index in slots])
+        self._places = self._placed()
+        self.pending = PendingUpdate()
+        return self.pending
 
     def take_waited_seconds(self) -> float:
         """Seconds that forward was blocked here since the last call."""
@@ -109,44 +118,81 @@ class LayerWeights:
 
 
 class Gates:
-    """Forward pre-hooks that wait for layers, and notice in which order forward asks for them."""
+    """Hooks that wait for layers, and notice in which order forward asks for them.
 
-    def __init__(self, model: nn.Module, weights: Sequence[LayerWeights]) -> None:
-        self._weights = weights
-        self._asked: dict[int, int] = {}
-        self._hooks = [model.register_forward_pre_hook(self._at_root)]
-        layers_of: dict[nn.Module, list[LayerWeights]] = {}
+    A module's forward, `state_dict` and `load_state_dict` wait for its layers; forward of the whole model waits for
+    those that nothing else waits for, and without gradients (evaluation) for all.
+    """
+
+    def __init__(
+        self, model: nn.Module, weights: Sequence[LayerWeights], settle: weakref.WeakMethod[Callable[[], None]]
+    ) -> None:
+        """
+        Args:
+            settle: called before the whole model's weights are saved or loaded.
+        """
+        self._model: nn.Module | None = model
+        self._weights, self._settle = weights, settle
+        self._asked: dict[LayerWeights, int] = {}
+        self._at_root_too: set[LayerWeights] = set()
+        self._ran: set[nn.Module] = set()
+        self._safe: set[Slot] = set()
+        self._layers_of: dict[nn.Module, list[LayerWeights]] = {}
         for weight in weights:
             for module in weight.layer.modules:
-                layers_of.setdefault(module, []).append(weight)
-        for module, layers in layers_of.items():
-            self._hooks.append(module.register_forward_pre_hook(self._gate(layers)))
-        self._at_root_too: set[LayerWeights] = set()
+                self._layers_of.setdefault(module, []).append(weight)
+        at_root, ask, wait = self._hook_functions()
+        # First in line: another hook may read the weights (torch.nn.utils.weight_norm does).
+        self._hooks = [module.register_forward_pre_hook(ask, prepend=True) for module in self._layers_of]
+        self._hooks.append(model.register_forward_pre_hook(at_root, prepend=True))
+        for module in dict.fromkeys([model, *self._layers_of]):
+            untyped: Any = module
+            self._hooks += [
+                untyped.register_state_dict_pre_hook(wait),
+                untyped.register_load_state_dict_pre_hook(wait),
+            ]
 
-    def _gate(self, layers: list[LayerWeights]) -> Callable[..., None]:
-        def wait(module: nn.Module, args: Any) -> None:
-            for weight in layers:
-                self._asked.setdefault(weight.layer.index, len(self._asked))
+    def _hook_functions(self) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+        """Functions, not methods: a deepcopy of the model takes them along, and must not copy this object."""
+
+        def at_root(module: nn.Module, args: Any) -> None:
+            if module is self._model:
+                for weight in self._at_root_too if torch.is_grad_enabled() else self._weights:
+                    weight.wait()
+
+        def ask(module: nn.Module, args: Any) -> None:
+            for weight in self._layers_of.get(module, ()):
+                self._ran.add(module)
+                self._asked.setdefault(weight, len(self._asked))
                 weight.wait()
 
-        return wait
+        def wait(module: nn.Module, *args: Any) -> None:
+            for weight in self._layers_of.get(module, ()):
+                weight.wait()
+            settle = self._settle() if module is self._model else None
+            if settle is not None:
+                settle()
 
-    def _at_root(self, module: nn.Module, args: Any) -> None:
-        for weight in self._weights if not torch.is_grad_enabled() else self._at_root_too:
-            weight.wait()
+        return at_root, ask, wait
 
-    def used_without_forward(self, weight: LayerWeights) -> None:
-        """A gradient came for a layer none of whose modules ran: from now on the whole model's forward waits for it."""
-        if weight.layer.index not in self._asked:
-            self._at_root_too.add(weight)
+    def got_gradient(self, weight: LayerWeights, slot: Slot) -> None:
+        """`slot` was used: if a module that holds it never ran, nor its block, the whole model's forward waits for the
+        layer from now on (`F.linear(x, self.embed.weight)`)."""
+        if slot not in self._safe:
+            self._safe.add(slot)
+            if weight.layer.block not in self._ran and any(owner not in self._ran for owner, _ in slot.owners):
+                self._at_root_too.add(weight)
 
     def forward_order(self) -> list[LayerWeights]:
-        """The layers in the order in which forward first asked for them; those never asked for come first."""
-        return sorted(self._weights, key=lambda weight: self._asked.get(weight.layer.index, -1))
+        """The layers in the order in which forward asks for them; first those that the whole model waits for."""
+        asked = {weight: at for weight, at in self._asked.items() if weight not in self._at_root_too}
+        return sorted(self._weights, key=lambda weight: asked.get(weight, -1))
 
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._layers_of.clear()  # a deepcopy of the model may keep the hooks alive
+        self._model, self._weights = None, ()
 
 
 class _Use(torch.autograd.Function):
@@ -171,7 +217,7 @@ class TiedUses:
 
     def __init__(self, layers: Sequence[FlatLayer], sink: Callable[[Slot, torch.Tensor], None]) -> None:
         self._hooks: list[Any] = []
-        slots_of: dict[nn.Module, dict[str, Slot]] = {}
+        self._slots_of = slots_of = dict[nn.Module, dict[str, Slot]]()
         for slot in (slot for layer in layers for slot in layer.slots if slot.shared):
             for module, attribute in slot.owners:
                 slots_of.setdefault(module, {})[attribute] = slot
@@ -198,6 +244,9 @@ class TiedUses:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        for module, slots in self._slots_of.items():
+            for attribute in slots:  # left there by a KeyboardInterrupt, for which torch runs no forward hook
+                module.__dict__.pop(attribute, None)
 
 
 def move_rest(model: nn.Module, trained: set[nn.Parameter], device: torch.device, working_dtype: str) -> None:

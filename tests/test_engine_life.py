@@ -1,0 +1,161 @@
+"""Engines that are built on a used model, forgotten, interrupted, loaded and closed leave nothing wrong behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from offloadkit.config import OffloadConfig
+from offloadkit.engine import OffloadEngine as EngineOfDevice
+from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError
+from offloadkit.offload import update
+from offloadkit.telemetry import Telemetry
+from tests.models import TinyLM, tokens, train
+
+OffloadEngine = partial(EngineOfDevice, device="cpu")
+
+
+def test_gradients_from_before_the_engine_do_not_count() -> None:
+    batch = tokens(1)[0]
+    norms = []
+    for used in (False, True):
+        torch.manual_seed(0)
+        model = TinyLM()
+        if used:
+            model(batch).backward()
+        with OffloadEngine(model) as engine:
+            train(engine, [batch])
+            norms.append(engine.grad_norm())
+    assert norms[0] == norms[1]
+
+
+def test_an_engine_that_is_forgotten_lets_go_of_the_model() -> None:
+    model, num_threads = TinyLM(), threading.active_count()
+    engine = OffloadEngine(model)
+    train(engine, tokens(1))
+    del engine
+    gc.collect()
+    assert threading.active_count() == num_threads
+    model(tokens(1)[0]).backward()
+    assert model.norm.weight.grad is not None
+    before = model.norm.weight.detach().clone()
+    with OffloadEngine(model) as second:
+        train(second, tokens(1))
+    assert not torch.equal(model.norm.weight, before)
+
+
+def test_parameter_groups_may_be_generators() -> None:
+    model = TinyLM()
+    groups = [{"params": model.blocks.parameters(), "lr": 1e-2}, {"params": model.unused}]
+    groups.append({"params": (p for name, p in model.named_parameters() if name.startswith(("embed", "norm", "head")))})
+    with OffloadEngine(model, param_groups=groups) as engine:
+        assert [len(group["params"]) for group in engine.optimizer.param_groups] == [16, 1, 3]
+        assert len(engine.optimizer.state_dict()["state"]) == 20
+
+
+def test_a_module_replaced_after_the_engine_was_built() -> None:
+    model = TinyLM(tied=False)
+    with OffloadEngine(model) as engine:
+        model.head = nn.Linear(65, 61, bias=False)
+        engine.backward(engine(tokens(1)[0]))
+        with pytest.raises(ModelError, match=r"'head\.weight' was added, replaced or unfrozen"):
+            engine.step()
+
+
+def test_loading_ones_own_live_state_changes_nothing() -> None:
+    config = OffloadConfig(learning_rate=1e-2, working_dtype="bf16")
+    with OffloadEngine(TinyLM(), config) as engine:
+        train(engine, tokens(3))
+        before = copy.deepcopy(engine.state_dict()["optimizer"])
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        engine.load_state_dict(engine.state_dict())
+        for name, state in engine.state_dict()["optimizer"].items():
+            assert all(torch.equal(tensor, before[name][key]) for key, tensor in state.items()), name
+
+
+def test_loading_resets_parameters_that_the_saved_run_had_not_stepped() -> None:
+    model = TinyLM()
+    saved = torch.optim.AdamW(copy.deepcopy(model).parameters()).state_dict()
+    with OffloadEngine(model) as engine:
+        train(engine, tokens(2))
+        engine.optimizer.load_state_dict(saved)
+        assert not any(t.any() for state in engine.optimizer.state_dict()["state"].values() for t in state.values())
+
+
+def test_a_failing_update_does_not_block_the_next_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, *args: object) -> None:
+        raise RuntimeError("disk on fire")
+
+    monkeypatch.setattr(update.LayerState, "step", broken)
+    engine = OffloadEngine(TinyLM(), OffloadConfig(gradient_accumulation=2))
+    for batch in tokens(2):
+        engine.backward(engine(batch))
+        engine.step()
+    waiting = threading.Thread(target=lambda: engine.backward(engine(tokens(1)[0])), daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    with pytest.raises(EngineStateError, match="half updated"):
+        engine.close()
+
+
+def test_an_interrupted_forward_leaves_no_attribute_on_the_model() -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    model = TinyLM(tied=True)
+    with OffloadEngine(model) as engine:
+        hook = model.head.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine(tokens(1)[0])
+        hook.remove()
+        train(engine, tokens(1))
+        model.head.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine(tokens(1)[0])
+    assert "weight" not in model.head.__dict__
+
+
+def test_closing_reports_a_last_step_that_was_not_applied_unless_another_error_is_on_its_way() -> None:
+    batch = tokens(1)[0]
+    model = TinyLM()
+    engine = OffloadEngine(model)
+    engine.backward(engine(batch) * float("nan"))
+    engine.step()
+    with pytest.raises(NonFiniteGradientError, match="step 1"):
+        engine.close()
+    engine = OffloadEngine(model)
+    engine.backward(engine(batch) * float("nan"))
+    engine.step()
+    with pytest.raises(KeyboardInterrupt), engine:
+        raise KeyboardInterrupt
+    for call in (engine.grad_norm, engine.state_dict, lambda: engine.load_state_dict({"optimizer": {}})):
+        with pytest.raises(EngineStateError, match="closed"):
+            call()
+
+
+def test_a_dropped_window_is_in_no_record() -> None:
+    with OffloadEngine(TinyLM()) as engine:
+        engine.backward(engine(tokens(1)[0]))
+        engine.optimizer.zero_grad()
+        loss = engine(tokens(1)[0])
+        engine.backward(loss)
+        engine.step()
+        engine.synchronize()
+        assert engine.telemetry.records[0].loss == pytest.approx(loss.item())
+
+
+def test_one_log_serves_a_second_engine(tmp_path: Path) -> None:
+    model, telemetry = TinyLM(), Telemetry(tmp_path / "steps.jsonl")
+    for _ in range(2):
+        with OffloadEngine(model, telemetry=telemetry) as engine:
+            train(engine, tokens(2))
+    telemetry.close()
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 4

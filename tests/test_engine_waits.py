@@ -1,0 +1,122 @@
+"""Nobody reads or writes weights while their update is on its way, however a model comes to them."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offloadkit.config import OffloadConfig
+from offloadkit.engine import OffloadEngine
+from offloadkit.offload import update
+from tests.models import TinyLM, tokens, train
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = update.LayerState.step
+
+    def slow(self: Any, *args: Any) -> None:
+        time.sleep(0.02)
+        real(self, *args)
+
+    monkeypatch.setattr(update.LayerState, "step", slow)
+
+
+class EmbedsByHand(TinyLM):
+    """Reads the embedding's weight before any module that holds it runs."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__(tied=tied, depth=2)
+        del self.unused
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.embedding(tokens, self.embed.weight)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flip(-1).flatten())
+
+
+def weight_normed() -> nn.Module:
+    """A model with a hook of its own, older than the engine's, that reads weights."""
+    model = TinyLM(tied=False, depth=2)
+    del model.unused
+    model.embed = nn.utils.weight_norm(model.embed)
+    model.blocks[0].up = nn.utils.weight_norm(model.blocks[0].up)
+    return model
+
+
+@pytest.mark.usefixtures("slow_steps")
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    "build",
+    [lambda: EmbedsByHand(tied=False), lambda: EmbedsByHand(tied=True), weight_normed],
+    ids=["read by the parent", "read by the parent, tied", "read by an older hook"],
+)
+def test_weights_that_are_read_before_their_module_runs_are_waited_for(
+    device: str, build: Callable[[], nn.Module]
+) -> None:
+    results = []
+    for settled in (True, False):
+        torch.manual_seed(0)
+        with OffloadEngine(build(), OffloadConfig(learning_rate=0.1), device=device) as engine:
+            for batch in tokens(5, device):
+                engine.backward(engine(batch))
+                engine.step()
+                if settled:
+                    engine.synchronize()
+            results.append(engine.master_weights())
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+@pytest.mark.usefixtures("slow_steps")
+@pytest.mark.parametrize("part", ["", "blocks", "blocks.1.up"])
+def test_saving_and_loading_right_after_a_step(device: str, part: str) -> None:
+    best = TinyLM().get_submodule(part).state_dict()
+    with OffloadEngine(TinyLM(), OffloadConfig(learning_rate=0.1), device=device) as engine:
+        module = engine.module.get_submodule(part)
+        engine.backward(engine(tokens(1, device)[0]))
+        engine.step()
+        saved = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        engine.synchronize()
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in module.state_dict().items())
+        engine.backward(engine(tokens(1, device)[0]))
+        engine.step()
+        module.load_state_dict(best)
+        masters = engine.master_weights()
+        for name, tensor in best.items():
+            name = f"{part}.{name}" if part else name
+            assert torch.equal(tensor.cpu(), masters["embed.weight" if name == "head.weight" else name]), name
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_a_deepcopy_while_an_update_is_on_its_way_shares_nothing(device: str) -> None:
+    model = TinyLM()
+    with OffloadEngine(model, device=device) as engine:
+        engine.backward(engine(tokens(1, device)[0]))
+        engine.step()
+        other = copy.deepcopy(model)
+    other(tokens(1, device)[0]).backward()
+    assert other.norm.weight.grad is not None
+    assert set(other.state_dict()) == set(model.state_dict())
+
+
+def test_a_graph_older_than_the_step_fails_as_it_does_in_torch(device: str) -> None:
+    batch = tokens(1, device)[0]
+    with OffloadEngine(TinyLM(tied=False), device=device) as engine:
+        first, second = engine(batch), engine(batch)
+        engine.backward(first)
+        engine.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(second)
+        train(engine, [batch])
