@@ -235,8 +235,7 @@ class Gradients:
         staged = self._staging.get()  # waits for the stepping thread when both buffers are full
         piece = staged[: layer.landing.numel() * layer.landing_dtype.itemsize].view(layer.landing_dtype)
         self.d2h.wait(record_compute(self._device))
-        with self.d2h.use():
-            piece.copy_(layer.landing, non_blocking=True)
+        self.d2h.copy(piece, layer.landing)
         arrived = self.d2h.record()
         self._release(layer, arrived)
         layer.sums_on_host = True
@@ -256,9 +255,8 @@ class Gradients:
     def _send(self, layer: LayerGradient, gradient: torch.Tensor) -> None:
         block_sums(gradient, layer.device_blocks, layer.device_sums)
         self.d2h.wait(record_compute(self._device))
-        with self.d2h.use():
-            layer.host.copy_(gradient, non_blocking=True)
-            layer.sums.copy_(layer.device_sums, non_blocking=True)
+        self.d2h.copy(layer.host, gradient)
+        self.d2h.copy(layer.sums, layer.device_sums)
         layer.sent = self.d2h.record(timing=True)
 
     def _release(self, layer: LayerGradient, busy: Event | None) -> None:

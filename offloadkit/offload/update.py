@@ -129,8 +129,7 @@ def run(update: Update, h2d: CopyStream) -> None:
         if state.uploaded is not None:
             state.uploaded.synchronize()
         state.step(slots, update.options, scale)
-        with h2d.use():
-            state.weights.flat.copy_(state.flat.weights, non_blocking=True)
+        h2d.copy(state.weights.flat, state.flat.weights)
         state.uploaded = h2d.record()
         pending.record(state.uploaded)
     update.seconds["cpu_step"] = time.perf_counter() - normed
