@@ -273,13 +273,15 @@ class OffloadEngine:
         """Continue from a `state_dict()` of an engine with the same parameters, whatever its placement.
 
         Raises:
-            ModelError: the parameter names differ; nothing is loaded then.
+            ModelError: the parameter names or the number of groups differ; nothing is loaded then.
         """
         self.synchronize()
         names = {slot.name for slot in self._slots()}
         if names != set(state["optimizer"]):
             differing = sorted(names ^ set(state["optimizer"]))
             raise ModelError(f"the saved run has other parameters than this model: {', '.join(differing[:5])} differ")
+        if len(state["param_groups"]) != len(self.optimizer.param_groups):
+            raise ModelError(f"the saved run has {len(state['param_groups'])} parameter groups, this one has others")
         self.module.load_state_dict(state["module"])
         self._take_over_outside_writes(keep_remainder=True)
         for slot in self._slots():

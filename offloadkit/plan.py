@@ -94,7 +94,7 @@ class Plan:
                 )
         totals = [format_bytes(self.total_bytes(tier)) for tier in ("vram", "ram")]
         lines.append(f"  {'in all':22}" + "".join(f"{total:>12}" for total in totals))
-        lines.append("  (activations and the framework's own memory come on top)")
+        lines.append("  (activations and the framework's own memory come on top; without a GPU, VRAM is RAM too)")
         return "\n".join(lines)
 
 

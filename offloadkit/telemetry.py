@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from offloadkit.errors import OutputError
 
@@ -75,7 +76,7 @@ class Telemetry:
         self._log = self._log or self._opened(self._log_path)
         if self._log is not None:
             line = asdict(record) | {"tokens_per_second": record.tokens_per_second}
-            self._log.write(json.dumps(line) + "\n")
+            self._log.write(json.dumps(_finite(line)) + "\n")
             self._log.flush()
         for listener in self._subscribers:
             listener(record)
@@ -91,3 +92,10 @@ class Telemetry:
         if self._log is not None:
             self._log.close()
             self._log = None
+
+
+def _finite(value: Any) -> Any:
+    """Strict JSON has neither NaN nor Inf: null stands for them."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from offloadkit.config import OffloadConfig, Placement, parse_bytes
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, NonFiniteGradientError, OffloadkitError
 from offloadkit.offload import host_memory, update
+from offloadkit.telemetry import Telemetry
 from tests.models import TinyLM, tokens, train
 
 
@@ -223,3 +226,39 @@ def test_a_loss_that_is_not_a_scalar_says_so() -> None:
         output = engine(torch.ones(2, 3))
         with pytest.raises(ValueError, match=r"scalar.*\(2, 3\)"):
             engine.backward(output)
+
+
+def test_sparse_gradients_say_what_to_do() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1))
+    with OffloadEngine(model) as engine:
+        loss = engine(torch.arange(3)).sum()
+        with pytest.raises(ModelError, match=r"'0\.weight' has sparse gradients.*sparse=False"):
+            engine.backward(loss)
+
+
+def test_a_saved_run_with_other_groups_or_parameters_loads_nothing() -> None:
+    with OffloadEngine(TinyLM()) as engine:
+        saved = copy.deepcopy(engine.state_dict())
+    model = TinyLM()
+    groups = [{"params": [p]} for p in model.parameters()]
+    before = copy.deepcopy(model.state_dict())
+    with OffloadEngine(model, param_groups=groups) as engine:
+        with pytest.raises(ModelError, match="has 1 parameter groups"):
+            engine.load_state_dict(saved)
+        del saved["optimizer"]["norm.weight"]
+        with pytest.raises(ModelError, match=r"norm\.weight differ"):
+            engine.load_state_dict(saved)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_log_is_strict_json_where_a_step_was_skipped(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    config = OffloadConfig(on_nonfinite="skip")
+    with OffloadEngine(TinyLM(), config, telemetry=Telemetry(log)) as engine:
+        spoil(engine, tokens(1)[0])
+        with pytest.warns(RuntimeWarning, match="not applied"):
+            engine.synchronize()
+    (line,) = log.read_text().splitlines()
+    record = json.loads(line, parse_constant=pytest.fail)
+    assert record["skipped"]
+    assert record["grad_norm"] is None

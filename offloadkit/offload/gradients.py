@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from offloadkit.errors import ModelError
 from offloadkit.offload.layers import FlatLayer, Slot
 from offloadkit.offload.streams import CopyStream, Event, compute_stream, record_compute
 from offloadkit.offload.weights import LayerWeights
@@ -161,6 +162,8 @@ class Gradients:
     @torch.no_grad()
     def land(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Add `gradient` (the parameter's shape) to its place; send the layer off when it was the last one missing."""
+        if gradient.is_sparse:
+            raise ModelError(f"parameter {slot.name!r} has sparse gradients: build its nn.Embedding with sparse=False")
         layer, index = self._of_slot[slot]
         self._got_gradient(layer.weights, slot)
         if layer.complete:
