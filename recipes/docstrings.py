@@ -6,8 +6,9 @@
 Several thousand pairs come out of the Python standard library of the interpreter that runs this; functions of one file
 are all in training or all held out. A tokenizer is trained on the training text. Then the same model, from the same
 random weights, over the same batches, is trained twice: by `offloadkit.finetune`, and by a plain `Seq2SeqTrainer` with
-AdamW on the device (fp32 weights; on a GPU bf16 autocast). Both held-out loss curves, the loss of a unigram model of
-the targets, and what the reloaded model writes go into a JSON file.
+AdamW on the device (fp32 weights; on a GPU bf16 autocast), and plainly once more in another order of batches, which
+shows how much is noise. The held-out loss curves, the loss of a unigram model of the targets, and what the reloaded
+model writes go into a JSON file.
 """
 
 from __future__ import annotations
@@ -173,9 +174,11 @@ def main() -> None:
         results |= ours(model, files, tokenizer, folder, options)
         del model
         if not options.without_plain:
-            print("\nplain Seq2SeqTrainer, AdamW on the device", flush=True)
-            model = random_t5(options.shape, len(tokenizer), options.seed)
-            results["plain"] = plain_run(model, folder / "plain", data, evaluation, training_arguments(options))
+            for name, seed in (("plain", options.seed), ("plain, other order", options.seed + 1)):
+                print(f"\n{name}: Seq2SeqTrainer, AdamW on the device", flush=True)
+                model = random_t5(options.shape, len(tokenizer), options.seed)
+                arguments = training_arguments(options) | {"seed": seed}
+                results[name] = plain_run(model, folder / "plain", data, evaluation, arguments)
         results["seconds"] = time.perf_counter() - began
     report(results, Path(options.results))
 
@@ -254,11 +257,11 @@ def write(pairs: list[Pair], path: Path) -> Path:
 
 def report(results: dict[str, Any], path: Path) -> None:
     """Print both curves and the samples, and write the file."""
-    plain = dict(results.get("plain", {}).get("evaluations", []))
+    others = [dict(results[name]["evaluations"]) for name in ("plain", "plain, other order") if name in results]
     print(f"\nheld-out loss, nats a token (a unigram model: {results['unigram_loss']:.3f})")
-    print(f"  {'step':>6}{'offloadkit':>12}{'plain':>12}")
+    print(f"  {'step':>6}{'offloadkit':>12}{'plain':>12}{'other order':>14}")
     for step, loss in results["offloadkit"]["evaluations"]:
-        print(f"  {step:6}{loss:12.4f}" + (f"{plain[step]:12.4f}" if step in plain else ""))
+        print(f"  {step:6}{loss:12.4f}" + "".join(f"{other[step]:13.4f}" for other in others))
     print("\nwritten by the model loaded from disk:")
     for sample in results["samples"]:
         print(f"  {sample['input'].splitlines()[0][:70]}\n    {sample['prediction']}\n    (was: {sample['target']})")
