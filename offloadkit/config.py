@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from offloadkit.errors import ConfigError
@@ -97,15 +98,25 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        for name, low in (("learning_rate", 0.0), ("eps", 0.0), ("weight_decay", 0.0)):
-            if not getattr(self, name) >= low:
-                raise ConfigError(f"{name} must be a number >= {low:g}, got {getattr(self, name)!r}")
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+        for name in ("learning_rate", "eps", "weight_decay"):
+            if not _is_number(value := getattr(self, name)) or not 0 <= value < float("inf"):
+                raise ConfigError(f"{name} must be a number >= 0, got {value!r}")
+        betas = self.betas if isinstance(self.betas, tuple | list) else ()
+        if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
             raise ConfigError(f"betas must be two numbers in [0, 1), got {self.betas!r}")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+        object.__setattr__(self, "betas", tuple(betas))
+        if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigError(f"max_grad_norm must be positive, or None to clip nothing; got {self.max_grad_norm!r}")
-        if not isinstance(self.gradient_accumulation, int) or self.gradient_accumulation < 1:
+        if type(self.gradient_accumulation) is not int or self.gradient_accumulation < 1:
             raise ConfigError(f"gradient_accumulation must be a whole number >= 1, got {self.gradient_accumulation!r}")
+        if not isinstance(self.activation_checkpointing, bool):
+            raise ConfigError(f"activation_checkpointing must be True or False, got {self.activation_checkpointing!r}")
+        if not isinstance(self.placement, Placement | None):
+            raise ConfigError(f"placement must be an offloadkit.Placement or None, got {self.placement!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check_choices(options: Placement | OffloadConfig) -> None:
