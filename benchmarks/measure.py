@@ -54,6 +54,7 @@ def measure(task: dict[str, Any]) -> Row:
     import torch
 
     from benchmarks import engines, memory, workloads
+    from offloadkit import hardware
 
     work = workloads.Workload(**task["work"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,7 +99,7 @@ def measure(task: dict[str, Any]) -> Row:
         steps = itertools.repeat(workloads.fixed_batches(work, device))
     row.update(run_steps(engine, steps, work, device, vram))
     row["process_seconds"] = row.pop("first_step_at") - psutil.Process().create_time()
-    row["peak_ram_bytes"] = memory.peak_ram_bytes()
+    row["peak_ram_bytes"] = hardware.process_peak_ram_bytes()
     if mode == "loader":
         row["weights_sha256"] = sha256_of(model)
     return row

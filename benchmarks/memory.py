@@ -1,9 +1,8 @@
-"""What a process takes: device memory as the driver sees it, and RAM."""
+"""Device memory as the driver sees it, and a page cache made empty."""
 
 from __future__ import annotations
 
 import os
-import resource
 from pathlib import Path
 
 import torch
@@ -48,21 +47,6 @@ class DeviceMemory:
                 return int(process.usedGpuMemory)
         self.source = "NVML, growth of the device"
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._nvml_device).used) - self._bytes_before
-
-
-def peak_ram_bytes() -> int:
-    """Highest resident RAM of this process so far, pinned pages counted.
-
-    VmHWM belongs to this program alone; ru_maxrss may start at the size of the program that forked it.
-    """
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        status = ""
-    for line in status.splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def evict_page_cache(folder: Path) -> None:

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def num_cores() -> int:
@@ -33,10 +34,11 @@ def _read(path: Path) -> str:
 def _cgroup_dirs(controller: str) -> list[Path]:
     """Folders of this process's cgroup, innermost first: v2's unified tree, or v1's tree of one controller."""
     dirs: list[Path] = []
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in _read(_OWN_CGROUPS).splitlines():
         number, controllers, name = line.split(":", 2)
-        root = _CGROUP if number == "0" else _CGROUP / controller
         if number == "0" or controller in controllers.split(","):
+            joint = _CGROUP / controllers  # "cpu,cpuacct"; most systems link "cpu" to it
+            root = joint if number == "0" or joint.is_dir() else _CGROUP / controller
             inner = root / name.lstrip("/")
             dirs += [path for path in (inner, *inner.parents) if path == root or root in path.parents]
     return dirs
@@ -53,32 +55,29 @@ def _cgroup_cpu_quota() -> float | None:
     return min(quotas, default=None)
 
 
-def _cgroup_ram() -> tuple[int, int] | None:
-    """(limit, reclaimable-free usage) in bytes of the tightest memory cgroup, None without a limit."""
-    tightest: tuple[int, int] | None = None
+def _cgroup_ram() -> list[tuple[int, int]]:
+    """(limit, usage without page cache) in bytes of each memory cgroup above this process that has a limit."""
+    found: list[tuple[int, int]] = []
     for folder in _cgroup_dirs("memory"):
         limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
         usage = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
         if limit.isdigit() and usage.isdigit() and int(limit) < 1 << 60:
             stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())
-            used = int(usage) - int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
-            if tightest is None or int(limit) < tightest[0]:
-                tightest = int(limit), used
-    return tightest
+            kinds = ("active_file", "inactive_file")  # v1 counts children under total_ alone, v2 under the plain name
+            cache = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
+            found.append((int(limit), int(usage) - cache))
+    return found
 
 
 def ram_limit_bytes() -> int:
-    """RAM this process may use in all, in bytes: the machine's, or its cgroup's where that is less."""
-    total = int(psutil.virtual_memory().total)
-    cgroup = _cgroup_ram()
-    return min(total, cgroup[0]) if cgroup else total
+    """RAM this process may use in all, in bytes: the machine's, or its cgroups' where that is less."""
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroup_ram())])
 
 
 def ram_available_bytes() -> int:
     """RAM still to be had, in bytes, page cache counted as free."""
     available = int(psutil.virtual_memory().available)
-    cgroup = _cgroup_ram()
-    return max(0, min(available, cgroup[0] - cgroup[1])) if cgroup else available
+    return max(0, min([available, *(limit - used for limit, used in _cgroup_ram())]))
 
 
 def process_ram_bytes() -> int:
@@ -87,7 +86,13 @@ def process_ram_bytes() -> int:
 
 
 def process_peak_ram_bytes() -> int:
-    """Highest resident RAM of this process so far, in bytes."""
+    """Highest resident RAM of this process so far, in bytes; pinned pages count.
+
+    VmHWM belongs to this program alone; ru_maxrss may start at the size of the program that forked it.
+    """
+    for line in _read(Path("/proc/self/status")).splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
