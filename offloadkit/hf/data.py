@@ -89,6 +89,7 @@ def prepare(
         DataError: no column set fits, or not this model; a field is missing; a token id beyond the vocabulary; nothing
             to learn in any row.
     """
+    dataset = dataset.with_format(None)
     kind = _column_set(dataset, task)
     task = _task_of(kind, dataset, model_config, task)
     _check_lengths(max_input_length, max_target_length)

@@ -84,7 +84,7 @@ def load_model(
                 f"a {type(name_or_path_or_model).__name__} is not a HuggingFace model: train it with "
                 "offloadkit.OffloadEngine, which takes any torch.nn.Module"
             )
-        return _take_over(name_or_path_or_model, task, dtype, device, num_labels or len(id2label or ()))
+        return _take_over(name_or_path_or_model, task, dtype, device, num_labels, id2label)
     config = load_config(name_or_path_or_model, init=init)
     task = task or infer_task(config)
     _set_labels(config, num_labels, id2label)
@@ -279,9 +279,15 @@ def _read(
 
 
 def _take_over(
-    model: Any, task: str | None, dtype: torch.dtype | None, device: torch.device, num_labels: int
+    model: Any,
+    task: str | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    num_labels: int | None,
+    id2label: dict[int, str] | None,
 ) -> PreTrainedModel:
-    """A model that the user made, moved and converted in place."""
+    """A model that the user made, moved and converted in place; labels that have no names yet get them."""
+    num_labels = num_labels or len(id2label or ())
     if task is not None and not isinstance(model, tuple(_auto_class(model.config, task)._model_mapping.values())):
         raise ModelError(f"a {type(model).__name__} does not do {task!r}: pass a model with that head, or its name")
     if task == "classification" and num_labels and model.config.num_labels != num_labels:
@@ -289,6 +295,8 @@ def _take_over(
             f"the model tells {model.config.num_labels} labels apart and the dataset has {num_labels}: "
             f"load it with num_labels={num_labels}"
         )
+    if id2label and all(name == f"LABEL_{index}" for index, name in model.config.id2label.items()):
+        _set_labels(model.config, None, id2label)
     return cast("PreTrainedModel", model.to(device=device, dtype=dtype))
 
 

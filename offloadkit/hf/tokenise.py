@@ -60,7 +60,7 @@ def tokenise(run: Tokenising, kind: str) -> Dataset:
     fingerprint spares hashing the tokenizer.
 
     Args:
-        run: the pass; its counts are filled in.
+        run: the pass; its counts are filled in. Its dataset gives plain Python values.
         kind: the column set, a key of `_TOKENISERS`.
 
     Raises:
@@ -80,7 +80,7 @@ def tokenise(run: Tokenising, kind: str) -> Dataset:
     with _temporary_files():
         return cast(
             "Dataset",
-            run.dataset.with_format(None).map(
+            run.dataset.map(
                 rows_that_teach,
                 batched=True,
                 with_indices=True,

@@ -60,6 +60,13 @@ def test_rows_in_memory_give_the_same_dataset(make: Any) -> None:
     assert load_dataset_like(make(PAIRS)).to_list() == PAIRS
 
 
+@pytest.mark.parametrize("form", ["torch", "numpy", "pandas"])
+def test_a_dataset_that_hands_out_tensors_is_the_same_dataset(form: str) -> None:
+    labelled = datasets.Dataset.from_list([{"text": "good", "label": 1}, {"text": "bad", "label": 0}])
+    expected = prepared(labelled, WORDS, BERT)
+    assert prepared(labelled.with_format(form), WORDS, BERT).dataset.to_list() == expected.dataset.to_list()
+
+
 def test_dataset_dict_gives_the_split() -> None:
     whole = datasets.Dataset.from_list(PAIRS)
     assert load_dataset_like(datasets.DatasetDict(train=whole)) is whole

@@ -218,6 +218,15 @@ def test_model_instance_with_another_head_is_refused() -> None:
         load_model(model, task="classification", num_labels=5)
 
 
+def test_labels_of_a_model_instance_get_names_where_they_have_none() -> None:
+    names = {0: "bad", 1: "good"}
+    unnamed = AutoModelForSequenceClassification.from_config(tiny.bert_config(num_labels=2))
+    assert load_model(unnamed, task="classification", id2label=names).config.id2label == names
+    assert unnamed.config.label2id == {"bad": 0, "good": 1}
+    named = AutoModelForSequenceClassification.from_config(tiny.bert_config(id2label={0: "no", 1: "yes"}))
+    assert load_model(named, task="classification", id2label=names).config.id2label == {0: "no", 1: "yes"}
+
+
 def test_plain_module_is_sent_to_the_engine() -> None:
     with pytest.raises(ModelError, match="OffloadEngine"):
         load_model(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
