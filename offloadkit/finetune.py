@@ -35,10 +35,10 @@ from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError
 from offloadkit.hf.bars import bars_where_live
-from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
+from offloadkit.hf.data import PreparedData, load_dataset_like, prepare, with_decoder_inputs
 from offloadkit.hf.evaluation import Sample, predict, share_correct
 from offloadkit.hf.folders import newest_checkpoint, put_in_place, writable
-from offloadkit.hf.models import Task, load_config, load_model, load_tokenizer, meta_model
+from offloadkit.hf.models import Task, check_kind, load_config, load_model, load_tokenizer, meta_model
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.plan import Plan
 from offloadkit.telemetry import StepRecord
@@ -116,6 +116,7 @@ def plan(
     Raises:
         ConfigError, ModelError, ModelNotFoundError, ModelAccessError: as `finetune`.
     """
+    check_kind(model)
     config = offload or OffloadConfig(gradient_accumulation=gradient_accumulation)
     if config.working_dtype == "auto":
         config = replace(config, working_dtype=_default_dtype())
@@ -281,13 +282,14 @@ def _trainer(
     from offloadkit.hf.progress import show_progress
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 
+    smooths = args.label_smoothing_factor and data.task == "seq2seq"
     trainer = OffloadSeq2SeqTrainer(
         model=model,
         args=args,
         offload=offload,
         train_dataset=data.dataset,
         eval_dataset=None if evaluation is None else evaluation.dataset,
-        data_collator=data.collator,
+        data_collator=with_decoder_inputs(data.collator, model) if smooths else data.collator,
         processing_class=tokenizer,
     )
     show_progress(trainer)
@@ -312,7 +314,8 @@ def _evaluate(
     if evaluation is None:
         return []
     at_the_end = [log for log in trainer.state.log_history if log["step"] == trainer.state.global_step]
-    known = [log["eval_loss"] for log in at_the_end if "eval_loss" in log]
+    best = trainer.args.load_best_model_at_end  # then the newest loss may be another model's
+    known = [log["eval_loss"] for log in at_the_end if "eval_loss" in log and not best]
     metrics["eval_loss"] = known[-1] if known else trainer.evaluate()["eval_loss"]
     num_rows = _NUM_SHOWN if evaluation.task == "causal" else NUM_PREDICTED
     batch_size = trainer.args.per_device_eval_batch_size

@@ -23,7 +23,7 @@ from transformers import (
 
 import offloadkit
 from offloadkit import OffloadConfig
-from offloadkit.errors import ConfigError, DataError, OutputError
+from offloadkit.errors import ConfigError, DataError, ModelError, OutputError
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]
 SHAPE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -39,12 +39,10 @@ def _one_thread_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     torch.set_num_threads(before)
 
 
-def t5(width: int = 16) -> T5ForConditionalGeneration:
+def t5(width: int = 16, dropout: float = 0.1) -> T5ForConditionalGeneration:
     torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=384, d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
-    )
-    return T5ForConditionalGeneration(config)
+    shape = {"d_model": width, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=384, decoder_start_token_id=0, dropout_rate=dropout, **shape))
 
 
 def finetune(model: Any, rows: Any, **options: Any) -> offloadkit.FinetuneResult:
@@ -101,6 +99,31 @@ def test_the_seed_decides_every_weight() -> None:
     assert not other
 
 
+def test_label_smoothing_trains_and_equals_its_formula_at_any_accumulation() -> None:
+    options = {"max_steps": 1, "label_smoothing_factor": 0.1, "train_sampling_strategy": "sequential"}
+    losses = []
+    for size in (4, 2):
+        run = finetune(t5(dropout=0), PAIRS[:4], batch_size=size, gradient_accumulation=4 // size, **options)
+        losses.append(run.history[0]["loss"])
+    tokenizer, model = ByT5Tokenizer(), t5(dropout=0)
+    batch = tokenizer([row["input"] for row in PAIRS[:4]], padding=True, return_tensors="pt")
+    labels = tokenizer([row["target"] for row in PAIRS[:4]], padding=True, return_tensors="pt")["input_ids"]
+    log_probabilities = model(**batch, labels=labels).logits.log_softmax(-1)[labels != 0]
+    likelihood = log_probabilities.gather(1, labels[labels != 0][:, None]).mean()
+    expected = -(0.9 * likelihood + 0.1 * log_probabilities.mean())
+    assert losses == pytest.approx([expected.item()] * 2, rel=1e-5)
+
+
+def test_the_metrics_are_those_of_the_best_model_where_that_is_handed_back() -> None:
+    often = {"eval_strategy": "steps", "eval_steps": 10, "save_strategy": "steps", "save_steps": 10}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    too_fast = {"learning_rate": 0.02, "warmup_steps": 0, "max_steps": 60}
+    result = finetune(t5(48), PAIRS[:4], eval_dataset=PAIRS[6:], **often, **best, **too_fast)
+    losses = [log["eval_loss"] for log in result.history if "eval_loss" in log]
+    assert min(losses) < 0.9 * losses[-2]
+    assert result.metrics["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+
+
 def test_resume_goes_on_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 5}
     whole = finetune(t5(), PAIRS, output_dir=tmp_path / "run", **options).model.state_dict()
@@ -154,6 +177,16 @@ def test_an_earlier_model_stays_until_the_new_one_is_whole(tmp_path: Path, monke
 def test_options_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         finetune(t5(), PAIRS, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"), [(torch.nn.Linear(2, 2), "OffloadEngine"), (None, "None is no model"), (3, "3 is no model")]
+)
+def test_what_is_no_model_of_huggingface_is_refused(model: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        finetune(model, PAIRS)
+    with pytest.raises(ModelError, match=message):
+        offloadkit.plan(model)
 
 
 def test_an_unwritable_output_folder_is_found_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-__all__ = ["PreparedData", "load_dataset_like", "prepare"]
+__all__ = ["PreparedData", "load_dataset_like", "prepare", "with_decoder_inputs"]
 
 _DEFAULT_INPUT_LENGTHS: dict[Task, int] = {"seq2seq": 512, "causal": 1024, "classification": 512}
 _DEFAULT_TARGET_LENGTH = 128
@@ -218,3 +218,20 @@ class _PadDecoderInputs:
             decoder_rows, batch_first=True, padding_value=self.pad_token_id
         )
         return batch
+
+
+def with_decoder_inputs(
+    collate: Callable[[list[dict[str, Any]]], dict[str, Any]], model: Any
+) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+    """A seq2seq collator that also makes `decoder_input_ids`, as the model makes them from labels that it is given.
+
+    Label smoothing gives it none: the Trainer takes them out of the batch and computes the loss itself.
+    """
+
+    def collate_and_shift(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = collate(rows)
+        if "decoder_input_ids" not in batch:
+            batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+        return batch
+
+    return collate_and_shift

@@ -15,7 +15,17 @@ from offloadkit.hf.quiet import no_conversion_service, no_tying_advice, progress
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["PRESETS", "Preset", "Task", "infer_task", "load_config", "load_model", "load_tokenizer", "meta_model"]
+__all__ = [
+    "PRESETS",
+    "Preset",
+    "Task",
+    "check_kind",
+    "infer_task",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "meta_model",
+]
 
 Task = Literal["seq2seq", "causal", "classification"]
 """What is learned: target tokens from input tokens, each next token, or one label a text."""
@@ -74,16 +84,10 @@ def load_model(
         ModelError: the architecture has no head for the task, or the weights cannot be read.
         ModelNotFoundError, ModelAccessError, DownloadError: see `readable_hub_errors`.
     """
-    from transformers import PreTrainedModel
-
     _check_init(init)
+    check_kind(name_or_path_or_model)
     device = torch.device(device)
-    if isinstance(name_or_path_or_model, torch.nn.Module):
-        if not isinstance(name_or_path_or_model, PreTrainedModel):
-            raise ModelError(
-                f"a {type(name_or_path_or_model).__name__} is not a HuggingFace model: train it with "
-                "offloadkit.OffloadEngine, which takes any torch.nn.Module"
-            )
+    if not isinstance(name_or_path_or_model, str | os.PathLike):
         return _take_over(name_or_path_or_model, task, dtype, device, num_labels, id2label)
     config = load_config(name_or_path_or_model, init=init)
     task = task or infer_task(config)
@@ -96,6 +100,21 @@ def load_model(
     _complete_generation_config(model)
     model.train(False)
     return model
+
+
+def check_kind(model: object) -> None:
+    """Raise `ModelError` for what is neither a name, nor a path, nor a HuggingFace model."""
+    if isinstance(model, str | os.PathLike):
+        return
+    from transformers import PreTrainedModel
+
+    if isinstance(model, torch.nn.Module) and not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"a {type(model).__name__} is not a HuggingFace model: train it with offloadkit.OffloadEngine, which takes "
+            "any torch.nn.Module"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"{model!r} is no model: pass a hub name, a preset, a folder, or a HuggingFace model")
 
 
 def meta_model(
