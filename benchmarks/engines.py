@@ -220,13 +220,6 @@ ENGINES: dict[str, Callable[[PreTrainedModel, Workload, torch.device], Engine]] 
     "ao-amp": TorchaoOffloadFp32,
 }
 
-NOTES = {
-    "ao": "no master weights, no clipping",
-    "ao-amp": "no clipping",
-    "gpu": "plain HF, AdamW on the device",
-    "gpu-ours": "AdamW on the device, offloadkit's compute path",
-}
-
 
 def weights_start_on(engine: str, work: Workload, device: torch.device) -> torch.device:
     """Where the model is built: in RAM for engines that stream weights and under a VRAM cap, else on the device."""

@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offloadkit.hf.presets import PRESETS
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-T5_SHAPES: dict[str, dict[str, int]] = {
-    "t5-tiny": {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
-    "t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
-    "t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
-    "t5-large": {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_heads": 16},
-    "t5-3b": {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32},
-    "t5-11b": {"d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128},
-}
+T5_MODELS = ("t5-tiny", "t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b")
+T5_TINY = {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 LLAMA_SHAPES: dict[str, dict[str, int | bool]] = {
     "llama-tiny": {
         "vocab_size": 512,
@@ -49,7 +45,7 @@ LLAMA_SHAPES: dict[str, dict[str, int | bool]] = {
         "tie_word_embeddings": False,
     },
 }
-MODELS = (*T5_SHAPES, *LLAMA_SHAPES)
+MODELS = (*T5_MODELS, *LLAMA_SHAPES)
 
 LEARNING_RATE = 1e-5
 MAX_GRAD_NORM = 1.0
@@ -81,27 +77,10 @@ class Workload:
     warmup: int = 2
     seed: int = 0
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.accumulation * self.batch_size * (self.tokens + self.target_tokens)
-
-    def __str__(self) -> str:
-        length = f"({self.tokens}+{self.target_tokens})" if self.target_tokens else str(self.tokens)
-        text = f"{self.model} {self.batch_size}x{length}"
-        for given, words in (
-            (self.accumulation > 1, f"accumulation {self.accumulation}"),
-            (self.checkpointing, "checkpointing"),
-            (self.attention != "default", f"our attention {self.attention}"),
-            (self.vram_cap_gib, f"VRAM cap {self.vram_cap_gib:g} GiB"),
-            (self.cores, f"{self.cores} cores"),
-        ):
-            text += f", {words}" if given else ""
-        return text
-
 
 def is_t5(model: str) -> bool:
     """Whether `model` has an encoder and a decoder."""
-    return model in T5_SHAPES
+    return model in T5_MODELS
 
 
 def model_config(model: str) -> PretrainedConfig:
@@ -109,8 +88,9 @@ def model_config(model: str) -> PretrainedConfig:
     from transformers import LlamaConfig, T5Config
 
     if is_t5(model):
-        shape = {"vocab_size": 32128, **T5_SHAPES[model]}
-        config: PretrainedConfig = T5Config(dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, **shape)
+        values = PRESETS["t5-small" if model == "t5-tiny" else model].config_values()
+        values |= T5_TINY if model == "t5-tiny" else {}
+        config: PretrainedConfig = T5Config(**values, dropout_rate=0.0)
     else:
         config = LlamaConfig(max_position_embeddings=8192, pad_token_id=0, **LLAMA_SHAPES[model])
     config.use_cache = False

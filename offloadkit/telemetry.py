@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -81,17 +81,18 @@ class Telemetry:
         for listener in self._subscribers:
             listener(record)
 
-    def mean_seconds(self, last: int = 100) -> dict[str, float]:
-        """Mean seconds by phase over the newest `last` records, the very first step left out where there are more."""
-        records = [record for record in self.records if record.step > 1 or len(self.records) == 1][-last:]
-        phases = dict.fromkeys(phase for record in records for phase in record.seconds)
-        return {phase: sum(record.seconds.get(phase, 0.0) for record in records) / len(records) for phase in phases}
-
     def close(self) -> None:
         """Close the log; a later record opens it again."""
         if self._log is not None:
             self._log.close()
             self._log = None
+
+
+def mean_seconds(records: Sequence[StepRecord]) -> dict[str, float]:
+    """Mean seconds of a step by phase, the first tenth of the steps left out: they warm up."""
+    settled = records[len(records) // 10 :]
+    phases = dict.fromkeys(phase for record in settled for phase in record.seconds)
+    return {phase: sum(record.seconds.get(phase, 0.0) for record in settled) / len(settled) for phase in phases}
 
 
 def _finite(value: Any) -> Any:

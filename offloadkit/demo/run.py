@@ -20,7 +20,7 @@ from offloadkit.hf.evaluation import predict, share_correct
 from offloadkit.hf.folders import writable
 from offloadkit.hf.models import load_tokenizer
 from offloadkit.plan import format_bytes
-from offloadkit.telemetry import StepRecord
+from offloadkit.telemetry import mean_seconds
 
 NUM_STEPS = 700
 BATCH_SIZE = 64
@@ -100,13 +100,6 @@ def small_t5(seed: int) -> Any:
     shape |= {"num_layers": 2, "num_decoder_layers": 2}
     tokens: dict[str, Any] = {"vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, **shape, **tokens))
-
-
-def mean_seconds(steps: list[StepRecord]) -> dict[str, float]:
-    """Mean seconds of a step by phase, the first tenth of the steps left out: they warm up."""
-    settled = steps[len(steps) // 10 :]
-    phases = dict.fromkeys(phase for record in settled for phase in record.seconds)
-    return {phase: sum(record.seconds.get(phase, 0.0) for record in settled) / len(settled) for phase in phases}
 
 
 def _summary(result: FinetuneResult, before: float, seconds: float) -> dict[str, Any]:
