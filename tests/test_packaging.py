@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import offloadkit
+
 ROOT = Path(__file__).parent.parent
 KERNEL = "_cpu_adamw"
 
@@ -71,3 +73,26 @@ def test_the_source_distribution_carries_the_kernel(tree: Path) -> None:
 def test_building_needs_nothing_but_setuptools() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert [requirement.split(">")[0] for requirement in project["build-system"]["requires"]] == ["setuptools"]
+
+
+def test_package_and_project_say_the_same_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == offloadkit.__version__
+
+
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs a compiler for aarch64")
+def test_the_kernel_compiles_for_aarch64_without_a_warning(tmp_path: Path) -> None:
+    flags = [
+        "-O3",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-pthread",
+        "-fPIC",
+        "-shared",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ]
+    source, library = ROOT / "offloadkit" / "optim" / "cpu_adamw.c", tmp_path / "kernel.so"
+    subprocess.run(["aarch64-linux-gnu-gcc", *flags, str(source), "-o", str(library)], check=True)
+    assert library.read_bytes()[18:20] == b"\xb7\x00"  # the ELF header's machine: AArch64
