@@ -30,13 +30,9 @@ SHAPE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Tiny matrices are faster on one thread; nothing is left in the repository."""
+def _a_folder(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left in the repository."""
     monkeypatch.chdir(tmp_path)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def t5(width: int = 16, dropout: float = 0.1) -> T5ForConditionalGeneration:

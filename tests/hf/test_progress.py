@@ -1,0 +1,93 @@
+"""What is shown while training runs, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from huggingface_hub.utils import are_progress_bars_disabled
+from transformers.utils import logging
+
+from offloadkit.hf.bars import bars_where_live
+from offloadkit.hf.progress import show_progress
+from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
+from tests.hf.training import arguments, seq2seq_rows, t5
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offloadkit.hf.progress.is_live", lambda: True)
+
+
+def trained(folder: Path, **options: Any) -> None:
+    rows = seq2seq_rows()
+    more = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "logging_steps": 2, "disable_tqdm": False}
+    args = arguments(folder, **(more | options))
+    trainer = OffloadSeq2SeqTrainer(model=t5(), args=args, train_dataset=rows, eval_dataset=rows[:2])
+    show_progress(trainer)
+    trainer.train()
+    trainer.close()
+
+
+def test_away_from_a_terminal_each_log_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path)
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["step", "2/4"],
+        ["after", "step"],
+        ["step", "4/4"],
+        ["after", "step"],
+    ]
+    assert all(part in lines[0] for part in ("loss ", "norm ", "lr "))
+    assert "evaluation loss" in lines[1]
+    assert "training:" not in shown.err
+
+
+def test_on_a_terminal_a_bar_counts_the_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], on_a_terminal: None
+) -> None:
+    trained(tmp_path)
+    shown = capsys.readouterr()
+    assert "training: 100%" in shown.err
+    assert "4/4" in shown.err
+    assert "loss " in shown.err
+    assert "after step 4: evaluation loss" in shown.out
+
+
+def test_a_user_who_wants_no_bar_gets_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], on_a_terminal: None
+) -> None:
+    trained(tmp_path, disable_tqdm=True)
+    shown = capsys.readouterr()
+    assert "training:" not in shown.err
+    assert "step 4/4" in shown.out
+
+
+def bars() -> tuple[bool, bool, bool]:
+    """Whether bars of datasets, of the hub's client and of transformers are shown."""
+    disabled = datasets.are_progress_bars_disabled(), are_progress_bars_disabled()
+    return not disabled[0], not disabled[1], logging.is_progress_bar_enabled()
+
+
+def test_bars_of_the_libraries_are_for_terminals_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = bars()
+    assert any(before)
+    with bars_where_live():
+        assert bars() == (False, False, False)
+    assert bars() == before
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with bars_where_live():
+        assert bars() == before
+    datasets.disable_progress_bars()
+    try:
+        with bars_where_live():
+            pass
+        assert not bars()[0]
+    finally:
+        datasets.enable_progress_bars()

@@ -1,0 +1,79 @@
+"""What the Trainer mixin cannot do says so, before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from offloadkit.config import OffloadConfig
+from offloadkit.errors import ConfigError, ModelError
+from offloadkit.hf.trainer import OffloadTrainer, OffloadTrainerMixin
+from tests.hf.training import arguments, seq2seq_rows, t5, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"optim": "adafactor"}, "adamw_torch"),
+        ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
+        ({"torch_compile": True}, "leave it out"),
+        ({"fp16_full_eval": True}, "fp16_full_eval"),
+        ({"bf16_full_eval": True}, "bf16=True"),
+    ],
+)
+def test_arguments_that_the_engine_cannot_follow_are_refused(
+    tmp_path: Path, options: dict[str, Any], advice: str
+) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        OffloadTrainer(model=t5(), args=arguments(tmp_path, **options))
+
+
+@pytest.mark.parametrize(("name", "value"), [("fp16", True), ("deepspeed", {"zero": 2}), ("fsdp", ["full_shard"])])
+def test_other_engines_and_fp16_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    args = arguments(tmp_path)
+    setattr(args, name, value)
+    with pytest.raises(ConfigError, match=name):
+        OffloadTrainer(model=t5(), args=args)
+
+
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(ConfigError, match="2 processes"):
+        OffloadTrainer(model=t5(), args=arguments(tmp_path))
+
+
+def test_an_optimizer_of_the_users_is_refused(tmp_path: Path) -> None:
+    model = t5()
+    with pytest.raises(ConfigError, match="takes no optimizer"):
+        OffloadTrainer(model=model, args=arguments(tmp_path), optimizers=(torch.optim.AdamW(model.parameters()), None))
+
+
+def test_a_trainer_that_makes_another_optimizer_is_refused(tmp_path: Path) -> None:
+    class WithSgd(Trainer):
+        def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.model.parameters())
+
+    class OffloadWithSgd(OffloadTrainerMixin, WithSgd):
+        pass
+
+    with pytest.raises(ConfigError, match="SGD"):
+        train(tmp_path, t5(), seq2seq_rows(), OffloadWithSgd)
+
+
+def test_a_config_that_contradicts_the_arguments_names_every_clash(tmp_path: Path) -> None:
+    offload = OffloadConfig(learning_rate=5e-4, max_grad_norm=2.0, working_dtype="fp32")
+    with pytest.raises(ConfigError) as raised:
+        OffloadTrainer(model=t5(), args=arguments(tmp_path, bf16=True), offload=offload)
+    assert all(name in str(raised.value) for name in ("learning_rate", "max_grad_norm", "working_dtype"))
+    assert "eps" not in str(raised.value)
+
+
+def test_a_model_without_trainable_parameters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no trainable parameters"):
+        train(tmp_path, t5().requires_grad_(False), seq2seq_rows())
