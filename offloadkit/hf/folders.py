@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from offloadkit.errors import ConfigError, OutputError
+from safetensors import SafetensorError
+
+from offloadkit.errors import ConfigError, OffloadkitError, OutputError
 
 
 def writable(folder: str | os.PathLike[str]) -> Path:
@@ -18,6 +21,8 @@ def writable(folder: str | os.PathLike[str]) -> Path:
         OutputError: it cannot be made, or nothing can be written into it.
     """
     path = Path(folder).expanduser()
+    if path.exists() and not path.is_dir():
+        raise OutputError(f"the output folder {path} is a file: pass another output_dir")
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
@@ -32,7 +37,9 @@ def writable(folder: str | os.PathLike[str]) -> Path:
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """The Trainer's checkpoint of the highest step that was written to its end.
+    """The Trainer's checkpoint that was written last, of those written to their end.
+
+    Not the highest step: an earlier, longer run may have left its own in the same folder.
 
     Raises:
         ConfigError: there is none.
@@ -45,7 +52,32 @@ def newest_checkpoint(folder: Path) -> Path:
             f"there is no complete checkpoint to resume from in {folder}: leave resume out to begin anew; a run writes "
             "checkpoints with save_strategy='epoch' (the default) or 'steps'"
         )
-    return max(whole, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+    def age(path: Path) -> tuple[int, int]:
+        return (path / "trainer_state.json").stat().st_mtime_ns, int(path.name.removeprefix("checkpoint-"))
+
+    return max(whole, key=age)
+
+
+@contextmanager
+def written_to(folder: Path) -> Iterator[None]:
+    """What a full disk raises while something is saved there (each library has its own error), as an `OutputError`.
+
+    Raises:
+        OutputError: it could not be written.
+    """
+    try:
+        yield
+    except OffloadkitError:
+        raise
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch's zip writer
+            raise
+        free = shutil.disk_usage(folder if folder.is_dir() else folder.parent).free
+        raise OutputError(
+            f"{folder} could not be written, {free / 2**30:.2f} GiB are free there ({error}): make room, or pass "
+            "another output_dir"
+        ) from error
 
 
 def put_in_place(folder: Path, save: Callable[[Path], None]) -> None:
@@ -56,16 +88,16 @@ def put_in_place(folder: Path, save: Callable[[Path], None]) -> None:
     """
     new, old = (folder.with_name(f".{folder.name}-{kind}") for kind in ("new", "old"))
     try:
-        for leftover in (new, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        new.mkdir(parents=True)
-        save(new)
+        with written_to(folder):
+            for leftover in (new, old):
+                shutil.rmtree(leftover, ignore_errors=True)
+            new.mkdir(parents=True)
+            save(new)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    with written_to(folder):
         if folder.exists():
             folder.rename(old)
         new.rename(folder)
-    except OSError as error:
-        raise OutputError(f"the model could not be written to {folder}: {error}; make room there") from error
-    finally:
-        for leftover in (new, old):
-            if folder.exists():
-                shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

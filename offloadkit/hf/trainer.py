@@ -14,6 +14,7 @@ model, whether or not its forward knows `num_items_in_batch`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError
+from offloadkit.hf.folders import written_to
 from offloadkit.hf.training_arguments import check_arguments, engine_config
 from offloadkit.telemetry import Telemetry
 
@@ -243,6 +245,19 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if self.engine is not None:
             self.engine.synchronize()
         return output
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As the Trainer; a full disk is an `OutputError`. Private: the loop has no other seam."""
+        with written_to(Path(self.args.output_dir)):
+            super()._save_checkpoint(model, trial)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As the Trainer; a tied weight is not missing when the file has it under its other name. Private: this is the
+        only place that hears of it."""
+        weights = self.model.state_dict(keep_vars=True)
+        loaded = {id(weight) for name, weight in weights.items() if name not in load_result.missing_keys}
+        missing = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer, with the gradient norm.

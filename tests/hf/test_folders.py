@@ -1,0 +1,95 @@
+"""Output folders: which checkpoint is the newest, and what a disk that fills up leaves and says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from transformers import T5ForConditionalGeneration, TrainingArguments
+
+from offloadkit import OffloadTrainer
+from offloadkit.errors import EngineStateError, OutputError
+from offloadkit.hf.folders import newest_checkpoint, put_in_place, writable, written_to
+from tests.hf.tiny import t5_config
+
+TORCH_ERROR = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 345344 vs 345232")
+RUST_ERROR = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+FULL = [OSError(28, "No space left on device"), RUST_ERROR, TORCH_ERROR]
+
+
+def checkpoint(folder: Path, step: int, written: int) -> Path:
+    path = folder / f"checkpoint-{step}"
+    path.mkdir()
+    for name in ("optimizer.pt", "trainer_state.json"):
+        (path / name).touch()
+        os.utime(path / name, (written, written))
+    return path
+
+
+def test_the_newest_checkpoint_is_the_last_one_written_whatever_a_longer_run_before_left(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 120, written=1_000)
+    ours = checkpoint(tmp_path, 20, written=2_000)
+    assert newest_checkpoint(tmp_path) == ours
+    same_time = checkpoint(tmp_path, 30, written=2_000)
+    assert newest_checkpoint(tmp_path) == same_time
+
+
+def test_an_output_folder_that_is_a_file_says_so(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(OutputError, match="is a file"):
+        writable(tmp_path / "out")
+
+
+@pytest.mark.parametrize("error", FULL, ids=["open", "safetensors", "torch"])
+@pytest.mark.parametrize("had_one", [False, True])
+def test_a_full_disk_leaves_the_earlier_model_or_nothing(tmp_path: Path, error: Exception, had_one: bool) -> None:
+    folder = tmp_path / "model"
+    if had_one:
+        put_in_place(folder, lambda new: (new / "weights").write_text("old") and None)
+
+    def save(new: Path) -> None:
+        (new / "weights").write_text("half")
+        raise error
+
+    with pytest.raises(OutputError, match="make room"):
+        put_in_place(folder, save)
+    assert [path.name for path in tmp_path.iterdir()] == (["model"] if had_one else [])
+    assert not had_one or (folder / "weights").read_text() == "old"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), EngineStateError("closed")])
+def test_other_faults_while_saving_stay_what_they_are(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)), written_to(tmp_path):
+        raise error
+
+
+@pytest.mark.parametrize("error", FULL, ids=["open", "safetensors", "torch"])
+def test_a_checkpoint_that_does_not_fit_on_the_disk_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise error
+
+    trainer = one_step_trainer(tmp_path)
+    monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", full)
+    with pytest.raises(OutputError, match="make room"):
+        trainer.train()
+
+
+def test_resuming_does_not_call_tied_weights_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one_step_trainer(tmp_path).train()
+    one_step_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "missing keys" not in caplog.text
+
+
+def one_step_trainer(folder: Path, max_steps: int = 1) -> OffloadTrainer:
+    torch.manual_seed(0)
+    rows = [{"input_ids": torch.arange(3, 9), "labels": torch.arange(3, 9)}] * 4
+    args = TrainingArguments(
+        str(folder), max_steps=max_steps, save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    return OffloadTrainer(model=T5ForConditionalGeneration(t5_config()), args=args, train_dataset=rows)
