@@ -66,7 +66,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", help="512+128 (encoder+decoder, T5) or 1024 (Llama)")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--ckpt", action="store_true", help="activation checkpointing")
-    parser.add_argument("--attention", default="default", help="of offloadkit and gpu-ours: default, eager, sdpa")
+    parser.add_argument(
+        "--attention",
+        default="default",
+        help="of offloadkit and gpu-ours: default (what load_model gives), eager, sdpa",
+    )
     parser.add_argument("--vram", type=float, default=0.0, metavar="GIB", help="cap on torch's VRAM")
     parser.add_argument("--cores", type=int, default=0, help="CPU cores to bind to")
     parser.add_argument("--steps", type=int, default=6, help="measured steps")

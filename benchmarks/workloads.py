@@ -141,9 +141,19 @@ def checkpoint_activations(model: PreTrainedModel, work: Workload) -> None:
 
 
 def use_our_compute(model: PreTrainedModel, work: Workload) -> None:
-    """Have `model` compute as it does under offloadkit: the one difference between the baselines gpu and gpu-ours."""
-    if work.attention != "default":
-        model.set_attn_implementation(work.attention)
+    """Have `model` compute as it does under offloadkit: the one difference between the baselines gpu and gpu-ours.
+
+    Without a choice of the work's it is what `load_model` gives: eager attention for T5.
+    """
+    from offloadkit.hf.models import EAGER_ATTENTION
+
+    attention = work.attention
+    if attention == "default":
+        attention = "eager" if model.config.model_type in EAGER_ATTENTION else ""
+    if attention:
+        for module in model.modules():  # T5's stacks have configs of their own, which transformers 5.17 does not reach
+            if hasattr(module, "config"):
+                module.config._attn_implementation = attention
 
 
 def random_tokens(work: Workload, index: int, batch_size: int) -> Batch:

@@ -97,7 +97,7 @@ def small_t5(seed: int) -> Any:
 
     set_seed(seed)
     shape: dict[str, Any] = {"d_model": 128, "d_kv": 16, "num_heads": 8, "d_ff": 512}
-    shape |= {"num_layers": 2, "num_decoder_layers": 2}
+    shape |= {"num_layers": 2, "num_decoder_layers": 2, "attn_implementation": "eager"}
     tokens: dict[str, Any] = {"vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, **shape, **tokens))
 

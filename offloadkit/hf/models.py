@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
+    "EAGER_ATTENTION",
     "PRESETS",
     "Preset",
     "Task",
@@ -29,6 +30,11 @@ __all__ = [
 
 Task = Literal["seq2seq", "causal", "classification"]
 """What is learned: target tokens from input tokens, each next token, or one label a text."""
+
+EAGER_ATTENTION = {"t5", "mt5", "umt5"}
+"""Model types whose learned attention bias makes transformers' default, `sdpa`, the worse choice: it is slower and
+larger (T5-3B, 8x(512+128) tokens: 0.238 s and 26.8 GiB against 0.227 s and 21.5 GiB for forward and backward, H200),
+its backward is not deterministic, and with padded batches it has been seen to give NaN gradients."""
 
 _AUTO_CLASSES: dict[str, str] = {
     "seq2seq": "AutoModelForSeq2SeqLM",
@@ -92,6 +98,8 @@ def load_model(
     config = load_config(name_or_path_or_model, init=init)
     task = task or infer_task(config)
     _set_labels(config, num_labels, id2label)
+    if config.model_type in EAGER_ATTENTION:
+        config._attn_implementation = "eager"
     if init == "random":
         model = _build(config, task, dtype, device)
     else:

@@ -321,3 +321,17 @@ def resident_bytes(field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise LookupError(field)
+
+
+def attention_of(model: torch.nn.Module) -> set[str]:
+    """What each module computes its attention with."""
+    return {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+
+
+def test_t5_gets_eager_attention_in_all_its_layers_and_a_model_given_keeps_its_own(tmp_path: Path) -> None:
+    fresh = load_model("t5-small", init="random", device="meta")
+    assert attention_of(fresh) == {"eager"}
+    given = T5ForConditionalGeneration(tiny.t5_config(attn_implementation="sdpa"))
+    given.save_pretrained(tmp_path)
+    assert attention_of(load_model(tmp_path)) == {"eager"}
+    assert attention_of(load_model(given)) == {"sdpa"}
