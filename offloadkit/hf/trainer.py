@@ -309,7 +309,13 @@ class _WrappedModel:
         self.engine = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.engine or self.module)(*args, **kwargs)
+        call = self.engine or self.module
+        if torch.is_grad_enabled() or getattr(self.module, "dtype", None) is not torch.bfloat16:
+            return call(*args, **kwargs)
+        # A loss in bf16 has three digits: too few to tell two checkpoints apart. Autocast takes the loss alone in fp32
+        # here, since the weights are bf16 already.
+        with torch.autocast(next(self.module.parameters()).device.type, torch.bfloat16):
+            return call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
