@@ -22,7 +22,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _readable(command: Command) -> Command:
-    """Print an `OffloadkitError` as its message and exit with 1; other errors keep their traceback."""
+    """Print an `OffloadkitError` as its message and exit with 1, Ctrl-C with 130; other errors keep their traceback."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -31,6 +31,10 @@ def _readable(command: Command) -> Command:
         except OffloadkitError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from error
+        except KeyboardInterrupt as error:
+            hint = "; --resume goes on from the newest checkpoint" if "resume" in kwargs else ""
+            typer.echo(f"\ninterrupted{hint}", err=True)
+            raise typer.Exit(130) from error
 
     return run  # type: ignore[return-value]
 

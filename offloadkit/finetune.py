@@ -33,11 +33,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
-from offloadkit.errors import ConfigError
+from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.bars import bars_where_live
 from offloadkit.hf.data import PreparedData, load_dataset_like, prepare, with_decoder_inputs
 from offloadkit.hf.evaluation import Sample, predict, share_correct
-from offloadkit.hf.folders import newest_checkpoint, put_in_place, writable
+from offloadkit.hf.folders import check_same_model, newest_checkpoint, put_in_place, writable
 from offloadkit.hf.models import Task, check_kind, load_config, load_model, load_tokenizer, meta_model
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.plan import Plan
@@ -155,6 +155,7 @@ def finetune(
         NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
     """
     _check(batch_size, epochs, max_steps, gradient_accumulation, learning_rate, init)
+    _check_switches(seed, resume)
     output = writable(output_dir)
     checkpoint = newest_checkpoint(output) if resume else None
     own = {
@@ -195,6 +196,13 @@ def _check(batch_size: Any, epochs: Any, max_steps: Any, accumulation: Any, lear
             raise ConfigError(f"{name} must be a positive number, got {value!r}")
     if init not in LEARNING_RATES:
         raise ConfigError(f"init must be 'pretrained' or 'random', got {init!r}")
+
+
+def _check_switches(seed: Any, resume: Any) -> None:
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {seed!r}")
+    if not isinstance(resume, bool):
+        raise ConfigError(f"resume must be True (go on from output_dir's newest checkpoint) or False, got {resume!r}")
 
 
 def _training_arguments(
@@ -260,8 +268,11 @@ def _prepare(
     data = prepare(load_dataset_like(train_dataset), tokenizer, config, **lengths)
     if eval_dataset is None:
         return data, None
-    rows = load_dataset_like(eval_dataset, split="validation")
-    return data, prepare(rows, tokenizer, config, task=data.task, id2label=data.id2label, **lengths)
+    try:
+        rows = load_dataset_like(eval_dataset, split="validation")
+        return data, prepare(rows, tokenizer, config, task=data.task, id2label=data.id2label, **lengths)
+    except DataError as error:
+        raise DataError(f"eval_dataset: {error}") from error
 
 
 def _load(model: Any, data: PreparedData, init: str, seed: int) -> PreTrainedModel:
@@ -298,6 +309,10 @@ def _trainer(
 
 def _train(trainer: OffloadSeq2SeqTrainer, checkpoint: Path | None) -> tuple[dict[str, float], list[StepRecord]]:
     """Train; the engine's memory is given back whatever happens."""
+    if checkpoint is not None:
+        model: Any = trainer.model
+        check_same_model(checkpoint, model.config)
+        print(f"going on from {checkpoint}", flush=True)
     try:
         output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:

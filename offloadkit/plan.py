@@ -81,7 +81,7 @@ class Plan:
         lines = [
             f"{self.num_parameters:,} parameters"
             + (f" ({frozen:,} frozen)" if frozen else "")
-            + f" in {len(self.layers)} flat layers, working weights {'+'.join(kinds)}, "
+            + f" in {len(self.layers)} flat layers, working weights {'+'.join(kinds)},\n"
             f"optimizer states in {self.placement.states.upper()}, step on the {self.placement.step.upper()}",
             f"  {'':22}{'VRAM':>12}{'RAM':>12}",
         ]
@@ -94,7 +94,8 @@ class Plan:
                 )
         totals = [format_bytes(self.total_bytes(tier)) for tier in ("vram", "ram")]
         lines.append(f"  {'in all':22}" + "".join(f"{total:>12}" for total in totals))
-        lines.append("  (activations and the framework's own memory come on top; without a GPU, VRAM is RAM too)")
+        lines.append("  (activations and the framework's own memory come on top;")
+        lines.append("  without a GPU, VRAM is RAM too)")
         return "\n".join(lines)
 
 

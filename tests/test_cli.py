@@ -58,6 +58,16 @@ def test_errors_of_ours_are_one_message_and_exit_with_one(model_folder: Path, tm
     assert "batch_size must be a whole number >= 1, got 0" in zero.stderr
 
 
+def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["offloadkit.finetune"], "finetune", interrupted)
+    done = run("train", "model", "data.jsonl")
+    assert done.exit_code == 130
+    assert "interrupted; --resume goes on" in done.stderr
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -163,6 +163,8 @@ def test_an_earlier_model_stays_until_the_new_one_is_whole(tmp_path: Path, monke
         ({"learning_rate": float("nan")}, "learning_rate"),
         ({"init": "zeros"}, "init"),
         ({"resume": True}, "no complete checkpoint"),
+        ({"resume": "checkpoint-3"}, "resume must be True"),
+        ({"seed": -1}, "seed must be"),
         ({"num_train_epochs": 3}, "pass epochs="),
         ({"weight_decy": 0.1}, "did you mean 'weight_decay'"),
         ({"lr_scheduler_type": "diagonal"}, "transformers refuses"),
@@ -197,7 +199,17 @@ def test_rows_with_unknown_columns_are_refused() -> None:
         finetune(t5(), [{"question": "a", "answer": "b"}])
 
 
+@pytest.mark.parametrize(("rows", "reason"), [([], "empty"), ([{"text": "a"}], "no column set fits")])
+def test_a_fault_of_the_evaluation_set_says_that_it_is_its(rows: Any, reason: str) -> None:
+    with pytest.raises(DataError, match=f"eval_dataset: .*{reason}"):
+        finetune(t5(), PAIRS, eval_dataset=rows)
+
+
 # -- plan, and the names of the package
+
+
+def test_a_printed_plan_fits_on_80_columns() -> None:
+    assert max(map(len, str(offloadkit.plan("t5-11b")).splitlines())) <= 80
 
 
 def test_a_plan_from_a_name_needs_no_weights_and_counts_every_parameter() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
 from offloadkit.errors import ConfigError, OffloadkitError, OutputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def writable(folder: str | os.PathLike[str]) -> Path:
@@ -57,6 +62,23 @@ def newest_checkpoint(folder: Path) -> Path:
         return (path / "trainer_state.json").stat().st_mtime_ns, int(path.name.removeprefix("checkpoint-"))
 
     return max(whole, key=age)
+
+
+def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
+    """Raise `ConfigError` when the checkpoint was written by a model of another kind or size than `config`'s."""
+    saved = json.loads((checkpoint / "config.json").read_text())
+    sizes: list[dict[str, Any]] = [{"model_type": saved.get("model_type")}, {"model_type": config.model_type}]
+    if sizes[0] == sizes[1]:
+        sizes = [
+            {name: getattr(one, name, None) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+            for one in (type(config).from_dict(saved), config)
+        ]
+    for name, value in sizes[0].items():
+        if value != sizes[1][name]:
+            raise ConfigError(
+                f"{checkpoint} is of another model, with {name} {value}, and this one has {sizes[1][name]}: resume "
+                "with the model of that run, or pass another output_dir"
+            )
 
 
 @contextmanager

@@ -109,6 +109,8 @@ def _from_file(path: Path) -> Dataset:
     try:
         return cast("Dataset", datasets.load_dataset(builder, data_files=str(path), split="train"))
     except Exception as error:  # each of the builders has its own classes
+        if "corresponds to no data" in str(error):
+            raise DataError(f"{str(path)!r} has no rows: training needs at least one") from error
         reason = _first_bad_line(path) if path.suffix.lower() == ".jsonl" else None
         raise DataError(f"{str(path)!r} cannot be read as {builder}: {reason or _innermost(error)}") from error
 
@@ -137,7 +139,7 @@ def _first_bad_line(path: Path) -> str | None:
                 try:
                     value = json.loads(line)
                 except json.JSONDecodeError as error:
-                    return f"line {number}: {error}"
+                    return f"line {number}, column {error.colno if error.lineno == 1 else len(line)}: {error.msg}"
                 if not isinstance(value, dict):
                     return f"line {number} is no JSON object but a {type(value).__name__}"
     return None

@@ -289,7 +289,14 @@ def test_token_outside_the_vocabulary_names_the_row(row: dict[str, list[int]]) -
 def test_broken_line_of_a_jsonl_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"input": "a", "target": "b"}\n{"input": "c", \n')
-    with pytest.raises(DataError, match="line 2"):
+    with pytest.raises(DataError, match="line 2, column 16: Expecting property name"):
+        load_dataset_like(path)
+
+
+def test_file_with_a_header_and_no_rows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("input,target\n")
+    with pytest.raises(DataError, match="has no rows"):
         load_dataset_like(path)
 
 

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from transformers import T5ForConditionalGeneration, TrainingArguments
 
 from offloadkit import OffloadTrainer
-from offloadkit.errors import EngineStateError, OutputError
-from offloadkit.hf.folders import newest_checkpoint, put_in_place, writable, written_to
-from tests.hf.tiny import t5_config
+from offloadkit.errors import ConfigError, EngineStateError, OutputError
+from offloadkit.hf.folders import check_same_model, newest_checkpoint, put_in_place, writable, written_to
+from tests.hf.tiny import llama_config, t5_config
 
 TORCH_ERROR = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 345344 vs 345232")
 RUST_ERROR = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
@@ -93,3 +93,18 @@ def one_step_trainer(folder: Path, max_steps: int = 1) -> OffloadTrainer:
         str(folder), max_steps=max_steps, save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
     )
     return OffloadTrainer(model=T5ForConditionalGeneration(t5_config()), args=args, train_dataset=rows)
+
+
+@pytest.mark.parametrize(
+    ("config", "difference"),
+    [
+        (llama_config(), "model_type t5, and this one has llama"),
+        (t5_config(num_layers=3), "num_hidden_layers 2, and this one has 3"),
+        (t5_config(d_model=32), "hidden_size 24, and this one has 32"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, config: Any, difference: str) -> None:
+    t5_config().save_pretrained(tmp_path)
+    check_same_model(tmp_path, t5_config())
+    with pytest.raises(ConfigError, match=difference):
+        check_same_model(tmp_path, config)
