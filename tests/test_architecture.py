@@ -100,6 +100,16 @@ def test_every_module_has_a_place_in_the_order() -> None:
     assert not unplaced, f"say in tests/test_architecture.py (ROWS) whom these may import: {sorted(unplaced)}"
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    ["config hardware", "plan offload", "optim engine", "engine hf", "hf finetune", "demo cli", "widgets engine"],
+)
+def test_no_arrow_runs_back(wrong: str) -> None:
+    importer, imported = wrong.split()
+    assert not allowed(importer, imported)
+    assert importer == "widgets" or allowed(imported, importer)
+
+
 def test_imports_run_one_way() -> None:
     wrong = [
         f"{path.relative_to(PACKAGE)}:{line} imports {imported or 'the package itself'}"
