@@ -1,0 +1,61 @@
+"""The recipe's data: pairs from source code, and a held-out set that training has seen nothing of."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from recipes.docstrings import Pair, docstring_pairs, split, unigram_loss
+
+SOURCE = '''
+class Tree:
+    def grow(self, height):
+        """Make the tree taller by a step.
+
+        More words.
+        """
+        self.height += height
+        return self.height
+
+def short():
+    """Too short"""
+    return 1
+
+def bare(x):
+    return x + 1
+'''
+
+
+def test_a_pair_is_the_source_without_its_docstring_and_the_docstrings_first_line(tmp_path: Path) -> None:
+    (tmp_path / "trees.py").write_text(SOURCE)
+    (tmp_path / "broken.py").write_text("def f(:")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "left_out.py").write_text(SOURCE)
+    (pair,) = docstring_pairs(tmp_path)
+    assert pair.target == "Make the tree taller by a step."
+    assert pair.input == "def grow(self, height):\n    self.height += height\n    return self.height"
+    assert pair.file == "trees.py"
+
+
+def test_the_standard_library_gives_thousands_of_pairs_and_none_is_on_both_sides() -> None:
+    train, held_out = split(list(docstring_pairs(Path(sysconfig.get_paths()["stdlib"]))))
+    assert len(train) > 2000
+    assert len(held_out) > 100
+    assert {pair.file for pair in train}.isdisjoint(pair.file for pair in held_out)
+    assert {pair.input for pair in train}.isdisjoint(pair.input for pair in held_out)
+    assert {pair.target for pair in train}.isdisjoint(pair.target for pair in held_out)
+    assert all(pair.target not in pair.input for pair in train[:200])
+
+
+def test_the_same_source_twice_is_learned_once() -> None:
+    pairs = [Pair("def f(): ...", f"Target {number}", f"{number}.py") for number in range(50)]
+    train, held_out = split(pairs)
+    assert len(train) == 1
+    assert held_out == []
+
+
+def test_the_unigram_loss_of_two_equally_frequent_tokens_is_the_logarithm_of_two() -> None:
+    data = {"labels": [[0, 1] * 5000]}
+    assert unigram_loss(data, {"labels": [[0, 1]]}, 2) == pytest.approx(0.6931, abs=1e-4)
