@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -122,7 +123,9 @@ def check_kind(model: object) -> None:
             "any torch.nn.Module"
         )
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"{model!r} is no model: pass a hub name, a preset, a folder, or a HuggingFace model")
+        raise ModelError(
+            f"{reprlib.repr(model)} is no model: pass a hub name, a preset, a folder, or a HuggingFace model"
+        )
 
 
 def meta_model(
