@@ -31,6 +31,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError, DataError
@@ -175,7 +177,7 @@ def finetune(
     lengths = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     data, evaluation = _prepare(train_dataset, eval_dataset, words, config, lengths)
 
-    trained = _load(model, data, init, seed)
+    trained = _load(model, data, init, seed, _loading_device(sizes, args))
     trainer = _trainer(trained, args, offload, words, data, evaluation)
     metrics, steps = _train(trainer, checkpoint)
     samples = _evaluate(trainer, words, evaluation, metrics)
@@ -275,11 +277,19 @@ def _prepare(
         raise DataError(f"eval_dataset: {error}") from error
 
 
-def _load(model: Any, data: PreparedData, init: str, seed: int) -> PreTrainedModel:
+def _loading_device(sizes: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
+    """Where the weights are read to: the GPU where the checkpoint, fp32 at most, fits beside what the plan puts there;
+    else RAM, from where the engine takes them one by one."""
+    free = hardware.vram_bytes(args.device)[0]
+    fits = 4 * sizes.num_parameters + sizes.total_bytes("vram") < 0.9 * free
+    return args.device if fits else torch.device("cpu")
+
+
+def _load(model: Any, data: PreparedData, init: str, seed: int, device: torch.device) -> PreTrainedModel:
     from transformers import set_seed
 
     set_seed(seed)
-    return load_model(model, task=data.task, init=init, id2label=data.id2label)
+    return load_model(model, task=data.task, init=init, id2label=data.id2label, device=device)
 
 
 def _trainer(

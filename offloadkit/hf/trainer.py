@@ -31,6 +31,7 @@ from offloadkit.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
 _Base: Any = object
 """Stands for the Trainer class that follows the mixin."""
@@ -126,6 +127,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 telemetry=self.telemetry,
             )
             self.engine.set_loader_workers(self.args.dataloader_num_workers)
+            self._head_hook = _take_loss_in_fp32(self.model)
         optimizer: Any = self.engine.optimizer
         # accelerate leaves a prepared optimizer alone; its own wrapper would copy all states to the GPU.
         optimizer._is_accelerate_prepared = True
@@ -288,6 +290,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def close(self) -> None:
         """Settle and close the engine; the model keeps its trained weights. A later `train()` builds a new engine."""
         if self.engine is not None:
+            self._head_hook.remove()
             self.engine.close()
             self.engine = self.optimizer = None
             self.model_wrapped = self.model
@@ -326,6 +329,17 @@ class _WrappedModel:
     def to(self, *args: Any, **kwargs: Any) -> _WrappedModel:
         """Itself: the engine decides where weights live and in which dtype."""
         return self
+
+
+def _take_loss_in_fp32(model: Any) -> RemovableHandle:
+    """Give the loss fp32 logits, as autocast would: T5 takes it in the logits' dtype, and bf16 has three digits."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+    def to_fp32(module: nn.Module, args: Any, logits: Any) -> Any:
+        return logits.float() if isinstance(logits, torch.Tensor) and logits.dtype == torch.bfloat16 else logits
+
+    module: nn.Module = head if head is not None else model
+    return module.register_forward_hook(to_fp32)
 
 
 def _shifts_labels(model: Any) -> bool:

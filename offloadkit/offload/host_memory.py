@@ -8,6 +8,7 @@ of forked DataLoader workers, and given back when the last tensor cut from it is
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import time
@@ -83,6 +84,7 @@ def allocate(sizes: Sequence[int], device: torch.device) -> tuple[list[HostSlab]
         OffloadkitError: the slabs need more RAM than is available; nothing is allocated then.
     """
     started = time.perf_counter()
+    gc.collect()  # an engine that an exception left behind may be held by cycles only
     needed, available = sum(sizes), ram_available_bytes()
     if needed > available:
         raise OffloadkitError(

@@ -89,6 +89,14 @@ def test_evaluation_and_generation_see_the_newest_weights(tmp_path: Path) -> Non
     assert len(set(logged(trainer, "eval_loss"))) == 3
 
 
+def test_training_losses_of_bf16_weights_are_fp32(tmp_path: Path) -> None:
+    trainer = train(tmp_path, t5(), seq2seq_rows(), bf16=True, max_steps=4)
+    losses = torch.tensor([record.loss for record in trainer.telemetry.records])
+    assert not torch.equal(losses, losses.bfloat16().float())
+    trainer.close()
+    assert not trainer.model.lm_head._forward_hooks
+
+
 def test_evaluation_losses_of_bf16_weights_are_fp32(tmp_path: Path) -> None:
     """One batch whose loss is near 4: in bf16 the next number is 0.03 away."""
     evaluated = seq2seq_rows(8, seed=2)
