@@ -187,13 +187,13 @@ class OffloadEngine:
 
     def _new_update(self) -> Update:
         """Snapshot of what the stepping thread needs; from here on forward waits for its layers."""
-        with_gradient = {id(gradient) for gradient in self._gradients.end_of_window()}
+        self._gradients.end_of_window()
         layers = []
         by_weights = {state.weights: state for state in self._states}
         for weights in self._gates.forward_order():
             state = by_weights[weights]
-            if id(state.gradient) in with_gradient:
-                slots = set(state.gradient.window)
+            slots = set(state.gradient.window)
+            if slots:
                 layers.append((state, slots, weights.start_update(slots)))
                 state.gradient.window.clear()
         options = [GroupOptions.of(group) for group in self.optimizer.param_groups]

@@ -189,16 +189,16 @@ class Gradients:
             layer.received.clear()
             layer.complete = False
 
-    def end_of_window(self) -> list[LayerGradient]:
-        """Send what was kept on the device; the layers that have a gradient in this window, in model order."""
-        layers = [layer for layer in self.layers if layer.window]
-        for layer in layers:
+    def end_of_window(self) -> None:
+        """Send what was kept on the device."""
+        for layer in self.layers:
+            if not layer.window:
+                continue
             if layer.accumulated is not None:
                 self._send(layer, layer.accumulated)
             elif self._on_device:
                 self._send(layer, layer.landing)
                 self._release(layer, layer.sent)
-        return layers
 
     def drop(self) -> None:
         """Forget the gradients of this window."""

@@ -29,18 +29,14 @@ class Past:
         """An update that was just started."""
         self._updates.append(update)
 
-    def record(self) -> None:
-        """Hand the records of finished steps to telemetry."""
-        for record in self._clock.finished(self._memory):
-            self._telemetry.add(record)
-
     def read(self) -> None:
         """Record finished steps, and report those that were not applied.
 
         Raises:
             NonFiniteGradientError: with `on_nonfinite="raise"`, for the oldest step not reported yet.
         """
-        self.record()
+        for record in self._clock.finished(self._memory):
+            self._telemetry.add(record)
         while self._updates and self._updates[0].norm_known.is_set():
             update = self._updates.popleft()
             if update.skipped:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -43,7 +44,6 @@ class Update:
     done: threading.Event = field(default_factory=threading.Event)
     seconds: dict[str, float] = field(default_factory=dict)
     nonfinite: list[str] = field(default_factory=list)
-    last_sent: Event | None = None
 
     @property
     def skipped(self) -> bool:
@@ -88,20 +88,13 @@ class StepThread:
 
     def start(self, update: Update) -> None:
         """Queue an optimizer step."""
-        self.submit(_UpdateJob(self, update))
+        self.submit(partial(self._make, update))
 
-
-class _UpdateJob:
-    """An `Update` in the queue; whatever happens, nobody is left waiting for it."""
-
-    def __init__(self, thread: StepThread, update: Update) -> None:
-        self._thread, self._update = thread, update
-
-    def __call__(self) -> None:
-        update = self._update
+    def _make(self, update: Update) -> None:
+        """Whatever happens, nobody is left waiting for the update."""
         try:
-            if self._thread.error is None:
-                run(update, self._thread.h2d)
+            if self.error is None:
+                run(update, self.h2d)
         finally:
             update.norm_known.set()
             for _, _, pending in update.layers:
