@@ -36,7 +36,23 @@ class Engine(Protocol):
         """Wait for everything that a step left running."""
 
 
-class Offloadkit:
+class _EngineLoop:
+    """DeepSpeed's loop, which offloadkit shares."""
+
+    engine: Any
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = self.engine(**batch).loss
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self, is_boundary: bool) -> None:
+        self.engine.step()
+
+
+class Offloadkit(_EngineLoop):
     """`offloadkit.OffloadEngine`: fp32 states in pinned RAM, clipping, an update hidden under the next forward."""
 
     def __init__(self, model: PreTrainedModel, work: Workload, device: torch.device) -> None:
@@ -52,16 +68,6 @@ class Offloadkit:
         )
         self.engine = OffloadEngine(model, config, device=device)
         self.seconds = {"pin": self.engine.pinning_seconds}
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = self.engine(**batch).loss
-        return loss
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.engine.backward(loss)
-
-    def step(self, is_boundary: bool) -> None:
-        self.engine.step()
 
     def settle(self) -> None:
         self.engine.synchronize()
@@ -159,7 +165,7 @@ class TorchaoOffloadFp32(TorchaoOffload):
     master_weights = True
 
 
-class DeepSpeedOffload:
+class DeepSpeedOffload(_EngineLoop):
     """DeepSpeed ZeRO with the optimizer (stage 3: the weights too) in pinned RAM, overlapped copies, clipping."""
 
     stage = 2
@@ -189,16 +195,6 @@ class DeepSpeedOffload:
             "steps_per_print": 10**9,
         }
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = self.engine(**batch).loss
-        return loss
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.engine.backward(loss)
-
-    def step(self, is_boundary: bool) -> None:
-        self.engine.step()
 
     def settle(self) -> None:
         _synchronize()
