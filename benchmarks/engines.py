@@ -72,10 +72,6 @@ class Offloadkit(_EngineLoop):
     def settle(self) -> None:
         self.engine.synchronize()
 
-    def set_loader_workers(self, num_workers: int) -> None:
-        """Tell the engine how many DataLoader workers share the cores with it."""
-        self.engine.set_loader_workers(num_workers)
-
 
 class OnGpu:
     """Plain HuggingFace: everything on the device, bf16 weights, fp32 master weights, fused AdamW, clipping."""

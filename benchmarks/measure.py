@@ -92,8 +92,6 @@ def measure(task: dict[str, Any]) -> Row:
         num_workers = task["num_workers"]
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        if isinstance(engine, engines.Offloadkit):
-            engine.set_loader_workers(num_workers)
         steps = workloads.loaded_batches(work, device, num_workers, 1 + work.warmup + 1 + work.steps)
     else:
         steps = itertools.repeat(workloads.fixed_batches(work, device))

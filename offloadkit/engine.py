@@ -31,7 +31,6 @@ from offloadkit.offload.step_clock import StepClock, num_tokens
 from offloadkit.offload.streams import record_compute
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.offload.weights import Gates, LayerWeights, TiedUses, move_rest
-from offloadkit.optim import cpu
 from offloadkit.optim.optimizer import OffloadAdamW
 from offloadkit.plan import NUM_STAGING
 from offloadkit.telemetry import Telemetry
@@ -332,10 +331,6 @@ class OffloadEngine:
         tied = TiedUses([state.layer for state in self._states], self._gradients.land)
         for undo in (self._gates.remove, self._gradients.remove, tied.remove):
             self._undo.callback(undo)
-
-    def set_loader_workers(self, num_workers: int) -> None:
-        """Leave cores to this many DataLoader workers."""
-        cpu.set_num_threads(cpu.default_num_threads(num_workers))
 
     def close(self) -> None:
         """Apply what is pending, let go of the model and give the engine's memory back.

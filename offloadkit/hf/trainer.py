@@ -126,7 +126,6 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 device=self.args.device,
                 telemetry=self.telemetry,
             )
-            self.engine.set_loader_workers(self.args.dataloader_num_workers)
             self._head_hook = _take_loss_in_fp32(self.model)
         optimizer: Any = self.engine.optimizer
         # accelerate leaves a prepared optimizer alone; its own wrapper would copy all states to the GPU.

@@ -243,11 +243,12 @@ def test_model_init_starts_from_a_new_model_each_time(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], weight) for name, weight in trainer.model.state_dict().items())
 
 
-def test_the_engine_is_told_of_loader_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    monkeypatch.setattr("offloadkit.engine.OffloadEngine.set_loader_workers", lambda _, number: told.append(number))
-    train(tmp_path, t5(), seq2seq_rows(), dataloader_num_workers=2)
-    assert told == [2]
+def test_loader_workers_change_no_weight(tmp_path: Path) -> None:
+    without, with_two = (
+        train(tmp_path / str(number), t5(), seq2seq_rows(), dataloader_num_workers=number).model.state_dict()
+        for number in (0, 2)
+    )
+    assert all(torch.equal(without[name], weight) for name, weight in with_two.items())
 
 
 def test_what_is_logged_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

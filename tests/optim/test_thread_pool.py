@@ -92,15 +92,12 @@ def test_fewer_than_one_thread_is_refused() -> None:
         cpu.set_num_threads(0)
 
 
-@pytest.mark.parametrize(
-    ("cores", "loader_workers", "expected"),
-    [(1, 0, 1), (2, 0, 2), (2, 4, 2), (3, 0, 2), (16, 0, 15), (16, 1, 14), (16, 4, 13), (16, 30, 13)],
-)
-def test_default_threads_leave_room_for_the_main_thread_and_the_loader(
-    monkeypatch: pytest.MonkeyPatch, cores: int, loader_workers: int, expected: int
+@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 2), (3, 2), (16, 15)])
+def test_default_threads_leave_a_core_to_the_main_thread(
+    monkeypatch: pytest.MonkeyPatch, cores: int, expected: int
 ) -> None:
     monkeypatch.setattr(hardware, "num_cores", lambda: cores)
-    assert cpu.default_num_threads(loader_workers) == expected
+    assert cpu.default_num_threads() == expected
 
 
 def in_child(action: Callable[[], bool]) -> None:
