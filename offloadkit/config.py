@@ -36,26 +36,39 @@ def parse_bytes(size: int | str) -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the four parts of a flat layer live and who steps it. A placement never changes a number."""
+    """Where the four parts of a flat layer live and who steps it. A placement never changes a number.
 
-    weights: Literal["vram"] = "vram"
-    """Working weights: the copy that forward and backward compute with."""
+    Raises:
+        ConfigError: an unknown choice, or states and step that do not go together.
+    """
+
+    weights: Literal["vram", "ram"] = "vram"
+    """Working weights: the copy that forward and backward compute with. "ram" brings a repeated block's to one of a few
+    reusable buffers in VRAM ahead of its forward and its backward; what is outside the blocks stays in VRAM."""
 
     gradients: Literal["vram", "ram"] = "ram"
     """Gradients between backward and the step: "ram" sends each layer's to pinned RAM as soon as backward is done
     with it; "vram" keeps them (and their fp32 accumulation) on the device until the last micro-batch."""
 
-    states: Literal["ram"] = "ram"
-    """Master remainder, exp_avg and exp_avg_sq."""
+    states: Literal["vram", "ram"] = "ram"
+    """Master remainder, exp_avg and exp_avg_sq. In VRAM they are stepped by the GPU, in RAM by the CPU."""
 
-    activations: Literal["keep", "checkpoint"] = "keep"
-    """"checkpoint" recomputes a layer's activations in backward instead of keeping them."""
+    activations: Literal["keep", "checkpoint", "offload"] = "keep"
+    """"checkpoint" recomputes a repeated block's activations in backward instead of keeping them; "offload" also keeps
+    the block's input in pinned RAM meanwhile."""
 
-    step: Literal["cpu"] = "cpu"
+    step: Literal["cpu", "gpu"] = "cpu"
     """The processor that runs AdamW for this layer."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
+        if (self.states == "vram") != (self.step == "gpu"):
+            raise ConfigError(
+                f"states={self.states!r} with step={self.step!r}: states in VRAM are stepped by the GPU "
+                "(states='vram', step='gpu'), all others by the CPU (step='cpu')"
+            )
+        if self.states == "vram" and self.weights != "vram":
+            raise ConfigError("states='vram' with weights='ram': keep the working weights in VRAM before the states")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from offloadkit.config import OffloadConfig, Placement
@@ -16,8 +16,10 @@ REMAINDER_BYTES: dict[Dtype, int] = {"bf16": 2, "fp32": 0}
 MOMENT_BYTES = 4 + 4
 """exp_avg and exp_avg_sq in fp32."""
 
-NUM_LANDINGS = 3
-"""Layers whose gradients may be in VRAM at once: one being written, the others on their way to RAM."""
+NUM_LANDINGS = 2
+"""Layers whose gradients may be in VRAM at once: one being written, the other on its way to RAM."""
+NUM_WEIGHT_BUFFERS = 3
+"""Buffers in VRAM through which weights that live in RAM pass: the layer in use, the one before and the next."""
 NUM_STAGING = 2
 """Layers of one micro-batch's gradients in RAM, waiting to be added to the accumulated ones."""
 
@@ -37,6 +39,8 @@ class LayerShape:
     num_norm_blocks: int
     shared: bool
     """Whether it holds a tied weight, whose gradient is fp32."""
+    in_block: bool = False
+    """Whether it belongs to a repeated block: only then may its weights leave VRAM."""
 
     def landing_bytes(self) -> int:
         """One micro-batch's gradient."""
@@ -46,14 +50,43 @@ class LayerShape:
         """The gradient that the step reads: fp32 when it is a sum of several, else the layer's dtype."""
         return self.numel * 4 if accumulation > 1 else self.landing_bytes()
 
-    def host_bytes(self, accumulation: int) -> dict[str, int]:
-        """Pinned RAM by category, for states in RAM and a step on the CPU."""
+    def weight_bytes(self) -> int:
+        """The working weights."""
+        return self.numel * WEIGHT_BYTES[self.dtype]
+
+    def sums_bytes(self) -> int:
+        """The norm's block sums, in fp64."""
+        return aligned(8 * self.num_norm_blocks)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Optimizer states by category, wherever they live."""
         return {
-            "working weights": self.numel * WEIGHT_BYTES[self.dtype],
-            "master weights": self.numel * REMAINDER_BYTES[self.dtype],
+            "master weights": aligned(self.numel * REMAINDER_BYTES[self.dtype]),
             "exp_avg, exp_avg_sq": self.numel * MOMENT_BYTES,
-            "gradients": self.gradient_bytes(accumulation) + -(-8 * self.num_norm_blocks // 256) * 256,
         }
+
+    def ram_bytes(self, placement: Placement, accumulation: int) -> dict[str, int]:
+        """Pinned RAM by category."""
+        gradients = self.sums_bytes()
+        if placement.step == "cpu" or placement.gradients == "ram":
+            gradients += self.gradient_bytes(accumulation)
+        parts = {"gradients": gradients}
+        if placement.step == "cpu":  # a copy of resident weights, or the only ones
+            parts["working weights"] = self.weight_bytes()
+        if placement.states == "ram":
+            parts |= self.state_bytes()
+        return parts
+
+    def vram_bytes(self, placement: Placement, accumulation: int) -> dict[str, int]:
+        """VRAM by category that is this layer's alone; landings and weight buffers are shared by all."""
+        parts = {"gradients": self.sums_bytes()}
+        if placement.weights == "vram":
+            parts["working weights"] = self.weight_bytes()
+        if placement.states == "vram":
+            parts |= self.state_bytes()
+        if placement.gradients == "vram":
+            parts["gradients"] += self.gradient_bytes(accumulation)
+        return parts
 
 
 @dataclass(frozen=True)
@@ -65,7 +98,7 @@ class Plan:
     """
 
     layers: tuple[LayerShape, ...]
-    placement: Placement
+    placements: tuple[Placement, ...]
     accumulation: int
     num_parameters: int
     num_trainable_parameters: int
@@ -78,11 +111,12 @@ class Plan:
     def __str__(self) -> str:
         frozen = self.num_parameters - self.num_trainable_parameters
         kinds = Counter(layer.dtype for layer in self.layers)
+        steppers = Counter(placement.step for placement in self.placements)
         lines = [
             f"{self.num_parameters:,} parameters"
             + (f" ({frozen:,} frozen)" if frozen else "")
             + f" in {len(self.layers)} flat layers, working weights {'+'.join(kinds)},\n"
-            f"optimizer states in {self.placement.states.upper()}, step on the {self.placement.step.upper()}",
+            + ", ".join(f"{number} stepped on the {step.upper()}" for step, number in steppers.items()),
             f"  {'':22}{'VRAM':>12}{'RAM':>12}",
         ]
         categories = dict.fromkeys(category for tier in self.tiers.values() for category in tier)
@@ -107,6 +141,18 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / 1024:.3g} KiB"
 
 
+def aligned(num_bytes: int) -> int:
+    """`num_bytes` rounded up to the border at which the next array of a slab starts."""
+    return -(-num_bytes // 256) * 256
+
+
+def possible(placement: Placement, layer: LayerShape) -> Placement:
+    """`placement`, with weights and activations kept where the layer is no repeated block of its own."""
+    if layer.in_block and not layer.shared:
+        return placement
+    return replace(placement, weights="vram", activations=placement.activations if layer.in_block else "keep")
+
+
 def make_plan(layers: Sequence[LayerShape], config: OffloadConfig, *, frozen: int = 0, frozen_bytes: int = 0) -> Plan:
     """The plan of a model cut into `layers`.
 
@@ -114,29 +160,36 @@ def make_plan(layers: Sequence[LayerShape], config: OffloadConfig, *, frozen: in
         frozen, frozen_bytes: number and size of the parameters outside the flat layers, and buffers' bytes.
     """
     placement = config.placement or DEFAULT_PLACEMENT
-    accumulation = config.gradient_accumulation
-    ram: Counter[str] = Counter()
-    for layer in layers:
-        ram.update(layer.host_bytes(accumulation))
-    largest = max((layer.landing_bytes() for layer in layers), default=0)
-    if accumulation > 1 and placement.gradients == "ram":
-        ram["gradients"] += NUM_STAGING * largest
-    vram = {
-        "working weights": sum(layer.numel * WEIGHT_BYTES[layer.dtype] for layer in layers),
-        "frozen weights": frozen_bytes,
-        "gradients": _landing_bytes(layers, placement, accumulation),
-    }
+    if config.activation_checkpointing and placement.activations == "keep":
+        placement = replace(placement, activations="checkpoint")
+    placements = tuple(possible(placement, layer) for layer in layers)
     num_trainable = sum(layer.num_parameters for layer in layers)
-    return Plan(
-        tuple(layers), placement, accumulation, num_trainable + frozen, num_trainable, {"vram": vram, "ram": dict(ram)}
-    )
+    tiers = tier_bytes(layers, placements, config.gradient_accumulation)
+    tiers["vram"]["frozen weights"] = frozen_bytes
+    return Plan(tuple(layers), placements, config.gradient_accumulation, num_trainable + frozen, num_trainable, tiers)
 
 
-def _landing_bytes(layers: Sequence[LayerShape], placement: Placement, accumulation: int) -> int:
-    """Gradients in VRAM: landings that are reused, one more for each layer that stays open through backward."""
-    sizes = sorted((layer.landing_bytes() for layer in layers), reverse=True)
-    if placement.gradients == "ram":
-        return sum(sizes[:NUM_LANDINGS])
-    if accumulation == 1:
-        return sum(sizes)
-    return sum(sizes[:NUM_LANDINGS]) + sum(layer.gradient_bytes(accumulation) for layer in layers)
+def tier_bytes(
+    layers: Sequence[LayerShape], placements: Sequence[Placement], accumulation: int
+) -> dict[str, dict[str, int]]:
+    """Bytes by tier and category of layers placed so."""
+    ram: Counter[str] = Counter()
+    vram: Counter[str] = Counter()
+    placed = list(zip(layers, placements, strict=True))
+    for layer, placement in placed:
+        ram.update(layer.ram_bytes(placement, accumulation))
+        vram.update(layer.vram_bytes(placement, accumulation))
+    through_ram = sorted((layer.landing_bytes() for layer, where in placed if where.gradients == "ram"), reverse=True)
+    if accumulation > 1:
+        ram["gradients"] += NUM_STAGING * max(through_ram, default=0)
+        landings = sorted((layer.landing_bytes() for layer in layers), reverse=True)
+    else:
+        landings = through_ram
+    vram["gradients"] += sum(landings[:NUM_LANDINGS])
+    streamed = [layer.weight_bytes() for layer, where in placed if where.weights == "ram"]
+    vram["weight buffers"] = NUM_WEIGHT_BUFFERS * max(streamed, default=0)
+    order = ("working weights", "weight buffers", "gradients", "master weights", "exp_avg, exp_avg_sq")
+    return {
+        tier: {category: parts[category] for category in order if parts[category]}
+        for tier, parts in (("vram", vram), ("ram", ram))
+    }

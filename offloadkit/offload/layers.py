@@ -82,7 +82,9 @@ class FlatLayer:
         """What the plan needs to know of the layer."""
         dtype: Dtype = "bf16" if self.dtype == torch.bfloat16 else "fp32"
         num_parameters = sum(slot.numel for slot in self.slots)
-        return LayerShape(self.name, num_parameters, self.numel, dtype, self.num_norm_blocks, self.shared)
+        return LayerShape(
+            self.name, num_parameters, self.numel, dtype, self.num_norm_blocks, self.shared, self.block is not None
+        )
 
     @property
     def shared(self) -> bool:
