@@ -1,21 +1,24 @@
-"""Triton kernels: the gradient norm's block sums on CUDA, with the bits of `gradient_norm.block_sums_reference`.
+"""Triton kernels on CUDA: the AdamW step and the gradient norm's block sums, with the bits of their references.
 
-Where Triton is missing or cannot compile, `available()` is false and callers use torch operations.
+Where Triton is missing or cannot compile, torch operations do the same, slower.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_step_reference, check_state
+
 try:
-    from offloadkit.optim import triton_norm
+    from offloadkit.optim import triton_adamw, triton_norm
 except ImportError:
-    triton_norm = None  # type: ignore[assignment]
+    triton_adamw = triton_norm = None  # type: ignore[assignment]
 
 _BLOCKS_AT_ONCE = 1024
 """Blocks of one launch: their pieces' rows take 8 MiB between the two kernels."""
@@ -49,3 +52,61 @@ def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
             rows = torch.empty(num_blocks * pieces * 32, dtype=torch.float64, device=gradient.device)
             kernels.sum_rows_of_pieces[(num_blocks * pieces // at_once,)](gradient, some, rows, enable_fp_fusion=False)
             kernels.sum_pieces_of_block[(num_blocks,)](rows, out[first : first + num_blocks], enable_fp_fusion=False)
+
+
+def adamw_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
+    """One AdamW step, in place, over CUDA arrays, on the current stream, without a host synchronisation.
+
+    What `adamw_step_reference` does, bit for bit. Raises as `check_state` does.
+    """
+    check_state(state, gradient, segments)
+    if _adamw_compiles(state.weights.dtype, gradient.dtype):
+        _launch_adamw(state, gradient, segments, grad_scale)
+    else:
+        adamw_step_reference(state, gradient, segments, grad_scale)
+
+
+@cache
+def _adamw_compiles(weights: torch.dtype, gradient: torch.dtype) -> bool:
+    """Whether Triton builds the step's kernel for arrays of these dtypes; warns once where it does not."""
+    if triton_adamw is None:
+        _warn_without_adamw("Triton is not installed")
+        return False
+    remainders = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # the CPU: in Triton's interpreter
+    arrays = [torch.zeros(256, dtype=dtype, device=device) for dtype in (weights, torch.float32, torch.float32)]
+    remainder = torch.zeros(256, dtype=remainders[weights], device=device) if weights in remainders else None
+    state = FlatState(arrays[0], remainder, *arrays[1:])
+    segment = Segment(0, 256, AdamWScalars(0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0))
+    try:
+        _launch_adamw(state, torch.zeros(256, dtype=gradient, device=device), [segment], 0.0)
+    except Exception as error:  # the compiler, its driver and the C compiler it calls raise many types
+        _warn_without_adamw(f"{type(error).__name__}: {error}")
+        return False
+    return True
+
+
+@cache
+def _warn_without_adamw(reason: str) -> None:
+    warnings.warn(
+        "Triton could not build the AdamW step's kernel, so the GPU's optimizer step runs on torch operations: the "
+        f"same result, slower. {reason}",
+        stacklevel=4,
+    )
+
+
+def _launch_adamw(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
+    kernel: Any = triton_adamw.adamw
+    is_bf16 = gradient.dtype == torch.bfloat16
+    arrays = (
+        state.weights.view(torch.int16) if state.weights.dtype == torch.bfloat16 else state.weights,
+        state.weights if state.remainder is None else state.remainder,
+        state.exp_avg,
+        state.exp_avg_sq,
+        gradient.view(torch.int16) if is_bf16 else gradient,
+    )
+    with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
+        for start, length, scalars in segments:
+            if length > 0:
+                grid = (-(-length // (256 * triton_adamw.ROWS)),)
+                kernel[grid](*arrays, start, length, grad_scale, *scalars, is_bf16, enable_fp_fusion=False)

@@ -62,6 +62,16 @@ def make_gradient(dtype: torch.dtype, length: int, *, seed: int = 1) -> Tensor:
     return (torch.randn(length, generator=generator) * scale).to(dtype)
 
 
+def set_master(state: FlatState, master: Tensor) -> None:
+    """Makes `master`, fp32, the state's master weights, its working weights their rounding."""
+    if state.remainder is None:
+        state.weights = master.clone()
+    elif state.weights.dtype == torch.float16:
+        state.weights, state.remainder = master.half(), master.clone()
+    else:
+        state.weights, state.remainder = split_master(master)
+
+
 def clone(state: FlatState) -> FlatState:
     arrays = (getattr(state, field.name) for field in fields(state))
     return FlatState(*(array if array is None else array.clone() for array in arrays))

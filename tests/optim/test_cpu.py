@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offloadkit.optim import cpu
-from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, adamw_step_reference, split_master
+from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, adamw_step_reference
 from tests.optim.states import (
     DTYPES,
     SPECIAL,
@@ -19,6 +19,7 @@ from tests.optim.states import (
     clone,
     make_gradient,
     make_state,
+    set_master,
 )
 
 SCALARS = adamw_scalars(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=3)
@@ -80,15 +81,6 @@ def test_special_values(level: str, weights_dtype: torch.dtype, gradient_dtype: 
         else:
             setattr(state, place, other.clone())
         assert_step_equals_reference(state, gradient, [Segment(0, gradient.numel(), SCALARS)], 0.9)
-
-
-def set_master(state: FlatState, master: torch.Tensor) -> None:
-    if state.remainder is None:
-        state.weights = master.clone()
-    elif state.weights.dtype == torch.float16:
-        state.weights, state.remainder = master.half(), master.clone()
-    else:
-        state.weights, state.remainder = split_master(master)
 
 
 def test_accumulate_converts_every_16_bit_pattern_as_torch_does(level: str) -> None:

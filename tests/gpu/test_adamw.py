@@ -1,0 +1,99 @@
+"""The AdamW step on CUDA: Triton, torch operations and the C kernel give the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from offloadkit.optim import cpu, gpu, step
+from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, adamw_step_reference
+from tests.optim.states import DTYPES, SPECIAL, assert_same_bits, clone, make_gradient, make_state, set_master
+
+LENGTH = 3 * 1024 * 1024
+LENGTHS = (1, 255, 256, 70_001, 1_000_003, 513, 1_500_000)
+
+
+def to(state: FlatState, device: str) -> FlatState:
+    arrays = (getattr(state, field.name) for field in fields(state))
+    return FlatState(*(array if array is None else array.to(device) for array in arrays))
+
+
+def ragged_segments(number: int) -> list[Segment]:
+    """Slots of LENGTHS elements, each padded to 256, with scalars that take turns, for step `number`."""
+    segments, start = [], 256
+    for index, length in enumerate(LENGTHS):
+        betas = ((0.9, 0.999), (0.8, 0.99))[index % 2]
+        scalars = adamw_scalars(lr=1e-3, betas=betas, eps=1e-8, weight_decay=0.01, step=number)
+        segments.append(Segment(start, length, scalars))
+        start += -(-length // 256) * 256
+    assert start <= LENGTH
+    return segments
+
+
+@pytest.mark.parametrize("gradient_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weights_dtype", DTYPES, ids=str)
+def test_triton_c_and_reference_are_equal_bit_for_bit_over_5_steps(
+    weights_dtype: torch.dtype, gradient_dtype: torch.dtype
+) -> None:
+    assert gpu._adamw_compiles(weights_dtype, gradient_dtype)
+    on_cpu = make_state(weights_dtype, LENGTH)
+    triton, reference = to(on_cpu, "cuda"), to(on_cpu, "cuda")
+    for number in range(1, 6):
+        gradient, segments = make_gradient(gradient_dtype, LENGTH, seed=number), ragged_segments(number)
+        grad_scale = 1.0 / gradient.double().norm().item()
+        cpu.adamw_step(on_cpu, gradient, segments, grad_scale)
+        step.adamw_step(triton, gradient.cuda(), segments, grad_scale)
+        adamw_step_reference(reference, gradient.cuda(), segments, grad_scale)
+    assert_same_bits(to(triton, "cpu"), on_cpu)
+    assert_same_bits(to(reference, "cpu"), on_cpu)
+
+
+@pytest.mark.parametrize("place", ["master", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("gradient_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weights_dtype", DTYPES, ids=str)
+def test_special_values(weights_dtype: torch.dtype, gradient_dtype: torch.dtype, place: str) -> None:
+    """Every special value as gradient beside every special value as each of master, exp_avg and exp_avg_sq."""
+    count = SPECIAL.numel()
+    gradient, other = SPECIAL.to(gradient_dtype).repeat(count), SPECIAL.repeat_interleave(count)
+    state = make_state(weights_dtype, gradient.numel())
+    if place == "master":
+        set_master(state, other)
+    else:
+        setattr(state, place, other.clone())
+    on_gpu = to(state, "cuda")
+    segments = [ragged_segments(3)[0]._replace(start=0, length=gradient.numel())]
+    cpu.adamw_step(state, gradient, segments, 0.9)
+    gpu.adamw_step(on_gpu, gradient.cuda(), segments, 0.9)
+    assert_same_bits(to(on_gpu, "cpu"), state)
+
+
+def test_the_host_does_not_wait_and_no_memory_is_taken() -> None:
+    state, gradient = to(make_state(torch.bfloat16, LENGTH), "cuda"), torch.ones(LENGTH, device="cuda").bfloat16()
+    gpu.adamw_step(state, gradient, ragged_segments(1), 0.5)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gpu.adamw_step(state, gradient, ragged_segments(2), 0.5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() == before
+
+
+def test_a_stream_other_than_the_default_is_followed() -> None:
+    on_cpu = make_state(torch.bfloat16, LENGTH)
+    on_gpu, gradient = to(on_cpu, "cuda"), torch.zeros(LENGTH, device="cuda")
+    compiled_with = clone(on_gpu)
+    gpu.adamw_step(compiled_with, gradient, ragged_segments(1), 1.0)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        gradient.fill_(1.0)
+        gpu.adamw_step(on_gpu, gradient, ragged_segments(1), 1.0)
+    stream.synchronize()
+    cpu.adamw_step(on_cpu, torch.ones(LENGTH), ragged_segments(1), 1.0)
+    assert_same_bits(to(on_gpu, "cpu"), on_cpu)

@@ -1,0 +1,45 @@
+"""Run with TRITON_INTERPRET=1 by test_gpu.py: the AdamW kernel against the reference, on CPU tensors."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from offloadkit.optim import gpu
+from offloadkit.optim.adamw import Segment, adamw_scalars, adamw_step_reference
+from tests.optim.states import DTYPES, SPECIAL, assert_same_bits, clone, make_gradient, make_state, set_master
+
+OPTIONS = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
+
+
+def ragged_segments(number: int) -> list[Segment]:
+    """Segments of 3000, 1 and 2000 elements, with two sets of scalars, for step `number`."""
+    scalars = adamw_scalars(betas=(0.9, 0.999), step=number, **OPTIONS)
+    other = adamw_scalars(betas=(0.8, 0.99), step=number, **OPTIONS)
+    return [Segment(0, 3000, scalars), Segment(3072, 1, other), Segment(3328, 2000, scalars)]
+
+
+def main() -> None:
+    for weights, gradients in itertools.product(DTYPES, DTYPES):
+        state = make_state(weights, 5632)
+        expected = clone(state)
+        for number in (1, 2):
+            gradient, segments = make_gradient(gradients, 5632, seed=number), ragged_segments(number)
+            gpu.adamw_step(state, gradient, segments, 0.7312345)
+            adamw_step_reference(expected, gradient, segments, 0.7312345)
+        assert_same_bits(state, expected)
+    count = SPECIAL.numel()
+    gradient, other = SPECIAL.repeat(count), SPECIAL.repeat_interleave(count)
+    segments = [ragged_segments(3)[0]._replace(length=gradient.numel())]
+    for weights, place in itertools.product(DTYPES, ("master", "exp_avg", "exp_avg_sq")):
+        state = make_state(weights, gradient.numel())
+        if place == "master":
+            set_master(state, other)
+        else:
+            setattr(state, place, other.clone())
+        expected = clone(state)
+        gpu.adamw_step(state, gradient, segments, 0.9)
+        adamw_step_reference(expected, gradient, segments, 0.9)
+        assert_same_bits(state, expected)
+    assert gpu._adamw_compiles(torch.bfloat16, torch.bfloat16)

@@ -1,0 +1,84 @@
+"""The GPU step's dispatch, its life without Triton, and its kernel in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from offloadkit.optim import gpu, step
+from offloadkit.optim.adamw import Segment, adamw_scalars, adamw_step_reference
+from tests.optim.states import assert_same_bits, clone, make_gradient, make_state
+
+SCALARS = adamw_scalars(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=3)
+
+INTERPRETED = "from tests.optim.interpreted import main; main()"
+
+
+class BrokenKernel:
+    """A kernel as a machine without a C compiler sees it: the first launch fails."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    caches = (gpu._adamw_compiles, gpu._warn_without_adamw)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("kernels", "words"),
+    [(None, "Triton is not installed"), (SimpleNamespace(adamw=BrokenKernel(), ROWS=4), "Failed to find C compiler")],
+)
+def test_without_triton_the_step_is_the_same_and_warns_once(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, kernels: Any, words: str
+) -> None:
+    monkeypatch.setattr(gpu, "triton_adamw", kernels)
+    segments = [Segment(0, 1001, SCALARS)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+            state, gradient = make_state(dtype, 1024), make_gradient(dtype, 1024)
+            expected = clone(state)
+            adamw_step_reference(expected, gradient, segments, 0.5)
+            gpu.adamw_step(state, gradient, segments, 0.5)
+            assert_same_bits(state, expected)
+    messages = {str(one.message) for one in caught}
+    assert len(messages) == 1
+    assert words in messages.pop()
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="gradient has 11 elements"):
+        gpu.adamw_step(make_state(torch.bfloat16, 10), torch.zeros(11), [Segment(0, 10, SCALARS)], 1.0)
+
+
+def test_one_name_steps_wherever_the_layer_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    for name in ("cpu", "gpu"):
+        monkeypatch.setattr(getattr(step, name), "adamw_step", lambda *arguments, name=name: steps.append(name))
+    monkeypatch.setattr(step, "adamw_step_reference", lambda *arguments: steps.append("reference"))
+    for device in ("cpu", "cuda", "meta"):
+        state: Any = SimpleNamespace(weights=SimpleNamespace(device=torch.device(device)))
+        step.adamw_step(state, torch.zeros(0), [], 1.0)
+    assert steps == ["cpu", "gpu", "reference"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_triton_kernel_interpreted_on_the_cpu_equals_the_reference() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, check=True)
