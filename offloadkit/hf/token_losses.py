@@ -1,0 +1,155 @@
+"""Cross-entropy over a vocabulary in chunks: the [tokens, vocabulary] logits are never there whole.
+
+A chunk's logits are computed in the working dtype, as the head computes them; the loss is taken in fp32. Forward keeps
+one logsumexp a token. Backward computes each chunk again: its gradient is rounded to the working dtype once, as without
+chunks; the weight's gradient is one product over all tokens (nothing of the weight's size is kept in fp32), and the
+hidden states' gradient is added up over the chunks in fp32. That is four products of the head's size instead of three.
+The chunks are chunks of the vocabulary and not of the tokens: with those the weight's gradient would have to be summed
+in an fp32 buffer of its size (2 GiB for Llama-3.1-8B), and read and written once a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+Step = Callable[[torch.Tensor, slice], torch.Tensor]
+"""What is done to the head's output, element by element: (logits, which columns of the vocabulary) -> logits."""
+
+
+def token_losses(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    steps: tuple[Step, ...],
+    chunk_elements: int,
+) -> torch.Tensor:
+    """The cross-entropy of each token, [tokens] in fp32 (fp64 for fp64), differentiable once.
+
+    Args:
+        hidden: [tokens, width].
+        weight: [vocabulary, width], of the same dtype.
+        bias: [vocabulary].
+        target: [tokens] int64, each in the vocabulary.
+        steps: what is done to the head's output before the softmax.
+        chunk_elements: logits in a chunk, about.
+
+    Raises:
+        IndexError, RuntimeError: a target is not in the vocabulary (on the GPU: its device-side assertion).
+    """
+    apply: Any = _TokenLosses.apply
+    losses: torch.Tensor = apply(hidden, weight, bias, target, steps, chunk_elements)
+    return losses
+
+
+def no_autocast(like: torch.Tensor) -> torch.autocast:
+    """Autocast off on this tensor's device."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Cross-entropy of each token, [tokens] in fp32 (fp64 for fp64), from hidden states [tokens, width]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        steps: tuple[Step, ...],
+        chunk_elements: int,
+    ) -> torch.Tensor:
+        weight[:, 0].gather(0, target)  # torch's own error where a label is not in the vocabulary
+        logsumexp = at_target = None
+        with no_autocast(hidden):
+            for columns in _chunks(len(hidden), len(weight), chunk_elements):
+                logits = _wide(_chunk(hidden, weight, bias, steps, columns)[1])
+                chunk_sum = logits.logsumexp(-1)
+                logsumexp = chunk_sum if logsumexp is None else torch.logaddexp(logsumexp, chunk_sum)
+                here, index = _places(target, columns)
+                value = logits.gather(1, index).squeeze(1).masked_fill(~here, 0)
+                at_target = value if at_target is None else at_target + value
+                del logits
+        assert logsumexp is not None
+        assert at_target is not None
+        ctx.save_for_backward(hidden, weight, bias, target, logsumexp)
+        ctx.steps, ctx.chunk_elements = steps, chunk_elements
+        return logsumexp - at_target
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, target, logsumexp = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.zeros_like(hidden, dtype=logsumexp.dtype) if wants_hidden else None
+        d_weight = torch.empty_like(weight) if wants_weight else None
+        d_bias = torch.empty_like(bias) if wants_bias else None
+        with no_autocast(hidden):
+            for columns in _chunks(len(hidden), len(weight), ctx.chunk_elements):
+                d_logits = _gradient(hidden, weight, bias, target, logsumexp, d_losses, ctx.steps, columns)
+                if d_hidden is not None:
+                    d_hidden += d_logits @ weight[columns]
+                if d_weight is not None:
+                    torch.mm(d_logits.t(), hidden, out=d_weight[columns])
+                if d_bias is not None:
+                    d_bias[columns] = d_logits.sum(0)
+                del d_logits
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None
+
+
+def _gradient(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    logsumexp: torch.Tensor,
+    d_losses: torch.Tensor,
+    steps: tuple[Step, ...],
+    columns: slice,
+) -> torch.Tensor:
+    """Gradient of the head's output in these columns, in its dtype: (softmax - one-hot) * d_losses, back through the
+    steps."""
+    with torch.enable_grad():
+        head_output, logits = _chunk(hidden, weight, bias, steps, columns)
+    d_logits = (_wide(logits.detach()) - logsumexp.unsqueeze(1)).exp_()
+    here, index = _places(target, columns)
+    d_logits.scatter_(1, index, d_logits.gather(1, index) - here.unsqueeze(1).to(d_logits.dtype))
+    d_logits = (d_logits.mul_(d_losses.unsqueeze(1))).to(logits.dtype)
+    return torch.autograd.grad(logits, head_output, d_logits)[0]
+
+
+def _chunk(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, steps: tuple[Step, ...], columns: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The head's output in these columns of the vocabulary, and what the steps make of it."""
+    with torch.no_grad():
+        output = F.linear(hidden, weight[columns], None if bias is None else bias[columns])
+    logits = output.requires_grad_(torch.is_grad_enabled())
+    for step in steps:
+        logits = step(logits, columns)
+    return output, logits
+
+
+def _places(target: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which targets lie in these columns ([tokens]), and where ([tokens, 1]; somewhere for the others)."""
+    index = target - columns.start
+    width = columns.stop - columns.start
+    return (index >= 0) & (index < width), index.clamp(0, width - 1).unsqueeze(1)
+
+
+def _chunks(num_tokens: int, vocabulary: int, chunk_elements: int) -> Iterator[slice]:
+    """Equal chunks of the vocabulary, whole 64-column tiles each but for the last."""
+    num_chunks = -(-num_tokens * vocabulary // chunk_elements)
+    width = -(-vocabulary // num_chunks // 64) * 64
+    for start in range(0, vocabulary, width):
+        yield slice(start, min(start + width, vocabulary))
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
