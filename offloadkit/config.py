@@ -67,8 +67,11 @@ class Placement:
                 f"states={self.states!r} with step={self.step!r}: states in VRAM are stepped by the GPU "
                 "(states='vram', step='gpu'), all others by the CPU (step='cpu')"
             )
-        if self.states == "vram" and self.weights != "vram":
-            raise ConfigError("states='vram' with weights='ram': keep the working weights in VRAM before the states")
+        if self.states == "vram" and "ram" in (self.weights, self.gradients):
+            raise ConfigError(
+                f"states='vram' with weights={self.weights!r} and gradients={self.gradients!r}: where the states are "
+                "in VRAM, the working weights and the gradients are too (weights='vram', gradients='vram')"
+            )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -22,17 +22,18 @@ from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OffloadkitError
 from offloadkit.offload import host_memory
-from offloadkit.offload.activations import checkpoint_activations
+from offloadkit.offload.activations import OffloadedInputs, checkpoint_activations
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, Newcomers, Slot, flat_layers, listed_groups, plan_of
 from offloadkit.offload.past import Past
 from offloadkit.offload.states import GroupOptions, LayerState, optimizer_states
 from offloadkit.offload.step_clock import StepClock, num_tokens
+from offloadkit.offload.streaming import StreamedWeights, WeightRing
 from offloadkit.offload.streams import record_compute
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.offload.weights import Gates, LayerWeights, TiedUses, move_rest
 from offloadkit.optim.optimizer import OffloadAdamW
-from offloadkit.plan import NUM_STAGING
+from offloadkit.plan import NUM_STAGING, NUM_WEIGHT_BUFFERS, Plan
 from offloadkit.telemetry import Telemetry
 
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
@@ -59,15 +60,17 @@ class OffloadEngine:
         param_groups: Sequence[dict[str, Any]] | None = None,
         device: torch.device | str | None = None,
         telemetry: Telemetry | None = None,
+        plan: Plan | None = None,
     ) -> None:
         """
         Args:
             model: any module; its parameters move to `device`, frozen ones as they are.
             param_groups: as for a torch optimizer; a group's lr, betas, eps, weight_decay go before the config's.
             device: where to compute; the GPU where there is one.
+            plan: what lives where, layer by layer, as planned for this model before; None: made here.
 
         Raises:
-            ModelError: nothing can be trained, or a parameter's dtype is not supported.
+            ModelError: nothing can be trained, a parameter's dtype is not supported, or the plan is another model's.
             EngineStateError: another engine that is still open trains this model.
             OffloadkitError: not enough RAM.
         """
@@ -80,7 +83,9 @@ class OffloadEngine:
         param_groups = listed_groups(param_groups)
         layers = flat_layers(model, self.config, param_groups)
         trained = {slot.parameter for layer in layers for slot in layer.slots}
-        self.plan = plan_of(model, layers, self.config)
+        self.plan = plan or plan_of(model, layers, self.config)
+        if list(self.plan.layers) != [layer.shape() for layer in layers]:
+            raise ModelError("the plan was made for another model, other parameter groups or another working dtype")
         self._thread = StepThread(self.device)
         self._undo = ExitStack()
         self._undo.callback(self._thread.close)
@@ -113,7 +118,8 @@ class OffloadEngine:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         began = self._clock.start_forward(num_tokens(self.module, kwargs))
-        output = self.module(*args, **kwargs)
+        with self._ring.saved_tensors() if self._ring is not None else nullcontext():
+            output = self.module(*args, **kwargs)
         self._clock.end_forward(began)
         return output
 
@@ -140,15 +146,26 @@ class OffloadEngine:
         if scale_by_accumulation and accumulation > 1:
             loss = loss / accumulation
         began = self._clock.start_backward(loss)
-        try:
+        with self._in_backward():
             loss.backward()  # type: ignore[no-untyped-call]
-        except BaseException:
-            self.drop_gradients()
-            raise
         self._gradients.end_of_backward()
         self._clock.end_backward(began)
         self._num_backwards += 1
         self._stepped = False
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        try:
+            if self._ring is not None:
+                self._ring.in_backward = True
+            yield
+        except BaseException:
+            self.drop_gradients()
+            raise
+        finally:
+            if self._ring is not None:
+                self._ring.in_backward = False
+            self._offloaded.end_of_backward()
 
     def step(self, *, boundary: bool | None = None) -> bool:
         """Follows each `backward`; at the end of the accumulation window it starts the update and returns at once.
@@ -232,7 +249,7 @@ class OffloadEngine:
         if self._newest is not None:
             self._newest.done.wait()
         for state in self._states:
-            state.weights.wait()
+            state.weights.settle()
             if state.uploaded is not None:
                 state.uploaded.synchronize()
         self._raise_thread_error()
@@ -302,27 +319,32 @@ class OffloadEngine:
 
     def _allocate(self, layers: Sequence[FlatLayer]) -> list[LayerState]:
         accumulation = self.config.gradient_accumulation
-        sizes = [sum(shape.host_bytes(accumulation).values()) for shape in self.plan.layers]
-        staging = max(shape.landing_bytes() for shape in self.plan.layers)
-        num_staging = NUM_STAGING if accumulation > 1 and self.plan.placement.gradients == "ram" else 0
+        placed = list(zip(layers, self.plan.layers, self.plan.placements, strict=True))
+        sizes = [sum(shape.ram_bytes(placement, accumulation).values()) for _, shape, placement in placed]
+        through_ram = [shape.landing_bytes() for _, shape, placement in placed if placement.gradients == "ram"]
+        num_staging = NUM_STAGING if accumulation > 1 and through_ram else 0
+        staging = max(through_ram, default=0)
         slabs, self.pinning_seconds = host_memory.allocate([*sizes, *[staging] * num_staging], self.device)
         self._staging = [slab.cut(staging, torch.uint8) for slab in slabs[len(layers) :]]
         states = []
-        for layer, slab in zip(layers, slabs, strict=False):
-            states.append(LayerState(LayerWeights(layer, self.device), slab, accumulation))
+        for (layer, _, placement), slab in zip(placed, slabs, strict=False):
+            states.append(LayerState(layer, placement, slab, accumulation, self.device))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return states
 
     def _attach(self) -> None:
-        """Hook the model: activation checkpointing, gates, gradients, tied weights."""
-        if self.config.activation_checkpointing or self.plan.placement.activations == "checkpoint":
-            self._undo.callback(checkpoint_activations(self.module))
+        """Hook the model: streamed weights, activation checkpointing, gates, gradients, tied weights."""
         self._weights = [state.weights for state in self._states]
+        streamed = [weights for weights in self._weights if isinstance(weights, StreamedWeights)]
+        self._ring = WeightRing(streamed, self.device, NUM_WEIGHT_BUFFERS) if streamed else None
+        if self._ring is not None:
+            self._undo.callback(self._ring.synchronize)
+        self._offloaded = OffloadedInputs(self.device)
+        self._checkpoint_blocks()
         self._gates = Gates(self.module, self._weights, weakref.WeakMethod(self._settle))
         self._gradients = Gradients(
             [state.gradient for state in self._states],
-            on_device=self.plan.placement.gradients == "vram",
             accumulation=self.config.gradient_accumulation,
             staging=self._staging,
             submit=self._thread.submit,
@@ -331,6 +353,18 @@ class OffloadEngine:
         tied = TiedUses([state.layer for state in self._states], self._gradients.land)
         for undo in (self._gates.remove, self._gradients.remove, tied.remove):
             self._undo.callback(undo)
+
+    def _checkpoint_blocks(self) -> None:
+        choices: dict[nn.Module, Any] = {}
+        weights: dict[nn.Module, list[LayerWeights]] = {}
+        for state in self._states:
+            block = state.layer.block
+            if block is not None:
+                weights.setdefault(block, []).append(state.weights)
+                if state.placement.activations != "keep":
+                    choices[block] = state.placement.activations
+        if choices or self.config.activation_checkpointing:
+            self._undo.callback(checkpoint_activations(self.module, choices, weights, self._offloaded))
 
     def close(self) -> None:
         """Apply what is pending, let go of the model and give the engine's memory back.
@@ -353,7 +387,8 @@ class OffloadEngine:
             self._open = False
             self._finalizer()
             self.optimizer.state.clear()
-            for name in ("_states", "_weights", "_staging", "_gradients", "_gates", "_past", "_clock", "_newest"):
+            parts = ("_states", "_weights", "_staging", "_gradients", "_gates", "_past", "_clock", "_newest")
+            for name in (*parts, "_ring", "_offloaded"):
                 delattr(self, name)
             _open_engines.pop(self.module, None)
             self.telemetry.close()

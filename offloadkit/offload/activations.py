@@ -1,53 +1,191 @@
-"""Activation checkpointing by one switch."""
+"""Activations of the repeated blocks: kept, recomputed in backward, or recomputed from inputs that wait in RAM."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offloadkit.errors import ConfigError
+from offloadkit.offload.host_memory import HostSlab
 from offloadkit.offload.layers import repeated_blocks
+from offloadkit.offload.streams import CopyStream, Event, compute_stream, record_compute
+from offloadkit.offload.weights import LayerWeights
+
+Checkpoint = Literal["checkpoint", "offload"]
 
 
-def checkpoint_activations(model: nn.Module) -> Callable[[], None]:
-    """Have backward recompute the activations of each repeated block; returns what switches it off again.
+def checkpoint_activations(
+    model: nn.Module,
+    choices: Mapping[nn.Module, Checkpoint],
+    weights: Mapping[nn.Module, Sequence[LayerWeights]],
+    offloaded: OffloadedInputs,
+) -> Callable[[], None]:
+    """Have backward recompute the activations of the blocks in `choices`; returns what switches it off again.
 
-    HuggingFace models use their own, non-reentrant; for other modules each repeated block's forward goes through
+    HuggingFace models use their own switch, non-reentrant; for other modules each block's forward goes through
     `torch.utils.checkpoint`. Random numbers (dropout) are the same in the recomputation.
+
+    Args:
+        weights: by block, what a recomputation needs in VRAM.
 
     Raises:
         ConfigError: the model has no repeated blocks to recompute.
     """
-    if getattr(model, "supports_gradient_checkpointing", False):
-        return _checkpoint_as_huggingface_does(model)
     blocks = [block for _, block in repeated_blocks(model)]
     if not blocks:
         raise ConfigError(
             f"activation_checkpointing=True, but {type(model).__name__} has no repeated blocks to recompute: "
             "put its layers in an nn.ModuleList, or leave the switch off"
         )
-    for block in blocks:
-        block.forward = partial(_recomputed, block.forward)
+
+    def recompute(block: nn.Module) -> Callable[..., Any]:
+        """A function, not a partial: a deepcopy of the model must not copy what it refers to."""
+        run = offloaded.checkpoint if choices[block] == "offload" else _checkpoint
+        return lambda forward, *args, **kwargs: run(weights.get(block, ()), forward, *args, **kwargs)
+
+    if getattr(model, "supports_gradient_checkpointing", False):
+        return _as_huggingface_does(model, blocks, choices, recompute)
+    for block in choices:
+        block.forward = partial(recompute(block), block.forward)
 
     def restore() -> None:
-        for block in blocks:
+        for block in choices:
             del block.forward
 
     return restore
 
 
-def _checkpoint_as_huggingface_does(model: Any) -> Callable[[], None]:
+def _as_huggingface_does(
+    model: Any, blocks: Sequence[Any], choices: Mapping[nn.Module, Checkpoint], recompute: Callable[[nn.Module], Any]
+) -> Callable[[], None]:
     """Newer transformers say activation_checkpointing, older ones gradient_checkpointing."""
     word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     enable, disable = (getattr(model, f"{word}_checkpointing_{end}") for end in ("enable", "disable"))
     enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
+    for block in blocks:
+        if block in choices:
+            block._gradient_checkpointing_func = recompute(block)
+        else:
+            block.gradient_checkpointing = False
     switch_off: Callable[[], None] = disable
     return switch_off
 
 
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+def _checkpoint(weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`forward` with its activations recomputed in backward, for which `weights` are brought to VRAM."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for layer in weights:
+            layer.use()
+        return forward(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+class OffloadedInputs:
+    """Inputs of checkpointed blocks that wait for backward in pinned RAM.
+
+    Only a block's first argument goes there (the hidden states); what many blocks share (masks, a position bias, an
+    encoder's output) stays in VRAM. The memory is used again in every micro-batch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._d2h, self._h2d = CopyStream(device), CopyStream(device)
+        self._slots: list[_Offloaded] = []
+        self._free: list[_Offloaded] = []
+        self._leaving: list[tuple[torch.Tensor, Event]] = []
+        self._order: list[_Offloaded] = []
+
+    def checkpoint(
+        self, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """As `_checkpoint`, with the first argument in RAM until backward."""
+        hidden = args[0] if args else None
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _Offloaded:
+            same = isinstance(hidden, torch.Tensor) and tensor.data_ptr() == hidden.data_ptr()
+            return self._send(tensor) if same and tensor.is_floating_point() else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._bring_back):
+            return _checkpoint(weights, forward, *args, **kwargs)
+
+    def end_of_backward(self) -> None:
+        """All memory may be used again; a graph that was never run backward is gone by now."""
+        self._order.clear()
+        self._free = list(self._slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Pinned RAM in use."""
+        return sum(slot.slab.num_bytes for slot in self._slots)
+
+    def _send(self, tensor: torch.Tensor) -> _Offloaded:
+        self._leaving = [(kept, event) for kept, event in self._leaving if not event.done()]
+        slot = self._take(tensor.numel() * tensor.element_size())
+        tensor = tensor.contiguous()
+        slot.put(tensor)
+        self._d2h.wait(record_compute(self._device))
+        self._d2h.copy(slot.host, tensor)
+        slot.arrived = self._d2h.record()
+        self._leaving.append((tensor, slot.arrived))
+        self._order.append(slot)
+        return slot
+
+    def _take(self, num_bytes: int) -> _Offloaded:
+        for slot in self._free:
+            if slot.slab.num_bytes >= num_bytes:
+                self._free.remove(slot)
+                return slot
+        slab = HostSlab(num_bytes)
+        slab.populate()
+        if self._device.type == "cuda":
+            slab.pin()
+        self._slots.append(_Offloaded(slab))
+        return self._slots[-1]
+
+    def _bring_back(self, saved: torch.Tensor | _Offloaded) -> torch.Tensor:
+        """The input of the block that backward has reached; the one before it is fetched meanwhile."""
+        if isinstance(saved, torch.Tensor):
+            return saved
+        here = self._fetch(saved)
+        at = self._order.index(saved)
+        if at > 0:
+            self._fetch(self._order[at - 1])
+        assert saved.returned is not None
+        saved.returned.delay(compute_stream(self._device))
+        saved.device = None
+        return here
+
+    def _fetch(self, saved: _Offloaded) -> torch.Tensor:
+        if saved.device is None:
+            saved.device = torch.empty(saved.shape, dtype=saved.host.dtype, device=self._device)
+            self._h2d.wait(record_compute(self._device))  # its memory may just have been freed by the compute stream
+            assert saved.arrived is not None
+            saved.arrived.delay(self._h2d.stream)
+            self._h2d.copy(saved.device, saved.host)
+            saved.returned = self._h2d.record()
+        return saved.device
+
+
+class _Offloaded:
+    """One input: its memory in RAM, and its way there and back."""
+
+    def __init__(self, slab: HostSlab) -> None:
+        self.slab = slab
+        self.host = torch.empty(0)
+        self.shape = torch.Size()
+        self.device: torch.Tensor | None = None
+        self.arrived: Event | None = None
+        self.returned: Event | None = None
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Make `host` of the tensor's size and dtype."""
+        self.slab.clear()
+        self.host = self.slab.cut(tensor.numel(), tensor.dtype)
+        self.shape, self.device = tensor.shape, None

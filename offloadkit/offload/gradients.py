@@ -30,12 +30,12 @@ from offloadkit.plan import NUM_LANDINGS
 
 
 class LandingPool:
-    """Reusable device buffers. A buffer returned with an event is written again only after that event."""
+    """Reusable device buffers. A buffer returned with an event is written again only after that event, which the
+    device waits for where `NUM_LANDINGS` buffers are on their way to RAM."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: list[tuple[torch.Tensor, Event | None]] = []
-        self._num_buffers = 0
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """A uint8 buffer of at least `num_bytes`, the smallest free one that fits."""
@@ -43,8 +43,8 @@ class LandingPool:
             (item for item in self._free if item[0].numel() >= num_bytes), key=lambda item: item[0].numel()
         )
         ready = [item for item in fitting if item[1] is None or item[1].done()]
-        if not ready and (not fitting or self._num_buffers < NUM_LANDINGS):
-            self._num_buffers += 1
+        if not ready and len(fitting) < NUM_LANDINGS:
+            self._free = [item for item in self._free if item in fitting or not (item[1] is None or item[1].done())]
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         buffer, busy = (ready or fitting)[0]
         self._free = [item for item in self._free if item[0] is not buffer]
@@ -62,13 +62,19 @@ class LayerGradient:
 
     Attributes:
         host: 1-D pinned tensor with the gradient of the whole window when `sent` is reached; fp32 when accumulated or
-            tied, else in the layer's dtype. Ranges of slots without a gradient hold anything.
+            tied, else in the layer's dtype. Ranges of slots without a gradient hold anything. None: the GPU steps.
         sums: fp64 [num_blocks] in pinned RAM, sums of squares of `host` by norm block.
         window: indices of the slots that got a gradient in this accumulation window.
     """
 
-    def __init__(self, weights: LayerWeights, host: torch.Tensor, sums: torch.Tensor) -> None:
-        self.weights = weights
+    def __init__(
+        self, weights: LayerWeights, host: torch.Tensor | None, sums: torch.Tensor, *, on_device: bool
+    ) -> None:
+        """
+        Args:
+            on_device: keep the gradient, and what accumulates, in VRAM until the boundary.
+        """
+        self.weights, self.on_device = weights, on_device
         self.layer: FlatLayer = weights.layer
         self.host, self.sums = host, sums
         self.landing_dtype = torch.float32 if self.layer.shared else self.layer.dtype
@@ -85,6 +91,7 @@ class LayerGradient:
         self.at_end_only = self.layer.shared
         self.buffer: torch.Tensor | None = None
         self.accumulated: torch.Tensor | None = None
+        self.own_buffer: torch.Tensor | None = None
         self.sent: Event | None = None
 
     @property
@@ -92,6 +99,11 @@ class LayerGradient:
         """1-D view of the landing buffer, in `landing_dtype`."""
         assert self.buffer is not None
         return self.buffer[: self.layer.numel * self.landing_dtype.itemsize].view(self.landing_dtype)
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """The gradient of the window in VRAM, for the GPU's step: 1-D, fp32 when accumulated."""
+        return self.landing if self.accumulated is None else self.accumulated
 
     def slot_sums(self, index: int) -> torch.Tensor:
         """fp64 sums of the norm blocks of slot `index`; valid once `sent` is reached."""
@@ -119,7 +131,6 @@ class Gradients:
         self,
         layers: Sequence[LayerGradient],
         *,
-        on_device: bool,
         accumulation: int,
         staging: Sequence[torch.Tensor],
         submit: Callable[[Callable[[], None]], None],
@@ -127,7 +138,6 @@ class Gradients:
     ) -> None:
         """
         Args:
-            on_device: keep gradients in VRAM until the boundary.
             accumulation: micro-batches of a window.
             staging: pinned uint8 buffers, each as large as the largest landing, that a micro-batch's gradient passes
                 through on its way to fp32 accumulation in RAM; empty when nothing accumulates there.
@@ -135,7 +145,7 @@ class Gradients:
             got_gradient: told of each gradient that comes.
         """
         self.layers = layers
-        self._on_device, self._accumulation = on_device, accumulation
+        self._accumulation = accumulation
         self._submit, self._got_gradient = submit, got_gradient
         self._device = layers[0].weights.device
         self._pool = LandingPool(self._device)
@@ -166,11 +176,13 @@ class Gradients:
             raise ModelError(f"parameter {slot.name!r} has sparse gradients: build its nn.Embedding with sparse=False")
         layer, index = self._of_slot[slot]
         self._got_gradient(layer.weights, slot)
+        layer.weights.check_held(slot)
         if layer.complete:
             self._reopen(layer)
+        if not layer.received:
+            layer.weights.wait()  # the step may still read the last gradient
         if layer.buffer is None:
-            layer.weights.wait()
-            layer.buffer = self._pool.take(layer.layer.numel * layer.landing_dtype.itemsize)
+            layer.buffer = self._take_buffer(layer)
         place = layer.landing[slot.start : slot.start + slot.numel].view(slot.parameter.shape)
         if index in layer.received:
             place.add_(gradient)
@@ -194,11 +206,8 @@ class Gradients:
         for layer in self.layers:
             if not layer.window:
                 continue
-            if layer.accumulated is not None:
-                self._send(layer, layer.accumulated)
-            elif self._on_device:
-                self._send(layer, layer.landing)
-                self._release(layer, layer.sent)
+            if layer.on_device:
+                self._send(layer, layer.kept)
 
     def drop(self) -> None:
         """Forget the gradients of this window."""
@@ -206,8 +215,7 @@ class Gradients:
             layer.window.clear()
             layer.received.clear()
             layer.complete = False
-            if layer.buffer is not None:
-                self._release(layer, None)
+            self._release(layer, None)
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -220,10 +228,10 @@ class Gradients:
         again = layer.received & layer.window
         layer.window |= layer.received
         if self._accumulation == 1:
-            if not self._on_device:
+            if not layer.on_device:
                 self._send(layer, layer.landing)
                 self._release(layer, layer.sent)
-        elif self._on_device:
+        elif layer.on_device:
             if layer.accumulated is None:
                 layer.accumulated = torch.zeros(layer.layer.numel, dtype=torch.float32, device=self._device)
             for part, add in ((fresh, False), (again, True)):
@@ -235,7 +243,8 @@ class Gradients:
             self._accumulate_in_ram(layer, fresh, again)
 
     def _accumulate_in_ram(self, layer: LayerGradient, fresh: set[int], again: set[int]) -> None:
-        staged = self._staging.get()  # waits for the stepping thread when both buffers are full
+        assert layer.host is not None
+        host, staged = layer.host, self._staging.get()  # waits for the stepping thread when both buffers are full
         piece = staged[: layer.landing.numel() * layer.landing_dtype.itemsize].view(layer.landing_dtype)
         self.d2h.wait(record_compute(self._device))
         self.d2h.copy(piece, layer.landing)
@@ -248,7 +257,7 @@ class Gradients:
                 arrived.synchronize()
                 for part, add in ((fresh, False), (again, True)):
                     for start, length in runs(layer.layer, part):
-                        cpu.accumulate(layer.host[start : start + length], piece[start : start + length], add=add)
+                        cpu.accumulate(host[start : start + length], piece[start : start + length], add=add)
             finally:
                 self._staging.put(staged)
 
@@ -258,22 +267,33 @@ class Gradients:
     def _send(self, layer: LayerGradient, gradient: torch.Tensor) -> None:
         block_sums(gradient, layer.device_blocks, layer.device_sums)
         self.d2h.wait(record_compute(self._device))
-        self.d2h.copy(layer.host, gradient)
+        if layer.host is not None:
+            self.d2h.copy(layer.host, gradient)
         self.d2h.copy(layer.sums, layer.device_sums)
         layer.sent = self.d2h.record(timing=True)
 
+    def _take_buffer(self, layer: LayerGradient) -> torch.Tensor:
+        """Where the gradient of a micro-batch lands: a buffer of the pool, or the layer's own where it stays."""
+        num_bytes = layer.layer.numel * layer.landing_dtype.itemsize
+        if not layer.on_device or self._accumulation > 1:
+            return self._pool.take(num_bytes)
+        if layer.own_buffer is None:
+            layer.own_buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        return layer.own_buffer
+
     def _release(self, layer: LayerGradient, busy: Event | None) -> None:
-        assert layer.buffer is not None
-        self._pool.give_back(layer.buffer, busy)
-        layer.buffer = None
+        if layer.buffer is not None and layer.buffer is not layer.own_buffer:
+            self._pool.give_back(layer.buffer, busy)
+            layer.buffer = None
 
     def _reopen(self, layer: LayerGradient) -> None:
         """A gradient came after its layer was sent (a layer used twice): take the layer back and send it later."""
         layer.at_end_only, layer.complete = True, False
         if self._accumulation > 1:
             layer.received.clear()
-        elif not self._on_device:
+        elif not layer.on_device:
             assert layer.sent is not None
+            assert layer.host is not None
             layer.sent.synchronize()
             layer.buffer = self._pool.take(layer.layer.numel * layer.landing_dtype.itemsize)
             layer.landing.copy_(layer.host)
@@ -281,5 +301,5 @@ class Gradients:
 
 def take_sums(layer: LayerGradient) -> None:
     """Sums of squares on the CPU, for a gradient that was accumulated in RAM."""
-    if layer.sums_on_host:
+    if layer.sums_on_host and layer.host is not None:
         block_sums(layer.host, layer.host_blocks, layer.sums)

@@ -61,6 +61,10 @@ class HostSlab:
             weakref.finalize(self._buffer, _unpin, self.address, os.getpid()).atexit = False
         return self.pinned
 
+    def clear(self) -> None:
+        """Cut from the beginning again."""
+        self._used = 0
+
     def cut(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next `numel` elements of the slab as a 1-D tensor with a storage of its own."""
         offset = self._used

@@ -1,4 +1,5 @@
-"""Optimizer states of a flat layer in pinned RAM, and everything of that layer that the CPU step reads and writes."""
+"""Everything of a flat layer that its step reads and writes, where the plan puts it: in pinned RAM for the CPU, in VRAM
+for the GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from offloadkit.config import Placement
 from offloadkit.offload.gradients import LayerGradient, runs
 from offloadkit.offload.host_memory import HostSlab
 from offloadkit.offload.layers import FlatLayer, Slot
-from offloadkit.offload.streams import Event
-from offloadkit.offload.weights import LayerWeights
-from offloadkit.optim import cpu
+from offloadkit.offload.streaming import StreamedWeights
+from offloadkit.offload.streams import CopyStream, Event
+from offloadkit.offload.weights import LayerWeights, ResidentWeights
 from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_scalars, join_master, split_master
+from offloadkit.optim.step import adamw_step
 
 
 @dataclass(frozen=True)
@@ -47,25 +50,39 @@ def gradient_dtype(layer: FlatLayer, accumulation: int) -> torch.dtype:
 
 
 class LayerState:
-    """A flat layer as the CPU step sees it.
+    """A flat layer as its step sees it.
 
     Attributes:
-        flat: working weights (host copy), remainder, exp_avg, exp_avg_sq: 1-D [layer.numel] in pinned RAM.
+        flat: working weights, remainder, exp_avg, exp_avg_sq: 1-D [layer.numel], on the processor that steps them. On
+            the CPU, `flat.weights` are a copy of resident weights, or the streamed weights themselves.
         steps: fp32 [num_slots], how often each parameter was stepped.
-        gradient: its gradient on the way to RAM.
+        gradient: its gradient on the way to the step.
     """
 
-    def __init__(self, weights: LayerWeights, slab: HostSlab, accumulation: int) -> None:
-        layer = weights.layer
-        self.layer, self.weights = layer, weights
+    def __init__(
+        self, layer: FlatLayer, placement: Placement, slab: HostSlab, accumulation: int, device: torch.device
+    ) -> None:
+        self.layer, self.placement = layer, placement
+        on_gpu = placement.step == "gpu"
+
+        def array(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(layer.numel, dtype=dtype, device=device) if on_gpu else slab.cut(layer.numel, dtype)
+
+        weights = array(layer.dtype)
         self.flat = FlatState(
-            weights=slab.cut(layer.numel, layer.dtype),
-            remainder=slab.cut(layer.numel, torch.int16) if layer.dtype == torch.bfloat16 else None,
-            exp_avg=slab.cut(layer.numel, torch.float32),
-            exp_avg_sq=slab.cut(layer.numel, torch.float32),
+            weights=weights,
+            remainder=array(torch.int16) if layer.dtype == torch.bfloat16 else None,
+            exp_avg=array(torch.float32),
+            exp_avg_sq=array(torch.float32),
         )
-        gradient = slab.cut(layer.numel, gradient_dtype(layer, accumulation))
-        self.gradient = LayerGradient(weights, gradient, slab.cut(layer.num_norm_blocks, torch.float64))
+        self.weights: LayerWeights
+        if placement.weights == "ram":
+            self.weights = StreamedWeights(layer, weights, device)
+        else:
+            self.weights = ResidentWeights(layer, weights if on_gpu else torch.zeros_like(weights, device=device))
+        host = None if on_gpu else slab.cut(layer.numel, gradient_dtype(layer, accumulation))
+        sums = slab.cut(layer.num_norm_blocks, torch.float64)
+        self.gradient = LayerGradient(self.weights, host, sums, on_device=placement.gradients == "vram")
         self.steps = torch.zeros(len(layer.slots), dtype=torch.float32)
         self.uploaded: Event | None = None
         self._initialise()
@@ -77,16 +94,19 @@ class LayerState:
             if self.flat.remainder is not None and source.dtype == torch.float32:
                 source, remainder = split_master(source)
                 self.flat.remainder[here].copy_(remainder)
-            self.weights.flat[here].copy_(source)
-        self.flat.weights.copy_(self.weights.flat)
-        self.weights.bind()
+            self.flat.weights[here].copy_(source)
+        if isinstance(self.weights, ResidentWeights):
+            self.weights.flat.copy_(self.flat.weights)
+            self.weights.start(self.weights.flat)
+        else:
+            self.weights.start(self.flat.weights)
 
     def take_over(self, slots: Sequence[Slot], *, keep_remainder: bool = False) -> None:
-        """The device's weights of `slots`, written from outside, become the master weights: their remainder is zero,
-        unless the caller sets it next."""
+        """The weights of `slots`, written from outside, become the master weights: their remainder is zero, unless the
+        caller sets it next."""
         for slot in slots:
             here = slice(slot.start, slot.start + slot.numel)
-            self.flat.weights[here].copy_(self.weights.flat[here])
+            self.flat.weights[here].copy_(slot.parameter.data.reshape(-1))
             if self.flat.remainder is not None and not keep_remainder:
                 self.flat.remainder[here].zero_()
 
@@ -96,20 +116,45 @@ class LayerState:
         weights = self.flat.weights[here]
         remainder = self.flat.remainder
         flat = weights.clone() if remainder is None else join_master(weights, remainder[here])
-        return flat.view(slot.parameter.shape)
+        return flat.view(slot.parameter.shape).cpu()
 
-    def step(self, slots: set[int], options: Sequence[GroupOptions], grad_scale: float) -> None:
-        """One AdamW step of the parameters at `slots`, in place; the others keep everything, their step count too."""
+    def step(self, slots: set[int], options: Sequence[GroupOptions], grad_scale: float, stream: CopyStream) -> None:
+        """One AdamW step of the parameters at `slots`, in place; the others keep everything, their step count too. The
+        calling thread waits for a step on the CPU; one on the GPU is done at `uploaded`, on `stream`.
+
+        Either way the layer's working weights are where forward looks for them once `uploaded` is reached.
+        """
+        self._wait_for_copies()
+        segments = self._segments(slots, options)
+        if self.placement.step == "gpu":
+            with stream.as_current():
+                adamw_step(self.flat, self.gradient.kept, segments, grad_scale)
+            self.uploaded = stream.record()
+            return
+        assert self.gradient.host is not None
+        adamw_step(self.flat, self.gradient.host, segments, grad_scale)
+        if isinstance(self.weights, ResidentWeights):
+            stream.copy(self.weights.flat, self.flat.weights)
+            self.uploaded = stream.record()
+
+    def _wait_for_copies(self) -> None:
+        """The weights in RAM are not written while they are copied from."""
+        copied = self.weights.copied if isinstance(self.weights, StreamedWeights) else self.uploaded
+        if copied is not None:
+            copied.synchronize()
+
+    def _segments(self, slots: set[int], options: Sequence[GroupOptions]) -> list[Segment]:
         for index in slots:
             self.steps[index] += 1
-        segments: list[Segment] = []
         by_scalars: dict[AdamWScalars, set[int]] = {}
         for index in slots:
             scalars = _scalars(options[self.layer.slots[index].group], int(self.steps[index]))
             by_scalars.setdefault(scalars, set()).add(index)
-        for scalars, indices in by_scalars.items():
-            segments += [Segment(start, length, scalars) for start, length in runs(self.layer, indices)]
-        cpu.adamw_step(self.flat, self.gradient.host, segments, grad_scale)
+        return [
+            Segment(start, length, scalars)
+            for scalars, indices in by_scalars.items()
+            for start, length in runs(self.layer, indices)
+        ]
 
 
 def optimizer_states(layers: Sequence[LayerState]) -> dict[nn.Parameter, dict[str, torch.Tensor]]:

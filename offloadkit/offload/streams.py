@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -64,6 +65,10 @@ class CopyStream:
     def record(self, timing: bool = False) -> Event:
         """Mark the end of the copies asked for so far."""
         return Event(self.stream, timing)
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        """While it is open, the calling thread's device work goes to this stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """Copy `source` to `into`: contiguous tensors of one dtype and size.

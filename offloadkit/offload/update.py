@@ -119,11 +119,7 @@ def run(update: Update, h2d: CopyStream) -> None:
     h2d.wait(update.compute_done)
     scale = update.grad_scale()
     for state, slots, pending in update.layers:
-        if state.uploaded is not None:
-            state.uploaded.synchronize()
-        state.step(slots, update.options, scale)
-        h2d.copy(state.weights.flat, state.flat.weights)
-        state.uploaded = h2d.record()
+        state.step(slots, update.options, scale, h2d)
         pending.record(state.uploaded)
     update.seconds["cpu_step"] = time.perf_counter() - normed
 

@@ -45,31 +45,42 @@ class PendingUpdate:
 
 
 class LayerWeights:
-    """The working weights of one flat layer on the device.
+    """The working weights of one flat layer, wherever they live; every slot's parameter is a view of them.
 
     Attributes:
-        flat: 1-D tensor of the layer's dtype, `layer.numel` elements; every slot's parameter is a view of it.
         pending: the update that forward has not waited for yet.
     """
 
     def __init__(self, layer: FlatLayer, device: torch.device) -> None:
         self.layer = layer
         self.device = device
-        self.flat = torch.zeros(layer.numel, dtype=layer.dtype, device=device)
         self.pending: PendingUpdate | None = None
         self.waited_seconds = 0.0
-        self._places: list[tuple[int, int]] = []
+        self._bound: list[torch.Tensor] = []
+        self._versions: list[int] = []
 
-    def bind(self) -> None:
-        """Make every slot's parameter a view of `flat`; gradients from before are dropped."""
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Every slot's part of `flat` (1-D, `layer.numel` elements) in its parameter's shape."""
+        return [
+            own_storage(flat[slot.start : slot.start + slot.numel]).view(slot.parameter.shape)
+            for slot in self.layer.slots
+        ]
+
+    def bind(self, views: list[torch.Tensor]) -> None:
+        """Make every slot's parameter the view given for it."""
+        for slot, view in zip(self.layer.slots, views, strict=True):
+            slot.parameter.data = view
+        self._bound = views
+
+    def start(self, flat: torch.Tensor) -> None:
+        """Bind the parameters for the first time; gradients from before are dropped."""
         for slot in self.layer.slots:
             slot.parameter.grad = None
-            view = own_storage(self.flat[slot.start : slot.start + slot.numel])
-            slot.parameter.data = view.view(slot.parameter.shape)
-        self._places = self._placed()
+        self.bind(self.views(flat))
+        self._versions = self._present_versions()
 
-    def _placed(self) -> list[tuple[int, int]]:
-        return [(slot.parameter.data_ptr(), slot.parameter._version) for slot in self.layer.slots]
+    def _present_versions(self) -> list[int]:
+        return [slot.parameter._version for slot in self.layer.slots]
 
     def wait(self) -> None:
         """Let the compute stream use the layer only after its pending update."""
@@ -84,10 +95,21 @@ class LayerWeights:
             pending.arrived.delay(compute_stream(self.device))
         self.pending = None
 
+    def use(self) -> None:
+        """Have the newest weights in VRAM for what the compute stream does next."""
+        self.wait()
+
+    def settle(self) -> None:
+        """Have the newest weights where they live, for whoever reads or writes the parameters."""
+        self.wait()
+
+    def check_held(self, slot: Slot) -> None:
+        """A gradient of `slot` arrives: what it was computed from must have been there until now."""
+
     def start_update(self, slots: set[int]) -> PendingUpdate:
         """From here on forward waits; a graph that saved the old weights of `slots` fails, as after any torch step."""
         torch.autograd.graph.increment_version([self.layer.slots[index].parameter for index in slots])
-        self._places = self._placed()
+        self._versions = self._present_versions()
         self.pending = PendingUpdate()
         return self.pending
 
@@ -102,19 +124,29 @@ class LayerWeights:
         Raises:
             EngineStateError: a parameter lies elsewhere now: the model was moved or cast.
         """
-        places, written = self._placed(), []
-        for slot, (address, version), (old_address, old_version) in zip(
-            self.layer.slots, places, self._places, strict=True
-        ):
-            if address != old_address:
+        written = []
+        for slot, bound, old in zip(self.layer.slots, self._bound, self._versions, strict=True):
+            if slot.parameter.data_ptr() != bound.data_ptr():
                 raise EngineStateError(
                     f"parameter {slot.name!r} was moved or cast after the engine was built (model.to(), .half(), "
                     "or an assignment to .data): close the engine first, then move the model and build a new one"
                 )
-            if version != old_version:
+            if slot.parameter._version != old:
                 written.append(slot)
-        self._places = places
+        self._versions = self._present_versions()
         return written
+
+
+class ResidentWeights(LayerWeights):
+    """The working weights of a flat layer that stays in VRAM.
+
+    Attributes:
+        flat: 1-D tensor on the device, `layer.numel` elements of its dtype.
+    """
+
+    def __init__(self, layer: FlatLayer, flat: torch.Tensor) -> None:
+        super().__init__(layer, flat.device)
+        self.flat = flat
 
 
 class Gates:
@@ -164,11 +196,11 @@ class Gates:
             for weight in self._layers_of.get(module, ()):
                 self._ran.add(module)
                 self._asked.setdefault(weight, len(self._asked))
-                weight.wait()
+                weight.use()
 
         def wait(module: nn.Module, *args: Any) -> None:
             for weight in self._layers_of.get(module, ()):
-                weight.wait()
+                weight.settle()
             settle = self._settle() if module is self._model else None
             if settle is not None:
                 settle()

@@ -1,0 +1,254 @@
+"""Working weights that live in pinned RAM and visit VRAM: a ring of reusable buffers, fetched one block ahead.
+
+A block is fetched when something asks for it: its forward, a recomputation, or backward unpacking a weight that
+autograd saved. Asking again while it is there costs nothing, so no order of hooks is relied on. Which block follows
+which is remembered from the last time, for forward and for backward, and that one is fetched meanwhile. Autograd never
+keeps a view of a buffer: a saved weight is packed as its place in its block, and looked up again in backward. (A
+recomputation is not packed: its views live until the block's own backward is done, before which no other is used.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from offloadkit.errors import EngineStateError
+from offloadkit.offload.layers import FlatLayer, Slot
+from offloadkit.offload.streams import CopyStream, Event, compute_stream, record_compute
+from offloadkit.offload.weights import LayerWeights, PendingUpdate
+
+
+class StreamedWeights(LayerWeights):
+    """The working weights of a flat layer in RAM.
+
+    Attributes:
+        host: 1-D pinned tensor, `layer.numel` elements; the parameters are views of it while the layer is in RAM.
+        copied: the end of the newest copy out of `host`, which is not written before that.
+    """
+
+    def __init__(self, layer: FlatLayer, host: torch.Tensor, device: torch.device) -> None:
+        super().__init__(layer, device)
+        self.host = host
+        self.copied: Event | None = None
+        self.block: StreamedBlock | None = None
+        self._host_views: list[torch.Tensor] = []
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    def start(self, flat: torch.Tensor) -> None:
+        super().start(flat)
+        self._host_views = self._bound
+
+    def leave(self) -> None:
+        """Bind the parameters to RAM."""
+        self.bind(self._host_views)
+
+    def enter(self, memory: torch.Tensor) -> None:
+        """Bind the parameters to `memory`, the layer's bytes in one of the ring's buffers."""
+        address = memory.data_ptr()
+        if address not in self._views:
+            self._views[address] = self.views(memory.view(self.layer.dtype))
+        self.bind(self._views[address])
+
+    def use(self) -> None:
+        assert self.block is not None
+        self.block.use()
+
+    def settle(self) -> None:
+        self.wait()
+        assert self.block is not None
+        self.block.ring.evict(self.block)
+
+    def start_update(self, slots: set[int]) -> PendingUpdate:
+        assert self.block is not None
+        self.block.ring.evict(self.block)
+        return super().start_update(slots)
+
+    def check_held(self, slot: Slot) -> None:
+        """
+        Raises:
+            EngineStateError: the gradient was computed after a recomputed block's buffer went to another block.
+        """
+        block = self.block
+        if block is not None and block.recomputed and not block.ring.holds(block):
+            raise EngineStateError(
+                f"the gradient of {slot.name!r} came after its block had left VRAM: this model's backward does not run "
+                "block by block. Train it with Placement(activations='keep'), or with weights='vram'"
+            )
+
+
+class StreamedBlock:
+    """The streamed flat layers of one repeated block (one for each dtype): they come and go together.
+
+    Attributes:
+        recomputed: whether backward may hold views of the block's buffer, made by a recomputation.
+    """
+
+    def __init__(self, layers: Sequence[StreamedWeights], ring: WeightRing) -> None:
+        self.layers, self.ring = layers, ring
+        self.recomputed = False
+        for layer in layers:
+            layer.block = self
+
+    def use(self) -> None:
+        """Have the block in VRAM, for what the compute stream does next."""
+        self.recomputed = self.ring.in_backward
+        self.ring.use(self)
+
+    def wait(self) -> None:
+        """Wait for the pending update."""
+        for layer in self.layers:
+            layer.wait()
+
+    def ready(self) -> bool:
+        """Whether the newest weights are in RAM."""
+        return all(layer.pending is None or layer.pending.recorded.is_set() for layer in self.layers)
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """One place in VRAM for a block's weights."""
+
+    memory: torch.Tensor
+    holds: StreamedBlock | None = None
+    arrived: Event | None = None
+    left: Event | None = None
+    """The compute stream's work when another block came into use; None while this one is, or before any was."""
+    used: int = 0
+    """When it was last used, counted in uses."""
+
+
+@dataclass(frozen=True)
+class _SavedWeight:
+    """A view of a block's weights, as offset in bytes, dtype, shape and strides."""
+
+    block: StreamedBlock
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class WeightRing:
+    """Reusable buffers in VRAM that streamed blocks take turns in."""
+
+    fill_with_nan: ClassVar[bool] = False
+    """For tests: a block leaves, and its buffer is filled with NaN, as soon as another one is used."""
+
+    def __init__(self, layers: Sequence[StreamedWeights], device: torch.device, num_buffers: int) -> None:
+        self.device = device
+        self.in_backward = False
+        by_block: dict[nn.Module | None, list[StreamedWeights]] = {}
+        for layer in layers:
+            by_block.setdefault(layer.layer.block, []).append(layer)
+        self._blocks = [StreamedBlock(group, self) for group in by_block.values()]
+        size = max(sum(_num_bytes(layer.host) for layer in block.layers) for block in self._blocks)
+        self._buffers = [_Buffer(torch.zeros(size, dtype=torch.uint8, device=device)) for _ in range(num_buffers)]
+        self._h2d = CopyStream(device)
+        self._current: _Buffer | None = None
+        self._follows: dict[tuple[bool, StreamedBlock], StreamedBlock] = {}
+        self._num_uses = 0
+
+    def use(self, block: StreamedBlock) -> None:
+        """Bring `block` here if need be, bind its parameters, and fetch the block that came next the last time."""
+        current = self._current
+        if current is not None and current.holds is block:
+            return
+        block.wait()
+        if current is not None:
+            self._leave(current, block)
+        buffer = self._of(block) or self._fetch(block)
+        assert buffer.arrived is not None
+        buffer.arrived.delay(compute_stream(self.device))
+        self._num_uses += 1
+        buffer.used, buffer.left, self._current = self._num_uses, None, buffer
+        for layer, memory in _parts(block, buffer.memory):
+            layer.enter(memory)
+        following = self._follows.get((self.in_backward, block))
+        if following is not None and following.ready() and not self.holds(following):
+            self._fetch(following)
+
+    def holds(self, block: StreamedBlock) -> bool:
+        """Whether the block is in VRAM."""
+        return self._of(block) is not None
+
+    def evict(self, block: StreamedBlock) -> None:
+        """Send the block back: its parameters are views of RAM again, its buffer may be taken."""
+        buffer = self._of(block)
+        if buffer is not None:
+            if buffer is self._current:
+                buffer.left, self._current = record_compute(self.device), None
+            self._clear(buffer)
+
+    def saved_tensors(self) -> AbstractContextManager[None]:
+        """While it is open, autograd saves no weight that is here, but where to find it again."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the copies asked for are done: their memory may go."""
+        self._h2d.synchronize()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedWeight:
+        address = tensor.data_ptr()
+        for buffer in self._buffers:
+            offset = address - buffer.memory.data_ptr()
+            if 0 <= offset < buffer.memory.numel() and tensor.device == self.device and buffer.holds is not None:
+                return _SavedWeight(buffer.holds, offset, tensor.dtype, tensor.shape, tensor.stride())
+        return tensor
+
+    def _unpack(self, saved: torch.Tensor | _SavedWeight) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        self.use(saved.block)
+        assert self._current is not None
+        flat = self._current.memory[saved.offset :].view(saved.dtype)
+        return flat.as_strided(saved.shape, saved.stride)
+
+    def _leave(self, buffer: _Buffer, successor: StreamedBlock) -> None:
+        assert buffer.holds is not None
+        self._follows[self.in_backward, buffer.holds] = successor
+        if self.fill_with_nan:
+            self._clear(buffer)
+            buffer.memory.view(torch.float32).fill_(torch.nan)
+        buffer.left = record_compute(self.device)
+
+    def _fetch(self, block: StreamedBlock) -> _Buffer:
+        """Copy a block into the buffer that was used the longest ago; an empty one first."""
+        free = [buffer for buffer in self._buffers if buffer is not self._current or buffer.left is not None]
+        buffer = min(free, key=lambda buffer: (buffer.holds is not None, buffer.used))
+        self._clear(buffer)
+        if buffer.left is not None:
+            self._h2d.wait(buffer.left)
+        for layer, memory in _parts(block, buffer.memory):
+            self._h2d.copy(memory, layer.host.view(torch.uint8))
+        buffer.holds, buffer.arrived = block, self._h2d.record()
+        for layer in block.layers:
+            layer.copied = buffer.arrived
+        return buffer
+
+    def _clear(self, buffer: _Buffer) -> None:
+        if buffer.holds is not None:
+            for layer in buffer.holds.layers:
+                layer.leave()
+            buffer.holds = None
+
+    def _of(self, block: StreamedBlock) -> _Buffer | None:
+        return next((buffer for buffer in self._buffers if buffer.holds is block), None)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _parts(block: StreamedBlock, memory: torch.Tensor) -> list[tuple[StreamedWeights, torch.Tensor]]:
+    """Each layer of the block and its bytes of a buffer, one after the other."""
+    parts, start = [], 0
+    for layer in block.layers:
+        end = start + _num_bytes(layer.host)
+        parts.append((layer, memory[start:end]))
+        start = end
+    return parts

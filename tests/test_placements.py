@@ -1,0 +1,123 @@
+"""The plan changes where numbers live, never what they are: every combination of placements gives the same weights."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.engine import OffloadEngine
+from offloadkit.offload.layers import flat_layers, plan_of
+from offloadkit.offload.streaming import WeightRing
+from offloadkit.plan import Plan, possible, tier_bytes
+from tests.hf.tiny import llama_config, t5_config
+from tests.models import TinyLM, tokens
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ACTIVATIONS = ("keep", "checkpoint", "offload")
+PLACEMENTS = [
+    *(
+        Placement(weights=w, gradients=g, activations=a)
+        for w, g, a in product(("vram", "ram"), ("vram", "ram"), ACTIVATIONS)
+    ),  # type: ignore[arg-type]
+    *(Placement(gradients="vram", states="vram", step="gpu", activations=a) for a in ACTIVATIONS),  # type: ignore[arg-type]
+]
+
+
+@pytest.fixture(autouse=True)
+def evicted_weights_are_nan(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    monkeypatch.setattr(WeightRing, "fill_with_nan", True)
+
+
+def tiny(kind: str) -> nn.Module:
+    """Small, with tied weights, a frozen part, and dropout where the architecture has it."""
+    from transformers import LlamaForCausalLM, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    if kind == "lm":
+        return TinyLM(dropout=0.1)
+    if kind == "t5":
+        model: Any = T5ForConditionalGeneration(t5_config(num_layers=3, attn_implementation="eager"))
+        frozen = model.encoder.block[1].layer[1].DenseReluDense.wi.weight
+    else:
+        model = LlamaForCausalLM(llama_config(num_hidden_layers=4, tie_word_embeddings=True))
+        frozen = model.model.layers[1].mlp.up_proj.weight
+    frozen.requires_grad_(False)
+    return model
+
+
+def batches(kind: str, num: int, device: str) -> list[Any]:
+    if kind == "lm":
+        return tokens(num, device)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(num):
+        ids = torch.randint(3, 64, (2, 7), generator=generator).to(device)
+        found.append({"input_ids": ids, "labels": ids[:, :5].clone() if kind == "t5" else ids})
+    return found
+
+
+def trained(
+    kind: str, device: str, steps: int, placement: Placement | Plan | None, accumulation: int, dtype: Any = "bf16"
+) -> dict[str, torch.Tensor]:
+    """Weights, and all states, after `steps` steps with clipping."""
+    plan = placement if isinstance(placement, Plan) else None
+    config = OffloadConfig(
+        learning_rate=1e-2,
+        gradient_accumulation=accumulation,
+        working_dtype=dtype,
+        placement=None if plan else placement,  # type: ignore[arg-type]
+    )
+    with OffloadEngine(tiny(kind), config, device=device, plan=plan) as engine:
+        engine.train()
+        torch.manual_seed(2)
+        for batch in batches(kind, steps * accumulation, device):
+            loss = engine(**batch).loss if isinstance(batch, dict) else engine(batch)
+            engine.backward(loss)
+            engine.step()
+        state = engine.state_dict()
+        numbers = {name: weight.cpu().clone() for name, weight in state["module"].items()}
+        for name, states in state["optimizer"].items():
+            numbers |= {f"{name}.{key}": value.cpu().clone() for key, value in states.items()}
+    return numbers
+
+
+def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor], what: object) -> None:
+    assert expected.keys() == found.keys()
+    different = [name for name, numbers in expected.items() if not torch.equal(numbers, found[name])]
+    assert not different, (what, different[:5], len(different))
+    assert all(bool(numbers.isfinite().all()) for numbers in found.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_no_placement_changes_a_number(kind: str, accumulation: int, device: str) -> None:
+    steps = 50 if accumulation == 1 else 15
+    expected = trained(kind, device, steps, None, accumulation)
+    for placement in PLACEMENTS:
+        assert_equal(expected, trained(kind, device, steps, placement, accumulation), placement)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(4))
+def test_no_mixture_of_placements_changes_a_number(seed: int, device: str) -> None:
+    kind, accumulation, dtype = (
+        ("lm", "t5", "llama", "t5")[seed],
+        (1, 2, 1, 1)[seed],
+        ("fp32", "bf16", "fp32", "bf16")[seed],
+    )
+    config = OffloadConfig(gradient_accumulation=accumulation, working_dtype=dtype)  # type: ignore[arg-type]
+    model = tiny(kind)
+    base = plan_of(model, flat_layers(model, config), config)
+    draw = random.Random(seed)
+    placements = tuple(possible(draw.choice(PLACEMENTS), layer) for layer in base.layers)
+    mixed = replace(base, placements=placements, tiers=tier_bytes(base.layers, placements, accumulation))
+    expected = trained(kind, device, 20, None, accumulation, dtype)
+    assert_equal(expected, trained(kind, device, 20, mixed, accumulation, dtype), placements)
