@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
@@ -21,19 +21,15 @@ from torch import nn
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OffloadkitError
-from offloadkit.offload import host_memory
-from offloadkit.offload.activations import OffloadedInputs, checkpoint_activations
-from offloadkit.offload.gradients import Gradients
-from offloadkit.offload.layers import FlatLayer, Newcomers, Slot, flat_layers, listed_groups, plan_of
+from offloadkit.offload.layers import Newcomers, flat_layers, listed_groups, plan_of
 from offloadkit.offload.past import Past
-from offloadkit.offload.states import GroupOptions, LayerState, optimizer_states
+from offloadkit.offload.placed import PlacedModel
+from offloadkit.offload.states import GroupOptions, optimizer_states
 from offloadkit.offload.step_clock import StepClock, num_tokens
-from offloadkit.offload.streaming import StreamedWeights, WeightRing
 from offloadkit.offload.streams import record_compute
 from offloadkit.offload.update import StepThread, Update
-from offloadkit.offload.weights import Gates, LayerWeights, TiedUses, move_rest
 from offloadkit.optim.optimizer import OffloadAdamW
-from offloadkit.plan import NUM_STAGING, NUM_WEIGHT_BUFFERS, Plan
+from offloadkit.plan import Plan
 from offloadkit.telemetry import Telemetry
 
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
@@ -91,15 +87,23 @@ class OffloadEngine:
         self._undo.callback(self._thread.close)
         self._finalizer = weakref.finalize(self, self._undo.close)  # an engine forgotten lets go of the model too
         self._finalizer.atexit = False
-        self._states = self._allocate(layers)
-        move_rest(model, trained, self.device, self.config.working_dtype)
+        self._placed = PlacedModel(
+            model,
+            layers,
+            self.plan,
+            self.config,
+            self.device,
+            submit=self._thread.submit,
+            settle=weakref.WeakMethod(self._settle),
+            undo=self._undo,
+        )
+        self.pinning_seconds = self._placed.pinning_seconds
         self.optimizer = OffloadAdamW(
             param_groups or [{"params": [p for p in model.parameters() if p in trained]}],
             self.config,
             self,
-            optimizer_states(self._states),
+            optimizer_states(self._placed.states),
         )
-        self._attach()
         self._clock = StepClock(self.device)
         self._past = Past(self._clock, self.telemetry, self.plan, self.device, self.config.on_nonfinite)
         self._newest: Update | None = None
@@ -118,7 +122,7 @@ class OffloadEngine:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         began = self._clock.start_forward(num_tokens(self.module, kwargs))
-        with self._ring.saved_tensors() if self._ring is not None else nullcontext():
+        with self._placed.in_forward():
             output = self.module(*args, **kwargs)
         self._clock.end_forward(began)
         return output
@@ -146,26 +150,15 @@ class OffloadEngine:
         if scale_by_accumulation and accumulation > 1:
             loss = loss / accumulation
         began = self._clock.start_backward(loss)
-        with self._in_backward():
-            loss.backward()  # type: ignore[no-untyped-call]
-        self._gradients.end_of_backward()
-        self._clock.end_backward(began)
-        self._num_backwards += 1
-        self._stepped = False
-
-    @contextmanager
-    def _in_backward(self) -> Iterator[None]:
         try:
-            if self._ring is not None:
-                self._ring.in_backward = True
-            yield
+            with self._placed.in_backward():
+                loss.backward()  # type: ignore[no-untyped-call]
         except BaseException:
             self.drop_gradients()
             raise
-        finally:
-            if self._ring is not None:
-                self._ring.in_backward = False
-            self._offloaded.end_of_backward()
+        self._clock.end_backward(began)
+        self._num_backwards += 1
+        self._stepped = False
 
     def step(self, *, boundary: bool | None = None) -> bool:
         """Follows each `backward`; at the end of the accumulation window it starts the update and returns at once.
@@ -189,24 +182,23 @@ class OffloadEngine:
             return False
         self._newcomers.check()
         self._read_past()
-        self._take_over_outside_writes()
+        self._placed.take_over_outside_writes()
         self._num_updates += 1
         update = self._new_update()
         self._past.add(update)
         self._newest = update
         self._thread.start(update)
-        forward_wait = sum(weights.take_waited_seconds() for weights in self._weights)
-        self._clock.end_window(update, self.optimizer.param_groups[0]["lr"], forward_wait)
+        self._clock.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_waited_seconds())
         self._num_backwards = 0
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
         return True
 
     def _new_update(self) -> Update:
         """Snapshot of what the stepping thread needs; from here on forward waits for its layers."""
-        self._gradients.end_of_window()
+        self._placed.gradients.end_of_window()
         layers = []
-        by_weights = {state.weights: state for state in self._states}
-        for weights in self._gates.forward_order():
+        by_weights = {state.weights: state for state in self._placed.states}
+        for weights in self._placed.gates.forward_order():
             state = by_weights[weights]
             slots = set(state.gradient.window)
             if slots:
@@ -235,23 +227,20 @@ class OffloadEngine:
         """
         self._check_open()
         self._settle()
-        self._take_over_outside_writes()
+        self._placed.take_over_outside_writes()
         self._read_past()
 
     def drop_gradients(self) -> None:
         """Forget the gradients gathered since the last update (`optimizer.zero_grad()`)."""
         self._check_open()
-        self._gradients.drop()
+        self._placed.gradients.drop()
         self._clock.drop_window()
         self._num_backwards, self._stepped = 0, True
 
     def _settle(self) -> None:
         if self._newest is not None:
             self._newest.done.wait()
-        for state in self._states:
-            state.weights.settle()
-            if state.uploaded is not None:
-                state.uploaded.synchronize()
+        self._placed.settle()
         self._raise_thread_error()
 
     def _read_past(self) -> None:
@@ -263,13 +252,6 @@ class OffloadEngine:
             self.drop_gradients()
             raise
 
-    def _take_over_outside_writes(self, *, keep_remainder: bool = False) -> None:
-        written = [(state, slots) for state in self._states if (slots := state.weights.written_outside())]
-        if written:
-            self._settle()
-            for state, slots in written:
-                state.take_over(slots, keep_remainder=keep_remainder)
-
     # ---- states by name ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -278,7 +260,7 @@ class OffloadEngine:
         self.synchronize()
         return {
             "module": self.module.state_dict(),
-            "optimizer": {slot.name: self.optimizer.state[slot.parameter] for slot in self._slots()},
+            "optimizer": {slot.name: self.optimizer.state[slot.parameter] for slot in self._placed.slots()},
             "param_groups": [
                 {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
             ],
@@ -292,15 +274,15 @@ class OffloadEngine:
             ModelError: the parameter names or the number of groups differ; nothing is loaded then.
         """
         self.synchronize()
-        names = {slot.name for slot in self._slots()}
+        names = {slot.name for slot in self._placed.slots()}
         if names != set(state["optimizer"]):
             differing = sorted(names ^ set(state["optimizer"]))
             raise ModelError(f"the saved run has other parameters than this model: {', '.join(differing[:5])} differ")
         if len(state["param_groups"]) != len(self.optimizer.param_groups):
             raise ModelError(f"the saved run has {len(state['param_groups'])} parameter groups, this one has others")
         self.module.load_state_dict(state["module"])
-        self._take_over_outside_writes(keep_remainder=True)
-        for slot in self._slots():
+        self._placed.take_over_outside_writes(keep_remainder=True)
+        for slot in self._placed.slots():
             self.optimizer.load_parameter_state(slot.parameter, state["optimizer"][slot.name])
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update(saved)
@@ -309,67 +291,15 @@ class OffloadEngine:
     def master_weights(self) -> dict[str, torch.Tensor]:
         """fp32 copies of all master weights, in RAM, by parameter name."""
         self.synchronize()
-        return {slot.name: state.master(slot) for state in self._states for slot in state.layer.slots}
+        return {slot.name: state.master(slot) for state in self._placed.states for slot in state.layer.slots}
 
-    def _slots(self) -> Iterator[Slot]:
-        for state in self._states:
-            yield from state.layer.slots
-
-    # ---- building and closing ----------------------------------------------------------------------------------
-
-    def _allocate(self, layers: Sequence[FlatLayer]) -> list[LayerState]:
-        accumulation = self.config.gradient_accumulation
-        placed = list(zip(layers, self.plan.layers, self.plan.placements, strict=True))
-        sizes = [sum(shape.ram_bytes(placement, accumulation).values()) for _, shape, placement in placed]
-        through_ram = [shape.landing_bytes() for _, shape, placement in placed if placement.gradients == "ram"]
-        num_staging = NUM_STAGING if accumulation > 1 and through_ram else 0
-        staging = max(through_ram, default=0)
-        slabs, self.pinning_seconds = host_memory.allocate([*sizes, *[staging] * num_staging], self.device)
-        self._staging = [slab.cut(staging, torch.uint8) for slab in slabs[len(layers) :]]
-        states = []
-        for (layer, _, placement), slab in zip(placed, slabs, strict=False):
-            states.append(LayerState(layer, placement, slab, accumulation, self.device))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return states
-
-    def _attach(self) -> None:
-        """Hook the model: streamed weights, activation checkpointing, gates, gradients, tied weights."""
-        self._weights = [state.weights for state in self._states]
-        streamed = [weights for weights in self._weights if isinstance(weights, StreamedWeights)]
-        self._ring = WeightRing(streamed, self.device, NUM_WEIGHT_BUFFERS) if streamed else None
-        if self._ring is not None:
-            self._undo.callback(self._ring.synchronize)
-        self._offloaded = OffloadedInputs(self.device)
-        self._checkpoint_blocks()
-        self._gates = Gates(self.module, self._weights, weakref.WeakMethod(self._settle))
-        self._gradients = Gradients(
-            [state.gradient for state in self._states],
-            accumulation=self.config.gradient_accumulation,
-            staging=self._staging,
-            submit=self._thread.submit,
-            got_gradient=self._gates.got_gradient,
-        )
-        tied = TiedUses([state.layer for state in self._states], self._gradients.land)
-        for undo in (self._gates.remove, self._gradients.remove, tied.remove):
-            self._undo.callback(undo)
-
-    def _checkpoint_blocks(self) -> None:
-        choices: dict[nn.Module, Any] = {}
-        weights: dict[nn.Module, list[LayerWeights]] = {}
-        for state in self._states:
-            block = state.layer.block
-            if block is not None:
-                weights.setdefault(block, []).append(state.weights)
-                if state.placement.activations != "keep":
-                    choices[block] = state.placement.activations
-        if choices or self.config.activation_checkpointing:
-            self._undo.callback(checkpoint_activations(self.module, choices, weights, self._offloaded))
+    # ---- closing -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Apply what is pending, let go of the model and give the engine's memory back.
 
-        The model stays on its device with its trained weights; the optimizer's states are gone.
+        The model keeps its trained weights, and stays on its device if all of them were there (else it is in RAM now);
+        the optimizer's states are gone.
 
         Raises:
             NonFiniteGradientError: as `step`; the engine is closed then too.
@@ -387,9 +317,10 @@ class OffloadEngine:
             self._open = False
             self._finalizer()
             self.optimizer.state.clear()
-            parts = ("_states", "_weights", "_staging", "_gradients", "_gates", "_past", "_clock", "_newest")
-            for name in (*parts, "_ring", "_offloaded"):
-                delattr(self, name)
+            self._past.forget()
+            self._newest = None
+            self._placed.release()
+            del self._placed, self._past, self._clock
             _open_engines.pop(self.module, None)
             self.telemetry.close()
             hardware.trim_heap()

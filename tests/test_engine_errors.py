@@ -200,8 +200,15 @@ def test_options_out_of_range(options: dict[str, object], message: str) -> None:
 
 
 def test_placements_that_do_not_exist() -> None:
-    with pytest.raises(ConfigError, match="step must be one of 'cpu'; got 'tpu'"):
+    with pytest.raises(ConfigError, match="step must be one of 'cpu', 'gpu'; got 'tpu'"):
         Placement(step="tpu")  # type: ignore[arg-type]
+
+
+def test_placements_that_contradict_themselves() -> None:
+    with pytest.raises(ConfigError, match="states='ram' with step='gpu': states in VRAM are stepped by the GPU"):
+        Placement(gradients="vram", step="gpu")
+    with pytest.raises(ConfigError, match="weights='ram' and gradients='vram': where the states are in VRAM"):
+        Placement(weights="ram", gradients="vram", states="vram", step="gpu")
 
 
 def test_sizes_are_read_and_refused() -> None:

@@ -29,6 +29,10 @@ class Past:
         """An update that was just started."""
         self._updates.append(update)
 
+    def forget(self) -> None:
+        """Let go of the updates, and with them of the layers."""
+        self._updates.clear()
+
     def read(self) -> None:
         """Record finished steps, and report those that were not applied.
 

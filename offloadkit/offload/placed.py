@@ -1,0 +1,157 @@
+"""A model whose parts lie where the plan says, and the hooks that keep it so while it runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from offloadkit.config import OffloadConfig
+from offloadkit.offload import host_memory
+from offloadkit.offload.activations import OffloadedInputs, checkpoint_activations
+from offloadkit.offload.gradients import Gradients
+from offloadkit.offload.layers import FlatLayer, Slot
+from offloadkit.offload.states import LayerState
+from offloadkit.offload.streaming import StreamedWeights, WeightRing
+from offloadkit.offload.weights import Gates, LayerWeights, TiedUses, move_rest
+from offloadkit.plan import NUM_STAGING, NUM_WEIGHT_BUFFERS, Plan
+
+
+class PlacedModel:
+    """A module's flat layers in their places; its parameters are views of them.
+
+    Attributes:
+        states: the flat layers, in definition order.
+        gradients: what backward brings.
+        gates: what forward waits for.
+        pinning_seconds: how long RAM took to be populated and pinned.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[FlatLayer],
+        plan: Plan,
+        config: OffloadConfig,
+        device: torch.device,
+        *,
+        submit: Callable[[Callable[[], None]], None],
+        settle: weakref.WeakMethod[Callable[[], None]],
+        undo: ExitStack,
+    ) -> None:
+        """
+        Args:
+            submit: queues work for the stepping thread.
+            settle: called before the whole model's weights are saved or loaded.
+            undo: told how to let go of the module.
+
+        Raises:
+            OffloadkitError: not enough RAM.
+            ConfigError: checkpointing of a model without repeated blocks.
+        """
+        self.module, self._plan, self._device = module, plan, device
+        self._accumulation = config.gradient_accumulation
+        self.states, staging = self._allocate(layers)
+        trained = {slot.parameter for layer in layers for slot in layer.slots}
+        move_rest(module, trained, device, config.working_dtype)
+        weights = [state.weights for state in self.states]
+        streamed = [layer for layer in weights if isinstance(layer, StreamedWeights)]
+        self._ring = WeightRing(streamed, device, NUM_WEIGHT_BUFFERS) if streamed else None
+        self._offloaded = OffloadedInputs(device)
+        self._checkpoint_blocks(config, undo)
+        self.gates = Gates(module, weights, settle)
+        self.gradients = Gradients(
+            [state.gradient for state in self.states],
+            accumulation=self._accumulation,
+            staging=staging,
+            submit=submit,
+            got_gradient=self.gates.got_gradient,
+        )
+        tied = TiedUses(list(layers), self.gradients.land)
+        for let_go in (self.gates.remove, self.gradients.remove, tied.remove):
+            undo.callback(let_go)
+
+    def _allocate(self, layers: Sequence[FlatLayer]) -> tuple[list[LayerState], list[torch.Tensor]]:
+        """The layers' states, and the staging buffers for accumulation in RAM."""
+        placed = list(zip(layers, self._plan.layers, self._plan.placements, strict=True))
+        sizes = [sum(shape.ram_bytes(placement, self._accumulation).values()) for _, shape, placement in placed]
+        through_ram = [shape.landing_bytes() for _, shape, placement in placed if placement.gradients == "ram"]
+        num_staging = NUM_STAGING if self._accumulation > 1 and through_ram else 0
+        staging = max(through_ram, default=0)
+        slabs, self.pinning_seconds = host_memory.allocate([*sizes, *[staging] * num_staging], self._device)
+        buffers = [slab.cut(staging, torch.uint8) for slab in slabs[len(layers) :]]
+        states = [
+            LayerState(layer, placement, slab, self._accumulation, self._device)
+            for (layer, _, placement), slab in zip(placed, slabs, strict=False)
+        ]
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return states, buffers
+
+    def _checkpoint_blocks(self, config: OffloadConfig, undo: ExitStack) -> None:
+        choices: dict[nn.Module, Any] = {}
+        weights: dict[nn.Module, list[LayerWeights]] = {}
+        for state in self.states:
+            block = state.layer.block
+            if block is not None:
+                weights.setdefault(block, []).append(state.weights)
+                if state.placement.activations != "keep":
+                    choices[block] = state.placement.activations
+        if choices or config.activation_checkpointing:
+            undo.callback(checkpoint_activations(self.module, choices, weights, self._offloaded))
+
+    def in_forward(self) -> AbstractContextManager[None]:
+        """While it is open, the module's forward builds a graph."""
+        return nullcontext() if self._ring is None else self._ring.saved_tensors()
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """While it is open, backward runs; at its end the micro-batch's gradients are on their way."""
+        if self._ring is not None:
+            self._ring.in_backward = True
+        try:
+            yield
+            self.gradients.end_of_backward()
+        finally:
+            if self._ring is not None:
+                self._ring.in_backward = False
+            self._offloaded.end_of_backward()
+
+    def settle(self) -> None:
+        """Have the newest weights where they live, the copies of an update that is done included."""
+        for state in self.states:
+            state.weights.settle()
+            if state.uploaded is not None:
+                state.uploaded.synchronize()
+
+    def take_over_outside_writes(self, *, keep_remainder: bool = False) -> None:
+        """Weights that were written in place from outside become the master weights."""
+        for state in self.states:
+            written = state.weights.written_outside()
+            if written:
+                for pending in self.states:
+                    pending.weights.wait()
+                state.take_over(written, keep_remainder=keep_remainder)
+
+    def take_waited_seconds(self) -> float:
+        """Seconds that forward was blocked by layers since the last call."""
+        return sum(state.weights.take_waited_seconds() for state in self.states)
+
+    def slots(self) -> Iterator[Slot]:
+        """Every trained parameter's place."""
+        for state in self.states:
+            yield from state.layer.slots
+
+    def release(self) -> None:
+        """Give the memory back. A model with weights in RAM is in RAM as a whole afterwards, in memory of its own."""
+        if self._ring is not None:
+            self._ring.synchronize()
+            while self.states:
+                state = self.states.pop()
+                for slot in state.layer.slots:
+                    slot.parameter.data = slot.parameter.data.to("cpu", copy=True)
+            self.module.to("cpu")

@@ -1,0 +1,233 @@
+"""Weights in RAM that visit VRAM: whoever reads them, in whichever order, finds the newest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.engine import OffloadEngine
+from offloadkit.errors import EngineStateError, ModelError
+from offloadkit.offload.streaming import StreamedBlock, WeightRing
+from tests.hf.tiny import t5_config
+from tests.models import TinyLM, tokens, train
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+STREAMED = Placement(weights="ram")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> str:
+    monkeypatch.setattr(WeightRing, "fill_with_nan", True)
+    return str(request.param)
+
+
+def config(placement: Placement | None, **options: Any) -> OffloadConfig:
+    return OffloadConfig(learning_rate=1e-2, working_dtype="fp32", placement=placement, **options)
+
+
+def trained(model: nn.Module, device: str, placement: Placement | None, num: int = 6) -> dict[str, torch.Tensor]:
+    with OffloadEngine(model, config(placement), device=device) as engine:
+        train(engine, tokens(num, device))
+    return {name: weight.detach().cpu().clone() for name, weight in model.state_dict().items()}
+
+
+def assert_same(model: Any, device: str, *placements: Placement) -> None:
+    """`model` makes the module to train, the same each time."""
+    expected = trained(model(), device, None)
+    for placement in placements:
+        found = trained(model(), device, placement)
+        different = [name for name, weight in expected.items() if not torch.equal(weight, found[name])]
+        assert not different, (placement, different)
+
+
+class Scaled(nn.Module):
+    """A block that uses parameters of its own, without a module around them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.matrix, self.shift = nn.Parameter(torch.randn(width, width) / 8), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.matrix + self.shift) @ self.matrix.T
+
+
+def lm_of(block: Any, order: tuple[int, ...] = (0, 1, 2, 3)) -> TinyLM:
+    """A `TinyLM` of such blocks, called in that order."""
+    torch.manual_seed(0)
+    model = TinyLM()
+    blocks = [block(65) for _ in range(4)]
+    model.blocks = nn.ModuleList(blocks)
+    inner = model.blocks
+    model.blocks = _InOrder(inner, order)  # type: ignore[assignment]
+    return model
+
+
+class _InOrder(nn.Module):
+    def __init__(self, blocks: nn.ModuleList, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.inner, self.order = blocks, order
+
+    def __iter__(self) -> Any:
+        return iter([self.inner[index] for index in self.order])
+
+
+ALL = (STREAMED, replace(STREAMED, activations="checkpoint"), replace(STREAMED, activations="offload"))
+
+
+def test_parameters_of_the_block_itself(device: str) -> None:
+    assert_same(lambda: lm_of(Scaled), device, *ALL)
+
+
+def test_a_block_used_twice(device: str) -> None:
+    assert_same(lambda: lm_of(Scaled, (0, 1, 0, 2, 3, 3)), device, *ALL)
+
+
+def test_an_order_that_changes_from_step_to_step(device: str) -> None:
+    class Shuffled(TinyLM):
+        calls = 0
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            type(self).calls += 1
+            order = torch.randperm(4, generator=torch.Generator().manual_seed(self.calls % 6)).tolist()
+            x = self.embed(batch)
+            for index in order:
+                x = self.blocks[index](x)
+            return self.head(self.norm(x)).float().pow(2).mean()
+
+    def fresh() -> nn.Module:
+        Shuffled.calls = 0
+        torch.manual_seed(0)
+        return Shuffled()
+
+    assert_same(fresh, device, *ALL)
+
+
+def test_blocks_are_fetched_ahead_and_not_twice(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on a block is already on its way when it is asked for."""
+    monkeypatch.setattr(WeightRing, "fill_with_nan", False)
+    asked_late: list[bool] = []
+    real = WeightRing.use
+
+    def use(self: WeightRing, block: StreamedBlock) -> None:
+        asked_late.append(not self.holds(block))
+        real(self, block)
+
+    fetched: list[StreamedBlock] = []
+    fetch = WeightRing._fetch
+    monkeypatch.setattr(WeightRing, "_fetch", lambda self, block: (fetched.append(block), fetch(self, block))[1])
+    monkeypatch.setattr(WeightRing, "use", use)
+    torch.manual_seed(0)
+    with OffloadEngine(TinyLM(depth=6), config(STREAMED), device=device) as engine:
+        train(engine, tokens(2, device))
+        asked_late.clear()
+        fetched.clear()
+        batch = tokens(1, device)[0]
+        loss = engine(batch)
+        assert asked_late.count(True) == 1, "only the first block of forward is not there when it is asked for"
+        engine.backward(loss)
+        assert asked_late.count(True) == 1
+        # backward finds the last three of forward still here
+        assert len(fetched) == 6 + 3
+
+
+def test_evaluation_and_generation_use_the_newest_weights(device: str) -> None:
+    from transformers import T5ForConditionalGeneration
+
+    def run(placement: Placement | None) -> list[Any]:
+        torch.manual_seed(0)
+        model: Any = T5ForConditionalGeneration(t5_config(num_layers=3, attn_implementation="eager"))
+        ids = torch.arange(3, 13, device=device).view(2, 5)
+        found: list[Any] = []
+        with OffloadEngine(model, config(placement), device=device) as engine:
+            for _ in range(3):
+                engine.train()
+                engine.backward(engine(input_ids=ids, labels=ids).loss)
+                engine.step()
+                engine.eval()
+                found.append(engine.module.generate(input_ids=ids, max_new_tokens=5, do_sample=False).tolist())
+                with torch.no_grad():
+                    found.append(engine(input_ids=ids, labels=ids).loss.item())
+                with torch.inference_mode():
+                    found.append(engine.module(input_ids=ids, labels=ids).loss.item())
+        return found
+
+    expected = run(None)
+    for placement in ALL:
+        assert run(placement) == expected
+
+
+def test_saved_and_loaded_between_placements(device: str) -> None:
+    torch.manual_seed(0)
+    with OffloadEngine(TinyLM(), config(STREAMED), device=device) as engine:
+        train(engine, tokens(5, device))
+        saved = {
+            "module": {name: weight.clone() for name, weight in engine.state_dict()["module"].items()},
+            **{key: value for key, value in engine.state_dict().items() if key != "module"},
+        }
+        saved["optimizer"] = {
+            name: {key: value.clone() for key, value in state.items()} for name, state in saved["optimizer"].items()
+        }
+        train(engine, tokens(5, device))
+        expected = {name: weight.cpu().clone() for name, weight in engine.module.state_dict().items()}
+    for placement in (None, Placement(gradients="vram", states="vram", step="gpu"), *ALL):
+        torch.manual_seed(3)
+        with OffloadEngine(TinyLM(), config(placement), device=device) as engine:
+            train(engine, tokens(2, device))
+            engine.load_state_dict(saved)
+            train(engine, tokens(5, device))
+            found = engine.module.state_dict()
+            assert all(torch.equal(weight, found[name].cpu()) for name, weight in expected.items()), placement
+
+
+def test_weights_written_from_outside_count(device: str) -> None:
+    def run(placement: Placement | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = TinyLM()
+        with OffloadEngine(model, config(placement), device=device) as engine:
+            train(engine, tokens(3, device))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            train(engine, tokens(3, device))
+        return {name: weight.cpu() for name, weight in model.state_dict().items()}
+
+    expected, found = run(None), run(STREAMED)
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
+
+
+def test_a_closed_engine_leaves_a_whole_model_in_memory_of_its_own(device: str) -> None:
+    model = TinyLM()
+    with OffloadEngine(model, config(STREAMED), device=device) as engine:
+        train(engine, tokens(3, device))
+        kept = [weight.data_ptr() for weight in model.blocks.parameters()]
+    assert {weight.device.type for weight in model.parameters()} == {"cpu"}
+    assert not set(kept) & {weight.data_ptr() for weight in model.blocks.parameters()}
+    model(tokens(1)[0]).backward()
+
+
+def test_a_recomputed_block_that_left_too_early_is_an_error(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = TinyLM()
+    with OffloadEngine(model, config(ALL[1]), device=device) as engine:
+        loss = engine(tokens(1, device)[0])
+        blocks = list(model.blocks)
+        first: Any = blocks[0].up.weight
+        last: Any = blocks[-1].up.weight
+        # as if the last block's gradient were computed when the first one's turn had come
+        state = {slot.parameter: s for s in engine._placed.states for slot in s.layer.slots}
+        taker = state[last].weights
+        first.register_hook(lambda gradient: taker.check_held(state[last].layer.slots[0]))
+        with pytest.raises(EngineStateError, match="came after its block had left VRAM"):
+            engine.backward(loss)
+
+
+def test_a_plan_of_another_model_is_refused(device: str) -> None:
+    with OffloadEngine(TinyLM(), config(None), device=device) as engine:
+        plan = engine.plan
+    with pytest.raises(ModelError, match="the plan was made for another model"):
+        OffloadEngine(TinyLM(depth=3), config(None), device=device, plan=plan)
