@@ -1,0 +1,66 @@
+"""What a micro-batch computes and how much memory that takes, as plain numbers. `offload.micro_batch` finds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forward or backward of one stage."""
+
+    flops: int = 0
+    """Of matrix products and attention; a multiplication and an addition are two."""
+    matmul_bytes: int = 0
+    """Read and written by these."""
+    moved_bytes: int = 0
+    """Read and written by all other operations."""
+    num_operations: int = 0
+    """Kernels started."""
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(
+            self.flops + other.flops,
+            self.matmul_bytes + other.matmul_bytes,
+            self.moved_bytes + other.moved_bytes,
+            self.num_operations + other.num_operations,
+        )
+
+    def __sub__(self, other: Pass) -> Pass:
+        return Pass(
+            self.flops - other.flops,
+            self.matmul_bytes - other.matmul_bytes,
+            self.moved_bytes - other.moved_bytes,
+            self.num_operations - other.num_operations,
+        )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One repeated block, or what is computed between two of them. Weights, and buffers of gradients, do not count."""
+
+    block: str
+    """The block's name in the model; "" for what lies outside."""
+    forward: Pass
+    backward: Pass
+    kept_bytes: int
+    """Made in forward and alive until backward: what autograd saved, and the outputs."""
+    output_bytes: int
+    """The outputs among them: all that is left of a checkpointed block."""
+    input_bytes: int
+    """The first input (the hidden states): what waits in RAM when activations are offloaded."""
+    shared_bytes: int
+    """Inputs that several blocks read (a position bias, an encoder's output), each with a gradient in backward."""
+    forward_peak_bytes: int
+    """Most that forward has alive, beyond what was there before."""
+    backward_peak_bytes: int
+    """Most that backward has alive, beyond what was there when it began (with `kept_bytes`)."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Forward and backward over one micro-batch, in forward order."""
+
+    stages: tuple[Stage, ...]
+    num_tokens: int
+    """Positions that the model reads and, with a decoder of its own, writes; padding counts."""
