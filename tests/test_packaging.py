@@ -67,7 +67,9 @@ def test_the_source_distribution_carries_the_kernel(tree: Path) -> None:
     setup_py(tree, "sdist")
     (archive,) = (tree / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as files:
-        assert any(name.endswith("offloadkit/optim/cpu_adamw.c") for name in files.getnames())
+        names = files.getnames()
+    for source in ("cpu_adamw.c", "cpu_floats.h", "cpu_step.h"):
+        assert any(name.endswith(f"offloadkit/optim/{source}") for name in names)
 
 
 def test_building_needs_nothing_but_setuptools() -> None:

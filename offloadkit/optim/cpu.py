@@ -21,8 +21,10 @@ from torch import Tensor
 
 from offloadkit import hardware
 from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_step_reference, check_state
+from offloadkit.optim.precision import tables
 
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_PRECISIONS = {"exact": 0, "compact": 1, "tiny": 2}
 _LEVELS = ("baseline", "avx2", "avx512")
 _NO_LIBRARY = (
     "offloadkit's C kernel is missing or does not load, so the CPU optimizer step runs on torch operations: the same "
@@ -36,11 +38,21 @@ class _Scalars(ctypes.Structure):
 
 
 class _Segment(ctypes.Structure):
-    _fields_ = [("start", ctypes.c_int64), ("length", ctypes.c_int64), ("scalars", _Scalars)]
+    _fields_ = [
+        ("start", ctypes.c_int64),
+        ("length", ctypes.c_int64),
+        ("scalars", _Scalars),
+        ("random_key", ctypes.c_uint64),
+        ("offset", ctypes.c_int64),
+    ]
 
 
 class _Arrays(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("weights", "remainder", "exp_avg", "exp_avg_sq", "gradient")]
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("weights_kind", "gradient_kind", "precision")),
+        *((name, ctypes.c_void_p) for name in ("weights", "remainder", "exp_avg", "exp_avg_sq", "gradient")),
+        *((name, ctypes.c_void_p) for name in ("exp_avg_scale", "exp_avg_sq_scale", "levels", "buckets")),
+    ]
 
 
 def _find_library() -> Path | None:
@@ -63,7 +75,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     pointer, c_int, c_int64, c_float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
     signatures: dict[str, tuple[list[Any], Any]] = {
-        "adamw": ([c_int, c_int, pointer, pointer, c_int64, c_float], c_int),
+        "adamw": ([pointer, pointer, c_int64, c_float], c_int),
         "accumulate": ([c_int, c_int, pointer, pointer, c_int64], None),
         "block_sums": ([c_int, pointer, pointer, c_int64, pointer], None),
         "triad": ([pointer, pointer, c_float, c_int64], None),
@@ -151,25 +163,21 @@ def adamw_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], 
         _warn_without_library()
         adamw_step_reference(state, gradient, segments, grad_scale)
         return
-    table = [_Segment(start, length, _Scalars(*scalars)) for start, length, scalars in segments if length > 0]
+    table = [
+        _Segment(s.start, s.length, _Scalars(*s.scalars), s.random_key, s.offset) for s in segments if s.length > 0
+    ]
     if not table:
         return
-    remainder = state.remainder
-    arrays = _Arrays(
-        state.weights.data_ptr(),
-        None if remainder is None else remainder.data_ptr(),
-        state.exp_avg.data_ptr(),
-        state.exp_avg_sq.data_ptr(),
-        gradient.data_ptr(),
-    )
-    error = library.adamw(
-        _KINDS[state.weights.dtype],
-        _KINDS[gradient.dtype],
-        ctypes.byref(arrays),
-        (_Segment * len(table))(*table),
-        len(table),
-        grad_scale,
-    )
+    maps = tables(gradient.device)
+    pointers = [
+        None if array is None else array.data_ptr()
+        for array in (
+            *(state.weights, state.remainder, state.exp_avg, state.exp_avg_sq, gradient),
+            *(state.exp_avg_scale, state.exp_avg_sq_scale, maps.levels, maps.buckets),
+        )
+    ]
+    arrays = _Arrays(_KINDS[state.weights.dtype], _KINDS[gradient.dtype], _PRECISIONS[state.precision], *pointers)
+    error = library.adamw(ctypes.byref(arrays), (_Segment * len(table))(*table), len(table), grad_scale)
     if error:
         raise MemoryError(os.strerror(error))
 

@@ -24,150 +24,17 @@
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define INDEPENDENT _Pragma("GCC ivdep")
-#endif
-#define INLINE static inline __attribute__((always_inline))
+#include "cpu_floats.h"
+#include "cpu_step.h"
 #define EXPORT __attribute__((visibility("default")))
 
 enum { ADAMW_PIECE = 16384, ACCUMULATE_PIECE = 65536, NORM_BLOCK = 65536, NORM_COLUMNS = 32, NORM_LEVELS = 11 };
-enum { PREFETCH_ELEMENTS = 64, PREFETCH_DISTANCE = 512, CACHE_LINE = 64, POPULATE_PIECE = 16 << 20 };
+enum { POPULATE_PIECE = 16 << 20 };
 
 /* Numbers known to cpu.py. */
-enum { BF16 = 0, FP16 = 1, FP32 = 2, NUM_KINDS = 3 };
 enum { BASELINE = 0, AVX2 = 1, AVX512 = 2, NUM_LEVELS = 3 };
 
-struct scalars {
-    float beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, step_size, inv_sqrt_bias_correction2;
-};
-
-struct segment {
-    int64_t start, length;
-    struct scalars scalars;
-};
-
-struct adamw_arrays {
-    void *weights;   /* bf16, fp16 or fp32 */
-    void *remainder; /* int16 low halves for bf16, fp32 master weights for fp16, unused for fp32 */
-    float *exp_avg, *exp_avg_sq;
-    const void *gradient;
-};
-
-/* ---- Conversions ------------------------------------------------------------------------------------------------ */
-
-INLINE float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INLINE uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-/* Without a branch: a float operation behind a `?:` keeps gcc from vectorising, since it might trap. */
-INLINE uint32_t select_bits(int condition, uint32_t if_true, uint32_t if_false) {
-    uint32_t mask = 0u - (uint32_t)(condition != 0);
-    return (if_true & mask) | (if_false & ~mask);
-}
-
-/* Exact. The scaling makes fp16 subnormals (fp32 subnormals once shifted) normal; Inf and NaN get the top exponent. */
-INLINE float float_of_fp16(uint16_t half) {
-    uint32_t magnitude = half & 0x7FFFu;
-    uint32_t bits = bits_of(float_of(magnitude << 13) * 0x1p112f);
-    uint32_t special = (magnitude << 13) | 0x7F800000u | select_bits(magnitude > 0x7C00u, 0x00400000u, 0u);
-    bits = select_bits(magnitude >= 0x7C00u, special, bits);
-    return float_of(bits | (uint32_t)(half & 0x8000u) << 16);
-}
-
-/* Round to nearest even. Below 2^-14 the addition of 0.5, whose last bit is worth 2^-24, rounds to a subnormal. */
-INLINE uint16_t fp16_of_float(float value) {
-    uint32_t bits = bits_of(value);
-    uint32_t magnitude = bits & 0x7FFFFFFFu;
-    uint32_t normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-    uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
-    uint32_t half = select_bits(magnitude < 0x38800000u, subnormal, normal);
-    half = select_bits(magnitude >= 0x477FF000u, 0x7C00u, half);
-    half = select_bits(magnitude > 0x7F800000u, 0x7E00u, half);
-    return (uint16_t)(half | ((bits >> 16) & 0x8000u));
-}
-
-INLINE float load_gradient(int kind, const void *gradient, int64_t i) {
-    if (kind == BF16) return float_of((uint32_t)((const uint16_t *)gradient)[i] << 16);
-    if (kind == FP16) return float_of_fp16(((const uint16_t *)gradient)[i]);
-    return ((const float *)gradient)[i];
-}
-
-INLINE float load_master(int kind, const void *weights, const void *remainder, int64_t i) {
-    if (kind == BF16) {
-        uint32_t high = (uint32_t)((const uint16_t *)weights)[i] << 16;
-        return float_of(high + (uint32_t)(int32_t)((const int16_t *)remainder)[i]);
-    }
-    return kind == FP16 ? ((const float *)remainder)[i] : ((const float *)weights)[i];
-}
-
-/* The split of a NaN would give Inf or zero as its high half: NaN is stored as the one pattern 0x7FC0 | 0. */
-INLINE void store_master(int kind, void *weights, void *remainder, int64_t i, float value) {
-    if (kind == BF16) {
-        uint32_t bits = bits_of(value);
-        bits = select_bits((bits & 0x7FFFFFFFu) > 0x7F800000u, 0x7FC00000u, bits);
-        ((uint16_t *)weights)[i] = (uint16_t)((bits + 0x8000u) >> 16);
-        ((uint16_t *)remainder)[i] = (uint16_t)bits;
-    } else if (kind == FP16) {
-        ((uint16_t *)weights)[i] = fp16_of_float(value);
-        ((float *)remainder)[i] = value;
-    } else {
-        ((float *)weights)[i] = value;
-    }
-}
-
 /* ---- Bodies, built once per CPU level --------------------------------------------------------------------------- */
-
-/* Five streams at once are more than the hardware prefetches well: asking ahead gave a tenth more GB/s (Zen 5); the
- * triad, with two streams, gains nothing. */
-INLINE void prefetch_elements(const void *array, int64_t width, int64_t i) {
-    const char *first = (const char *)array + i * width;
-    for (int64_t offset = 0; offset < PREFETCH_ELEMENTS * width; offset += CACHE_LINE)
-        __builtin_prefetch(first + offset, 1, 3);
-}
-
-INLINE void adamw_elements(int weights_kind, int gradient_kind, const struct adamw_arrays *arrays, struct scalars s,
-                           float grad_scale, int64_t start, int64_t end) {
-    void *weights = arrays->weights, *remainder = arrays->remainder;
-    float *exp_avg = arrays->exp_avg, *exp_avg_sq = arrays->exp_avg_sq;
-    const void *gradient = arrays->gradient;
-    INDEPENDENT
-    for (int64_t i = start; i < end; i++) {
-        float g = load_gradient(gradient_kind, gradient, i) * grad_scale;
-        float m = s.beta1 * exp_avg[i] + s.one_minus_beta1 * g;
-        float v = s.beta2 * exp_avg_sq[i] + (s.one_minus_beta2 * g) * g;
-        float denominator = sqrtf(v) * s.inv_sqrt_bias_correction2 + s.eps;
-        float w = load_master(weights_kind, weights, remainder, i) * s.decay - s.step_size * (m / denominator);
-        exp_avg[i] = m;
-        exp_avg_sq[i] = v;
-        store_master(weights_kind, weights, remainder, i, w);
-    }
-}
-
-INLINE void adamw_body(int weights_kind, int gradient_kind, const struct adamw_arrays *arrays,
-                       const struct scalars *scalars, float grad_scale, int64_t start, int64_t end) {
-    int64_t i = start;
-    for (; i + PREFETCH_ELEMENTS <= end; i += PREFETCH_ELEMENTS) {
-        int64_t ahead = i + PREFETCH_DISTANCE;
-        prefetch_elements(arrays->exp_avg, 4, ahead);
-        prefetch_elements(arrays->exp_avg_sq, 4, ahead);
-        prefetch_elements(arrays->weights, weights_kind == FP32 ? 4 : 2, ahead);
-        if (weights_kind != FP32) prefetch_elements(arrays->remainder, weights_kind == FP16 ? 4 : 2, ahead);
-        prefetch_elements(arrays->gradient, gradient_kind == FP32 ? 4 : 2, ahead);
-        adamw_elements(weights_kind, gradient_kind, arrays, *scalars, grad_scale, i, i + PREFETCH_ELEMENTS);
-    }
-    adamw_elements(weights_kind, gradient_kind, arrays, *scalars, grad_scale, i, end);
-}
 
 INLINE void accumulate_body(int kind, int add, float *accumulator, const void *gradient, int64_t start, int64_t end) {
     INDEPENDENT
@@ -222,27 +89,34 @@ INLINE double norm_body(int kind, const void *gradient, int64_t start, int64_t l
     return row[0];
 }
 
-typedef void (*adamw_function)(const struct adamw_arrays *, const struct scalars *, float, int64_t, int64_t);
+typedef void (*adamw_function)(const struct adamw_arrays *, const struct segment *, float, int64_t, int64_t);
 typedef void (*accumulate_function)(float *, const void *, int64_t, int64_t);
 typedef double (*norm_function)(const void *, int64_t, int64_t);
 typedef void (*triad_function)(float *, const float *, float, int64_t, int64_t);
 
 struct level {
-    adamw_function adamw[NUM_KINDS][NUM_KINDS]; /* [weights][gradient] */
+    adamw_function exact[NUM_KINDS][NUM_KINDS]; /* [weights][gradient] */
+    adamw_function rounded[NUM_PRECISIONS];     /* none for EXACT */
     accumulate_function accumulate[NUM_KINDS][2];
     norm_function norm[NUM_KINDS];
     triad_function triad;
 };
 
-#define DEFINE_ADAMW(LEVEL, TARGET, W, G)                                                                           \
-    TARGET static void adamw_##LEVEL##_##W##_##G(const struct adamw_arrays *arrays, const struct scalars *scalars,  \
+#define DEFINE_EXACT(LEVEL, TARGET, W, G)                                                                           \
+    TARGET static void exact_##LEVEL##_##W##_##G(const struct adamw_arrays *arrays, const struct segment *segment,  \
                                                  float grad_scale, int64_t start, int64_t end) {                    \
-        adamw_body(W, G, arrays, scalars, grad_scale, start, end);                                                  \
+        exact_body(W, G, arrays, segment, grad_scale, start, end);                                                  \
+    }
+#define DEFINE_ROUNDED(LEVEL, TARGET, PRECISION)                                                                    \
+    TARGET static void rounded_##LEVEL##_##PRECISION(const struct adamw_arrays *arrays,                             \
+                                                     const struct segment *segment, float grad_scale,               \
+                                                     int64_t start, int64_t end) {                                  \
+        rounded_body(PRECISION, arrays, segment, grad_scale, start, end);                                           \
     }
 #define DEFINE_KIND(LEVEL, TARGET, KIND)                                                                            \
-    DEFINE_ADAMW(LEVEL, TARGET, KIND, BF16)                                                                         \
-    DEFINE_ADAMW(LEVEL, TARGET, KIND, FP16)                                                                         \
-    DEFINE_ADAMW(LEVEL, TARGET, KIND, FP32)                                                                         \
+    DEFINE_EXACT(LEVEL, TARGET, KIND, BF16)                                                                         \
+    DEFINE_EXACT(LEVEL, TARGET, KIND, FP16)                                                                         \
+    DEFINE_EXACT(LEVEL, TARGET, KIND, FP32)                                                                         \
     TARGET static void add_##LEVEL##_##KIND(float *accumulator, const void *gradient, int64_t start, int64_t end) { \
         accumulate_body(KIND, 1, accumulator, gradient, start, end);                                                \
     }                                                                                                               \
@@ -252,16 +126,19 @@ struct level {
     TARGET static double norm_##LEVEL##_##KIND(const void *gradient, int64_t start, int64_t length) {               \
         return norm_body(KIND, gradient, start, length);                                                            \
     }
-#define ADAMW_ROW(LEVEL, W) {adamw_##LEVEL##_##W##_BF16, adamw_##LEVEL##_##W##_FP16, adamw_##LEVEL##_##W##_FP32}
+#define EXACT_ROW(LEVEL, W) {exact_##LEVEL##_##W##_BF16, exact_##LEVEL##_##W##_FP16, exact_##LEVEL##_##W##_FP32}
 #define DEFINE_LEVEL(LEVEL, TARGET)                                                                                 \
     DEFINE_KIND(LEVEL, TARGET, BF16)                                                                                \
     DEFINE_KIND(LEVEL, TARGET, FP16)                                                                                \
     DEFINE_KIND(LEVEL, TARGET, FP32)                                                                                \
+    DEFINE_ROUNDED(LEVEL, TARGET, COMPACT)                                                                          \
+    DEFINE_ROUNDED(LEVEL, TARGET, TINY)                                                                             \
     TARGET static void triad_##LEVEL(float *a, const float *b, float s, int64_t start, int64_t end) {               \
         triad_body(a, b, s, start, end);                                                                            \
     }                                                                                                               \
     static const struct level level_##LEVEL = {                                                                     \
-        {ADAMW_ROW(LEVEL, BF16), ADAMW_ROW(LEVEL, FP16), ADAMW_ROW(LEVEL, FP32)},                                   \
+        {EXACT_ROW(LEVEL, BF16), EXACT_ROW(LEVEL, FP16), EXACT_ROW(LEVEL, FP32)},                                   \
+        {NULL, rounded_##LEVEL##_COMPACT, rounded_##LEVEL##_TINY},                                                  \
         {{set_##LEVEL##_BF16, add_##LEVEL##_BF16},                                                                  \
          {set_##LEVEL##_FP16, add_##LEVEL##_FP16},                                                                  \
          {set_##LEVEL##_FP32, add_##LEVEL##_FP32}},                                                                 \
@@ -487,20 +364,22 @@ static void adamw_piece(const void *untyped, int64_t piece) {
     int64_t offset = (piece - call->first_pieces[low]) * ADAMW_PIECE, length = segment->length - offset;
     int64_t start = segment->start + offset;
     if (length > ADAMW_PIECE) length = ADAMW_PIECE;
-    call->function(call->arrays, &segment->scalars, call->grad_scale, start, start + length);
+    call->function(call->arrays, segment, call->grad_scale, start, start + length);
 }
 
 /* One AdamW step over the segments (none of them empty). Returns 0, or ENOMEM. */
-EXPORT int offloadkit_adamw(int weights_kind, int gradient_kind, const struct adamw_arrays *arrays,
-                            const struct segment *segments, int64_t num_segments, float grad_scale) {
+EXPORT int offloadkit_adamw(const struct adamw_arrays *arrays, const struct segment *segments, int64_t num_segments,
+                            float grad_scale) {
+    const struct level *level = current_level();
     int64_t num_pieces = 0, *first_pieces = malloc((size_t)num_segments * sizeof *first_pieces);
     if (!first_pieces) return ENOMEM;
     for (int64_t i = 0; i < num_segments; i++) {
         first_pieces[i] = num_pieces;
         num_pieces += (segments[i].length + ADAMW_PIECE - 1) / ADAMW_PIECE;
     }
-    struct adamw_call call = {current_level()->adamw[weights_kind][gradient_kind],
-                              arrays, segments, first_pieces, num_segments, grad_scale};
+    adamw_function function = arrays->precision == EXACT ? level->exact[arrays->weights_kind][arrays->gradient_kind]
+                                                         : level->rounded[arrays->precision];
+    struct adamw_call call = {function, arrays, segments, first_pieces, num_segments, grad_scale};
     run_job(adamw_piece, &call, num_pieces);
     free(first_pieces);
     return 0;

@@ -106,7 +106,7 @@ def _launch_adamw(state: FlatState, gradient: Tensor, segments: Sequence[Segment
         gradient.view(torch.int16) if is_bf16 else gradient,
     )
     with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
-        for start, length, scalars in segments:
+        for start, length, scalars, *_ in segments:
             if length > 0:
                 grid = (-(-length // (256 * triton_adamw.ROWS)),)
                 kernel[grid](*arrays, start, length, grad_scale, *scalars, is_bf16, enable_fp_fusion=False)

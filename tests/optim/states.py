@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
 from offloadkit.optim.adamw import FlatState, split_master
+from offloadkit.optim.precision import Precision, encode_exp_avg, encode_exp_avg_sq, round_stochastically
 
+PRECISIONS: tuple[Precision, ...] = ("exact", "compact", "tiny")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _FULL_NAN = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
@@ -40,20 +42,48 @@ SPECIAL = torch.tensor(
 SPECIAL = torch.cat([SPECIAL, _FULL_NAN[None]])
 
 
-def make_state(dtype: torch.dtype, length: int, *, seed: int = 0, unaligned_by: int = 0) -> FlatState:
-    """A state in mid-training; `unaligned_by` elements shift every array off its allocation's start."""
+def make_state(
+    dtype: torch.dtype, length: int, *, seed: int = 0, unaligned_by: int = 0, kept: Precision = "exact"
+) -> FlatState:
+    """A state in mid-training; `unaligned_by` elements shift every array off its allocation's start.
+
+    kept: the moments' precision; with "tiny", `length` is a multiple of 256.
+    """
     generator = torch.Generator().manual_seed(seed)
     total = length + unaligned_by
     master = torch.randn(total, generator=generator) * 10.0 ** torch.randint(-6, 3, (total,), generator=generator)
     exp_avg = torch.randn(total, generator=generator) * 1e-3
     exp_avg_sq = torch.rand(total, generator=generator) * 1e-6
-    if dtype == torch.bfloat16:
-        arrays = (*split_master(master), exp_avg, exp_avg_sq)
-    elif dtype == torch.float16:
-        arrays = (master.half(), master, exp_avg, exp_avg_sq)
-    else:
-        return FlatState(master[unaligned_by:], None, exp_avg[unaligned_by:], exp_avg_sq[unaligned_by:])
-    return FlatState(*(array[unaligned_by:] for array in arrays))
+    weights, remainder = {
+        torch.bfloat16: lambda: split_master(master),
+        torch.float16: lambda: (master.half(), master),
+        torch.float32: lambda: (master, None),
+    }[dtype]()
+    state = FlatState(
+        weights[unaligned_by:],
+        None if remainder is None else remainder[unaligned_by:],
+        exp_avg[unaligned_by:],
+        exp_avg_sq[unaligned_by:],
+    )
+    return keep(state, kept, generator)
+
+
+def keep(state: FlatState, kept: Precision, generator: torch.Generator | None = None) -> FlatState:
+    """The state with its fp32 moments rounded to what `kept` stores."""
+    count = state.exp_avg.numel()
+    m_random, v_random = torch.randint(0, 1 << 16, (2, count), generator=generator)
+    if kept == "compact":
+        return replace(
+            state,
+            exp_avg=round_stochastically(state.exp_avg, m_random),
+            exp_avg_sq=round_stochastically(state.exp_avg_sq, v_random),
+        )
+    if kept == "tiny":
+        codes, scales = zip(
+            encode_exp_avg(state.exp_avg, m_random), encode_exp_avg_sq(state.exp_avg_sq, v_random), strict=True
+        )
+        return FlatState(state.weights, state.remainder, *codes, *scales)
+    return state
 
 
 def make_gradient(dtype: torch.dtype, length: int, *, seed: int = 1) -> Tensor:
@@ -70,6 +100,28 @@ def set_master(state: FlatState, master: Tensor) -> None:
         state.weights, state.remainder = master.half(), master.clone()
     else:
         state.weights, state.remainder = split_master(master)
+
+
+def special_state(
+    weights: torch.dtype, gradients: torch.dtype, place: str, kept: Precision = "exact"
+) -> tuple[FlatState, Tensor]:
+    """Every special value as gradient beside every special value as `place`: "master", "exp_avg" or "exp_avg_sq".
+
+    A second half, in blocks of 256 elements of its own but for one, has them tamed: in "tiny" a block with Inf or NaN
+    shows nothing of its other values.
+    """
+    gradient, other = SPECIAL.repeat(SPECIAL.numel()), SPECIAL.repeat_interleave(SPECIAL.numel())
+    gradient, other = (
+        torch.cat([special, special.nan_to_num(0.5, 0.25, -0.25).clamp(-1e18, 1e18)]) for special in (gradient, other)
+    )
+    padding = -gradient.numel() % 256
+    gradient, other = (torch.nn.functional.pad(special, (0, padding)) for special in (gradient, other))
+    state = make_state(weights, gradient.numel())
+    if place == "master":
+        set_master(state, other)
+    else:
+        setattr(state, place, other.abs() if place == "exp_avg_sq" and kept == "tiny" else other)
+    return keep(state, kept), gradient.to(gradients)
 
 
 def clone(state: FlatState) -> FlatState:

@@ -1,0 +1,240 @@
+/* The AdamW step over a range of elements, for moments in fp32, and for moments in bf16 or 8 bits (precision.py defines
+ * these). Always-inlined: cpu_adamw.c builds it for each CPU level. */
+#ifndef OFFLOADKIT_CPU_STEP_H
+#define OFFLOADKIT_CPU_STEP_H
+#include "cpu_floats.h"
+#include <math.h>
+
+/* Numbers known to cpu.py. */
+enum { EXACT = 0, COMPACT = 1, TINY = 2, NUM_PRECISIONS = 3 };
+
+enum { PREFETCH_ELEMENTS = 64, PREFETCH_DISTANCE = 512, CACHE_LINE = 64 };
+enum { MOMENT_BLOCK = 256, FIRST_BUCKET = 105 << 7, EXP_AVG_SQ_LEVELS = 129 };
+
+struct scalars {
+    float beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, step_size, inv_sqrt_bias_correction2;
+};
+
+struct segment {
+    int64_t start, length;
+    struct scalars scalars;
+    uint64_t random_key;
+    int64_t offset; /* elements of the parameter before `start` */
+};
+
+struct adamw_arrays {
+    int weights_kind, gradient_kind, precision;
+    void *weights;              /* bf16, fp16 or fp32 */
+    void *remainder;            /* int16 low halves for bf16, fp32 master weights for fp16, unused for fp32 */
+    void *exp_avg, *exp_avg_sq; /* fp32, bf16 or uint8 */
+    const void *gradient;
+    float *exp_avg_scale, *exp_avg_sq_scale; /* TINY: one for each MOMENT_BLOCK elements */
+    const float *levels;                     /* TINY: precision.Tables */
+    const int32_t *buckets;
+};
+
+/* ---- exp_avg and exp_avg_sq in fp32 ----------------------------------------------------------------------------- */
+
+/* Five streams at once are more than the hardware prefetches well: asking ahead gave a tenth more GB/s (Zen 5); the
+ * triad, with two streams, gains nothing. */
+INLINE void prefetch_elements(const void *array, int64_t width, int64_t i) {
+    const char *first = (const char *)array + i * width;
+    for (int64_t offset = 0; offset < PREFETCH_ELEMENTS * width; offset += CACHE_LINE)
+        __builtin_prefetch(first + offset, 1, 3);
+}
+
+INLINE void exact_elements(int weights_kind, int gradient_kind, const struct adamw_arrays *arrays, struct scalars s,
+                           float grad_scale, int64_t start, int64_t end) {
+    void *weights = arrays->weights, *remainder = arrays->remainder;
+    float *exp_avg = arrays->exp_avg, *exp_avg_sq = arrays->exp_avg_sq;
+    const void *gradient = arrays->gradient;
+    INDEPENDENT
+    for (int64_t i = start; i < end; i++) {
+        float g = load_gradient(gradient_kind, gradient, i) * grad_scale;
+        float m = s.beta1 * exp_avg[i] + s.one_minus_beta1 * g;
+        float v = s.beta2 * exp_avg_sq[i] + (s.one_minus_beta2 * g) * g;
+        float denominator = sqrtf(v) * s.inv_sqrt_bias_correction2 + s.eps;
+        float w = load_master(weights_kind, weights, remainder, i) * s.decay - s.step_size * (m / denominator);
+        exp_avg[i] = m;
+        exp_avg_sq[i] = v;
+        store_master(weights_kind, weights, remainder, i, w);
+    }
+}
+
+INLINE void exact_body(int weights_kind, int gradient_kind, const struct adamw_arrays *arrays,
+                       const struct segment *segment, float grad_scale, int64_t start, int64_t end) {
+    struct scalars scalars = segment->scalars;
+    int64_t i = start;
+    for (; i + PREFETCH_ELEMENTS <= end; i += PREFETCH_ELEMENTS) {
+        int64_t ahead = i + PREFETCH_DISTANCE;
+        prefetch_elements(arrays->exp_avg, 4, ahead);
+        prefetch_elements(arrays->exp_avg_sq, 4, ahead);
+        prefetch_elements(arrays->weights, weights_kind == FP32 ? 4 : 2, ahead);
+        if (weights_kind != FP32) prefetch_elements(arrays->remainder, weights_kind == FP16 ? 4 : 2, ahead);
+        prefetch_elements(arrays->gradient, gradient_kind == FP32 ? 4 : 2, ahead);
+        exact_elements(weights_kind, gradient_kind, arrays, scalars, grad_scale, i, i + PREFETCH_ELEMENTS);
+    }
+    exact_elements(weights_kind, gradient_kind, arrays, scalars, grad_scale, i, end);
+}
+
+/* ---- exp_avg and exp_avg_sq in bf16 or 8 bits ------------------------------------------------------------------- */
+
+/* The block's elements on their way through fp32: what follows works on one array after the other, in the L1 cache, so
+ * that it is built once for all kinds of weights and gradients. */
+struct block {
+    _Alignas(CACHE_LINE) float gradient[MOMENT_BLOCK], master[MOMENT_BLOCK];
+    _Alignas(CACHE_LINE) float exp_avg[MOMENT_BLOCK], exp_avg_sq[MOMENT_BLOCK];
+    _Alignas(CACHE_LINE) uint32_t random[MOMENT_BLOCK];
+};
+
+/* precision.random_bits. `element` is a multiple of MOMENT_BLOCK, so its upper half is the whole block's. */
+INLINE void fill_random(uint64_t key, uint64_t element, int64_t count, uint32_t *random) {
+    uint32_t upper = (uint32_t)(key >> 32) + (uint32_t)(element >> 32) * 0x9E3779B9u;
+    uint32_t first = (uint32_t)element + (uint32_t)key;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t state = first + (uint32_t)i;
+        state = (state ^ state >> 16) * 0x7FEB352Du;
+        state = (state ^ state >> 15 ^ upper) * 0x846CA68Bu;
+        random[i] = state ^ state >> 16;
+    }
+}
+
+#define WITH_CONSTANT_KIND(KIND, STATEMENT)                                                                         \
+    if (KIND == BF16) { enum { kind = BF16 }; STATEMENT; }                                                          \
+    else if (KIND == FP16) { enum { kind = FP16 }; STATEMENT; }                                                     \
+    else { enum { kind = FP32 }; STATEMENT; }
+
+INLINE void load_gradients(int kind, const void *gradient, int64_t start, int64_t count, float *out) {
+    INDEPENDENT
+    for (int64_t i = 0; i < count; i++) out[i] = load_gradient(kind, gradient, start + i);
+}
+
+INLINE void load_masters(int kind, const struct adamw_arrays *arrays, int64_t start, int64_t count, float *out) {
+    const void *weights = arrays->weights, *remainder = arrays->remainder;
+    INDEPENDENT
+    for (int64_t i = 0; i < count; i++) out[i] = load_master(kind, weights, remainder, start + i);
+}
+
+INLINE void store_masters(int kind, const struct adamw_arrays *arrays, int64_t start, int64_t count, const float *in) {
+    void *weights = arrays->weights, *remainder = arrays->remainder;
+    INDEPENDENT
+    for (int64_t i = 0; i < count; i++) store_master(kind, weights, remainder, start + i, in[i]);
+}
+
+INLINE void load_bf16(const void *array, int64_t start, int64_t count, float *out) {
+    const uint16_t *in = (const uint16_t *)array + start;
+    INDEPENDENT
+    for (int64_t i = 0; i < count; i++) out[i] = float_of((uint32_t)in[i] << 16);
+}
+
+/* precision.round_stochastically; `shift` chooses the half of the random bits. */
+INLINE void store_bf16(void *array, int64_t start, int64_t count, const float *in, const uint32_t *random, int shift) {
+    uint16_t *out = (uint16_t *)array + start;
+    INDEPENDENT
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = bits_of(in[i]), magnitude = bits & 0x7FFFFFFFu;
+        bits += select_bits(magnitude < 0x7F800000u, random[i] >> shift & 0xFFFFu, 0u);
+        out[i] = (uint16_t)(select_bits(magnitude > 0x7F800000u, 0x7FC00000u, bits) >> 16);
+    }
+}
+
+/* precision.decode_exp_avg, and decode_exp_avg_sq where there is no sign. */
+INLINE void load_codes(int has_sign, const void *array, const float *scales, const float *levels, int64_t start,
+                       int64_t count, float *out) {
+    const uint8_t *in = (const uint8_t *)array + start;
+    float scale = scales[start / MOMENT_BLOCK];
+    INDEPENDENT
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t sign = has_sign ? (uint32_t)(in[i] & 0x80) << 24 : 0u;
+        out[i] = float_of(bits_of(levels[has_sign ? in[i] & 0x7F : in[i]] * scale) ^ sign);
+    }
+}
+
+/* precision.encode_exp_avg, and encode_exp_avg_sq where there is no sign. */
+INLINE void store_codes(int has_sign, void *array, float *scales, const float *levels, const int32_t *buckets,
+                        int64_t start, int64_t count, const float *in, const uint32_t *random) {
+    uint8_t *out = (uint8_t *)array + start;
+    int32_t largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        int32_t magnitude = (int32_t)(bits_of(in[i]) & 0x7FFFFFFFu);
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    int finite = largest < 0x7F800000;
+    scales[start / MOMENT_BLOCK] = float_of(finite ? (uint32_t)largest : 0x7FC00000u);
+    if (!finite || largest == 0) {
+        for (int64_t i = 0; i < count; i++) out[i] = has_sign && finite ? bits_of(in[i]) >> 24 & 0x80 : 0;
+        return;
+    }
+    float scale = float_of((uint32_t)largest);
+    INDEPENDENT
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = bits_of(in[i]);
+        float share = float_of(bits & 0x7FFFFFFFu) / scale;
+        int32_t bucket = (int32_t)(bits_of(share) >> 16) - FIRST_BUCKET;
+        int32_t code = buckets[bucket < 0 ? 0 : bucket] >> (has_sign ? 0 : 8) & 0xFF;
+        code += share >= levels[code + 1];
+        float level = levels[code], gap = levels[code + 1] - level;
+        float odds = (float)(int32_t)(random[i] >> (has_sign ? 0 : 16) & 0xFFFFu) * 0x1p-16f;
+        code += odds * gap < share - level;
+        if (has_sign) code |= (int32_t)(bits >> 24 & 0x80u);
+        else code |= (code == 0) & (in[i] > 0.0f);
+        out[i] = (uint8_t)code;
+    }
+}
+
+INLINE void rounded_block(int precision, const struct adamw_arrays *arrays, const struct segment *segment,
+                          float grad_scale, int64_t start, int64_t count) {
+    struct scalars s = segment->scalars;
+    struct block b;
+    WITH_CONSTANT_KIND(arrays->gradient_kind, load_gradients(kind, arrays->gradient, start, count, b.gradient))
+    WITH_CONSTANT_KIND(arrays->weights_kind, load_masters(kind, arrays, start, count, b.master))
+    if (precision == COMPACT) {
+        load_bf16(arrays->exp_avg, start, count, b.exp_avg);
+        load_bf16(arrays->exp_avg_sq, start, count, b.exp_avg_sq);
+    } else {
+        load_codes(1, arrays->exp_avg, arrays->exp_avg_scale, arrays->levels, start, count, b.exp_avg);
+        load_codes(0, arrays->exp_avg_sq, arrays->exp_avg_sq_scale, arrays->levels + EXP_AVG_SQ_LEVELS, start, count,
+                   b.exp_avg_sq);
+    }
+    INDEPENDENT
+    for (int64_t i = 0; i < count; i++) {
+        float g = b.gradient[i] * grad_scale;
+        float m = s.beta1 * b.exp_avg[i] + s.one_minus_beta1 * g;
+        float v = s.beta2 * b.exp_avg_sq[i] + (s.one_minus_beta2 * g) * g;
+        float denominator = sqrtf(v) * s.inv_sqrt_bias_correction2 + s.eps;
+        b.master[i] = b.master[i] * s.decay - s.step_size * (m / denominator);
+        b.exp_avg[i] = m;
+        b.exp_avg_sq[i] = v;
+    }
+    WITH_CONSTANT_KIND(arrays->weights_kind, store_masters(kind, arrays, start, count, b.master))
+    fill_random(segment->random_key, (uint64_t)(segment->offset + start - segment->start), count, b.random);
+    if (precision == COMPACT) {
+        store_bf16(arrays->exp_avg, start, count, b.exp_avg, b.random, 0);
+        store_bf16(arrays->exp_avg_sq, start, count, b.exp_avg_sq, b.random, 16);
+    } else {
+        store_codes(1, arrays->exp_avg, arrays->exp_avg_scale, arrays->levels, arrays->buckets, start, count,
+                    b.exp_avg, b.random);
+        store_codes(0, arrays->exp_avg_sq, arrays->exp_avg_sq_scale, arrays->levels + EXP_AVG_SQ_LEVELS,
+                    arrays->buckets, start, count, b.exp_avg_sq, b.random);
+    }
+}
+
+INLINE void rounded_body(int precision, const struct adamw_arrays *arrays, const struct segment *segment,
+                         float grad_scale, int64_t start, int64_t end) {
+    int64_t i = start;
+    for (; i + MOMENT_BLOCK <= end; i += MOMENT_BLOCK) {
+        for (int64_t ahead = i + PREFETCH_DISTANCE; ahead < i + PREFETCH_DISTANCE + MOMENT_BLOCK;
+             ahead += PREFETCH_ELEMENTS) {
+            prefetch_elements(arrays->exp_avg, precision == COMPACT ? 2 : 1, ahead);
+            prefetch_elements(arrays->exp_avg_sq, precision == COMPACT ? 2 : 1, ahead);
+            prefetch_elements(arrays->weights, arrays->weights_kind == FP32 ? 4 : 2, ahead);
+            if (arrays->weights_kind != FP32)
+                prefetch_elements(arrays->remainder, arrays->weights_kind == FP16 ? 4 : 2, ahead);
+            prefetch_elements(arrays->gradient, arrays->gradient_kind == FP32 ? 4 : 2, ahead);
+        }
+        rounded_block(precision, arrays, segment, grad_scale, i, MOMENT_BLOCK);
+    }
+    if (i < end) rounded_block(precision, arrays, segment, grad_scale, i, end - i);
+}
+
+#endif
