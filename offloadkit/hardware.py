@@ -1,4 +1,4 @@
-"""What this machine has: cores, RAM and VRAM, as far as this process may use them."""
+"""What this machine has and how fast it is: cores, RAM and VRAM, as far as this process may use them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import sys
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,81 @@ import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+_MAX_CONTEXT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What a plan needs to know of a machine: sizes now, and rates as `measure` took them.
+
+    Without a GPU the fields of one describe what stands in for it: "VRAM" is RAM (the same bytes, not more of them),
+    a copy is a memmove, and the CPU multiplies.
+    """
+
+    device: str
+    """"cuda:0", or "cpu"."""
+    gpu_name: str | None
+    """None without a GPU, and then only."""
+    compute_capability: tuple[int, int] | None
+    supports_bf16: bool
+    """Natively: an emulation does not count."""
+    can_pin: bool
+    """Whether host memory was registered with the GPU; the rates of copies are pageable memory's otherwise."""
+
+    vram_total_bytes: int
+    """What this process may have: torch's per-process memory fraction counts."""
+    vram_free_bytes: int
+    """What can still be allocated: what torch's allocator holds free counts."""
+    vram_context_bytes: int
+    """VRAM of this process that is not torch's: the CUDA context, kernels and libraries."""
+    ram_total_bytes: int
+    """The machine's, or the cgroup's where that is less."""
+    ram_available_bytes: int
+    """Page cache counts as free."""
+    cpu_name: str
+    num_cores: int
+
+    h2d_bytes_per_second: float
+    """From RAM to VRAM, nothing else on the bus."""
+    d2h_bytes_per_second: float
+    both_bytes_per_second: float
+    """Both directions at once, added."""
+    dram_bytes_per_second: float
+    """The triad a += s * b on the C kernel's threads: 12 bytes an element."""
+    cpu_adamw_bytes_per_second: float
+    """The CPU step, `exact`, bf16 weights and gradients: 26 bytes a parameter, arrays larger than the caches."""
+    vram_bytes_per_second: float
+    """An addition in place over a large array, read and written."""
+    launch_seconds: float
+    """From one small operation to the next, as torch starts them."""
+    bf16_flops_per_second: float
+    """Of a matrix product of a transformer layer's size; a multiplication and an addition are two."""
+    fp16_flops_per_second: float
+    fp32_flops_per_second: float
+
+    disk_folder: str | None = None
+    """Where the disk was measured; None: it was not, and the next three are zero."""
+    disk_free_bytes: int = 0
+    disk_read_bytes_per_second: float = 0.0
+    disk_write_bytes_per_second: float = 0.0
+
+
+def measure(
+    device: torch.device | str | None = None, *, folder: str | Path | None = None, fresh: bool = False
+) -> Hardware:
+    """Measure this machine in under two seconds; rates are kept on disk for the next time, sizes are always new.
+
+    Args:
+        device: whose VRAM and copies; None: the current CUDA device where there is one.
+        folder: where the disk's rates are taken, by writing and reading at most 64 MiB; None leaves the disk out.
+        fresh: measure again, whatever is kept.
+
+    Raises:
+        OutputError: `folder` is none, or cannot be written.
+    """
+    from offloadkit import measuring  # runs kernels that lie above this module
+
+    return measuring.measure(None if device is None else torch.device(device), folder=folder, fresh=fresh)
 
 
 def num_cores() -> int:
@@ -26,7 +102,8 @@ def num_cores() -> int:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        with open(path) as file:
+            return file.read().strip()
     except OSError:
         return ""
 
@@ -60,8 +137,10 @@ def _cgroup_ram() -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for folder in _cgroup_dirs("memory"):
         limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        if not limit.isdigit() or int(limit) >= 1 << 60:
+            continue
         usage = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
-        if limit.isdigit() and usage.isdigit() and int(limit) < 1 << 60:
+        if usage.isdigit():
             stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())
             kinds = ("active_file", "inactive_file")  # v1 counts children under total_ alone, v2 under the plain name
             cache = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
@@ -98,11 +177,29 @@ def process_peak_ram_bytes() -> int:
 
 
 def vram_bytes(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of `device`; (0, 0) for the CPU."""
+    """(free, total) bytes of `device` that this process may have; (0, 0) for the CPU.
+
+    What torch's allocator holds without using it is free; its per-process memory fraction is a limit.
+    """
     if device.type != "cuda":
         return 0, 0
     free, total = torch.cuda.mem_get_info(device)
-    return int(free), int(total)
+    reserved = torch.cuda.memory_reserved(device)
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in torch 2.6
+    allowed = int(total * fraction(device)) if fraction else int(total)
+    spare = reserved - torch.cuda.memory_allocated(device)
+    return max(0, min(int(free), allowed - reserved)) + spare, min(int(total), allowed)
+
+
+def vram_context_bytes(device: torch.device) -> int:
+    """VRAM in use that is not torch's allocator's: this process's CUDA context and libraries; 0 for the CPU.
+
+    Another process's use cannot be told from it everywhere, so it is at most 1 GiB, which no context reaches.
+    """
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return min(int(total) - int(free) - torch.cuda.memory_reserved(device), _MAX_CONTEXT_BYTES)
 
 
 def supports_bf16(device: torch.device) -> bool:

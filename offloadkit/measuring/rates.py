@@ -1,0 +1,188 @@
+"""Rates of processors, memories and the bus between them, with the same code with and without a GPU.
+
+Each is the best of a few repetitions after a warm-up: what else runs on the machine only ever slows one down.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offloadkit import hardware
+from offloadkit.offload.host_memory import HostSlab
+from offloadkit.offload.streams import CopyStream
+from offloadkit.optim import cpu
+from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars
+
+_cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
+_CPU_CACHES = Path("/sys/devices/system/cpu")
+_NUM_REPETITIONS = 5
+_SLOW_SECONDS = 0.1
+"""What has taken longer is not repeated; a matrix product that would is not tried."""
+
+_COPY_BYTES = 64 << 20
+_VRAM_BYTES = 256 << 20
+_STATE_BYTES = 2 + 2 + 4 + 4 + 2
+"""A parameter's bf16 weight, remainder, exp_avg, exp_avg_sq and bf16 gradient."""
+_ADAMW_TRAFFIC_BYTES = 2 * (2 + 2 + 4 + 4) + 2
+_TRIAD_TRAFFIC_BYTES = 3 * 4
+_MIN_PARAMETERS, _MAX_PARAMETERS = 8 << 20, 32 << 20
+_WITHOUT_KERNEL_PARAMETERS = 1 << 20
+_MATMUL_SIZES = (256, 512, 1024, 2048, 4096)
+_NUM_LAUNCHES = 200
+
+
+def machine_rates(device: torch.device) -> dict[str, Any]:
+    """The measured fields of `Hardware`, but for the disk's."""
+    numel = _num_parameters()
+    slab = HostSlab(max(numel * _STATE_BYTES + 5 * 256, _COPY_BYTES))
+    slab.populate()
+    state, gradient = _state(slab, numel)
+    rates: dict[str, Any] = {
+        "dram_bytes_per_second": _TRIAD_TRAFFIC_BYTES * numel / _triad_seconds(state),
+        "cpu_adamw_bytes_per_second": _ADAMW_TRAFFIC_BYTES * numel / _adamw_seconds(state, gradient),
+        "can_pin": device.type == "cuda" and _pin(slab, device),
+    }
+    slab.clear()
+    rates |= _copy_rates(slab.cut(_COPY_BYTES, torch.uint8), device)
+    rates["vram_bytes_per_second"] = _vram_rate(device)
+    rates["launch_seconds"] = _launch_seconds(device)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        rates[f"{name}_flops_per_second"] = _matmul_rate(dtype, device)
+    rates["vram_context_bytes"] = hardware.vram_context_bytes(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rates
+
+
+def _best_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
+    """Seconds of one `run`, of which `times` are enqueued at once; slow ones are repeated less."""
+    run()
+    _wait(device)
+    best, began = float("inf"), time.perf_counter()
+    for _ in range(_NUM_REPETITIONS):
+        started = time.perf_counter()
+        for _ in range(times):
+            run()
+        _wait(device)
+        now = time.perf_counter()
+        best = min(best, (now - started) / times)
+        if now - began > _SLOW_SECONDS:
+            break
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _last_level_cache_bytes() -> int:
+    """The last-level caches of the cores that this process may use, together; 0 where the system does not say."""
+    caches: dict[tuple[str, str], int] = {}
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    for core in cores:
+        folder = _CPU_CACHES / f"cpu{core}" / "cache" / "index3"
+        try:
+            shared, size = (folder / "shared_cpu_list").read_text(), (folder / "size").read_text().strip()
+        except OSError:
+            continue
+        if size.endswith("K") and size[:-1].isdigit():
+            caches[shared, size] = int(size[:-1]) << 10
+    return sum(caches.values())
+
+
+def _num_parameters() -> int:
+    """As many that neither moment's array finds room in the caches, and that an eighth of the free RAM holds all."""
+    if not cpu.available():
+        return _WITHOUT_KERNEL_PARAMETERS
+    numel = min(max(_MIN_PARAMETERS, _last_level_cache_bytes() // 4), _MAX_PARAMETERS)
+    return max(256, min(numel, hardware.ram_available_bytes() // 8 // _STATE_BYTES) // 256 * 256)
+
+
+def _state(slab: HostSlab, numel: int) -> tuple[FlatState, Tensor]:
+    """Arrays of ordinary numbers: some processors write zeros faster, and denormal ones slower."""
+    weights = slab.cut(numel, torch.bfloat16).fill_(0.02)
+    remainder = slab.cut(numel, torch.int16).fill_(77)
+    exp_avg = slab.cut(numel, torch.float32).fill_(1e-3)
+    exp_avg_sq = slab.cut(numel, torch.float32).fill_(1e-6)
+    return FlatState(weights, remainder, exp_avg, exp_avg_sq), slab.cut(numel, torch.bfloat16).fill_(1e-3)
+
+
+def _triad_seconds(state: FlatState) -> float:
+    a, b = state.exp_avg_sq, state.exp_avg
+    run = (lambda: cpu.triad(a, b, 1e-9)) if cpu.available() else (lambda: a.add_(b, alpha=1e-9))
+    return _best_seconds(run, a.device)
+
+
+def _adamw_seconds(state: FlatState, gradient: Tensor) -> float:
+    scalars = adamw_scalars(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=1)
+    segments = [Segment(0, gradient.numel(), scalars)]
+    return _best_seconds(lambda: cpu.adamw_step(state, gradient, segments, 1.0), gradient.device)
+
+
+def _pin(slab: HostSlab, device: torch.device) -> bool:
+    _cuda.init()
+    with torch.cuda.device(device):
+        return slab.pin()
+
+
+def _copy_rates(host: Tensor, device: torch.device) -> dict[str, float]:
+    """host: uint8, the bytes of one copy."""
+    there, back = CopyStream(device), CopyStream(device)
+    half = host.numel() // 2
+    buffer = torch.zeros_like(host, device=device)
+
+    def both() -> None:
+        there.copy(buffer[:half], host[:half])
+        back.copy(host[half:], buffer[half:])
+
+    num_bytes = host.numel()
+    return {
+        "h2d_bytes_per_second": num_bytes / _best_seconds(lambda: there.copy(buffer, host), device, 2),
+        "d2h_bytes_per_second": num_bytes / _best_seconds(lambda: back.copy(host, buffer), device, 2),
+        "both_bytes_per_second": num_bytes / _best_seconds(both, device, 4),
+    }
+
+
+def _vram_rate(device: torch.device) -> float:
+    room = hardware.vram_bytes(device)[0] if device.type == "cuda" else hardware.ram_available_bytes()
+    array = torch.zeros(max(1, min(_VRAM_BYTES, room // 8) // 4), device=device)
+    return 2 * 4 * array.numel() / _best_seconds(lambda: array.add_(1.0), device, 2)
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Operations are started one after the other, faster than a queue of them fills up."""
+    array = torch.zeros(1, device=device)
+    array.add_(1.0)
+    best = float("inf")
+    for _ in range(_NUM_REPETITIONS):
+        _wait(device)
+        started = time.perf_counter()
+        for _ in range(_NUM_LAUNCHES):
+            array.add_(1.0)
+        best = min(best, (time.perf_counter() - started) / _NUM_LAUNCHES)
+    return best
+
+
+def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of square products, up to the size of a transformer layer's where that is not slow here."""
+    rate = 0.0
+    for size in _MATMUL_SIZES:
+        flops = 2 * size**3
+        if rate and flops / rate > _SLOW_SECONDS:
+            break
+        rate = max(rate, flops / _matmul_seconds(size, dtype, device))
+    return rate
+
+
+def _matmul_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    factor = torch.full((size, size), 0.5, dtype=dtype, device=device)
+    out = torch.empty_like(factor)
+    return _best_seconds(lambda: torch.mm(factor, factor, out=out), device, 2)

@@ -1,0 +1,55 @@
+"""`hardware.measure` on a GPU: in time, within what such a card can do, and with nothing left behind."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from offloadkit import hardware
+
+
+def test_everything_is_measured_in_under_two_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    torch.zeros(1, device="cuda")
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    started = time.perf_counter()
+    machine = hardware.measure(fresh=True)
+    took = time.perf_counter() - started
+    print(f"{took:.2f} s", *(f"{name} = {value}" for name, value in asdict(machine).items()), sep="\n  ")
+    assert took < 2
+    assert torch.cuda.memory_allocated() == allocated
+    assert torch.cuda.memory_reserved() <= reserved
+    assert machine.can_pin
+    assert 1e9 < machine.h2d_bytes_per_second < 1e12
+    assert 1e9 < machine.d2h_bytes_per_second < 1e12
+    assert 0.8 * machine.h2d_bytes_per_second < machine.both_bytes_per_second < 2.2 * machine.h2d_bytes_per_second
+    assert 1e11 < machine.vram_bytes_per_second < 2e13
+    assert 1e12 < machine.fp16_flops_per_second < 5e15
+    assert 1e-7 < machine.launch_seconds < 1e-4
+    assert 50 << 20 < machine.vram_context_bytes <= 1 << 30
+    assert 0 < machine.vram_free_bytes < machine.vram_total_bytes
+
+
+def test_what_was_kept_is_read_in_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = hardware.measure()
+    started = time.perf_counter()
+    second = hardware.measure()
+    assert time.perf_counter() - started < 0.05
+    assert first.h2d_bytes_per_second == second.h2d_bytes_per_second
+
+
+def test_the_memory_fraction_limits_what_is_free() -> None:
+    device = hardware.default_device()
+    _, total = hardware.vram_bytes(device)
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    try:
+        free, half = hardware.vram_bytes(device)
+        assert half == pytest.approx(total / 2, rel=0.01)
+        assert free <= half
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,0 +1,209 @@
+"""`hardware.measure`: what it gives without a GPU, how long it takes, and what it keeps."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from offloadkit import hardware, measuring
+from offloadkit.errors import OffloadkitError, OutputError
+from offloadkit.measuring import disk, rates
+from offloadkit.optim import cpu
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Rates without measuring: all are 1.0, 2.0, ... by the number of the call. The list holds the calls."""
+    calls: list[torch.device] = []
+
+    def count(device: torch.device) -> dict[str, Any]:
+        calls.append(device)
+        return dict.fromkeys(measuring._RATES, float(len(calls)))
+
+    monkeypatch.setattr(measuring, "machine_rates", count)
+    return calls
+
+
+def test_everything_is_measured_in_under_two_seconds(tmp_path: Path) -> None:
+    took = []
+    for _ in range(3):  # another process may take the cores for a while
+        started = time.perf_counter()
+        machine = hardware.measure("cpu", folder=tmp_path, fresh=True)
+        took.append(time.perf_counter() - started)
+        if took[-1] < 2:
+            break
+    assert min(took) < 2, took
+    numbers = {name: value for name, value in asdict(machine).items() if name.endswith("_per_second")}
+    assert all(1e6 < number < 1e16 for number in numbers.values()), numbers
+    assert 1e-8 < machine.launch_seconds < 1e-2
+    assert (machine.gpu_name, machine.compute_capability, machine.can_pin) == (None, None, False)
+    assert machine.vram_total_bytes == machine.ram_total_bytes == hardware.ram_limit_bytes()
+    assert machine.disk_folder == str(tmp_path)
+    assert machine.disk_free_bytes > 0
+    assert list(tmp_path.iterdir()) == [tmp_path / "cache"]
+
+
+@pytest.mark.skipif(not cpu.available(), reason="needs the C kernel")
+def test_the_step_moves_bytes_about_as_fast_as_the_triad() -> None:
+    measured = max((rates.machine_rates(CPU) for _ in range(2)), key=lambda rate: rate["cpu_adamw_bytes_per_second"])
+    assert 0.2 < measured["cpu_adamw_bytes_per_second"] / measured["dram_bytes_per_second"] < 5
+
+
+def test_arrays_are_larger_than_the_caches_and_small_beside_the_free_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "available", lambda: True)
+    for cache, free, parameters in (
+        (0, 64 << 30, 8 << 20),
+        (96 << 20, 64 << 30, 24 << 20),
+        (1 << 30, 64 << 30, 32 << 20),
+        (96 << 20, 1 << 30, (1 << 27) // 14 // 256 * 256),
+    ):
+        monkeypatch.setattr(rates, "_last_level_cache_bytes", lambda cache=cache: cache)
+        monkeypatch.setattr(hardware, "ram_available_bytes", lambda free=free: free)
+        assert rates._num_parameters() == parameters
+        assert cache == 1 << 30 or 4 * parameters >= cache or free == 1 << 30
+
+
+def test_each_cache_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(rates, "_CPU_CACHES", tmp_path)
+    for core, (shared, size) in enumerate((("0-1", "32768K"), ("0-1", "32768K"), ("2-3", "32768K"))):
+        folder = tmp_path / f"cpu{core}" / "cache" / "index3"
+        folder.mkdir(parents=True)
+        (folder / "shared_cpu_list").write_text(f"{shared}\n")
+        (folder / "size").write_text(f"{size}\n")
+    assert rates._last_level_cache_bytes() == 64 << 20
+    monkeypatch.setattr(rates, "_CPU_CACHES", tmp_path / "none")
+    assert rates._last_level_cache_bytes() == 0
+
+
+def test_without_the_kernel_torch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_library", lambda: None)
+    cpu._warn_without_library.cache_clear()
+    with pytest.warns(UserWarning, match="C kernel is missing"):
+        measured = rates.machine_rates(CPU)
+    assert measured["cpu_adamw_bytes_per_second"] > 1e6
+    assert measured.keys() == measuring._RATES
+
+
+def test_rates_are_kept_and_sizes_are_not(quick: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = hardware.measure("cpu")
+    monkeypatch.setattr(hardware, "ram_available_bytes", lambda: 12345)
+    second = hardware.measure("cpu")
+    assert quick == [CPU]
+    assert second.ram_available_bytes == second.vram_free_bytes == 12345
+    changed = {"ram_available_bytes", "vram_free_bytes"}
+    assert all(getattr(first, f.name) == getattr(second, f.name) for f in fields(first) if f.name not in changed)
+
+
+def test_a_fresh_measurement_replaces_what_was_kept(quick: list[torch.device]) -> None:
+    assert hardware.measure("cpu").h2d_bytes_per_second == 1
+    assert hardware.measure("cpu", fresh=True).h2d_bytes_per_second == 2
+    assert hardware.measure("cpu").h2d_bytes_per_second == 2
+
+
+@pytest.mark.parametrize("change", ["cpu_name", "num_cores"])
+def test_another_machine_is_measured_again(
+    quick: list[torch.device], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    hardware.measure("cpu")
+    monkeypatch.setattr(hardware, change, lambda: 77)
+    hardware.measure("cpu")
+    assert len(quick) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", "null", "older", "number"])
+def test_a_damaged_cache_is_measured_over(quick: list[torch.device], damage: str) -> None:
+    hardware.measure("cpu")
+    file = measuring.cache_file()
+    kept = json.loads(file.read_text())
+    replaced = {"older": {key: {"h2d": 1} for key in kept}, "number": dict.fromkeys(kept, 3)}
+    file.write_text(json.dumps(replaced[damage]) if damage in replaced else damage)
+    assert hardware.measure("cpu").h2d_bytes_per_second == 2
+    assert json.loads(file.read_text()) == {next(iter(kept)): dict.fromkeys(measuring._RATES, 2.0)}
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(quick: list[torch.device], cache_folder: Path) -> None:
+    cache_folder.write_text("a file where the folder should be")
+    assert hardware.measure("cpu").h2d_bytes_per_second == 1
+    assert hardware.measure("cpu").h2d_bytes_per_second == 2
+
+
+def test_disks_are_kept_by_folder(quick: list[torch.device], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Path] = []
+
+    def count(folder: Path) -> dict[str, float]:
+        measured.append(folder)
+        return dict.fromkeys(measuring._DISK_RATES, float(len(measured)))
+
+    monkeypatch.setattr(measuring, "disk_rates", count)
+    (tmp_path / "other").mkdir()
+    for folder in (tmp_path, tmp_path / "other", tmp_path):
+        hardware.measure("cpu", folder=folder)
+    assert measured == [tmp_path, tmp_path / "other"]
+    assert hardware.measure("cpu", folder=tmp_path).disk_read_bytes_per_second == 1
+    without = hardware.measure("cpu")
+    assert (without.disk_folder, without.disk_free_bytes, without.disk_read_bytes_per_second) == (None, 0, 0.0)
+    assert len(quick) == 1
+
+
+def test_a_folder_that_is_none_says_so(quick: list[torch.device], tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="is no folder"):
+        hardware.measure("cpu", folder=tmp_path / "missing")
+
+
+def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", refuse)
+    with pytest.raises(OutputError, match=r"cannot write to .*: Permission denied"):
+        disk.disk_rates(tmp_path)
+
+
+def test_a_full_disk_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5 << 20))
+    with pytest.raises(OffloadkitError, match="has 5 MiB free: at least 8 are needed"):
+        disk.disk_rates(tmp_path)
+
+
+def test_a_disk_without_direct_access_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(disk, "_DIRECT", 0)
+    monkeypatch.setattr("os.fsync", flushed.append)
+    measured = disk.disk_rates(tmp_path)
+    assert len(flushed) >= 2
+    assert min(measured.values()) > 0
+
+
+def test_the_memory_fraction_limits_the_vram(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 1 << 30
+    answers = {
+        "mem_get_info": (60 * gib, 80 * gib),
+        "memory_reserved": 10 * gib,
+        "memory_allocated": 8 * gib,
+        "get_per_process_memory_fraction": 0.25,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer, raising=False)
+    device = torch.device("cuda", 0)
+    assert hardware.vram_bytes(device) == (12 * gib, 20 * gib)
+    assert hardware.vram_context_bytes(device) == gib
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False)
+    assert hardware.vram_bytes(device) == (62 * gib, 80 * gib)
+    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    assert hardware.vram_bytes(device) == (62 * gib, 80 * gib)
