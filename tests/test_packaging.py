@@ -23,7 +23,7 @@ pytest.importorskip("setuptools")
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of what a build reads, so that nothing is written into the working tree."""
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "offloadkit", tmp_path / "offloadkit", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     return tmp_path
