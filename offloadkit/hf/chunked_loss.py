@@ -64,9 +64,10 @@ def compute_loss_in_chunks(model: nn.Module, chunk_elements: int = CHUNK_ELEMENT
 
 
 def _as_autocast_would(tensor: Any) -> Any:
-    if tensor is None or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(tensor.device.type):
+    if tensor is None or tensor.dtype == torch.float64 or not torch.amp.is_autocast_available(tensor.device.type):
         return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+    device = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
 
 
 class Logits(torch.Tensor):
@@ -272,8 +273,8 @@ def _pointwise(func: Any, logits: Logits, *operands: Any, **kwargs: Any) -> Any:
     def step(chunk: torch.Tensor, columns: slice) -> torch.Tensor:
         return func(chunk, *(_columns(operand, columns) for operand in operands))  # type: ignore[no-any-return]
 
-    on_meta = [operand.to("meta") if isinstance(operand, torch.Tensor) else operand for operand in operands]
-    return logits.like(steps=(*logits.steps, step), dtype=func(plain, *on_meta).dtype)
+    one = torch.empty(1, dtype=plain.dtype, device=logits.hidden.device)
+    return logits.like(steps=(*logits.steps, step), dtype=step(one, slice(0, 1)).dtype)
 
 
 def _columns(operand: Any, columns: slice) -> Any:

@@ -11,6 +11,7 @@ in an fp32 buffer of its size (2 GiB for Llama-3.1-8B), and read and written onc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -47,9 +48,10 @@ def token_losses(
     return losses
 
 
-def no_autocast(like: torch.Tensor) -> torch.autocast:
+def no_autocast(like: torch.Tensor) -> AbstractContextManager[None]:
     """Autocast off on this tensor's device."""
-    return torch.autocast(like.device.type, enabled=False)
+    device = like.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 class _TokenLosses(torch.autograd.Function):

@@ -8,7 +8,8 @@ do not decay), clipping, accumulation, checkpointing and bf16; `OffloadConfig` s
 that was changed from its default and contradicts the arguments is a `ConfigError`.
 
 **Loss.** Each micro-batch's mean loss counts by its share of the targets of the whole accumulated batch, for every
-model, whether or not its forward knows `num_items_in_batch`.
+model, whether or not its forward knows `num_items_in_batch`. Over a large vocabulary it is taken in chunks
+(`chunked_loss.py`): the logits exist whole only where somebody reads them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError
+from offloadkit.hf.chunked_loss import compute_loss_in_chunks
 from offloadkit.hf.folders import written_to
 from offloadkit.hf.training_arguments import check_arguments, engine_config
 from offloadkit.telemetry import Telemetry
@@ -127,6 +129,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 telemetry=self.telemetry,
             )
             self._head_hook = _take_loss_in_fp32(self.model)
+            self._make_logits_whole = compute_loss_in_chunks(self.model)
         optimizer: Any = self.engine.optimizer
         # accelerate leaves a prepared optimizer alone; its own wrapper would copy all states to the GPU.
         optimizer._is_accelerate_prepared = True
@@ -290,6 +293,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """Settle and close the engine; the model keeps its trained weights. A later `train()` builds a new engine."""
         if self.engine is not None:
             self._head_hook.remove()
+            self._make_logits_whole()
             self.engine.close()
             self.engine = self.optimizer = None
             self.model_wrapped = self.model
