@@ -128,10 +128,10 @@ class OffloadedInputs:
     def _send(self, tensor: torch.Tensor) -> _Offloaded:
         self._leaving = [(kept, event) for kept, event in self._leaving if not event.done()]
         slot = self._take(tensor.numel() * tensor.element_size())
-        tensor = tensor.contiguous()
+        tensor = tensor.detach().contiguous()
         slot.put(tensor)
         self._d2h.wait(record_compute(self._device))
-        self._d2h.copy(slot.host, tensor)
+        self._d2h.copy(slot.host, tensor.view(-1))
         slot.arrived = self._d2h.record()
         self._leaving.append((tensor, slot.arrived))
         self._order.append(slot)
@@ -168,7 +168,7 @@ class OffloadedInputs:
             self._h2d.wait(record_compute(self._device))  # its memory may just have been freed by the compute stream
             assert saved.arrived is not None
             saved.arrived.delay(self._h2d.stream)
-            self._h2d.copy(saved.device, saved.host)
+            self._h2d.copy(saved.device.view(-1), saved.host)
             saved.returned = self._h2d.record()
         return saved.device
 

@@ -44,7 +44,11 @@ class LandingPool:
         )
         ready = [item for item in fitting if item[1] is None or item[1].done()]
         if not ready and len(fitting) < NUM_LANDINGS:
-            self._free = [item for item in self._free if item in fitting or not (item[1] is None or item[1].done())]
+            self._free = [
+                (buffer, busy)
+                for buffer, busy in self._free
+                if buffer.numel() >= num_bytes or (busy is not None and not busy.done())
+            ]
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         buffer, busy = (ready or fitting)[0]
         self._free = [item for item in self._free if item[0] is not buffer]

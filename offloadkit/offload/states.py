@@ -104,9 +104,12 @@ class LayerState:
     def take_over(self, slots: Sequence[Slot], *, keep_remainder: bool = False) -> None:
         """The weights of `slots`, written from outside, become the master weights: their remainder is zero, unless the
         caller sets it next."""
+        if isinstance(self.weights, StreamedWeights):
+            self.weights.save(slots)
         for slot in slots:
             here = slice(slot.start, slot.start + slot.numel)
-            self.flat.weights[here].copy_(slot.parameter.data.reshape(-1))
+            if isinstance(self.weights, ResidentWeights):
+                self.flat.weights[here].copy_(self.weights.flat[here])
             if self.flat.remainder is not None and not keep_remainder:
                 self.flat.remainder[here].zero_()
 

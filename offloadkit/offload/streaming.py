@@ -27,7 +27,7 @@ class StreamedWeights(LayerWeights):
     """The working weights of a flat layer in RAM.
 
     Attributes:
-        host: 1-D pinned tensor, `layer.numel` elements; the parameters are views of it while the layer is in RAM.
+        host: 1-D pinned tensor, `layer.numel` elements; the parameters are views of it between steps.
         copied: the end of the newest copy out of `host`, which is not written before that.
     """
 
@@ -38,14 +38,29 @@ class StreamedWeights(LayerWeights):
         self.block: StreamedBlock | None = None
         self._host_views: list[torch.Tensor] = []
         self._views: dict[int, list[torch.Tensor]] = {}
+        nan = torch.full((1,), torch.nan, dtype=layer.dtype, device=device)
+        self._nowhere = [nan.expand(slot.parameter.shape) for slot in layer.slots]
 
     def start(self, flat: torch.Tensor) -> None:
         super().start(flat)
         self._host_views = self._bound
 
-    def leave(self) -> None:
-        """Bind the parameters to RAM."""
+    def rest(self) -> None:
+        """Bind the parameters to RAM, for whoever reads or writes them there."""
         self.bind(self._host_views)
+
+    def leave(self) -> None:
+        """Bind the parameters to a NaN on the device while others use the buffer: reading them unasked shows. (Bound to
+        RAM, a change of device, autograd would forget their accumulator, and add up the uses of a block that is used
+        twice in another order.)"""
+        self.bind(self._nowhere)
+
+    def save(self, slots: Sequence[Slot]) -> None:
+        """Take what was written to parameters of `slots` in VRAM to RAM; what was written in RAM is there."""
+        if self._bound is self._host_views or self._bound is self._nowhere:
+            return
+        for slot in slots:
+            self.host[slot.start : slot.start + slot.numel].copy_(slot.parameter.data.reshape(-1))
 
     def enter(self, memory: torch.Tensor) -> None:
         """Bind the parameters to `memory`, the layer's bytes in one of the ring's buffers."""
@@ -182,7 +197,9 @@ class WeightRing:
         if buffer is not None:
             if buffer is self._current:
                 buffer.left, self._current = record_compute(self.device), None
-            self._clear(buffer)
+            buffer.holds = None
+        for layer in block.layers:
+            layer.rest()
 
     def saved_tensors(self) -> AbstractContextManager[None]:
         """While it is open, autograd saves no weight that is here, but where to find it again."""
