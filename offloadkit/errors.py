@@ -37,5 +37,9 @@ class NonFiniteGradientError(OffloadkitError, ArithmeticError):
     """A gradient held NaN or Inf; the step was not applied."""
 
 
+class OutOfRamError(OffloadkitError, MemoryError):
+    """The RAM that is left fell below a floor; training stopped before the system would have killed it."""
+
+
 class OutputError(OffloadkitError, OSError):
     """The output folder cannot be written."""

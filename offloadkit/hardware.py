@@ -108,17 +108,22 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _cgroup_dirs(controller: str) -> list[Path]:
+def _cgroup_dirs(controller: str) -> tuple[Path, ...]:
     """Folders of this process's cgroup, innermost first: v2's unified tree, or v1's tree of one controller."""
+    return _dirs_of(_read(_OWN_CGROUPS), controller, _CGROUP)
+
+
+@cache
+def _dirs_of(own_cgroups: str, controller: str, mount: Path) -> tuple[Path, ...]:
     dirs: list[Path] = []
-    for line in _read(_OWN_CGROUPS).splitlines():
+    for line in own_cgroups.splitlines():
         number, controllers, name = line.split(":", 2)
         if number == "0" or controller in controllers.split(","):
-            joint = _CGROUP / controllers  # "cpu,cpuacct"; most systems link "cpu" to it
-            root = joint if number == "0" or joint.is_dir() else _CGROUP / controller
+            joint = mount / controllers  # "cpu,cpuacct"; most systems link "cpu" to it
+            root = joint if number == "0" or joint.is_dir() else mount / controller
             inner = root / name.lstrip("/")
             dirs += [path for path in (inner, *inner.parents) if path == root or root in path.parents]
-    return dirs
+    return tuple(dirs)
 
 
 def _cgroup_cpu_quota() -> float | None:

@@ -1,0 +1,174 @@
+"""The watch on RAM: when it speaks, what it says, what it costs, and that a real process ends by it."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offloadkit import hardware
+from offloadkit.errors import OffloadkitError, OutOfRamError
+from offloadkit.offload import ram_watch
+from offloadkit.offload.ram_watch import RamWatch
+
+MIB, GIB = 1 << 20, 1 << 30
+PLANNED = {"exp_avg, exp_avg_sq": 6 * GIB, "gradients": 2 * GIB, "disk": 0}
+
+
+class Machine:
+    """A machine of 12 GiB whose free RAM a test sets."""
+
+    def __init__(self) -> None:
+        self.available = 4 * GIB
+        self.num_looks = 0
+
+    def look(self) -> int:
+        self.num_looks += 1
+        return self.available
+
+    def wait_for_looks(self, number: int = 2) -> None:
+        target, deadline = self.num_looks + number, time.monotonic() + 10
+        while self.num_looks < target:
+            assert time.monotonic() < deadline, "nobody looks"
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(hardware, "ram_available_bytes", machine.look)
+    monkeypatch.setattr(hardware, "ram_limit_bytes", lambda: 12 * GIB)
+    monkeypatch.setattr(hardware, "process_ram_bytes", lambda: 9 * GIB)
+    monkeypatch.setattr(ram_watch, "_INTERVAL_SECONDS", 0.01)
+    return machine
+
+
+@pytest.fixture
+def watch(machine: Machine) -> Iterator[RamWatch]:
+    watch = RamWatch(PLANNED)
+    yield watch
+    watch.close()
+
+
+def test_it_is_silent_while_there_is_room(machine: Machine, watch: RamWatch) -> None:
+    machine.available = 256 * MIB
+    machine.wait_for_looks()
+    watch.check()
+
+
+def test_it_says_what_was_planned_and_what_is_used(machine: Machine, watch: RamWatch) -> None:
+    machine.available = 200 * MIB
+    machine.wait_for_looks()
+    with pytest.raises(OutOfRamError) as raised:
+        watch.check()
+    assert isinstance(raised.value, OffloadkitError)
+    assert str(raised.value) == (
+        "RAM is running out: 200 MiB of 12 GiB are left, less than the 256 MiB at which training stops before the "
+        "system kills it. This process uses 9 GiB; 8 GiB were planned (exp_avg, exp_avg_sq 6 GiB, gradients 2 GiB); "
+        "others use 2.8 GiB. End other programs, start fewer DataLoader workers, or give the plan less RAM (ram=...)"
+    )
+
+
+def test_a_low_between_two_checks_counts_once(machine: Machine, watch: RamWatch) -> None:
+    machine.available = MIB
+    machine.wait_for_looks()
+    machine.available = 4 * GIB
+    machine.wait_for_looks()
+    with pytest.raises(OutOfRamError, match="1 MiB of 12 GiB"):
+        watch.check()
+    watch.check()
+
+
+@pytest.mark.parametrize(("limit", "floor"), [(12 * GIB, 256 * MIB), (400 * GIB, 4 * GIB)])
+def test_the_floor_is_one_percent_and_at_least_256_mib(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, limit: int, floor: int
+) -> None:
+    monkeypatch.setattr(hardware, "ram_limit_bytes", lambda: limit)
+    for available in (floor, floor - MIB):
+        machine.available = available
+        watch = RamWatch({})
+        machine.wait_for_looks()
+        watch.close()
+        if available == floor:
+            watch.check()
+        else:
+            with pytest.raises(OutOfRamError, match=r"0 KiB were planned \(nothing\)"):
+                watch.check()
+
+
+def test_a_floor_may_be_given(machine: Machine) -> None:
+    with pytest.raises(OutOfRamError, match="less than the 5 GiB"), RamWatch({}, floor_bytes=5 * GIB):
+        machine.wait_for_looks()
+
+
+def test_loading_that_fails_keeps_its_own_error(machine: Machine) -> None:
+    def load() -> None:
+        with RamWatch(PLANNED):
+            machine.wait_for_looks()
+            raise KeyError("a tensor is missing")
+
+    machine.available = 0
+    with pytest.raises(KeyError, match="a tensor is missing"):
+        load()
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "offloadkit-ram-watch"]
+
+
+def test_it_ends_when_it_is_closed_and_when_it_is_collected(machine: Machine) -> None:
+    watch = RamWatch(PLANNED)
+    assert threads()
+    watch.close()
+    watch.close()
+    assert not threads()
+    left_behind = RamWatch(PLANNED)
+    (thread,) = threads()
+    del left_behind
+    gc.collect()
+    thread.join(timeout=5)
+    assert not thread.is_alive()
+
+
+def test_it_costs_less_than_a_thousandth_of_a_core() -> None:
+    looks = ram_watch._Looks({}, 0)
+    costs = []
+    for _ in range(10):
+        started = time.thread_time()
+        for _ in range(20):
+            assert hardware.ram_available_bytes() >= looks.floor_bytes
+        costs.append((time.thread_time() - started) / 20)
+    assert min(costs) < 0.001 * ram_watch._INTERVAL_SECONDS, f"{min(costs) * 1e6:.0f} us a look"
+
+
+REAL = """
+import mmap, time
+from offloadkit import hardware
+from offloadkit.errors import OutOfRamError
+from offloadkit.offload.ram_watch import RamWatch
+
+watch = RamWatch({"states": 64 << 20}, floor_bytes=hardware.ram_available_bytes() - (256 << 20))
+held = []
+try:
+    for step in range(40):
+        held.append(b"x" * (32 << 20))
+        time.sleep(0.1)
+        watch.check()
+except OutOfRamError as error:
+    print(step, error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_that_takes_too_much_ends_with_the_error() -> None:
+    root = Path(hardware.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=True, cwd=root)
+    step, _, message = done.stdout.partition(" ")
+    assert int(step) < 39
+    assert "64 MiB were planned (states 64 MiB)" in message
