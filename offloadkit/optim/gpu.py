@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_step_reference, check_state
+from offloadkit.optim.precision import BLOCK, FIRST_BUCKET, MOMENT_DTYPES, Precision, tables
 
 try:
     from offloadkit.optim import triton_adamw, triton_norm
@@ -60,26 +61,35 @@ def adamw_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], 
     What `adamw_step_reference` does, bit for bit. Raises as `check_state` does.
     """
     check_state(state, gradient, segments)
-    if _adamw_compiles(state.weights.dtype, gradient.dtype):
+    if _adamw_compiles(state.weights.dtype, gradient.dtype, state.precision):
         _launch_adamw(state, gradient, segments, grad_scale)
     else:
         adamw_step_reference(state, gradient, segments, grad_scale)
 
 
 @cache
-def _adamw_compiles(weights: torch.dtype, gradient: torch.dtype) -> bool:
-    """Whether Triton builds the step's kernel for arrays of these dtypes; warns once where it does not."""
+def _adamw_compiles(weights: torch.dtype, gradient: torch.dtype, kept: Precision) -> bool:
+    """Whether Triton builds the step's kernel for such arrays; warns once where it does not."""
     if triton_adamw is None:
         _warn_without_adamw("Triton is not installed")
         return False
     remainders = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
     device = "cuda" if torch.cuda.is_available() else "cpu"  # the CPU: in Triton's interpreter
-    arrays = [torch.zeros(256, dtype=dtype, device=device) for dtype in (weights, torch.float32, torch.float32)]
-    remainder = torch.zeros(256, dtype=remainders[weights], device=device) if weights in remainders else None
-    state = FlatState(arrays[0], remainder, *arrays[1:])
-    segment = Segment(0, 256, AdamWScalars(0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0))
+
+    def zeros(dtype: torch.dtype, length: int = BLOCK) -> Tensor:
+        return torch.zeros(length, dtype=dtype, device=device)
+
+    state = FlatState(
+        weights=zeros(weights),
+        remainder=zeros(remainders[weights]) if weights in remainders else None,
+        exp_avg=zeros(MOMENT_DTYPES[kept]),
+        exp_avg_sq=zeros(MOMENT_DTYPES[kept]),
+        exp_avg_scale=zeros(torch.float32, 1) if kept == "tiny" else None,
+        exp_avg_sq_scale=zeros(torch.float32, 1) if kept == "tiny" else None,
+    )
+    segment = Segment(0, BLOCK, AdamWScalars(0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0))
     try:
-        _launch_adamw(state, torch.zeros(256, dtype=gradient, device=device), [segment], 0.0)
+        _launch_adamw(state, zeros(gradient), [segment], 0.0)
     except Exception as error:  # the compiler, its driver and the C compiler it calls raise many types
         _warn_without_adamw(f"{type(error).__name__}: {error}")
         return False
@@ -97,16 +107,28 @@ def _warn_without_adamw(reason: str) -> None:
 
 def _launch_adamw(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
     kernel: Any = triton_adamw.adamw
-    is_bf16 = gradient.dtype == torch.bfloat16
-    arrays = (
-        state.weights.view(torch.int16) if state.weights.dtype == torch.bfloat16 else state.weights,
-        state.weights if state.remainder is None else state.remainder,
-        state.exp_avg,
-        state.exp_avg_sq,
-        gradient.view(torch.int16) if is_bf16 else gradient,
-    )
+    none = state.weights
+    maps = tables(gradient.device) if state.precision == "tiny" else (none, none)
+    arrays = [
+        none if array is None else _patterns(array)
+        for array in (
+            *(state.weights, state.remainder, state.exp_avg, state.exp_avg_sq, gradient),
+            *(state.exp_avg_scale, state.exp_avg_sq_scale, *maps),
+        )
+    ]
+    constants = gradient.dtype == torch.bfloat16, FIRST_BUCKET
     with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
-        for start, length, scalars, *_ in segments:
+        for start, length, scalars, key, offset in segments:
             if length > 0:
-                grid = (-(-length // (256 * triton_adamw.ROWS)),)
-                kernel[grid](*arrays, start, length, grad_scale, *scalars, is_bf16, enable_fp_fusion=False)
+                grid = (-(-length // (BLOCK * triton_adamw.ROWS)),)
+                random = _signed(key), _signed(key >> 32), offset
+                kernel[grid](*arrays, start, length, grad_scale, *scalars, *random, *constants, enable_fp_fusion=False)
+
+
+def _patterns(array: Tensor) -> Tensor:
+    return array.view(torch.int16) if array.dtype == torch.bfloat16 else array
+
+
+def _signed(bits: int) -> int:
+    """The lower 32 bits as int32, so that Triton sees one type whatever the value."""
+    return (bits & 0xFFFFFFFF ^ 0x80000000) - 0x80000000

@@ -1,7 +1,7 @@
 """The Triton kernel of the AdamW step; imported only where Triton is there.
 
-It does the operations of `adamw` in their order, each rounded once: launched with `enable_fp_fusion=False`, with
-correctly rounded division and root.
+It does the operations of `adamw` and `precision` in their order, each rounded once: launched with
+`enable_fp_fusion=False`, with correctly rounded division and root.
 """
 
 # mypy: ignore-errors
@@ -50,12 +50,88 @@ def _store_master(weights, remainder, at, inside, master):
 
 
 @triton.jit
+def _random_bits(key_low, key_upper, elements):
+    """`precision.random_bits` of int64 elements: uint32."""
+    upper = key_upper.to(tl.uint32) + (elements >> 32).to(tl.uint32) * 0x9E3779B9
+    state = elements.to(tl.uint32) + key_low.to(tl.uint32)
+    state = (state ^ (state >> 16)) * 0x7FEB352D
+    state = (state ^ (state >> 15) ^ upper) * 0x846CA68B
+    return state ^ (state >> 16)
+
+
+@triton.jit
+def _round_stochastically(values, random):
+    """`precision.round_stochastically`: int16 patterns of bf16."""
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    bits = tl.where(magnitude < 0x7F800000, bits + random, bits)
+    bits = tl.where(magnitude > 0x7F800000, 0x7FC00000, bits)
+    return (bits >> 16).to(tl.int16)
+
+
+@triton.jit
+def _load_moment(moment, scale, levels, at, inside, rows, has_row, has_sign: tl.constexpr):
+    """fp32 of a moment that is stored in fp32, bf16 (as int16 patterns) or 8-bit codes."""
+    stored = tl.load(moment + at, mask=inside, other=0)
+    if moment.dtype.element_ty == tl.float32:
+        return stored
+    elif moment.dtype.element_ty == tl.int16:
+        return (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        code = stored.to(tl.int32)
+        scales = tl.load(scale + rows, mask=has_row, other=0.0)[:, None]
+        if has_sign:
+            value = tl.load(levels + (code & 0x7F)) * scales
+            return (value.to(tl.int32, bitcast=True) ^ ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+        else:
+            return tl.load(levels + code) * scales
+
+
+@triton.jit
+def _store_moment(
+    moment, scale, levels, buckets, at, inside, rows, has_row, values, random, first_bucket, has_sign: tl.constexpr
+):
+    """random: uint32, whose lower half rounds the moment with a sign, the upper the one without."""
+    if moment.dtype.element_ty == tl.float32:
+        tl.store(moment + at, values, mask=inside)
+    else:
+        half = ((random & 0xFFFF) if has_sign else (random >> 16)).to(tl.int32)
+        if moment.dtype.element_ty == tl.int16:
+            tl.store(moment + at, _round_stochastically(values, half), mask=inside)
+        else:
+            bits = values.to(tl.int32, bitcast=True)
+            magnitudes = bits & 0x7FFFFFFF
+            largest = tl.max(magnitudes, 1)
+            finite = largest < 0x7F800000
+            scales = tl.where(finite, largest, 0x7FC00000).to(tl.float32, bitcast=True)
+            tl.store(scale + rows, scales, mask=has_row)
+            divisors = tl.where(finite & (largest > 0), scales, 1.0)[:, None] + tl.zeros_like(values)
+            shares = tl.div_rn(magnitudes.to(tl.float32, bitcast=True), divisors)
+            shares = tl.where(finite[:, None], shares, 0.0)
+            bucket = tl.maximum((shares.to(tl.int32, bitcast=True) >> 16) - first_bucket, 0)
+            code = (tl.load(buckets + bucket) >> (0 if has_sign else 8)) & 0xFF
+            code += (shares >= tl.load(levels + code + 1)).to(tl.int32)
+            level = tl.load(levels + code)
+            gap = tl.load(levels + code + 1) - level
+            code += (half.to(tl.float32) * (1.0 / 65536) * gap < shares - level).to(tl.int32)
+            if has_sign:
+                code |= (bits >> 24) & 0x80
+            else:
+                code |= ((code == 0) & (values > 0)).to(tl.int32)
+            tl.store(moment + at, tl.where(finite[:, None], code, 0).to(tl.uint8), mask=inside)
+
+
+@triton.jit(do_not_specialize=["key_low", "key_upper", "offset"])
 def adamw(
     weights,
     remainder,
     exp_avg,
     exp_avg_sq,
     gradient,
+    exp_avg_scale,
+    exp_avg_sq_scale,
+    levels,
+    buckets,
     start,
     length,
     grad_scale,
@@ -67,23 +143,34 @@ def adamw(
     decay,
     step_size,
     inv_sqrt_bias_correction2,
+    key_low,
+    key_upper,
+    offset,
     is_bf16_gradient: tl.constexpr,
+    first_bucket: tl.constexpr,
 ):
     """A program steps 4 rows of 256 elements of the segment of `length` elements at `start`.
 
-    bf16 weights and gradients come as int16 patterns.
+    bf16 arrays come as int16 patterns. The halves of the random key come as int32. levels, buckets:
+    `precision.Tables`, of use to 8-bit moments alone, as the scales.
     """
     rows = tl.program_id(0).to(tl.int64) * 4 + tl.arange(0, 4)
+    has_row = rows * 256 < length
     elements = rows[:, None] * 256 + tl.arange(0, 256)[None, :]
     inside = elements < length
     at = elements + start
+    rows += start // 256
+    sq_levels = levels + 129
     g = _gradient(gradient, at, inside, is_bf16_gradient) * grad_scale
-    m = tl.load(exp_avg + at, mask=inside, other=0.0)
-    v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
+    m = _load_moment(exp_avg, exp_avg_scale, levels, at, inside, rows, has_row, True)
+    v = _load_moment(exp_avg_sq, exp_avg_sq_scale, sq_levels, at, inside, rows, has_row, False)
     m = beta1 * m + one_minus_beta1 * g
     v = beta2 * v + (one_minus_beta2 * g) * g
     denominator = tl.sqrt_rn(v) * inv_sqrt_bias_correction2 + eps
     w = _master(weights, remainder, at, inside) * decay - step_size * tl.div_rn(m, denominator)
     _store_master(weights, remainder, at, inside, w)
-    tl.store(exp_avg + at, m, mask=inside)
-    tl.store(exp_avg_sq + at, v, mask=inside)
+    random = _random_bits(key_low, key_upper, elements + offset)
+    _store_moment(exp_avg, exp_avg_scale, levels, buckets, at, inside, rows, has_row, m, random, first_bucket, True)
+    _store_moment(
+        exp_avg_sq, exp_avg_sq_scale, sq_levels, buckets, at, inside, rows, has_row, v, random, first_bucket, False
+    )

@@ -9,7 +9,16 @@ import torch
 
 from offloadkit.optim import cpu, gpu, step
 from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, adamw_step_reference
-from tests.optim.states import DTYPES, SPECIAL, assert_same_bits, clone, make_gradient, make_state, set_master
+from offloadkit.optim.precision import Precision, random_key
+from tests.optim.states import (
+    DTYPES,
+    PRECISIONS,
+    assert_same_bits,
+    clone,
+    make_gradient,
+    make_state,
+    special_state,
+)
 
 LENGTH = 3 * 1024 * 1024
 LENGTHS = (1, 255, 256, 70_001, 1_000_003, 513, 1_500_000)
@@ -26,19 +35,21 @@ def ragged_segments(number: int) -> list[Segment]:
     for index, length in enumerate(LENGTHS):
         betas = ((0.9, 0.999), (0.8, 0.99))[index % 2]
         scalars = adamw_scalars(lr=1e-3, betas=betas, eps=1e-8, weight_decay=0.01, step=number)
-        segments.append(Segment(start, length, scalars))
+        offset = 2**32 - 512 if index == 4 else 0
+        segments.append(Segment(start, length, scalars, random_key(0, f"weight {index}", number), offset))
         start += -(-length // 256) * 256
     assert start <= LENGTH
     return segments
 
 
+@pytest.mark.parametrize("kept", PRECISIONS)
 @pytest.mark.parametrize("gradient_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weights_dtype", DTYPES, ids=str)
 def test_triton_c_and_reference_are_equal_bit_for_bit_over_5_steps(
-    weights_dtype: torch.dtype, gradient_dtype: torch.dtype
+    weights_dtype: torch.dtype, gradient_dtype: torch.dtype, kept: Precision
 ) -> None:
-    assert gpu._adamw_compiles(weights_dtype, gradient_dtype)
-    on_cpu = make_state(weights_dtype, LENGTH)
+    assert gpu._adamw_compiles(weights_dtype, gradient_dtype, kept)
+    on_cpu = make_state(weights_dtype, LENGTH, kept=kept)
     triton, reference = to(on_cpu, "cuda"), to(on_cpu, "cuda")
     for number in range(1, 6):
         gradient, segments = make_gradient(gradient_dtype, LENGTH, seed=number), ragged_segments(number)
@@ -50,18 +61,12 @@ def test_triton_c_and_reference_are_equal_bit_for_bit_over_5_steps(
     assert_same_bits(to(reference, "cpu"), on_cpu)
 
 
+@pytest.mark.parametrize("kept", PRECISIONS)
 @pytest.mark.parametrize("place", ["master", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("gradient_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weights_dtype", DTYPES, ids=str)
-def test_special_values(weights_dtype: torch.dtype, gradient_dtype: torch.dtype, place: str) -> None:
-    """Every special value as gradient beside every special value as each of master, exp_avg and exp_avg_sq."""
-    count = SPECIAL.numel()
-    gradient, other = SPECIAL.to(gradient_dtype).repeat(count), SPECIAL.repeat_interleave(count)
-    state = make_state(weights_dtype, gradient.numel())
-    if place == "master":
-        set_master(state, other)
-    else:
-        setattr(state, place, other.clone())
+def test_special_values(weights_dtype: torch.dtype, gradient_dtype: torch.dtype, place: str, kept: Precision) -> None:
+    state, gradient = special_state(weights_dtype, gradient_dtype, place, kept)
     on_gpu = to(state, "cuda")
     segments = [ragged_segments(3)[0]._replace(start=0, length=gradient.numel())]
     cpu.adamw_step(state, gradient, segments, 0.9)
@@ -69,8 +74,10 @@ def test_special_values(weights_dtype: torch.dtype, gradient_dtype: torch.dtype,
     assert_same_bits(to(on_gpu, "cpu"), state)
 
 
-def test_the_host_does_not_wait_and_no_memory_is_taken() -> None:
-    state, gradient = to(make_state(torch.bfloat16, LENGTH), "cuda"), torch.ones(LENGTH, device="cuda").bfloat16()
+@pytest.mark.parametrize("kept", PRECISIONS)
+def test_the_host_does_not_wait_and_no_memory_is_taken(kept: Precision) -> None:
+    state = to(make_state(torch.bfloat16, LENGTH, kept=kept), "cuda")
+    gradient = torch.ones(LENGTH, device="cuda").bfloat16()
     gpu.adamw_step(state, gradient, ragged_segments(1), 0.5)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

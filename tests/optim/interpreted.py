@@ -8,7 +8,16 @@ import torch
 
 from offloadkit.optim import gpu
 from offloadkit.optim.adamw import Segment, adamw_scalars, adamw_step_reference
-from tests.optim.states import DTYPES, SPECIAL, assert_same_bits, clone, make_gradient, make_state, set_master
+from offloadkit.optim.precision import random_key
+from tests.optim.states import (
+    DTYPES,
+    PRECISIONS,
+    assert_same_bits,
+    clone,
+    make_gradient,
+    make_state,
+    special_state,
+)
 
 OPTIONS = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
 
@@ -17,29 +26,28 @@ def ragged_segments(number: int) -> list[Segment]:
     """Segments of 3000, 1 and 2000 elements, with two sets of scalars, for step `number`."""
     scalars = adamw_scalars(betas=(0.9, 0.999), step=number, **OPTIONS)
     other = adamw_scalars(betas=(0.8, 0.99), step=number, **OPTIONS)
-    return [Segment(0, 3000, scalars), Segment(3072, 1, other), Segment(3328, 2000, scalars)]
+    keys = [random_key(0, name, number) for name in "abc"]
+    return [
+        Segment(0, 3000, scalars, keys[0]),
+        Segment(3072, 1, other, keys[1]),
+        Segment(3328, 2000, scalars, keys[2], 2**32 - 512),
+    ]
 
 
 def main() -> None:
-    for weights, gradients in itertools.product(DTYPES, DTYPES):
-        state = make_state(weights, 5632)
+    for weights, gradients, kept in itertools.product(DTYPES, DTYPES, PRECISIONS):
+        state = make_state(weights, 5632, kept=kept)
         expected = clone(state)
         for number in (1, 2):
             gradient, segments = make_gradient(gradients, 5632, seed=number), ragged_segments(number)
             gpu.adamw_step(state, gradient, segments, 0.7312345)
             adamw_step_reference(expected, gradient, segments, 0.7312345)
         assert_same_bits(state, expected)
-    count = SPECIAL.numel()
-    gradient, other = SPECIAL.repeat(count), SPECIAL.repeat_interleave(count)
-    segments = [ragged_segments(3)[0]._replace(length=gradient.numel())]
-    for weights, place in itertools.product(DTYPES, ("master", "exp_avg", "exp_avg_sq")):
-        state = make_state(weights, gradient.numel())
-        if place == "master":
-            set_master(state, other)
-        else:
-            setattr(state, place, other.clone())
+    for weights, place, kept in itertools.product(DTYPES, ("master", "exp_avg", "exp_avg_sq"), PRECISIONS):
+        state, gradient = special_state(weights, torch.float32, place, kept)
+        segments = [ragged_segments(3)[0]._replace(length=gradient.numel())]
         expected = clone(state)
         gpu.adamw_step(state, gradient, segments, 0.9)
         adamw_step_reference(expected, gradient, segments, 0.9)
         assert_same_bits(state, expected)
-    assert gpu._adamw_compiles(torch.bfloat16, torch.bfloat16)
+    assert gpu._adamw_compiles(torch.bfloat16, torch.bfloat16, "exact")
