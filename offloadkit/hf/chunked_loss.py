@@ -7,8 +7,8 @@ of one's own, saving them) gets them computed whole at that moment, with gradien
 `num_items_in_batch`, auxiliary losses and soft-capping stay the model's own business.
 
 **When.** Logits of up to `CHUNK_ELEMENTS` are left whole: small vocabularies, short batches, tokens being generated.
-This depends on the shapes alone, never on where weights live; so do the chunks. `token_losses.py` says
-what is computed.
+This depends on the shapes alone, never on where weights live; so do the chunks. In evaluation too: only whoever reads
+the logits pays for them. `token_losses.py` says what is computed.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class Logits(torch.Tensor):
         if self.known is not None:
             return self.known
         self.check_weights()
-        with no_autocast(self.hidden):
+        grad_enabled = torch.is_grad_enabled() or (keep and self.requires_grad)
+        with torch.set_grad_enabled(grad_enabled), no_autocast(self.hidden):
             logits = F.linear(self.hidden, self.weight, self.bias)
             for step in self.steps:
                 logits = step(logits, slice(None))
@@ -179,7 +180,7 @@ class Logits(torch.Tensor):
                 return result
         if torch.is_grad_enabled():
             _say_whole(name)
-        keep = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        keep = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
         args, kwargs = tree_map_only(Logits, lambda logits: logits.whole(keep=keep), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -321,6 +322,9 @@ _UNCOMPUTED: dict[str, Callable[..., Any]] = {
     "cross_entropy": _cross_entropy,
 }
 """By the function's name: what gives the result without computing the logits, or NotImplemented."""
+
+_WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+"""Besides those whose names end in one underscore: what writes to its first argument."""
 
 _T: Any = torch.Tensor
 _QUESTIONS = {

@@ -122,8 +122,8 @@ def _gradient(
     d_logits = (_wide(logits.detach()) - logsumexp.unsqueeze(1)).exp_()
     here, index = _places(target, columns)
     d_logits.scatter_(1, index, d_logits.gather(1, index) - here.unsqueeze(1).to(d_logits.dtype))
-    d_logits = (d_logits.mul_(d_losses.unsqueeze(1))).to(logits.dtype)
-    return torch.autograd.grad(logits, head_output, d_logits)[0]
+    d_logits.mul_(d_losses.unsqueeze(1))
+    return torch.autograd.grad(logits, head_output, d_logits.to(logits.dtype))[0]
 
 
 def _chunk(
@@ -147,7 +147,7 @@ def _places(target: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.T
 
 def _chunks(num_tokens: int, vocabulary: int, chunk_elements: int) -> Iterator[slice]:
     """Equal chunks of the vocabulary, whole 64-column tiles each but for the last."""
-    num_chunks = -(-num_tokens * vocabulary // chunk_elements)
+    num_chunks = max(1, -(-num_tokens * vocabulary // chunk_elements))
     width = -(-vocabulary // num_chunks // 64) * 64
     for start in range(0, vocabulary, width):
         yield slice(start, min(start + width, vocabulary))

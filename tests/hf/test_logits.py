@@ -38,6 +38,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "bias": lambda logits: logits + torch.arange(VOCAB, dtype=torch.float32) / VOCAB,
     "bias of a token": lambda logits: logits + torch.arange(LENGTH).view(1, -1, 1),
     "cast": lambda logits: logits.to(torch.float64).to(logits.device),
+    "no row": lambda logits: F.cross_entropy(logits[:0].view(-1, VOCAB), BATCH["labels"][:0].view(-1), reduction="sum"),
     "joined": lambda logits: torch.cat([logits, logits]),
     "mean loss": lambda logits: F.cross_entropy(logits.flatten(0, 1), BATCH["labels"].flatten()),
     "each loss": lambda logits: F.cross_entropy(logits.reshape(-1, VOCAB), BATCH["labels"].flatten(), reduction="none"),
@@ -57,9 +58,11 @@ def write_to_some(logits: Any) -> Any:
 
 
 def divide_in_place(logits: Any) -> Any:
-    logits /= 2
-    logits.clamp_(max=0.1)
-    return logits
+    also_logits = logits
+    with torch.no_grad():
+        logits /= 2
+        logits.clamp_(max=0.1)
+    return also_logits
 
 
 @pytest.mark.parametrize("read", [*READERS.values(), write_to_some, divide_in_place], ids=[*READERS, "written", "/="])

@@ -1,0 +1,70 @@
+"""The loss in chunks on the GPU: its memory, its numbers, and that it waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from offloadkit.hf.chunked_loss import CHUNK_ELEMENTS, Logits
+
+NUM_TOKENS, WIDTH, VOCAB = 2048, 1024, 128_256
+
+
+def measured(
+    make_logits: Callable[..., torch.Tensor], inputs: list[torch.Tensor], target: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], int]:
+    """Loss, gradients, and the bytes that were allocated at the peak beyond those of the gradients."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = F.cross_entropy(make_logits(*inputs), target)
+        gradients = torch.autograd.grad(loss, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    gradient_bytes = sum(gradient.nbytes for gradient in gradients)
+    return loss.detach(), gradients, torch.cuda.max_memory_allocated() - before - gradient_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_memory_and_numbers(dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(NUM_TOKENS, WIDTH, generator=generator, device="cuda").to(dtype).requires_grad_()
+    weight = (torch.randn(VOCAB, WIDTH, generator=generator, device="cuda") / 32).to(dtype).requires_grad_()
+    target = torch.randint(0, VOCAB, (NUM_TOKENS,), generator=generator, device="cuda")
+    target[::3] = -100
+    inputs = [hidden, weight]
+    own_loss, own, own_bytes = measured(lambda *inputs: F.linear(*inputs).float(), inputs, target)
+    loss, ours, our_bytes = measured(
+        lambda *inputs: Logits(*inputs, None, chunk_elements=CHUNK_ELEMENTS), inputs, target
+    )
+    assert our_bytes <= 16 * CHUNK_ELEMENTS + 16 * hidden.nbytes < own_bytes / 5
+    assert float(loss) == pytest.approx(float(own_loss), rel=1e-5)
+    for mine, theirs in zip(ours, own, strict=True):
+        assert float((mine.float() - theirs.float()).norm()) <= 1e-2 * float(theirs.float().norm())
+
+
+def test_it_is_deterministic_and_allowed_where_only_deterministic_kernels_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs = [
+        torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for shape in ((512, 64), (40_000, 64))
+    ]
+    target = torch.randint(0, 40_000, (512,), generator=generator, device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [
+            torch.autograd.grad(F.cross_entropy(Logits(*inputs, None, chunk_elements=2**20), target), inputs)
+            for _ in range(2)
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
