@@ -1,0 +1,200 @@
+"""One HuggingFace model from its config: built without memory, with initial weights, or with a checkpoint's."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+
+from offloadkit.errors import ConfigError, ModelError
+from offloadkit.hf.hub import readable_hub_errors, where_to_look
+from offloadkit.hf.initial_weights import ConstructorNeededError, InitialWeights
+from offloadkit.hf.quiet import no_conversion_service, no_tying_advice, progress_bars
+from offloadkit.hf.weight_files import ConversionNeededError, Materialise, read_lazily
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+Task = Literal["seq2seq", "causal", "classification"]
+"""What is learned: target tokens from input tokens, each next token, or one label a text."""
+
+_AUTO_CLASSES: dict[str, str] = {
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "causal": "AutoModelForCausalLM",
+    "classification": "AutoModelForSequenceClassification",
+}
+
+_NUM_AT_A_TIME = 16
+
+
+def infer_task(config: PreTrainedConfig) -> Task:
+    """The task that the architecture named in the config was made for; by the model type when it names none.
+
+    Raises:
+        ModelError: it was made for none of the three.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    architecture = (config.architectures or [""])[0]
+    if architecture.endswith("ForSequenceClassification"):
+        return "classification"
+    if config.is_encoder_decoder and config.model_type in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return "seq2seq"
+    names_causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    masked = config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (names_causal or not masked):
+        return "causal"
+    if config.model_type in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        return "classification"
+    raise ModelError(
+        f"{architecture or config.model_type!r} is neither an encoder-decoder, a causal language model nor a text "
+        "classifier: load it yourself and train it with offloadkit.OffloadEngine"
+    )
+
+
+def auto_class_of(config: PreTrainedConfig, task: str) -> Any:
+    """The Auto class of a task, once it is known to have a model for the config."""
+    import transformers
+
+    if task not in _AUTO_CLASSES:
+        raise ConfigError(f"task must be one of {', '.join(map(repr, _AUTO_CLASSES))}, got {task!r}")
+    auto_class = getattr(transformers, _AUTO_CLASSES[task])
+    if type(config) not in auto_class._model_mapping and not getattr(config, "auto_map", None):
+        raise ModelError(
+            f"{config.model_type!r} has no model for task {task!r}; it can be trained as {infer_task(config)!r}"
+        )
+    return auto_class
+
+
+def draw_lazily(
+    config: PreTrainedConfig, task: str, dtype: torch.dtype | None
+) -> tuple[PreTrainedModel, Materialise | None]:
+    """A model whose initial weights follow from torch's generator as it stands now."""
+    model: Any = build(config, task, dtype, torch.device("meta"))
+    head = model.get_output_embeddings() if _has_own_head(config) else None
+    own = {} if head is None else {head.weight: lambda: _draw_head(head.weight)}
+    seed = int(torch.randint(2**62, ()))
+    try:
+        return model, InitialWeights(model, seed, own).materialise
+    except ConstructorNeededError:
+        return build(config, task, dtype, torch.device("cpu")), None
+
+
+def fill(model: PreTrainedModel, materialise: Materialise | None, device: torch.device) -> None:
+    """Make all parameters real, a few at a time, and bring them to `device`."""
+    parameters = list(model.parameters())
+    for begin in range(0, len(parameters), _NUM_AT_A_TIME):
+        some = parameters[begin : begin + _NUM_AT_A_TIME]
+        if materialise is not None:
+            materialise(some)
+        for parameter in some:
+            parameter.data = parameter.data.to(device)
+    cast(torch.nn.Module, model).to(device)
+
+
+def build(config: PreTrainedConfig, task: str, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+    """A model with initial weights drawn on `device`."""
+    auto_class = auto_class_of(config, task)
+    with device:
+        model = cast("PreTrainedModel", auto_class.from_config(config, dtype=dtype or config.dtype or torch.float32))
+        if _has_own_head(config):
+            _untie_head(model)
+    return model
+
+
+def _has_own_head(config: PreTrainedConfig) -> bool:
+    """Whether it is a T5 v1.1, whatever its config says of tying."""
+    return getattr(config, "scale_decoder_outputs", True) is False
+
+
+def _draw_head(weight: torch.Tensor) -> None:
+    """From N(0, 1 / d_model), as T5X draws `logits_dense`, so that logits of the unscaled decoder output start at unit
+    scale."""
+    torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+
+def _untie_head(model: Any) -> None:
+    """Give a T5 v1.1 model the head of its own that its checkpoints have; transformers 5 ties that of every new T5."""
+    head = model.get_output_embeddings()
+    if head is None or head.weight is not model.get_input_embeddings().weight:
+        return
+    weight = torch.empty_like(head.weight)
+    if weight.device.type != "meta":
+        _draw_head(weight)
+    head.weight = torch.nn.Parameter(weight)
+    model.all_tied_weights_keys.pop("lm_head.weight", None)
+    _tell_untied_head(model)
+
+
+def read(
+    source: str,
+    config: PreTrainedConfig,
+    task: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    progress: bool,
+) -> PreTrainedModel:
+    """Weights from a folder or the hub, each tensor straight onto `device` and into `dtype`."""
+    auto_class = auto_class_of(config, task)
+    with (
+        readable_hub_errors(source, found=True),
+        progress_bars(progress),
+        no_conversion_service(),
+        no_tying_advice(),
+    ):
+        model = auto_class.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype or "auto",
+            device_map={"": device},
+            weights_only=True,
+            ignore_mismatched_sizes=task == "classification",
+            **where_to_look(source),
+        )
+    return cast("PreTrainedModel", model)
+
+
+def read_lazily_or_now(
+    source: str, config: PreTrainedConfig, task: str, dtype: torch.dtype | None
+) -> tuple[PreTrainedModel, Materialise | None]:
+    """As `read`, but values wait in their files."""
+
+    def load() -> PreTrainedModel:
+        return read(source, copy.deepcopy(config), task, dtype, torch.device("cpu"), progress=True)
+
+    try:
+        return read_lazily(source, load)
+    except ConversionNeededError as reason:
+        print(f"{source}: {reason}, so the whole model is read into RAM before training takes it over", flush=True)
+        return load(), None
+
+
+def completed(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in evaluation mode, with a config that says what its head is and what `generate()` needs."""
+    _tell_untied_head(model)
+    _complete_generation_config(model)
+    model.train(False)
+    return model
+
+
+def _tell_untied_head(model: Any) -> None:
+    """Make the config say what the parameters say, lest a later `tie_weights()` or an older reader tie the head."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    config_ties = getattr(model.config, "tie_word_embeddings", False)
+    if config_ties and head is not None and head.weight is not embeddings.weight:
+        model.config.tie_word_embeddings = False
+
+
+def _complete_generation_config(model: PreTrainedModel) -> None:
+    """Fill in what `generate()` needs and old configs leave out."""
+    generation, config = getattr(model, "generation_config", None), model.config
+    if generation is None or not model.can_generate():
+        return
+    eos = generation.eos_token_id[0] if isinstance(generation.eos_token_id, list) else generation.eos_token_id
+    if generation.pad_token_id is None:
+        generation.pad_token_id = eos
+    if config.is_encoder_decoder and generation.decoder_start_token_id is None:
+        generation.decoder_start_token_id = (
+            generation.bos_token_id if generation.bos_token_id is not None else generation.pad_token_id
+        )

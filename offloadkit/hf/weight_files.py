@@ -1,0 +1,296 @@
+"""Weights on their way from a checkpoint's files to where they are trained, one parameter after the other.
+
+`read_lazily` lets transformers do all of its loading (finding and fetching files, names, dtypes, tied weights, report
+of missing ones) with tensors that have no memory: they remember which stored tensor they stand for. The values are read
+when the engine asks for them, in pieces, so that beside the engine's memory there is never more than a flat layer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from torch import nn
+
+from offloadkit.hf.hub import readable_hub_errors
+from offloadkit.hf.quiet import progress_bars
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Materialise = Callable[[Sequence[nn.Parameter]], None]
+"""Makes parameters without memory real, on the CPU, in their dtype; they stay the same objects."""
+
+PIECE_BYTES = 128 * 2**20
+"""Bytes of a file that are mapped into memory at a time."""
+
+
+class ConversionNeededError(Exception):
+    """The checkpoint's tensors are not the model's: they are quantised, merged, or in a form that cannot be mapped."""
+
+
+def become(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Give a parameter without memory the memory of `value`; it stays the object that modules and groups hold."""
+    real = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    real.__dict__.update(parameter.__dict__)
+    swap: Any = torch.utils.swap_tensors  # typed in some releases of torch only
+    swap(parameter, real)
+
+
+class ByteBar:
+    """A progress bar in bytes that appears with the first byte and goes with the last."""
+
+    def __init__(self, title: str, total: int) -> None:
+        self._title, self._total, self._done = title, total, 0
+        self._bar: Any = None
+
+    def advance(self, num_bytes: int) -> None:
+        """Count `num_bytes` more."""
+        from transformers.utils import logging
+
+        if self._bar is None:
+            options = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+            self._bar = logging.tqdm(desc=self._title, total=self._total, **options)
+        self._bar.update(num_bytes)
+        self._done += num_bytes
+        if self._done >= self._total:
+            self._bar.close()
+
+
+class _File:
+    """A safetensors or .bin file. What was mapped of it is let go of once `PIECE_BYTES` were read."""
+
+    def __init__(self, path: str) -> None:
+        """
+        Raises:
+            ConversionNeededError: a .bin older than torch 1.6, which cannot be mapped.
+        """
+        self._path = path
+        self._is_safetensors = path.endswith(".safetensors")
+        if not self._is_safetensors and not _begins_as_zip(path):
+            raise ConversionNeededError(f"{os.path.basename(path)} is in the format of torch before 1.6")
+        self._mapping: Any = None
+        self._num_read = 0
+
+    def tensors(self) -> Iterator[tuple[str, torch.Size, torch.dtype]]:
+        """Name, shape and dtype of each stored tensor."""
+        from transformers.modeling_utils import load_state_dict
+
+        stored = load_state_dict(self._path, map_location="meta") if self._is_safetensors else self._open()
+        for name, tensor in stored.items():
+            yield name, tensor.shape, tensor.dtype
+        self.close()
+
+    def read(self, name: str, rows: slice | None, num_bytes: int) -> torch.Tensor:
+        """A stored tensor, or `rows` of it, of `num_bytes` bytes; it may be a view of the file."""
+        if self._num_read + num_bytes > PIECE_BYTES:
+            self.close()
+        self._num_read += num_bytes
+        mapping = self._open()
+        if not self._is_safetensors:
+            return cast(torch.Tensor, mapping[name] if rows is None else mapping[name][rows])
+        return cast(torch.Tensor, mapping.get_tensor(name) if rows is None else mapping.get_slice(name)[rows])
+
+    def _open(self) -> Any:
+        from safetensors import safe_open
+
+        if self._mapping is None and self._is_safetensors:
+            self._mapping = safe_open(self._path, framework="pt")
+        elif self._mapping is None:
+            self._mapping = torch.load(self._path, map_location="cpu", mmap=True, weights_only=True)
+        return self._mapping
+
+    def close(self) -> None:
+        """Unmap the file; the next read maps it again."""
+        self._mapping, self._num_read = None, 0
+
+
+def _begins_as_zip(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    """One tensor of a file, in the place that transformers has for a safetensors slice.
+
+    `[...]` reads a slice, and `.to` moves and casts what was read: here a parameter comes from it that has no memory.
+    """
+
+    file: _File
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    sources: dict[nn.Parameter, _Stored]
+
+    def __getitem__(self, key: Any) -> Self:
+        return self
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> nn.Parameter:
+        empty = torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
+        parameter = nn.Parameter(empty, requires_grad=empty.is_floating_point())
+        self.sources[parameter] = self
+        return parameter
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """The values, cut along the first axis into pieces of about `PIECE_BYTES`; they may be views of the file."""
+        if self.num_bytes <= PIECE_BYTES:
+            yield self.file.read(self.name, None, self.num_bytes)
+            return
+        row_bytes = self.num_bytes // self.shape[0]
+        step = max(1, PIECE_BYTES // row_bytes)
+        for begin in range(0, self.shape[0], step):
+            rows = slice(begin, min(begin + step, self.shape[0]))
+            yield self.file.read(self.name, rows, (rows.stop - begin) * row_bytes)
+
+    def value(self, dtype: torch.dtype) -> torch.Tensor:
+        """The values as `dtype` on the CPU, in memory of their own."""
+        value = torch.empty(self.shape, dtype=dtype)
+        begin = 0
+        for piece in self.pieces():
+            here = value if piece.shape == value.shape else value[begin : begin + len(piece)]
+            here.copy_(piece)
+            begin += here.shape[0] if here.dim() else 0
+        return value
+
+
+class WeightFiles:
+    """The stored tensors that a model's parameters stand for."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._sources: dict[nn.Parameter, _Stored] = {}
+        self._bar: ByteBar | None = None
+
+    def materialise(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Read those of `parameters` that have no memory yet; a `Materialise`.
+
+        Raises:
+            ModelError: a file is gone or broken.
+        """
+        waiting = [parameter for parameter in parameters if parameter.is_meta]
+        if self._bar is None:
+            self._bar = ByteBar("Reading weights", sum(stored.num_bytes for stored in self._sources.values()))
+        with readable_hub_errors(self._source, found=True):
+            for parameter in waiting:
+                stored = self._sources.pop(parameter)
+                become(parameter, stored.value(parameter.dtype))
+                self._bar.advance(stored.num_bytes)
+                if not any(parameter.is_meta for parameter in waiting):
+                    stored.file.close()
+
+    def place(
+        self, model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None, config: Any
+    ) -> Any:
+        """In the place of `PreTrainedModel._load_pretrained_model`: nothing is read but names, shapes and buffers.
+
+        Raises:
+            ConversionNeededError: the stored tensors are not the model's parameters.
+        """
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+
+        if config.hf_quantizer is not None or state_dict is not None or not files:
+            raise ConversionNeededError("its weights are quantised")
+        stored = {
+            name: _Stored(file, name, shape, dtype, self._sources)
+            for file in map(_File, files)
+            for name, shape, dtype in file.tensors()
+        }
+        buffers = [name for name, _ in model.named_buffers()]
+        with progress_bars(False):
+            info, offloaded = convert_and_load_state_dict_in_model(
+                model=model, state_dict=cast(Any, stored), load_config=config
+            )
+        self._read_buffers(model, buffers)
+        self._decide_ties(model, info.missing_keys)
+        open_questions = info.missing_and_mismatched()
+        for name, parameter in model.named_parameters():
+            if parameter not in self._sources and name not in open_questions:
+                raise ConversionNeededError(f"its tensors are converted to those of the model (such as {name!r})")
+        return info, offloaded
+
+    def _read_buffers(self, model: nn.Module, names: Sequence[str]) -> None:
+        """Make the buffers that were in the files buffers again; transformers took them for parameters."""
+        for name in names:
+            path, _, attribute = name.rpartition(".")
+            module = model.get_submodule(path)
+            parameter = module._parameters.pop(attribute, None)
+            if parameter is not None:
+                value = self._sources.pop(parameter).value(parameter.dtype)
+                value._is_hf_initialized = True  # type: ignore[attr-defined]  # lest transformers draw it
+                module.register_buffer(attribute, value)
+
+    def _decide_ties(self, model: Any, missing: set[str]) -> None:
+        """Tie what the config ties and the files hold once, or twice with the same values, as transformers does; it
+        cannot compare values that are not read yet."""
+        groups: dict[str, list[str]] = {}
+        for target, source in model.all_tied_weights_keys.items():
+            groups.setdefault(source, [source]).append(target)
+        for names in groups.values():
+            stored = [name for name in names if name not in missing]
+            for name in stored[1:]:
+                if self._are_equal(model.get_parameter(stored[0]), model.get_parameter(name)):
+                    missing.add(name)
+                else:
+                    model.all_tied_weights_keys.pop(name)
+
+    def _are_equal(self, one: nn.Parameter, other: nn.Parameter) -> bool:
+        if one.shape != other.shape:
+            return False
+        first, second = self._sources[one], self._sources[other]
+        if first.dtype != second.dtype:
+            return torch.equal(first.value(one.dtype), second.value(other.dtype))
+        pairs = zip(first.pieces(), second.pieces(), strict=True)
+        return all(torch.equal(a.to(one.dtype), b.to(other.dtype)) for a, b in pairs)
+
+    def keep(self, model: nn.Module) -> None:
+        """Forget what is no parameter of `model` (tied to another one, or of another shape)."""
+        used = set(model.parameters())
+        self._sources = {parameter: stored for parameter, stored in self._sources.items() if parameter in used}
+
+
+def read_lazily(source: str, load: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, Materialise]:
+    """A model whose parameters are on the meta device, and what makes them real.
+
+    Parameters that the files lack are initialised, and real; so are all buffers.
+
+    Args:
+        source: the checkpoint's folder or hub name, for messages.
+        load: calls `from_pretrained`.
+
+    Raises:
+        ConversionNeededError: only a plain `from_pretrained` can read this checkpoint.
+        ModelError, ...: as `readable_hub_errors`.
+    """
+    files = WeightFiles(source)
+    with _placing(files):
+        model = load()
+    files.keep(model)
+    return model, files.materialise
+
+
+@contextmanager
+def _placing(files: WeightFiles) -> Iterator[None]:
+    """Have `from_pretrained` place weights through `files`. Its loading has no public seam between knowing the files
+    and reading them."""
+    from transformers import PreTrainedModel
+
+    seam: Any = PreTrainedModel
+
+    def place(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *_: Any, **__: Any) -> Any:
+        return files.place(model, state_dict, checkpoint_files, load_config)
+
+    original = seam.__dict__["_load_pretrained_model"]
+    seam._load_pretrained_model = staticmethod(place)
+    try:
+        yield
+    finally:
+        seam._load_pretrained_model = original
