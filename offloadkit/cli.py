@@ -1,4 +1,4 @@
-"""The command line: `offloadkit demo`, `offloadkit plan`, `offloadkit train`. Errors of ours print as one message."""
+"""The command line: `offloadkit demo | doctor | plan | train`. Errors of ours print as one message."""
 
 from __future__ import annotations
 
@@ -50,6 +50,23 @@ def demo(
     from offloadkit.demo.run import NUM_STEPS, run_demo
 
     run_demo(output, num_steps=steps or NUM_STEPS, seed=seed)
+
+
+@app.command()
+@_readable
+def doctor(
+    folder: Annotated[Path, typer.Option(help="Where the disk is measured: where checkpoints will go.")] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure this machine and say what would make training better; exits with 1 where nothing can be trained."""
+    import json
+
+    from offloadkit import doctor
+
+    facts = doctor.gather(folder)
+    typer.echo(json.dumps(doctor.as_json(facts), indent=2) if as_json else doctor.report(facts))
+    if any(advice.level == "stop" for advice in doctor.advise(facts)):
+        raise typer.Exit(1)
 
 
 @app.command()
