@@ -50,8 +50,8 @@ class Placement:
     """Gradients between backward and the step: "ram" sends each layer's to pinned RAM as soon as backward is done
     with it; "vram" keeps them (and their fp32 accumulation) on the device until the last micro-batch."""
 
-    states: Literal["vram", "ram"] = "ram"
-    """Master remainder, exp_avg and exp_avg_sq. In VRAM they are stepped by the GPU, in RAM by the CPU."""
+    states: Literal["vram", "ram", "disk"] = "ram"
+    """Master remainder, exp_avg and exp_avg_sq. In VRAM they are stepped by the GPU, in RAM or on disk by the CPU."""
 
     activations: Literal["keep", "checkpoint", "offload"] = "keep"
     """"checkpoint" recomputes a repeated block's activations in backward instead of keeping them; "offload" also keeps
@@ -96,17 +96,31 @@ class OffloadConfig:
     gradient_accumulation: int = 1
     """Micro-batches whose gradients are added, in fp32, before each update."""
 
-    precision: Literal["exact"] = "exact"
-    """Precision of the optimizer states: "exact" keeps exp_avg and exp_avg_sq in fp32."""
+    precision: Literal["exact", "compact", "tiny"] = "exact"
+    """Precision of exp_avg and exp_avg_sq: "exact" keeps them in fp32, "compact" in stochastically rounded bf16, "tiny"
+    in 8 bits with a scale for each block of 256. Master weights are fp32 in all three."""
 
-    working_dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """dtype the model computes with; "auto" takes fp32 parameters as fp32 and bf16 ones as bf16."""
+    working_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """dtype the model computes with; "auto" takes each parameter's own."""
+
+    loss_scale: Literal["dynamic"] | float = "dynamic"
+    """What the loss is multiplied by before backward where the working dtype is fp16, whose gradients would underflow
+    otherwise; the step divides by it. "dynamic" starts at 65,536 and follows the overflows."""
+
+    seed: int = 0
+    """Of the stochastic rounding of "compact"."""
 
     activation_checkpointing: bool = False
     """Recompute each layer's activations in backward: less VRAM, about a third more compute."""
 
     placement: Placement | None = None
     """One placement for all layers; None lets the plan decide."""
+
+    vram: int | str | None = None
+    """VRAM that the process may take in all, CUDA's context included, as bytes or "8GiB"; None: what is free."""
+
+    ram: int | str | None = None
+    """RAM that the process may take in all; None: what is available."""
 
     on_nonfinite: Literal["raise", "skip"] = "raise"
     """What a NaN or Inf in the gradients does. The step is never applied; "raise" ends training with an error at the
@@ -125,8 +139,18 @@ class OffloadConfig:
             raise ConfigError(f"max_grad_norm must be positive, or None to clip nothing; got {self.max_grad_norm!r}")
         if type(self.gradient_accumulation) is not int or self.gradient_accumulation < 1:
             raise ConfigError(f"gradient_accumulation must be a whole number >= 1, got {self.gradient_accumulation!r}")
+        scale = self.loss_scale
+        if scale != "dynamic" and not (_is_number(scale) and 0 < scale < float("inf")):
+            raise ConfigError(f'loss_scale must be "dynamic" or a positive number, got {scale!r}')
+        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}")
         if not isinstance(self.activation_checkpointing, bool):
             raise ConfigError(f"activation_checkpointing must be True or False, got {self.activation_checkpointing!r}")
+        for name in ("vram", "ram"):
+            if (budget := getattr(self, name)) is not None:
+                if not isinstance(budget, int | str) or isinstance(budget, bool):
+                    raise ConfigError(f"{name} must be bytes, a string such as '8GiB', or None; got {budget!r}")
+                parse_bytes(budget)
         if not isinstance(self.placement, Placement | None):
             raise ConfigError(f"placement must be an offloadkit.Placement or None, got {self.placement!r}")
 

@@ -28,6 +28,7 @@ from offloadkit.offload.states import GroupOptions, optimizer_states
 from offloadkit.offload.step_clock import StepClock, num_tokens
 from offloadkit.offload.streams import record_compute
 from offloadkit.offload.update import StepThread, Update
+from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.optimizer import OffloadAdamW
 from offloadkit.plan import Plan
 from offloadkit.telemetry import Telemetry
@@ -45,6 +46,7 @@ class OffloadEngine:
         device: where the model computes.
         plan: the sizes of everything and where they live.
         telemetry: a record of every step.
+        loss_scale: what the next loss is multiplied by; None without fp16 working weights.
         pinning_seconds: how long RAM took to be populated and pinned.
     """
 
@@ -107,7 +109,10 @@ class OffloadEngine:
         self._clock = StepClock(self.device)
         self._past = Past(self._clock, self.telemetry, self.plan, self.device, self.config.on_nonfinite)
         self._newest: Update | None = None
+        fp16 = any(layer.dtype == torch.float16 for layer in layers)
+        self.loss_scale = LossScale(self.config.loss_scale) if fp16 else None
         self._num_updates = 0
+        self._overflow_known = True
         self._num_backwards = 0
         self._stepped = True
         self._newcomers = Newcomers(model, trained)
@@ -150,8 +155,11 @@ class OffloadEngine:
         if scale_by_accumulation and accumulation > 1:
             loss = loss / accumulation
         began = self._clock.start_backward(loss)
+        if self.loss_scale is not None and not self._num_backwards:
+            self._learn_of_overflow(self.loss_scale)
         try:
             with self._placed.in_backward():
+                loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
                 loss.backward()  # type: ignore[no-untyped-call]
         except BaseException:
             self.drop_gradients()
@@ -186,7 +194,7 @@ class OffloadEngine:
         self._num_updates += 1
         update = self._new_update()
         self._past.add(update)
-        self._newest = update
+        self._newest, self._overflow_known = update, False
         self._thread.start(update)
         self._clock.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_waited_seconds())
         self._num_backwards = 0
@@ -206,7 +214,17 @@ class OffloadEngine:
                 state.gradient.window.clear()
         options = [GroupOptions.of(group) for group in self.optimizer.param_groups]
         done = record_compute(self.device)
-        return Update(self._num_updates, layers, options, self.config.max_grad_norm, done)
+        update = Update(self._num_updates, layers, options, self.config.max_grad_norm, done)
+        if self.loss_scale is not None:
+            update.loss_scale, update.scale_may_fall = self.loss_scale.scale, self.loss_scale.can_fall
+        return update
+
+    def _learn_of_overflow(self, loss_scale: LossScale) -> None:
+        """The scale of a window depends on how the last one ended. Its norm is known: forward came after its update."""
+        if self._newest is not None and not self._overflow_known:
+            self._newest.norm_known.wait()
+            self._overflow_known = True
+            loss_scale.update(overflow=self._newest.skipped)
 
     # ---- reading and settling ----------------------------------------------------------------------------------
 
@@ -265,6 +283,7 @@ class OffloadEngine:
                 {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
             ],
             "num_updates": self._num_updates,
+            "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -287,6 +306,8 @@ class OffloadEngine:
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update(saved)
         self._num_updates = state["num_updates"]
+        if self.loss_scale is not None and state.get("loss_scale"):
+            self.loss_scale.load_state_dict(state["loss_scale"])
 
     def master_weights(self) -> dict[str, torch.Tensor]:
         """fp32 copies of all master weights, in RAM, by parameter name."""

@@ -83,7 +83,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         check_arguments(self.args)
         engine_config(self.offload, self.args)
         self.args.logging_nan_inf_filter = False  # it hides NaN losses, and waits for the device on each micro-batch
+        chosen = self.args.mixed_precision
+        if self.args.fp16:
+            self.args.mixed_precision = "no"  # else accelerate makes a loss scale of its own
         super().create_accelerator_and_postprocess()
+        self.args.mixed_precision = chosen
         self.accelerator.backward = self._backward
 
     # -- building the engine

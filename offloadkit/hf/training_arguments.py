@@ -30,8 +30,8 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
         "max_grad_norm": args.max_grad_norm or None,
         "gradient_accumulation": args.gradient_accumulation_steps,
     }
-    if args.bf16:
-        told["working_dtype"] = "bf16"
+    if args.bf16 or args.fp16:
+        told["working_dtype"] = "bf16" if args.bf16 else "fp16"
     defaults = {field.name: field.default for field in fields(OffloadConfig)}
     clashes = [
         f"{name}: {getattr(offload, name)!r} in OffloadConfig, {value!r} by TrainingArguments"
@@ -53,7 +53,6 @@ def check_arguments(args: TrainingArguments) -> None:
         ConfigError: names each argument and what to do.
     """
     refused = {
-        "fp16=True": (args.fp16, "use bf16=True, or neither: fp16 needs a loss scale, which is not built yet"),
         "fp16_full_eval=True": (args.fp16_full_eval, "leave it out"),
         "bf16_full_eval=True": (args.bf16_full_eval and not args.bf16, "use it with bf16=True only"),
         f"optim={str(getattr(args.optim, 'value', args.optim))!r}": (

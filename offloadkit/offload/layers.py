@@ -26,6 +26,10 @@ PIECE_NUMEL = 32 * 1024 * 1024
 """Elements after which a layer outside the repeated blocks is cut."""
 
 
+DTYPE_NAMES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""Working weights."""
+
+
 @dataclass(eq=False)
 class Slot:
     """One parameter's place in a flat layer."""
@@ -80,7 +84,7 @@ class FlatLayer:
 
     def shape(self) -> LayerShape:
         """What the plan needs to know of the layer."""
-        dtype: Dtype = "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        dtype: Dtype = DTYPE_NAMES[self.dtype]
         num_parameters = sum(slot.numel for slot in self.slots)
         return LayerShape(
             self.name, num_parameters, self.numel, dtype, self.num_norm_blocks, self.shared, self.block is not None
@@ -101,7 +105,7 @@ def flat_layers(
         ModelError: nothing can be trained, or a parameter's dtype or group is not supported.
     """
     groups = group_indices(model, param_groups)
-    return cut(model, groups, _working_dtypes(groups, config.working_dtype))
+    return cut(model, groups, _working_dtypes(model, groups, config.working_dtype))
 
 
 def plan_of(model: nn.Module, layers: Sequence[FlatLayer], config: OffloadConfig) -> Plan:
@@ -162,18 +166,28 @@ def group_indices(model: nn.Module, param_groups: Sequence[dict[str, Any]] | Non
     return groups
 
 
-def _working_dtypes(groups: dict[nn.Parameter, int], choice: str) -> dict[nn.Parameter, torch.dtype]:
-    """dtype of each trainable parameter's working weight."""
-    supported = {"bf16": torch.bfloat16, "fp32": torch.float32}
+def _working_dtypes(model: nn.Module, groups: dict[nn.Parameter, int], choice: str) -> dict[nn.Parameter, torch.dtype]:
+    """dtype of each trainable parameter's working weight.
+
+    Where it is fp16, what would overflow is fp32: HuggingFace models name it in `_keep_in_fp32_modules` (T5's `wo`).
+    """
+    supported: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     if choice != "auto":
-        return dict.fromkeys(groups, supported[choice])
-    for parameter in groups:
-        if parameter.dtype not in supported.values():
+        dtypes = dict.fromkeys(groups, supported[choice])
+    else:
+        dtypes = {parameter: parameter.dtype for parameter in groups}
+    for dtype in dtypes.values():
+        if dtype not in DTYPE_NAMES:
             raise ModelError(
-                f"the model has {parameter.dtype} parameters: offloadkit trains bf16 and fp32 ones. Convert it with "
+                f"the model has {dtype} parameters: offloadkit trains bf16, fp16 and fp32 ones. Convert it with "
                 "model.bfloat16() or model.float(), or pass OffloadConfig(working_dtype='bf16')"
             )
-    return {parameter: parameter.dtype for parameter in groups}
+    in_fp32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if in_fp32:
+        for name, parameter in model.named_parameters():
+            if dtypes.get(parameter) == torch.float16 and in_fp32.intersection(name.split(".")):
+                dtypes[parameter] = torch.float32
+    return dtypes
 
 
 class Newcomers:

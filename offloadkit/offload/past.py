@@ -43,7 +43,7 @@ class Past:
             self._telemetry.add(record)
         while self._updates and self._updates[0].norm_known.is_set():
             update = self._updates.popleft()
-            if update.skipped:
+            if update.skipped and not update.scale_may_fall:
                 self._report(update)
 
     def _report(self, update: Update) -> None:

@@ -21,6 +21,9 @@ from offloadkit.offload.weights import LayerWeights, ResidentWeights
 from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_scalars, join_master, split_master
 from offloadkit.optim.step import adamw_step
 
+REMAINDER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+"""What master weights hold beside working weights of a dtype: 16 more bits, or all of an fp32 number."""
+
 
 @dataclass(frozen=True)
 class GroupOptions:
@@ -71,7 +74,7 @@ class LayerState:
         weights = array(layer.dtype)
         self.flat = FlatState(
             weights=weights,
-            remainder=array(torch.int16) if layer.dtype == torch.bfloat16 else None,
+            remainder=None if layer.dtype == torch.float32 else array(REMAINDER_DTYPES[layer.dtype]),
             exp_avg=array(torch.float32),
             exp_avg_sq=array(torch.float32),
         )
@@ -91,8 +94,12 @@ class LayerState:
         """Take the parameters' present values as master weights and bind the parameters to the flat buffer."""
         for slot in self.layer.slots:
             here, source = slice(slot.start, slot.start + slot.numel), slot.parameter.data.reshape(-1)
-            if self.flat.remainder is not None and source.dtype == torch.float32:
+            remainder = None
+            if self.layer.dtype == torch.bfloat16 and source.dtype == torch.float32:
                 source, remainder = split_master(source)
+            elif self.layer.dtype == torch.float16:
+                remainder = source
+            if self.flat.remainder is not None and remainder is not None:
                 self.flat.remainder[here].copy_(remainder)
             self.flat.weights[here].copy_(source)
         if isinstance(self.weights, ResidentWeights):
@@ -102,15 +109,17 @@ class LayerState:
             self.weights.start(self.flat.weights)
 
     def take_over(self, slots: Sequence[Slot], *, keep_remainder: bool = False) -> None:
-        """The weights of `slots`, written from outside, become the master weights: their remainder is zero, unless the
-        caller sets it next."""
+        """The weights of `slots`, written from outside, become the master weights, to which the remainder adds nothing,
+        unless the caller sets it next."""
         if isinstance(self.weights, StreamedWeights):
             self.weights.save(slots)
         for slot in slots:
             here = slice(slot.start, slot.start + slot.numel)
             if isinstance(self.weights, ResidentWeights):
                 self.flat.weights[here].copy_(self.weights.flat[here])
-            if self.flat.remainder is not None and not keep_remainder:
+            if self.layer.dtype == torch.float16 and not keep_remainder:
+                self.flat.remainder[here].copy_(self.flat.weights[here])  # type: ignore[index]
+            elif self.flat.remainder is not None and not keep_remainder:
                 self.flat.remainder[here].zero_()
 
     def master(self, slot: Slot) -> torch.Tensor:
@@ -118,7 +127,10 @@ class LayerState:
         here = slice(slot.start, slot.start + slot.numel)
         weights = self.flat.weights[here]
         remainder = self.flat.remainder
-        flat = weights.clone() if remainder is None else join_master(weights, remainder[here])
+        if remainder is None:
+            flat = weights.clone()
+        else:
+            flat = join_master(weights, remainder[here]) if remainder.dtype == torch.int16 else remainder[here].clone()
         return flat.view(slot.parameter.shape).cpu()
 
     def step(self, slots: set[int], options: Sequence[GroupOptions], grad_scale: float, stream: CopyStream) -> None:

@@ -30,6 +30,8 @@ class Update:
     Attributes:
         layers: the layers to step, in that order, each with the slots that have a gradient.
         compute_done: the compute stream's work at step(); the device's weights are not overwritten before it.
+        loss_scale: what the gradients are to be divided by.
+        scale_may_fall: a norm that is not finite may be an overflow, after which the scale goes down: no error.
         norm: global gradient norm, once `norm_known` is set; NaN or Inf: the step was skipped.
         seconds: wall seconds of the stepping thread, by phase; complete once `done` is set.
     """
@@ -39,6 +41,8 @@ class Update:
     options: Sequence[GroupOptions]
     max_grad_norm: float | None
     compute_done: Event
+    loss_scale: float = 1.0
+    scale_may_fall: bool = False
     norm: float = math.nan
     norm_known: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -51,8 +55,9 @@ class Update:
         return not math.isfinite(self.norm)
 
     def grad_scale(self) -> float:
-        """The clip coefficient, as torch.nn.utils.clip_grad_norm_ defines it."""
-        return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (self.norm + 1e-6))
+        """The clip coefficient, as torch.nn.utils.clip_grad_norm_ defines it, over the loss scale."""
+        clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (self.norm + 1e-6))
+        return clip / self.loss_scale
 
 
 class StepThread:
@@ -110,7 +115,7 @@ def run(update: Update, h2d: CopyStream) -> None:
         assert state.gradient.sent is not None
         state.gradient.sent.synchronize()
     arrived = time.perf_counter()
-    update.norm = _norm(update)
+    update.norm = _norm(update) / update.loss_scale
     update.norm_known.set()
     normed = time.perf_counter()
     update.seconds = {"gradient_wait": arrived - started, "norm": normed - arrived}

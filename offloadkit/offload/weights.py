@@ -283,7 +283,7 @@ class TiedUses:
 
 def move_rest(model: nn.Module, trained: set[nn.Parameter], device: torch.device, working_dtype: str) -> None:
     """Bring frozen parameters and buffers to `device`; frozen ones take the working dtype where one was chosen."""
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(working_dtype)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(working_dtype)
     for parameter in model.parameters():
         if parameter not in trained:
             parameter.data = parameter.data.to(device, dtype if parameter.dtype.is_floating_point else None)

@@ -10,10 +10,13 @@ from torch import nn
 
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import EngineStateError, ModelError
+from offloadkit.optim.loss_scale import LossScale
 
 
 class Run(Protocol):
     """What the optimizer asks of the engine that drives it."""
+
+    loss_scale: LossScale | None
 
     def step(self, *, boundary: bool | None = None) -> bool: ...
     def synchronize(self) -> None: ...
@@ -23,9 +26,9 @@ class Run(Protocol):
 class OffloadAdamW(torch.optim.Optimizer):
     """AdamW whose states live in host RAM and whose step the engine runs.
 
-    `state[parameter]` holds "step" (fp32 scalar), "exp_avg" and "exp_avg_sq" (fp32, the parameter's shape) and, for
-    bf16 working weights, "remainder" (int16: the low half of the split master weights). They are views of the engine's
-    pinned memory: read them after `state_dict()` or `engine.synchronize()`.
+    `state[parameter]` holds "step" (fp32 scalar), "exp_avg" and "exp_avg_sq" (fp32, the parameter's shape) and
+    "remainder": for bf16 working weights the low half of the split master weights (int16), for fp16 ones the master
+    weights (fp32). They are views of the engine's memory: read them after `state_dict()` or `engine.synchronize()`.
     """
 
     def __init__(
@@ -75,9 +78,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, settled first; its tensors are the live states, not copies."""
+        """As torch's, settled first, with "loss_scale" where there is one; the tensors are the live states."""
         self._engine().synchronize()
-        return super().state_dict()
+        loss_scale = self._engine().loss_scale
+        return super().state_dict() | ({} if loss_scale is None else {"loss_scale": loss_scale.state_dict()})
 
     @torch.no_grad()
     def load_parameter_state(self, parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
@@ -86,6 +90,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         for name, target in self.state[parameter].items():
             if name in state:
                 target.copy_(torch.as_tensor(state[name]))
+            elif name == "remainder" and target.dtype == torch.float32:
+                target.copy_(parameter)
             else:
                 target.zero_()
 
@@ -114,6 +120,9 @@ class OffloadAdamW(torch.optim.Optimizer):
             self.load_parameter_state(parameter, state)
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+        loss_scale = self._engine().loss_scale
+        if loss_scale is not None and "loss_scale" in state_dict:
+            loss_scale.load_state_dict(state_dict["loss_scale"])
 
 
 def _check_shapes(parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
