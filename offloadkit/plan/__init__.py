@@ -1,19 +1,23 @@
-"""The plan: how many bytes of each kind a run needs, where they live, and how long a step takes. Pure arithmetic."""
+"""The plan: how many bytes of each kind a run needs, where they live, and how long a step takes. Pure arithmetic.
+
+`shapes` (bytes of a layer), `memory` (bytes of a run), `seconds` (a step), `search` (placements), `plan` (all of it),
+`text` and `explain` (in words); `work` is what a micro-batch computes, as `offload.micro_batch` found it.
+"""
 
 from __future__ import annotations
 
+from offloadkit.plan.plan import Plan, make_plan
 from offloadkit.plan.shapes import (
     NUM_LANDINGS,
     NUM_STAGING,
     NUM_WEIGHT_BUFFERS,
     Dtype,
     LayerShape,
-    Plan,
-    format_bytes,
-    make_plan,
+    Precision,
     possible,
     tier_bytes,
 )
+from offloadkit.plan.text import format_bytes
 from offloadkit.plan.work import MicroBatch, Pass, Stage
 
 __all__ = [
@@ -25,6 +29,7 @@ __all__ = [
     "MicroBatch",
     "Pass",
     "Plan",
+    "Precision",
     "Stage",
     "format_bytes",
     "make_plan",

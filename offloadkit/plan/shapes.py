@@ -1,20 +1,23 @@
-"""The plan: how many bytes of each kind a run needs, and where they live. Pure arithmetic over shapes."""
+"""Bytes of a flat layer, and of all of them, by category and tier. Exact: the engine allocates what is said here."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from offloadkit.config import OffloadConfig, Placement
+from offloadkit.config import Placement
 
-Dtype = Literal["bf16", "fp32"]
-WEIGHT_BYTES: dict[Dtype, int] = {"bf16": 2, "fp32": 4}
-REMAINDER_BYTES: dict[Dtype, int] = {"bf16": 2, "fp32": 0}
-"""Of the master weights, beside the working weights: 16 more bits to a bf16 (split master weights), none to fp32."""
-MOMENT_BYTES = 4 + 4
-"""exp_avg and exp_avg_sq in fp32."""
+Dtype = Literal["bf16", "fp16", "fp32"]
+WEIGHT_BYTES: dict[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+REMAINDER_BYTES: dict[Dtype, int] = {"bf16": 2, "fp16": 4, "fp32": 0}
+"""Master weights beside the working weights: 16 more bits to a bf16 (split master weights), an fp32 of its own to an
+fp16, none to fp32."""
+
+Precision = Literal["exact", "compact", "tiny"]
+TINY_BLOCK = 256
+"""Elements of an 8-bit moment that share one fp32 scale."""
 
 NUM_LANDINGS = 2
 """Layers whose gradients may be in VRAM at once: one being written, the other on its way to RAM."""
@@ -22,8 +25,23 @@ NUM_WEIGHT_BUFFERS = 3
 """Buffers in VRAM through which weights that live in RAM pass: the layer in use, the one before and the next."""
 NUM_STAGING = 2
 """Layers of one micro-batch's gradients in RAM, waiting to be added to the accumulated ones."""
+NUM_STATE_BUFFERS = 3
+"""Buffers in RAM through which states on disk pass: one being read, one being stepped, one being written."""
 
 DEFAULT_PLACEMENT = Placement()
+
+CATEGORIES = (
+    "working weights",
+    "weight buffers",
+    "frozen weights",
+    "gradients",
+    "master weights",
+    "exp_avg, exp_avg_sq",
+    "state buffers",
+    "activations",
+    "framework",
+)
+"""In the order in which they are shown."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +51,7 @@ class LayerShape:
     name: str
     num_parameters: int
     numel: int
-    """Elements of its flat buffers, padding included."""
+    """Elements of its flat buffers, padding included; a multiple of 256."""
     dtype: Dtype
     """Working weights."""
     num_norm_blocks: int
@@ -41,6 +59,8 @@ class LayerShape:
     """Whether it holds a tied weight, whose gradient is fp32."""
     in_block: bool = False
     """Whether it belongs to a repeated block: only then may its weights leave VRAM."""
+    precision: Precision = "exact"
+    """Of exp_avg and exp_avg_sq."""
 
     def landing_bytes(self) -> int:
         """One micro-batch's gradient."""
@@ -58,12 +78,22 @@ class LayerShape:
         """The norm's block sums, in fp64."""
         return aligned(8 * self.num_norm_blocks)
 
+    def moment_bytes(self) -> int:
+        """exp_avg and exp_avg_sq: fp32, bf16, or 8 bits with an fp32 scale a block."""
+        if self.precision == "tiny":
+            return 2 * (self.numel + 4 * -(-self.numel // TINY_BLOCK))
+        return self.numel * (8 if self.precision == "exact" else 4)
+
     def state_bytes(self) -> dict[str, int]:
         """Optimizer states by category, wherever they live."""
         return {
             "master weights": aligned(self.numel * REMAINDER_BYTES[self.dtype]),
-            "exp_avg, exp_avg_sq": self.numel * MOMENT_BYTES,
+            "exp_avg, exp_avg_sq": self.moment_bytes(),
         }
+
+    def step_bytes(self, accumulation: int) -> int:
+        """Memory traffic of AdamW: the gradient is read, states and working weights are read and written."""
+        return self.gradient_bytes(accumulation) + 2 * (sum(self.state_bytes().values()) + self.weight_bytes())
 
     def ram_bytes(self, placement: Placement, accumulation: int) -> dict[str, int]:
         """Pinned RAM by category."""
@@ -89,58 +119,6 @@ class LayerShape:
         return parts
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Sizes of a run, computed from shapes alone.
-
-    Attributes:
-        tiers: bytes by tier ("vram", "ram") and category; activations and the framework's own memory come on top.
-    """
-
-    layers: tuple[LayerShape, ...]
-    placements: tuple[Placement, ...]
-    accumulation: int
-    num_parameters: int
-    num_trainable_parameters: int
-    tiers: dict[str, dict[str, int]]
-
-    def total_bytes(self, tier: str) -> int:
-        """Planned bytes of a tier."""
-        return sum(self.tiers[tier].values())
-
-    def __str__(self) -> str:
-        frozen = self.num_parameters - self.num_trainable_parameters
-        kinds = Counter(layer.dtype for layer in self.layers)
-        steppers = Counter(placement.step for placement in self.placements)
-        lines = [
-            f"{self.num_parameters:,} parameters"
-            + (f" ({frozen:,} frozen)" if frozen else "")
-            + f" in {len(self.layers)} flat layers, working weights {'+'.join(kinds)},\n"
-            + ", ".join(f"{number} stepped on the {step.upper()}" for step, number in steppers.items()),
-            f"  {'':22}{'VRAM':>12}{'RAM':>12}",
-        ]
-        categories = dict.fromkeys(category for tier in self.tiers.values() for category in tier)
-        for category in categories:
-            cells = [self.tiers[tier].get(category, 0) for tier in ("vram", "ram")]
-            if any(cells):
-                lines.append(
-                    f"  {category:22}" + "".join(f"{format_bytes(cell) if cell else '-':>12}" for cell in cells)
-                )
-        totals = [format_bytes(self.total_bytes(tier)) for tier in ("vram", "ram")]
-        lines.append(f"  {'in all':22}" + "".join(f"{total:>12}" for total in totals))
-        lines.append("  (activations and the framework's own memory come on top;")
-        lines.append("  without a GPU, VRAM is RAM too)")
-        return "\n".join(lines)
-
-
-def format_bytes(num_bytes: int) -> str:
-    """ "1.23 GiB", "45.6 MiB" or "789 KiB"."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 1000 * size else f"{num_bytes / size:.0f} {unit}"
-    return f"{num_bytes / 1024:.3g} KiB"
-
-
 def aligned(num_bytes: int) -> int:
     """`num_bytes` rounded up to the border at which the next array of a slab starts."""
     return -(-num_bytes // 256) * 256
@@ -153,43 +131,41 @@ def possible(placement: Placement, layer: LayerShape) -> Placement:
     return replace(placement, weights="vram", activations=placement.activations if layer.in_block else "keep")
 
 
-def make_plan(layers: Sequence[LayerShape], config: OffloadConfig, *, frozen: int = 0, frozen_bytes: int = 0) -> Plan:
-    """The plan of a model cut into `layers`.
-
-    Args:
-        frozen, frozen_bytes: number and size of the parameters outside the flat layers, and buffers' bytes.
-    """
-    placement = config.placement or DEFAULT_PLACEMENT
-    if config.activation_checkpointing and placement.activations == "keep":
-        placement = replace(placement, activations="checkpoint")
-    placements = tuple(possible(placement, layer) for layer in layers)
-    num_trainable = sum(layer.num_parameters for layer in layers)
-    tiers = tier_bytes(layers, placements, config.gradient_accumulation)
-    tiers["vram"]["frozen weights"] = frozen_bytes
-    return Plan(tuple(layers), placements, config.gradient_accumulation, num_trainable + frozen, num_trainable, tiers)
-
-
 def tier_bytes(
     layers: Sequence[LayerShape], placements: Sequence[Placement], accumulation: int
 ) -> dict[str, dict[str, int]]:
-    """Bytes by tier and category of layers placed so."""
-    ram: Counter[str] = Counter()
-    vram: Counter[str] = Counter()
+    """Bytes of the layers' own memory by tier ("vram", "ram", "disk") and category, placed so."""
+    tiers: dict[str, Counter[str]] = {"vram": Counter(), "ram": Counter(), "disk": Counter()}
     placed = list(zip(layers, placements, strict=True))
     for layer, placement in placed:
-        ram.update(layer.ram_bytes(placement, accumulation))
-        vram.update(layer.vram_bytes(placement, accumulation))
-    through_ram = sorted((layer.landing_bytes() for layer, where in placed if where.gradients == "ram"), reverse=True)
-    if accumulation > 1:
-        ram["gradients"] += NUM_STAGING * max(through_ram, default=0)
-        landings = sorted((layer.landing_bytes() for layer in layers), reverse=True)
-    else:
-        landings = through_ram
-    vram["gradients"] += sum(landings[:NUM_LANDINGS])
-    streamed = [layer.weight_bytes() for layer, where in placed if where.weights == "ram"]
-    vram["weight buffers"] = NUM_WEIGHT_BUFFERS * max(streamed, default=0)
-    order = ("working weights", "weight buffers", "gradients", "master weights", "exp_avg, exp_avg_sq")
+        tiers["ram"].update(layer.ram_bytes(placement, accumulation))
+        tiers["vram"].update(layer.vram_bytes(placement, accumulation))
+        if placement.states not in ("vram", "ram"):
+            tiers["disk"].update(layer.state_bytes())
+    buffers = buffer_bytes(placed, accumulation)
+    for tier, parts in buffers.items():
+        tiers[tier].update(parts)
     return {
-        tier: {category: parts[category] for category in order if parts[category]}
-        for tier, parts in (("vram", vram), ("ram", ram))
+        tier: {category: parts[category] for category in CATEGORIES if parts[category]} for tier, parts in tiers.items()
+    }
+
+
+def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> dict[str, dict[str, int]]:
+    """Bytes of what layers share, by tier and category: landings, weight buffers, staging, buffers of states.
+
+    A tied weight's landing is taken until the end of backward; of the others the largest `NUM_LANDINGS` are there.
+    """
+    through_ram = [layer for layer, where in placed if where.gradients == "ram"]
+    landing = [layer for layer, _ in placed] if accumulation > 1 else through_ram
+    sizes = sorted((layer.landing_bytes() for layer in landing if not layer.shared), reverse=True)
+    landings = sum(sizes[:NUM_LANDINGS]) + sum(layer.landing_bytes() for layer in landing if layer.shared)
+    streamed: dict[str, int] = defaultdict(int)  # a block has a flat layer for each of its dtypes
+    for layer, where in placed:
+        if where.weights == "ram":
+            streamed[layer.name] += layer.weight_bytes()
+    on_disk = [sum(layer.state_bytes().values()) for layer, where in placed if where.states not in ("vram", "ram")]
+    staging = max((layer.landing_bytes() for layer in through_ram), default=0) if accumulation > 1 else 0
+    return {
+        "vram": {"gradients": landings, "weight buffers": NUM_WEIGHT_BUFFERS * max(streamed.values(), default=0)},
+        "ram": {"gradients": NUM_STAGING * staging, "state buffers": NUM_STATE_BUFFERS * max(on_disk, default=0)},
     }

@@ -1,0 +1,157 @@
+"""A plan in sentences: whether it fits, what limits it, what would help. The numbers come from planning again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from offloadkit.plan.text import format_bytes
+
+if TYPE_CHECKING:
+    from offloadkit.plan.plan import Plan
+
+_NAMES = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
+_LIMITS = {
+    "GPU": "the GPU's computing",
+    "CPU step": "the CPU's AdamW step (RAM's bandwidth)",
+    "H2D": "the bus to the GPU",
+    "D2H": "the bus from the GPU",
+    "disk": "the disk",
+}
+_MORE = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""Budgets to try, as shares of the present one."""
+_WORTHWHILE = 1.05
+"""Less than this times faster is not worth a sentence."""
+
+
+def explained(plan: Plan) -> str:
+    """Sentences, one a line."""
+    return "\n".join([*_fit(plan), *_limit(plan), *_help(plan)])
+
+
+def replanned(plan: Plan, *, work: Any = None, **changes: Any) -> Plan:
+    """The plan with fields of its config (vram, ram, precision, ...) or its micro-batch changed."""
+    from offloadkit.plan.plan import make_plan
+
+    assert plan.basis is not None
+    basis = plan.basis
+    config = replace(basis.config, **changes)
+    return make_plan(
+        [replace(layer, precision=config.precision) for layer in plan.layers],
+        config,
+        frozen=basis.frozen,
+        frozen_bytes=basis.frozen_bytes,
+        work=work or basis.work,
+        hardware=basis.hardware,
+        assumed=basis.assumed,
+    )
+
+
+def nearest_fits(plan: Plan, most: int = 3) -> list[tuple[str, Plan]]:
+    """Up to `most` plans that fit, each with what to ask for: those that change the least come first.
+
+    Tried in this order: states in fewer bytes, smaller micro-batches, both, then a larger budget.
+    """
+    found: list[tuple[str, Plan]] = []
+    for words, other in _others(plan):
+        if other.fits:
+            found.append((words, other))
+        if len(found) == most:
+            break
+    return found
+
+
+def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    basis = plan.basis
+    if basis is None or basis.hardware is None:
+        return
+    order = ("exact", "compact", "tiny")
+    leaner = order[order.index(basis.config.precision) + 1 :]
+    for precision in leaner:
+        yield f"precision={precision!r}", replanned(plan, precision=precision)
+    for words, work in basis.smaller:
+        yield words, replanned(plan, work=work)
+    for precision in leaner:
+        for words, work in basis.smaller:
+            yield f"precision={precision!r}, {words}", replanned(plan, precision=precision, work=work)
+    yield from _larger(plan)
+
+
+def _larger(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The budgets that the plan itself asks for, which is the leanest there is."""
+    lacking = {tier: plan.total_bytes(tier) for tier in plan.lacking() if tier in ("vram", "ram")}
+    if plan.on_cpu:
+        lacking = {"ram": plan.total_bytes("ram") + plan.total_bytes("vram")}
+    if lacking:
+        words = " and ".join(f"{format_bytes(need)} of {_NAMES[tier]}" for tier, need in lacking.items())
+        yield words, replanned(plan, **lacking)
+
+
+def _fit(plan: Plan) -> Iterator[str]:
+    for tier, missing in plan.lacking().items():
+        need, have = plan.budgets[tier] + missing, plan.budgets[tier]
+        yield f"does not fit: needs {format_bytes(need)} of {_NAMES[tier]}, has {format_bytes(have)}"
+    if plan.fits:
+        return
+    for words, other in nearest_fits(plan):
+        needs = " and ".join(f"{format_bytes(other.total_bytes(tier))} of {_NAMES[tier]}" for tier in ("vram", "ram"))
+        speed = f", {other.seconds.step:.3g} s a step" if other.seconds else ""
+        yield f"{words} would fit: {needs}{speed}"
+
+
+def limit(plan: Plan) -> tuple[str, float] | None:
+    """What the step waits for most ("GPU", "CPU step", "H2D", "D2H", "disk"), and its share of the step."""
+    if plan.seconds is None:
+        return None
+    busy = plan.seconds.busy
+    seconds = {"GPU": busy["forward"] + busy["backward"] + busy["GPU step"]}
+    seconds |= {name: busy[name] for name in ("CPU step", "H2D", "D2H", "disk")}
+    name = max(seconds, key=lambda name: seconds[name])
+    return name, seconds[name] / plan.seconds.step
+
+
+def _limit(plan: Plan) -> Iterator[str]:
+    limited = limit(plan)
+    if limited is not None and not plan.on_cpu:
+        name, share = limited
+        yield f"{_LIMITS[name]} limits the step: it is busy for {share:.0%} of it"
+
+
+def _help(plan: Plan) -> Iterator[str]:
+    """The smallest larger budget that makes the step noticeably faster, and leaner states where they do."""
+    if plan.seconds is None or not plan.fits or plan.on_cpu or plan.basis is None:
+        return
+    step = plan.seconds.step
+    for tier in ("vram", "ram"):
+        for factor in _MORE:
+            budget = int(plan.budgets[tier] * factor)
+            other = replanned(plan, **{tier: budget})
+            assert other.seconds is not None
+            if other.fits and step / other.seconds.step >= _WORTHWHILE:
+                more, speed = format_bytes(other.total_bytes(tier) - plan.total_bytes(tier)), step / other.seconds.step
+                yield f"{more} more {_NAMES[tier]} would {_changed(plan, other)}: {speed:.3g}x faster"
+                break
+    if plan.basis.config.precision == "exact":
+        other = replanned(plan, precision="compact")
+        assert other.seconds is not None
+        if other.fits and step / other.seconds.step >= _WORTHWHILE:
+            saved = format_bytes(max(0, plan.total_bytes("ram") - other.total_bytes("ram")))
+            yield f"precision='compact' would save {saved} of RAM: {step / other.seconds.step:.3g}x faster"
+
+
+def _changed(plan: Plan, other: Plan) -> str:
+    """What another plan does with more memory."""
+
+    def counts(of: Plan) -> dict[str, int]:
+        wheres = of.placements
+        return {
+            "keep the weights of {} more layers in VRAM": sum(where.weights == "vram" for where in wheres),
+            "keep the optimizer states of {} more layers in VRAM": sum(where.states == "vram" for where in wheres),
+            "keep the optimizer states of {} more layers in RAM": -sum(where.states == "disk" for where in wheres),
+            "keep the activations of {} more layers": sum(where.activations == "keep" for where in wheres),
+        }
+
+    before, after = counts(plan), counts(other)
+    words = [text.format(after[text] - before[text]) for text in before if after[text] > before[text]]
+    return " and ".join(words[:2]) or "change the placement"

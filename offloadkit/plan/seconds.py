@@ -1,0 +1,280 @@
+"""Seconds of a step: what each processor and each direction of the bus does, layer by layer, and who waits for whom.
+
+Two phases follow each other, because clipping needs the whole norm before the first layer is stepped
+(docs/design.md, section 2): forward beside the last step's update (CPU steps and uploads in forward order, forward
+waits layer by layer), and backward beside the gradients' way to RAM. Each resource works through its queue; a layer
+starts where its inputs are there and a buffer is free.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from offloadkit.config import Placement
+from offloadkit.hardware import Hardware
+from offloadkit.plan.shapes import NUM_LANDINGS, NUM_STAGING, NUM_WEIGHT_BUFFERS, LayerShape
+from offloadkit.plan.work import MicroBatch, Pass, Stage
+
+MATMUL_EFFICIENCY = 0.95
+"""Share of the measured product's rate that a model's products reach."""
+ELEMENTWISE_EFFICIENCY = 0.5
+"""Share of the VRAM's measured rate that a model's other operations reach (reductions, broadcasts, strides)."""
+STEP_EFFICIENCY = 0.85
+"""The same for the AdamW kernel on the GPU and the copies and norms of gradients."""
+KERNEL_SECONDS = 4e-6
+"""Of a kernel that has nothing to do."""
+CPU_EFFICIENCY = 0.95
+"""Share of the CPU step's measured rate that is left while copies and Python go on beside it. These five were fitted to
+T5-3B's steps on an H200 (tests/test_plan_measured.py)."""
+
+RESOURCES = ("forward", "backward", "GPU step", "CPU step", "H2D", "D2H", "disk")
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A step's prediction. Resources overlap: their seconds do not add up to the step's.
+
+    Attributes:
+        busy: by resource: "forward", "backward" and "GPU step" (which share the GPU), "CPU step", "H2D", "D2H", "disk".
+        update_phase, backward_phase: the two parts of `step`; forward and the update are in the first.
+    """
+
+    step: float
+    update_phase: float
+    backward_phase: float
+    busy: Mapping[str, float]
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the GPU waits."""
+        return max(0.0, self.step - sum(self.busy[name] for name in ("forward", "backward", "GPU step")))
+
+
+def pass_seconds(work: Pass, hardware: Hardware, dtype: str) -> float:
+    """Time on the GPU; products take what computing or reading takes, whichever is longer, and the kernels of a pass
+    cannot follow each other faster than they are started."""
+    flops: float = getattr(hardware, f"{dtype}_flops_per_second")
+    memory = hardware.vram_bytes_per_second
+    products = max(work.flops / (flops * MATMUL_EFFICIENCY), work.matmul_bytes / memory)
+    rest = work.moved_bytes / (memory * ELEMENTWISE_EFFICIENCY)
+    return max(products + rest + work.num_operations * KERNEL_SECONDS, work.num_operations * hardware.launch_seconds)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One flat layer: bytes that move, and seconds of what is done with them."""
+
+    index: int
+    weight_bytes: int
+    landing_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    cpu_step: float
+    """The upload of the new weights reads them once more."""
+    gpu_step: float
+    landing: float
+    """A gradient is copied to the landing and read for the norm."""
+    adding_in_vram: float
+    """Into the fp32 sum, which is read and written."""
+    adding_in_ram: float
+    """The same; the gradient was written there first."""
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A stage's seconds, and its flat layers."""
+
+    forward: float
+    backward: float
+    input_bytes: int
+    layers: tuple[_Layer, ...]
+
+
+class _Queues:
+    """When each resource is free again, and how long it has worked for what."""
+
+    def __init__(self) -> None:
+        self.free: defaultdict[str, float] = defaultdict(float)
+        self.busy: defaultdict[str, float] = defaultdict(float)
+
+    def take(self, resource: str, seconds: float, ready: float, purpose: str | None = None) -> float:
+        """Work that can start at `ready`; the time of its end."""
+        end = max(self.free[resource], ready) + seconds
+        self.free[resource] = end
+        self.busy[purpose or resource] += seconds
+        return end
+
+
+class StepModel:
+    """The step of one model over micro-batches of one shape on one machine, for any placement."""
+
+    def __init__(self, layers: Sequence[LayerShape], work: MicroBatch, hardware: Hardware, accumulation: int) -> None:
+        self._hardware, self._accumulation = hardware, accumulation
+        self._vram = hardware.vram_bytes_per_second * STEP_EFFICIENCY
+        self._cpu = hardware.cpu_adamw_bytes_per_second * CPU_EFFICIENCY
+        sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
+        dtype = max(sizes, key=lambda name: sizes[name])
+        members: list[list[_Layer]] = [[] for _ in work.stages]
+        for index, (layer, stage) in enumerate(zip(layers, place_in_stages(layers, work.stages), strict=True)):
+            members[stage].append(self._numbers(index, layer))
+        self._units = []
+        for of, its_layers in zip(work.stages, members, strict=True):
+            forward, backward = (pass_seconds(done, hardware, dtype) for done in (of.forward, of.backward))
+            self._units.append(_Unit(forward, backward, of.input_bytes if of.block else 0, tuple(its_layers)))
+
+    def _numbers(self, index: int, layer: LayerShape) -> _Layer:
+        gradient, landing = layer.gradient_bytes(self._accumulation), layer.landing_bytes()
+        traffic = layer.step_bytes(self._accumulation)
+        return _Layer(
+            index=index,
+            weight_bytes=layer.weight_bytes(),
+            landing_bytes=landing,
+            gradient_bytes=gradient,
+            state_bytes=sum(layer.state_bytes().values()),
+            cpu_step=(traffic + layer.weight_bytes()) / self._cpu,
+            gpu_step=traffic / self._vram + KERNEL_SECONDS,
+            landing=3 * landing / self._vram,
+            adding_in_vram=(8 * layer.numel + landing) / self._vram,
+            adding_in_ram=(8 * layer.numel + 2 * landing) / self._cpu,
+        )
+
+    def on_large_gpu(self) -> float:
+        """Seconds of a step where everything is kept in VRAM and nothing is recomputed."""
+        layers = [layer for unit in self._units for layer in unit.layers]
+        compute = sum(unit.forward + unit.backward for unit in self._units) + sum(layer.landing for layer in layers)
+        if self._accumulation > 1:
+            compute += sum(layer.adding_in_vram for layer in layers)
+        return self._accumulation * compute + sum(layer.gpu_step for layer in layers)
+
+    def seconds(self, placements: Sequence[Placement]) -> Seconds:
+        """The step with `placements`, one for each layer."""
+        others = self._accumulation - 1
+        first, last = self._forward(placements, updates=True), self._backward(placements, is_last=True)
+        update, backward = max(first.free.values()), max(last.free.values())
+        busy = {name: first.busy[name] + last.busy[name] for name in RESOURCES}
+        if others:
+            forward, before = self._forward(placements, updates=False), self._backward(placements, is_last=False)
+            between = max(forward.free.values())
+            adding = before.free.pop("CPU step", 0.0)  # goes on beside the next forward
+            update += others * between
+            backward += others * max(*before.free.values(), adding - between)
+            for name in RESOURCES:
+                busy[name] += others * (forward.busy[name] + before.busy[name])
+        return Seconds(update + backward, update, backward, busy)
+
+    def _forward(self, placements: Sequence[Placement], *, updates: bool) -> _Queues:
+        """Forward, and beside it the update of the step before: CPU steps, uploads, steps on the GPU."""
+        machine, queues = self._hardware, _Queues()
+        before = 0.0
+        ends: list[float] = []
+        for unit in self._units:
+            ready, on_gpu, leaves, streamed = 0.0, 0.0, False, False
+            for layer in unit.layers:
+                where = placements[layer.index]
+                leaves |= where.activations == "offload"
+                stepped = self._stepped(queues, layer, where) if updates and where.step == "cpu" else 0.0
+                on_gpu += layer.gpu_step if updates and where.step == "gpu" else 0.0
+                fetched = layer.weight_bytes / machine.h2d_bytes_per_second
+                if where.weights == "ram":
+                    streamed = True
+                    if updates or len(ends) >= NUM_WEIGHT_BUFFERS:  # else it is there since backward
+                        free = ends[-NUM_WEIGHT_BUFFERS] if len(ends) >= NUM_WEIGHT_BUFFERS else 0.0
+                        ready = queues.take("H2D", fetched, max(stepped, before, free))
+                elif updates and where.step == "cpu":
+                    ready = max(ready, queues.take("H2D", fetched, stepped))
+            before = max(queues.free["GPU"], ready)
+            queues.take("GPU", on_gpu, ready, "GPU step")
+            end = queues.take("GPU", unit.forward, ready, "forward")
+            if streamed:
+                ends.append(end)
+            if leaves:
+                queues.take("D2H", unit.input_bytes / machine.d2h_bytes_per_second, before)
+        return queues
+
+    def _stepped(self, queues: _Queues, layer: _Layer, where: Placement) -> float:
+        """When the CPU has stepped the layer; states on disk are read before and written after."""
+        read = 0.0
+        if where.states == "disk":
+            speeds = (self._hardware.disk_read_bytes_per_second, self._hardware.disk_write_bytes_per_second)
+            read = queues.take("disk", sum(layer.state_bytes / speed for speed in speeds), 0.0)
+        return queues.take("CPU step", layer.cpu_step, read)
+
+    def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> _Queues:
+        """Backward, and beside it recomputation, weights and inputs from RAM, gradients to RAM and their addition."""
+        queues, adds = _Queues(), self._accumulation > 1
+        h2d, d2h = self._bus(placements)
+        before, num_streamed = 0.0, 0
+        ends: list[float] = []
+        sent: list[float] = []
+        added: list[float] = []
+        for unit in reversed(self._units):
+            wheres = [placements[layer.index] for layer in unit.layers]
+            ready = sent[-NUM_LANDINGS] if len(sent) >= NUM_LANDINGS else 0.0
+            fetched = [layer for layer, where in zip(unit.layers, wheres, strict=True) if where.weights == "ram"]
+            if fetched:
+                num_streamed += 1
+                if num_streamed > NUM_WEIGHT_BUFFERS:  # else it is there since forward
+                    num_bytes = sum(layer.weight_bytes for layer in fetched)
+                    ready = max(ready, queues.take("H2D", num_bytes / h2d, max(before, ends[-NUM_WEIGHT_BUFFERS])))
+            if any(where.activations == "offload" for where in wheres):
+                ready = max(ready, queues.take("H2D", unit.input_bytes / h2d, before))
+            before = max(queues.free["GPU"], ready)
+            seconds = unit.backward + sum(layer.landing for layer in unit.layers)
+            if any(where.activations != "keep" for where in wheres):
+                seconds += unit.forward
+            if adds:
+                seconds += sum(
+                    layer.adding_in_vram
+                    for layer, where in zip(unit.layers, wheres, strict=True)
+                    if where.gradients == "vram"
+                )
+            end = queues.take("GPU", seconds, ready, "backward")
+            if fetched:
+                ends.append(end)
+            for layer, where in zip(unit.layers, wheres, strict=True):
+                if where.gradients == "ram":
+                    free = added[-NUM_STAGING] if len(added) >= NUM_STAGING else 0.0
+                    sent.append(queues.take("D2H", layer.landing_bytes / d2h, max(end, free)))
+                    if adds:
+                        added.append(queues.take("CPU step", layer.adding_in_ram, sent[-1]))
+        if is_last:
+            self._send_at_boundary(queues, placements, d2h)
+        return queues
+
+    def _bus(self, placements: Sequence[Placement]) -> tuple[float, float]:
+        """Bytes a second of H2D and D2H in backward; less where both directions are in use."""
+        machine = self._hardware
+        h2d, d2h = machine.h2d_bytes_per_second, machine.d2h_bytes_per_second
+        fetches = any(where.weights == "ram" or where.activations == "offload" for where in placements)
+        sends = any(where.gradients == "ram" for where in placements)
+        share = min(1.0, machine.both_bytes_per_second / (h2d + d2h)) if fetches and sends else 1.0
+        return h2d * share, d2h * share
+
+    def _send_at_boundary(self, queues: _Queues, placements: Sequence[Placement], d2h: float) -> None:
+        """Gradients that waited in VRAM for the last micro-batch and are stepped by the CPU."""
+        done = queues.free["GPU"]
+        for unit in self._units:
+            for layer in unit.layers:
+                where = placements[layer.index]
+                if where.step == "cpu" and where.gradients == "vram":
+                    queues.take("D2H", layer.gradient_bytes / d2h, done)
+
+
+def place_in_stages(layers: Sequence[LayerShape], stages: Sequence[Stage]) -> list[int]:
+    """The stage of each flat layer: its block's (the first use), or what is computed before the next block; for layers
+    after the last block the last stage."""
+    of_block: dict[str, int] = {}
+    for index, stage in enumerate(stages):
+        if stage.block:
+            of_block.setdefault(stage.block, index)
+    found: list[int] = []
+    following = len(stages) - 1
+    for layer in reversed(layers):
+        if layer.name in of_block:
+            at = following = of_block[layer.name]
+        else:
+            at = following if not stages[following].block else max(0, following - 1)
+        found.append(at)
+    return found[::-1]

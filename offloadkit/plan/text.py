@@ -1,0 +1,154 @@
+"""A plan as text, as HTML, and as plain data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offloadkit.plan.plan import Plan
+
+_TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
+
+
+def format_bytes(num_bytes: int) -> str:
+    """ "1.23 GiB", "45.6 MiB" or "789 KiB"."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 1000 * size else f"{num_bytes / size:.0f} {unit}"
+    return f"{num_bytes / 1024:.3g} KiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """ "1.23 s" or "45.6 ms"."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def as_text(plan: Plan) -> str:
+    """A table of at most 80 columns, what is placed where above it and the prediction below."""
+    rows = _rows(plan)
+    lines = [*heading(plan)]
+    lines += [f"  {cells[0]:22}" + "".join(f"{cell:>12}" for cell in cells[1:]) for cells in rows]
+    return "\n".join([*lines, *(f"  {line}" for line in footing(plan))])
+
+
+def heading(plan: Plan) -> list[str]:
+    """What is trained, and where the parts live."""
+    frozen = plan.num_parameters - plan.num_trainable_parameters
+    kinds = Counter(layer.dtype for layer in plan.layers)
+    first = f"{plan.num_parameters:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
+    return [f"{first} in {len(plan.layers)} flat layers, working weights {'+'.join(kinds)},", *_placed(plan)]
+
+
+def _placed(plan: Plan) -> list[str]:
+    """Where states, weights and activations are: one line each, and none for what is as on a large GPU."""
+    number = len(plan.layers)
+    blocks = sum(layer.in_block for layer in plan.layers)
+
+    def share(count: int, of: int) -> str:
+        return "" if count == of else f" of {count} of {of} layers"
+
+    states: Counter[str] = Counter(where.states for where in plan.placements)
+    steppers = {"vram": "the GPU", "ram": "the CPU", "disk": "the CPU"}
+    lines = [
+        f"  optimizer states{share(states[tier], number)} in {_TIERS[tier]}, stepped by {steppers[tier]}"
+        for tier in ("vram", "ram", "disk")
+        if states[tier]
+    ]
+    streamed = sum(where.weights == "ram" for where in plan.placements)
+    how = Counter(
+        where.activations for layer, where in zip(plan.layers, plan.placements, strict=True) if layer.in_block
+    )
+    if streamed:
+        lines.append(f"  weights{share(streamed, blocks)} in RAM, copied to VRAM for each pass")
+    if how["checkpoint"]:
+        lines.append(f"  activations{share(how['checkpoint'], blocks)} recomputed in backward")
+    if how["offload"]:
+        lines.append(f"  activations{share(how['offload'], blocks)} recomputed from inputs kept in RAM")
+    return lines
+
+
+def _rows(plan: Plan) -> list[list[str]]:
+    tiers = [tier for tier in _TIERS if plan.total_bytes(tier) or tier != "disk"]
+    rows = [["", *(_TIERS[tier] for tier in tiers)]]
+    for category in dict.fromkeys(category for tier in tiers for category in plan.tiers[tier]):
+        cells = [plan.tiers[tier].get(category, 0) for tier in tiers]
+        if any(cells):
+            rows.append([category, *(format_bytes(cell) if cell else "-" for cell in cells)])
+    rows.append(["in all", *(format_bytes(plan.total_bytes(tier)) for tier in tiers)])
+    if plan.budgets:
+        rows.append(["available", *(format_bytes(plan.budgets[t]) if t in plan.budgets else "-" for t in tiers)])
+    return rows
+
+
+def footing(plan: Plan) -> list[str]:
+    """What the figures leave out, and the prediction of time."""
+    lines = []
+    if plan.num_tokens is None:
+        lines.append("(activations and the framework's own memory come on top)")
+    if plan.num_tokens is None or plan.on_cpu:
+        lines.append("(without a GPU, VRAM is RAM too)")
+    if plan.seconds is not None and plan.tokens_per_second is not None and plan.slowdown is not None:
+        slowdown = "" if plan.on_cpu else f", {plan.slowdown:.3g}x a GPU that holds everything"
+        lines.append(f"{format_seconds(plan.seconds.step)} a step, {plan.tokens_per_second:,.0f} tokens/s{slowdown}")
+        busy = [f"{name} {format_seconds(number)}" for name, number in plan.seconds.busy.items() if number]
+        lines += _wrapped("busy: " + ", ".join(busy))
+    if plan.basis is not None and plan.basis.assumed:
+        lines.append("(this card was not measured: seconds are those of an assumed one)")
+    for tier, number in plan.lacking().items():
+        lines.append(f"does not fit: {format_bytes(number)} of {_TIERS[tier]} are missing")
+    return lines
+
+
+def _wrapped(text: str, width: int = 76) -> list[str]:
+    """`text` cut at spaces into lines of at most `width`."""
+    lines = [""]
+    for word in text.split(" "):
+        if len(lines[-1]) + len(word) >= width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return lines
+
+
+def as_html(plan: Plan) -> str:
+    """The same as a plain table for notebooks, in the colours of the page."""
+    header, *rows = _rows(plan)
+    right = ' style="text-align:right"'
+    cells = ["".join(f"<th{right}>{escape(cell)}</th>" for cell in header)]
+    cells += [
+        f"<td>{escape(name)}</td>" + "".join(f"<td{right}>{escape(c)}</td>" for c in rest) for name, *rest in rows
+    ]
+    table = "".join(f"<tr>{row}</tr>" for row in cells)
+    above = "<br>".join(map(escape, heading(plan)))
+    below = "<br>".join(map(escape, [*footing(plan), *plan.explain().splitlines()]))
+    return f"<div><p>{above}</p><table>{table}</table><p>{below}</p></div>"
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Everything that was predicted, in plain types."""
+    seconds = plan.seconds
+    return {
+        "fits": plan.fits,
+        "num_parameters": plan.num_parameters,
+        "num_trainable_parameters": plan.num_trainable_parameters,
+        "gradient_accumulation": plan.accumulation,
+        "bytes": plan.tiers,
+        "total_bytes": {tier: plan.total_bytes(tier) for tier in plan.tiers},
+        "available_bytes": plan.budgets,
+        "missing_bytes": plan.lacking(),
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "checkpoint_peak_bytes": plan.checkpoint_peak_bytes,
+        "num_tokens": plan.num_tokens,
+        "step_seconds": seconds.step if seconds else None,
+        "busy_seconds": dict(seconds.busy) if seconds else None,
+        "exposed_seconds": seconds.exposed if seconds else None,
+        "tokens_per_second": plan.tokens_per_second,
+        "slowdown": plan.slowdown,
+        "rates_are_assumed": plan.basis.assumed if plan.basis else False,
+        "layers": [
+            {"name": layer.name, "num_parameters": layer.num_parameters, **vars(where)}
+            for layer, where in zip(plan.layers, plan.placements, strict=True)
+        ],
+        "explanation": plan.explain().splitlines(),
+    }
