@@ -1,6 +1,6 @@
 """The CPU AdamW step against the DRAM bandwidth, torch.optim.AdamW(fused=True) and DeepSpeedCPUAdam, in one run.
 
-    python benchmarks/cpu_adamw.py --threads 2 16 --output cpu_adamw.json
+    python benchmarks/cpu_adamw.py --threads 2 16 --precision exact compact tiny --output cpu_adamw.json
 
 All contestants work on anonymous mappings with huge pages, each array at least four times the last-level cache. They
 take turns, round after round, and the best round counts, so that a busy machine is unkind to all alike. The bandwidth
@@ -17,6 +17,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from offloadkit.optim import cpu
 from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, split_master
+from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES, Precision, random_key
 
 TRIAD_BYTES = 12
 FP32_BYTES = 28
@@ -67,6 +69,23 @@ def triads(a: Tensor, b: Tensor) -> list[Contestant]:
         Contestant("triad, torch add_", TRIAD_BYTES, lambda: a.add_(b, alpha=0.5)),
         Contestant("triad, torch add out", TRIAD_BYTES, lambda: torch.add(a, b, alpha=0.5, out=a)),
     ]
+
+
+def rounded_steps(arrays: dict[str, Tensor], precisions: list[Precision]) -> list[Contestant]:
+    """The kernel over bf16 split masters with bf16 gradients and moments that are not fp32."""
+    num_elements = arrays["exp_avg"].numel() // BLOCK * BLOCK
+    scalars = adamw_scalars(step=10, **OPTIONS)  # type: ignore[arg-type]
+    segments = [Segment(0, num_elements, scalars, random_key(0, "weight", 10))]
+    weights, gradient = (arrays["high"][:num_elements], arrays["low"][:num_elements]), arrays["gradient_bf16"]
+    contestants = []
+    for kept in precisions:
+        moments = [array(num_elements, MOMENT_DTYPES[kept], 1e-3) for _ in range(2)]
+        tiny = kept == "tiny"
+        scales = [array(num_elements // BLOCK, torch.float32, 1e-3) if tiny else None for _ in range(2)]
+        step = partial(cpu.adamw_step, FlatState(*weights, *moments, *scales), gradient[:num_elements], segments, 0.9)
+        name = f"offloadkit, bf16 split, bf16 gradient, {kept}"
+        contestants.append(Contestant(name, 10 + 4 * MOMENT_DTYPES[kept].itemsize, step))
+    return contestants
 
 
 def offloadkit_steps(arrays: dict[str, Tensor]) -> list[Contestant]:
@@ -160,11 +179,12 @@ def print_table(num_threads: int, rows: list[dict[str, Any]]) -> None:
         )
 
 
-def run(thread_counts: list[int], num_elements: int, num_rounds: int) -> dict[str, Any]:
+def run(thread_counts: list[int], num_elements: int, num_rounds: int, precisions: list[Precision]) -> dict[str, Any]:
     arrays = make_arrays(num_elements)
     contestants = [
         *(triads(arrays["weights"], arrays["gradient"])),
         *offloadkit_steps(arrays),
+        *rounded_steps(arrays, [kept for kept in precisions if kept != "exact"]),
         torch_step(arrays),
     ]
     skipped = {}
@@ -187,6 +207,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[cpu.default_num_threads()])
     parser.add_argument("--elements", type=int, help="default: bf16 arrays of four times the last-level cache")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--precision", nargs="+", default=["exact"], choices=list(MOMENT_DTYPES))
     parser.add_argument("--output", type=Path, default=Path("cpu_adamw.json"))
     arguments = parser.parse_args()
     cache_bytes = last_level_cache_bytes()
@@ -203,7 +224,7 @@ def main() -> None:
         "torch": torch.__version__,
     }
     print(json.dumps(about))
-    about |= run(arguments.threads, num_elements, arguments.rounds)
+    about |= run(arguments.threads, num_elements, arguments.rounds, arguments.precision)
     arguments.output.write_text(json.dumps(about, indent=1))
 
 

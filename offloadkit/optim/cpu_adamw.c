@@ -95,28 +95,26 @@ typedef double (*norm_function)(const void *, int64_t, int64_t);
 typedef void (*triad_function)(float *, const float *, float, int64_t, int64_t);
 
 struct level {
-    adamw_function exact[NUM_KINDS][NUM_KINDS]; /* [weights][gradient] */
-    adamw_function rounded[NUM_PRECISIONS];     /* none for EXACT */
+    adamw_function step[2][NUM_KINDS][NUM_KINDS]; /* [EXACT, COMPACT][weights][gradient] */
+    adamw_function tiny;
     accumulate_function accumulate[NUM_KINDS][2];
     norm_function norm[NUM_KINDS];
     triad_function triad;
 };
 
-#define DEFINE_EXACT(LEVEL, TARGET, W, G)                                                                           \
-    TARGET static void exact_##LEVEL##_##W##_##G(const struct adamw_arrays *arrays, const struct segment *segment,  \
-                                                 float grad_scale, int64_t start, int64_t end) {                    \
-        exact_body(W, G, arrays, segment, grad_scale, start, end);                                                  \
+#define DEFINE_STEP(LEVEL, TARGET, P, W, G)                                                                         \
+    TARGET static void step_##LEVEL##_##P##_##W##_##G(const struct adamw_arrays *arrays,                            \
+                                                      const struct segment *segment, float grad_scale,              \
+                                                      int64_t start, int64_t end) {                                 \
+        step_body(P, W, G, arrays, segment, grad_scale, start, end);                                                \
     }
-#define DEFINE_ROUNDED(LEVEL, TARGET, PRECISION)                                                                    \
-    TARGET static void rounded_##LEVEL##_##PRECISION(const struct adamw_arrays *arrays,                             \
-                                                     const struct segment *segment, float grad_scale,               \
-                                                     int64_t start, int64_t end) {                                  \
-        rounded_body(PRECISION, arrays, segment, grad_scale, start, end);                                           \
-    }
+#define DEFINE_STEPS(LEVEL, TARGET, P, W)                                                                           \
+    DEFINE_STEP(LEVEL, TARGET, P, W, BF16)                                                                          \
+    DEFINE_STEP(LEVEL, TARGET, P, W, FP16)                                                                          \
+    DEFINE_STEP(LEVEL, TARGET, P, W, FP32)
 #define DEFINE_KIND(LEVEL, TARGET, KIND)                                                                            \
-    DEFINE_EXACT(LEVEL, TARGET, KIND, BF16)                                                                         \
-    DEFINE_EXACT(LEVEL, TARGET, KIND, FP16)                                                                         \
-    DEFINE_EXACT(LEVEL, TARGET, KIND, FP32)                                                                         \
+    DEFINE_STEPS(LEVEL, TARGET, EXACT, KIND)                                                                        \
+    DEFINE_STEPS(LEVEL, TARGET, COMPACT, KIND)                                                                      \
     TARGET static void add_##LEVEL##_##KIND(float *accumulator, const void *gradient, int64_t start, int64_t end) { \
         accumulate_body(KIND, 1, accumulator, gradient, start, end);                                                \
     }                                                                                                               \
@@ -126,19 +124,23 @@ struct level {
     TARGET static double norm_##LEVEL##_##KIND(const void *gradient, int64_t start, int64_t length) {               \
         return norm_body(KIND, gradient, start, length);                                                            \
     }
-#define EXACT_ROW(LEVEL, W) {exact_##LEVEL##_##W##_BF16, exact_##LEVEL##_##W##_FP16, exact_##LEVEL##_##W##_FP32}
+#define STEP_ROW(LEVEL, P, W)                                                                                       \
+    {step_##LEVEL##_##P##_##W##_BF16, step_##LEVEL##_##P##_##W##_FP16, step_##LEVEL##_##P##_##W##_FP32}
+#define STEP_TABLE(LEVEL, P) {STEP_ROW(LEVEL, P, BF16), STEP_ROW(LEVEL, P, FP16), STEP_ROW(LEVEL, P, FP32)}
 #define DEFINE_LEVEL(LEVEL, TARGET)                                                                                 \
     DEFINE_KIND(LEVEL, TARGET, BF16)                                                                                \
     DEFINE_KIND(LEVEL, TARGET, FP16)                                                                                \
     DEFINE_KIND(LEVEL, TARGET, FP32)                                                                                \
-    DEFINE_ROUNDED(LEVEL, TARGET, COMPACT)                                                                          \
-    DEFINE_ROUNDED(LEVEL, TARGET, TINY)                                                                             \
+    TARGET static void tiny_##LEVEL(const struct adamw_arrays *arrays, const struct segment *segment,               \
+                                    float grad_scale, int64_t start, int64_t end) {                                 \
+        tiny_body(arrays, segment, grad_scale, start, end);                                                         \
+    }                                                                                                               \
     TARGET static void triad_##LEVEL(float *a, const float *b, float s, int64_t start, int64_t end) {               \
         triad_body(a, b, s, start, end);                                                                            \
     }                                                                                                               \
     static const struct level level_##LEVEL = {                                                                     \
-        {EXACT_ROW(LEVEL, BF16), EXACT_ROW(LEVEL, FP16), EXACT_ROW(LEVEL, FP32)},                                   \
-        {NULL, rounded_##LEVEL##_COMPACT, rounded_##LEVEL##_TINY},                                                  \
+        {STEP_TABLE(LEVEL, EXACT), STEP_TABLE(LEVEL, COMPACT)},                                                     \
+        tiny_##LEVEL,                                                                                               \
         {{set_##LEVEL##_BF16, add_##LEVEL##_BF16},                                                                  \
          {set_##LEVEL##_FP16, add_##LEVEL##_FP16},                                                                  \
          {set_##LEVEL##_FP32, add_##LEVEL##_FP32}},                                                                 \
@@ -377,8 +379,9 @@ EXPORT int offloadkit_adamw(const struct adamw_arrays *arrays, const struct segm
         first_pieces[i] = num_pieces;
         num_pieces += (segments[i].length + ADAMW_PIECE - 1) / ADAMW_PIECE;
     }
-    adamw_function function = arrays->precision == EXACT ? level->exact[arrays->weights_kind][arrays->gradient_kind]
-                                                         : level->rounded[arrays->precision];
+    adamw_function function =
+        arrays->precision == TINY ? level->tiny
+                                  : level->step[arrays->precision][arrays->weights_kind][arrays->gradient_kind];
     struct adamw_call call = {function, arrays, segments, first_pieces, num_segments, grad_scale};
     run_job(adamw_piece, &call, num_pieces);
     free(first_pieces);

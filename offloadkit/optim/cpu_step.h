@@ -6,7 +6,7 @@
 #include <math.h>
 
 /* Numbers known to cpu.py. */
-enum { EXACT = 0, COMPACT = 1, TINY = 2, NUM_PRECISIONS = 3 };
+enum { EXACT = 0, COMPACT = 1, TINY = 2 };
 
 enum { PREFETCH_ELEMENTS = 64, PREFETCH_DISTANCE = 512, CACHE_LINE = 64 };
 enum { MOMENT_BLOCK = 256, FIRST_BUCKET = 105 << 7, EXP_AVG_SQ_LEVELS = 129 };
@@ -33,7 +33,7 @@ struct adamw_arrays {
     const int32_t *buckets;
 };
 
-/* ---- exp_avg and exp_avg_sq in fp32 ----------------------------------------------------------------------------- */
+/* ---- exp_avg and exp_avg_sq in fp32 or bf16 --------------------------------------------------------------------- */
 
 /* Five streams at once are more than the hardware prefetches well: asking ahead gave a tenth more GB/s (Zen 5); the
  * triad, with two streams, gains nothing. */
@@ -43,41 +43,81 @@ INLINE void prefetch_elements(const void *array, int64_t width, int64_t i) {
         __builtin_prefetch(first + offset, 1, 3);
 }
 
-INLINE void exact_elements(int weights_kind, int gradient_kind, const struct adamw_arrays *arrays, struct scalars s,
-                           float grad_scale, int64_t start, int64_t end) {
+/* What the random bits of elements that share the upper half of their number have in common. */
+struct random_source {
+    uint32_t first, upper;
+};
+
+/* `element` of its parameter and those after it, up to the next multiple of MOMENT_BLOCK at least. */
+INLINE struct random_source random_from(const struct segment *segment, int64_t element) {
+    uint64_t number = (uint64_t)(segment->offset + element - segment->start), key = segment->random_key;
+    struct random_source source = {(uint32_t)number + (uint32_t)key,
+                                   (uint32_t)(key >> 32) + (uint32_t)(number >> 32) * 0x9E3779B9u};
+    return source;
+}
+
+/* precision.random_bits */
+INLINE uint32_t random_bits(struct random_source source, uint32_t i) {
+    uint32_t state = source.first + i;
+    state = (state ^ state >> 16) * 0x7FEB352Du;
+    state = (state ^ state >> 15 ^ source.upper) * 0x846CA68Bu;
+    return state ^ state >> 16;
+}
+
+INLINE float load_moment(int precision, const void *moment, int64_t i) {
+    return precision == EXACT ? ((const float *)moment)[i] : float_of((uint32_t)((const uint16_t *)moment)[i] << 16);
+}
+
+/* In bf16: precision.round_stochastically by `random`, 0 .. 65535. */
+INLINE void store_moment(int precision, void *moment, int64_t i, float value, uint32_t random) {
+    if (precision == EXACT) {
+        ((float *)moment)[i] = value;
+    } else {
+        uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFFu;
+        bits += select_bits(magnitude < 0x7F800000u, random, 0u);
+        ((uint16_t *)moment)[i] = (uint16_t)(select_bits(magnitude > 0x7F800000u, 0x7FC00000u, bits) >> 16);
+    }
+}
+
+/* Elements start .. end, at most PREFETCH_ELEMENTS of one MOMENT_BLOCK of their parameter. */
+INLINE void step_elements(int precision, int weights_kind, int gradient_kind, const struct adamw_arrays *arrays,
+                          struct scalars s, struct random_source source, float grad_scale, int64_t start,
+                          int64_t end) {
     void *weights = arrays->weights, *remainder = arrays->remainder;
-    float *exp_avg = arrays->exp_avg, *exp_avg_sq = arrays->exp_avg_sq;
+    void *exp_avg = arrays->exp_avg, *exp_avg_sq = arrays->exp_avg_sq;
     const void *gradient = arrays->gradient;
     INDEPENDENT
     for (int64_t i = start; i < end; i++) {
+        uint32_t random = precision == EXACT ? 0u : random_bits(source, (uint32_t)(i - start));
         float g = load_gradient(gradient_kind, gradient, i) * grad_scale;
-        float m = s.beta1 * exp_avg[i] + s.one_minus_beta1 * g;
-        float v = s.beta2 * exp_avg_sq[i] + (s.one_minus_beta2 * g) * g;
+        float m = s.beta1 * load_moment(precision, exp_avg, i) + s.one_minus_beta1 * g;
+        float v = s.beta2 * load_moment(precision, exp_avg_sq, i) + (s.one_minus_beta2 * g) * g;
         float denominator = sqrtf(v) * s.inv_sqrt_bias_correction2 + s.eps;
         float w = load_master(weights_kind, weights, remainder, i) * s.decay - s.step_size * (m / denominator);
-        exp_avg[i] = m;
-        exp_avg_sq[i] = v;
+        store_moment(precision, exp_avg, i, m, random & 0xFFFFu);
+        store_moment(precision, exp_avg_sq, i, v, random >> 16);
         store_master(weights_kind, weights, remainder, i, w);
     }
 }
 
-INLINE void exact_body(int weights_kind, int gradient_kind, const struct adamw_arrays *arrays,
-                       const struct segment *segment, float grad_scale, int64_t start, int64_t end) {
+INLINE void step_body(int precision, int weights_kind, int gradient_kind, const struct adamw_arrays *arrays,
+                      const struct segment *segment, float grad_scale, int64_t start, int64_t end) {
     struct scalars scalars = segment->scalars;
-    int64_t i = start;
+    int64_t i = start, moment_bytes = precision == EXACT ? 4 : 2;
     for (; i + PREFETCH_ELEMENTS <= end; i += PREFETCH_ELEMENTS) {
         int64_t ahead = i + PREFETCH_DISTANCE;
-        prefetch_elements(arrays->exp_avg, 4, ahead);
-        prefetch_elements(arrays->exp_avg_sq, 4, ahead);
+        prefetch_elements(arrays->exp_avg, moment_bytes, ahead);
+        prefetch_elements(arrays->exp_avg_sq, moment_bytes, ahead);
         prefetch_elements(arrays->weights, weights_kind == FP32 ? 4 : 2, ahead);
         if (weights_kind != FP32) prefetch_elements(arrays->remainder, weights_kind == FP16 ? 4 : 2, ahead);
         prefetch_elements(arrays->gradient, gradient_kind == FP32 ? 4 : 2, ahead);
-        exact_elements(weights_kind, gradient_kind, arrays, scalars, grad_scale, i, i + PREFETCH_ELEMENTS);
+        step_elements(precision, weights_kind, gradient_kind, arrays, scalars, random_from(segment, i), grad_scale, i,
+                      i + PREFETCH_ELEMENTS);
     }
-    exact_elements(weights_kind, gradient_kind, arrays, scalars, grad_scale, i, end);
+    step_elements(precision, weights_kind, gradient_kind, arrays, scalars, random_from(segment, i), grad_scale, i, end);
 }
 
-/* ---- exp_avg and exp_avg_sq in bf16 or 8 bits ------------------------------------------------------------------- */
+/* ---- exp_avg and exp_avg_sq in 8 bits --------------------------------------------------------------------------- */
 
 /* The block's elements on their way through fp32: what follows works on one array after the other, in the L1 cache, so
  * that it is built once for all kinds of weights and gradients. */
@@ -86,18 +126,6 @@ struct block {
     _Alignas(CACHE_LINE) float exp_avg[MOMENT_BLOCK], exp_avg_sq[MOMENT_BLOCK];
     _Alignas(CACHE_LINE) uint32_t random[MOMENT_BLOCK];
 };
-
-/* precision.random_bits. `element` is a multiple of MOMENT_BLOCK, so its upper half is the whole block's. */
-INLINE void fill_random(uint64_t key, uint64_t element, int64_t count, uint32_t *random) {
-    uint32_t upper = (uint32_t)(key >> 32) + (uint32_t)(element >> 32) * 0x9E3779B9u;
-    uint32_t first = (uint32_t)element + (uint32_t)key;
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t state = first + (uint32_t)i;
-        state = (state ^ state >> 16) * 0x7FEB352Du;
-        state = (state ^ state >> 15 ^ upper) * 0x846CA68Bu;
-        random[i] = state ^ state >> 16;
-    }
-}
 
 #define WITH_CONSTANT_KIND(KIND, STATEMENT)                                                                         \
     if (KIND == BF16) { enum { kind = BF16 }; STATEMENT; }                                                          \
@@ -119,23 +147,6 @@ INLINE void store_masters(int kind, const struct adamw_arrays *arrays, int64_t s
     void *weights = arrays->weights, *remainder = arrays->remainder;
     INDEPENDENT
     for (int64_t i = 0; i < count; i++) store_master(kind, weights, remainder, start + i, in[i]);
-}
-
-INLINE void load_bf16(const void *array, int64_t start, int64_t count, float *out) {
-    const uint16_t *in = (const uint16_t *)array + start;
-    INDEPENDENT
-    for (int64_t i = 0; i < count; i++) out[i] = float_of((uint32_t)in[i] << 16);
-}
-
-/* precision.round_stochastically; `shift` chooses the half of the random bits. */
-INLINE void store_bf16(void *array, int64_t start, int64_t count, const float *in, const uint32_t *random, int shift) {
-    uint16_t *out = (uint16_t *)array + start;
-    INDEPENDENT
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits = bits_of(in[i]), magnitude = bits & 0x7FFFFFFFu;
-        bits += select_bits(magnitude < 0x7F800000u, random[i] >> shift & 0xFFFFu, 0u);
-        out[i] = (uint16_t)(select_bits(magnitude > 0x7F800000u, 0x7FC00000u, bits) >> 16);
-    }
 }
 
 /* precision.decode_exp_avg, and decode_exp_avg_sq where there is no sign. */
@@ -182,20 +193,15 @@ INLINE void store_codes(int has_sign, void *array, float *scales, const float *l
     }
 }
 
-INLINE void rounded_block(int precision, const struct adamw_arrays *arrays, const struct segment *segment,
-                          float grad_scale, int64_t start, int64_t count) {
+INLINE void tiny_block(const struct adamw_arrays *arrays, const struct segment *segment, float grad_scale,
+                       int64_t start, int64_t count) {
     struct scalars s = segment->scalars;
+    const float *sq_levels = arrays->levels + EXP_AVG_SQ_LEVELS;
     struct block b;
     WITH_CONSTANT_KIND(arrays->gradient_kind, load_gradients(kind, arrays->gradient, start, count, b.gradient))
     WITH_CONSTANT_KIND(arrays->weights_kind, load_masters(kind, arrays, start, count, b.master))
-    if (precision == COMPACT) {
-        load_bf16(arrays->exp_avg, start, count, b.exp_avg);
-        load_bf16(arrays->exp_avg_sq, start, count, b.exp_avg_sq);
-    } else {
-        load_codes(1, arrays->exp_avg, arrays->exp_avg_scale, arrays->levels, start, count, b.exp_avg);
-        load_codes(0, arrays->exp_avg_sq, arrays->exp_avg_sq_scale, arrays->levels + EXP_AVG_SQ_LEVELS, start, count,
-                   b.exp_avg_sq);
-    }
+    load_codes(1, arrays->exp_avg, arrays->exp_avg_scale, arrays->levels, start, count, b.exp_avg);
+    load_codes(0, arrays->exp_avg_sq, arrays->exp_avg_sq_scale, sq_levels, start, count, b.exp_avg_sq);
     INDEPENDENT
     for (int64_t i = 0; i < count; i++) {
         float g = b.gradient[i] * grad_scale;
@@ -207,34 +213,19 @@ INLINE void rounded_block(int precision, const struct adamw_arrays *arrays, cons
         b.exp_avg_sq[i] = v;
     }
     WITH_CONSTANT_KIND(arrays->weights_kind, store_masters(kind, arrays, start, count, b.master))
-    fill_random(segment->random_key, (uint64_t)(segment->offset + start - segment->start), count, b.random);
-    if (precision == COMPACT) {
-        store_bf16(arrays->exp_avg, start, count, b.exp_avg, b.random, 0);
-        store_bf16(arrays->exp_avg_sq, start, count, b.exp_avg_sq, b.random, 16);
-    } else {
-        store_codes(1, arrays->exp_avg, arrays->exp_avg_scale, arrays->levels, arrays->buckets, start, count,
-                    b.exp_avg, b.random);
-        store_codes(0, arrays->exp_avg_sq, arrays->exp_avg_sq_scale, arrays->levels + EXP_AVG_SQ_LEVELS,
-                    arrays->buckets, start, count, b.exp_avg_sq, b.random);
-    }
+    struct random_source source = random_from(segment, start);
+    for (int64_t i = 0; i < count; i++) b.random[i] = random_bits(source, (uint32_t)i);
+    store_codes(1, arrays->exp_avg, arrays->exp_avg_scale, arrays->levels, arrays->buckets, start, count, b.exp_avg,
+                b.random);
+    store_codes(0, arrays->exp_avg_sq, arrays->exp_avg_sq_scale, sq_levels, arrays->buckets, start, count,
+                b.exp_avg_sq, b.random);
 }
 
-INLINE void rounded_body(int precision, const struct adamw_arrays *arrays, const struct segment *segment,
-                         float grad_scale, int64_t start, int64_t end) {
+INLINE void tiny_body(const struct adamw_arrays *arrays, const struct segment *segment, float grad_scale,
+                      int64_t start, int64_t end) {
     int64_t i = start;
-    for (; i + MOMENT_BLOCK <= end; i += MOMENT_BLOCK) {
-        for (int64_t ahead = i + PREFETCH_DISTANCE; ahead < i + PREFETCH_DISTANCE + MOMENT_BLOCK;
-             ahead += PREFETCH_ELEMENTS) {
-            prefetch_elements(arrays->exp_avg, precision == COMPACT ? 2 : 1, ahead);
-            prefetch_elements(arrays->exp_avg_sq, precision == COMPACT ? 2 : 1, ahead);
-            prefetch_elements(arrays->weights, arrays->weights_kind == FP32 ? 4 : 2, ahead);
-            if (arrays->weights_kind != FP32)
-                prefetch_elements(arrays->remainder, arrays->weights_kind == FP16 ? 4 : 2, ahead);
-            prefetch_elements(arrays->gradient, arrays->gradient_kind == FP32 ? 4 : 2, ahead);
-        }
-        rounded_block(precision, arrays, segment, grad_scale, i, MOMENT_BLOCK);
-    }
-    if (i < end) rounded_block(precision, arrays, segment, grad_scale, i, end - i);
+    for (; i + MOMENT_BLOCK <= end; i += MOMENT_BLOCK) tiny_block(arrays, segment, grad_scale, i, MOMENT_BLOCK);
+    if (i < end) tiny_block(arrays, segment, grad_scale, i, end - i);
 }
 
 #endif

@@ -115,6 +115,7 @@ class OffloadAdamW(torch.optim.Optimizer):
                 state = state_dict["state"].get(index, {})
                 if parameter in self.state:
                     _check_shapes(parameter, state)
+                    check_precision(self.state[parameter], state)
                     pairs.append((parameter, state))
         for parameter, state in pairs:
             self.load_parameter_state(parameter, state)
@@ -123,6 +124,19 @@ class OffloadAdamW(torch.optim.Optimizer):
         loss_scale = self._engine().loss_scale
         if loss_scale is not None and "loss_scale" in state_dict:
             loss_scale.load_state_dict(state_dict["loss_scale"])
+
+
+def check_precision(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+    """
+    Raises:
+        ValueError: a saved state is of another dtype than the one it would be copied to.
+    """
+    for name in ("exp_avg", "exp_avg_sq", "remainder"):
+        if name in saved and name in own and saved[name].dtype != own[name].dtype:
+            raise ValueError(
+                f"saved {name} is {saved[name].dtype}, this run's is {own[name].dtype}: go on with the precision and "
+                "the working dtype that the run was saved with"
+            )
 
 
 def _check_shapes(parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
