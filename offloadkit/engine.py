@@ -29,7 +29,7 @@ from offloadkit.offload.step_clock import StepClock, num_tokens
 from offloadkit.offload.streams import record_compute
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.optimizer import OffloadAdamW
+from offloadkit.optim.optimizer import OffloadAdamW, check_precision
 from offloadkit.plan import Plan
 from offloadkit.telemetry import Telemetry
 
@@ -290,7 +290,8 @@ class OffloadEngine:
         """Continue from a `state_dict()` of an engine with the same parameters, whatever its placement.
 
         Raises:
-            ModelError: the parameter names or the number of groups differ; nothing is loaded then.
+            ModelError: the parameter names or the number of groups differ.
+            ValueError: the saved states have another precision. Nothing is loaded then either.
         """
         self.synchronize()
         names = {slot.name for slot in self._placed.slots()}
@@ -299,6 +300,8 @@ class OffloadEngine:
             raise ModelError(f"the saved run has other parameters than this model: {', '.join(differing[:5])} differ")
         if len(state["param_groups"]) != len(self.optimizer.param_groups):
             raise ModelError(f"the saved run has {len(state['param_groups'])} parameter groups, this one has others")
+        for slot in self._placed.slots():
+            check_precision(self.optimizer.state[slot.parameter], state["optimizer"][slot.name])
         self.module.load_state_dict(state["module"])
         self._placed.take_over_outside_writes(keep_remainder=True)
         for slot in self._placed.slots():

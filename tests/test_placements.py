@@ -64,7 +64,13 @@ def batches(kind: str, num: int, device: str) -> list[Any]:
 
 
 def trained(
-    kind: str, device: str, steps: int, placement: Placement | Plan | None, accumulation: int, dtype: Any = "bf16"
+    kind: str,
+    device: str,
+    steps: int,
+    placement: Placement | Plan | None,
+    accumulation: int,
+    dtype: Any = "bf16",
+    precision: Any = "exact",
 ) -> dict[str, torch.Tensor]:
     """Weights, and all states, after `steps` steps with clipping."""
     plan = placement if isinstance(placement, Plan) else None
@@ -72,6 +78,7 @@ def trained(
         learning_rate=1e-2,
         gradient_accumulation=accumulation,
         working_dtype=dtype,
+        precision=precision,
         placement=None if plan else placement,  # type: ignore[arg-type]
     )
     with OffloadEngine(tiny(kind), config, device=device, plan=plan) as engine:
@@ -121,3 +128,17 @@ def test_no_mixture_of_placements_changes_a_number(seed: int, device: str) -> No
     mixed = replace(base, placements=placements, tiers=tier_bytes(base.layers, placements, accumulation))
     expected = trained(kind, device, 20, None, accumulation, dtype)
     assert_equal(expected, trained(kind, device, 20, mixed, accumulation, dtype), placements)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("precision", ["compact", "tiny"])
+def test_placements_change_no_number_at_other_precisions(precision: str, dtype: str, device: str) -> None:
+    expected = trained("t5", device, 20, None, 1, dtype, precision)
+    for placement in (
+        PLACEMENTS[-1],
+        PLACEMENTS[-3],
+        Placement(weights="ram"),
+        Placement("ram", activations="offload"),
+    ):
+        assert_equal(expected, trained("t5", device, 20, placement, 1, dtype, precision), placement)

@@ -16,8 +16,9 @@ from torch import nn
 
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import ModelError
+from offloadkit.hardware import Hardware
 from offloadkit.optim.gradient_norm import NORM_BLOCK
-from offloadkit.plan import Dtype, LayerShape, Plan, make_plan
+from offloadkit.plan import Dtype, LayerShape, Plan, Precision, make_plan
 
 SLOT_ALIGNMENT = 256
 """Elements. Parameters, 8-bit blocks of states and shards begin at multiples of it in a flat layer."""
@@ -68,6 +69,8 @@ class FlatLayer:
     """Modules before whose forward the layer's weights must be up to date."""
     block: nn.Module | None = None
     """The repeated block whose parameters these are; it is among the modules."""
+    precision: Precision = "exact"
+    """Of exp_avg and exp_avg_sq."""
     numel: int = field(init=False)
     """Elements of the flat buffers, padding included."""
 
@@ -87,7 +90,14 @@ class FlatLayer:
         dtype: Dtype = DTYPE_NAMES[self.dtype]
         num_parameters = sum(slot.numel for slot in self.slots)
         return LayerShape(
-            self.name, num_parameters, self.numel, dtype, self.num_norm_blocks, self.shared, self.block is not None
+            self.name,
+            num_parameters,
+            self.numel,
+            dtype,
+            self.num_norm_blocks,
+            self.shared,
+            in_block=self.block is not None,
+            precision=self.precision,
         )
 
     @property
@@ -105,17 +115,30 @@ def flat_layers(
         ModelError: nothing can be trained, or a parameter's dtype or group is not supported.
     """
     groups = group_indices(model, param_groups)
-    return cut(model, groups, _working_dtypes(model, groups, config.working_dtype))
+    layers = cut(model, groups, _working_dtypes(model, groups, config.working_dtype))
+    for layer in layers:
+        layer.precision = config.precision
+    return layers
 
 
-def plan_of(model: nn.Module, layers: Sequence[FlatLayer], config: OffloadConfig) -> Plan:
-    """The plan of `model` as cut into `layers`; works on the meta device."""
+def plan_of(
+    model: nn.Module,
+    layers: Sequence[FlatLayer],
+    config: OffloadConfig,
+    *,
+    work: MicroBatch | None = None,
+    hardware: Hardware | None = None,
+    assumed: bool = False,
+) -> Plan:
+    """The plan of `model` as cut into `layers`; works on the meta device. `work` and the rest: see `make_plan`."""
     trained = {slot.parameter for layer in layers for slot in layer.slots}
     frozen = [parameter for parameter in model.parameters() if parameter not in trained]
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     frozen_bytes = sum(parameter.numel() * parameter.element_size() for parameter in frozen) + buffers
     num_frozen = sum(parameter.numel() for parameter in frozen)
-    return make_plan([layer.shape() for layer in layers], config, frozen=num_frozen, frozen_bytes=frozen_bytes)
+    shapes = [layer.shape() for layer in layers]
+    known: dict[str, Any] = {"work": work, "hardware": hardware, "assumed": assumed}
+    return make_plan(shapes, config, frozen=num_frozen, frozen_bytes=frozen_bytes, **known)
 
 
 def listed_groups(param_groups: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

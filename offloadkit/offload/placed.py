@@ -54,7 +54,7 @@ class PlacedModel:
             ConfigError: checkpointing of a model without repeated blocks.
         """
         self.module, self._plan, self._device = module, plan, device
-        self._accumulation = config.gradient_accumulation
+        self._accumulation, self._seed = config.gradient_accumulation, config.seed
         self.states, staging = self._allocate(layers)
         trained = {slot.parameter for layer in layers for slot in layer.slots}
         move_rest(module, trained, device, config.working_dtype)
@@ -85,7 +85,7 @@ class PlacedModel:
         slabs, self.pinning_seconds = host_memory.allocate([*sizes, *[staging] * num_staging], self._device)
         buffers = [slab.cut(staging, torch.uint8) for slab in slabs[len(layers) :]]
         states = [
-            LayerState(layer, placement, slab, self._accumulation, self._device)
+            LayerState(layer, placement, slab, self._accumulation, self._device, seed=self._seed)
             for (layer, _, placement), slab in zip(placed, slabs, strict=False)
         ]
         if self._device.type == "cuda":

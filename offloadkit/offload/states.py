@@ -18,7 +18,15 @@ from offloadkit.offload.layers import FlatLayer, Slot
 from offloadkit.offload.streaming import StreamedWeights
 from offloadkit.offload.streams import CopyStream, Event
 from offloadkit.offload.weights import LayerWeights, ResidentWeights
-from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_scalars, join_master, split_master
+from offloadkit.optim.adamw import (
+    AdamWScalars,
+    FlatState,
+    Segment,
+    adamw_scalars,
+    join_master,
+    split_master,
+)
+from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES, random_key
 from offloadkit.optim.step import adamw_step
 
 REMAINDER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
@@ -63,21 +71,37 @@ class LayerState:
     """
 
     def __init__(
-        self, layer: FlatLayer, placement: Placement, slab: HostSlab, accumulation: int, device: torch.device
+        self,
+        layer: FlatLayer,
+        placement: Placement,
+        slab: HostSlab,
+        accumulation: int,
+        device: torch.device,
+        *,
+        seed: int = 0,
     ) -> None:
-        self.layer, self.placement = layer, placement
+        """
+        Args:
+            slab: RAM for what `placement` puts there.
+            seed: of stochastic rounding.
+        """
+        self.layer, self.placement, self._seed = layer, placement, seed
         on_gpu = placement.step == "gpu"
 
-        def array(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(layer.numel, dtype=dtype, device=device) if on_gpu else slab.cut(layer.numel, dtype)
+        def array(dtype: torch.dtype, numel: int = layer.numel) -> torch.Tensor:
+            return torch.zeros(numel, dtype=dtype, device=device) if on_gpu else slab.cut(numel, dtype)
 
-        weights = array(layer.dtype)
+        weights, moments = array(layer.dtype), MOMENT_DTYPES[layer.precision]
         self.flat = FlatState(
             weights=weights,
             remainder=None if layer.dtype == torch.float32 else array(REMAINDER_DTYPES[layer.dtype]),
-            exp_avg=array(torch.float32),
-            exp_avg_sq=array(torch.float32),
+            exp_avg=array(moments),
+            exp_avg_sq=array(moments),
         )
+        if layer.precision == "tiny":
+            self.flat.exp_avg_scale, self.flat.exp_avg_sq_scale = (
+                array(torch.float32, layer.numel // BLOCK) for _ in range(2)
+            )
         self.weights: LayerWeights
         if placement.weights == "ram":
             self.weights = StreamedWeights(layer, weights, device)
@@ -161,6 +185,8 @@ class LayerState:
     def _segments(self, slots: set[int], options: Sequence[GroupOptions]) -> list[Segment]:
         for index in slots:
             self.steps[index] += 1
+        if self.layer.precision != "exact":
+            return [self._own_segment(index, options) for index in sorted(slots)]
         by_scalars: dict[AdamWScalars, set[int]] = {}
         for index in slots:
             scalars = _scalars(options[self.layer.slots[index].group], int(self.steps[index]))
@@ -171,16 +197,27 @@ class LayerState:
             for start, length in runs(self.layer, indices)
         ]
 
+    def _own_segment(self, index: int, options: Sequence[GroupOptions]) -> Segment:
+        """One parameter's, with random bits of its own."""
+        slot, step = self.layer.slots[index], int(self.steps[index])
+        key = random_key(self._seed, slot.name, step)
+        return Segment(slot.start, slot.numel, _scalars(options[slot.group], step), key)
+
+    def views(self, index: int) -> dict[str, torch.Tensor]:
+        """A parameter's states, as torch optimizers keep them: views, in its shape; block scales are 1-D."""
+        slot = self.layer.slots[index]
+        here, shape = slice(slot.start, slot.start + slot.numel), slot.parameter.shape
+        blocks = slice(slot.start // BLOCK, -(-(slot.start + slot.numel) // BLOCK))
+        views = {"step": self.steps[index]}
+        views |= {name: getattr(self.flat, name)[here].view(shape) for name in ("exp_avg", "exp_avg_sq")}
+        if self.flat.remainder is not None:
+            views["remainder"] = self.flat.remainder[here].view(shape)
+        if self.flat.exp_avg_scale is not None and self.flat.exp_avg_sq_scale is not None:
+            views["exp_avg_scale"] = self.flat.exp_avg_scale[blocks]
+            views["exp_avg_sq_scale"] = self.flat.exp_avg_sq_scale[blocks]
+        return views
+
 
 def optimizer_states(layers: Sequence[LayerState]) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-    """Views of the flat arrays, as torch optimizers keep their states."""
-    states = {}
-    for state in layers:
-        for index, slot in enumerate(state.layer.slots):
-            here, shape = slice(slot.start, slot.start + slot.numel), slot.parameter.shape
-            views = {"step": state.steps[index]}
-            views |= {name: getattr(state.flat, name)[here].view(shape) for name in ("exp_avg", "exp_avg_sq")}
-            if state.flat.remainder is not None:
-                views["remainder"] = state.flat.remainder[here].view(shape)
-            states[slot.parameter] = views
-    return states
+    """Every parameter's states."""
+    return {slot.parameter: state.views(index) for state in layers for index, slot in enumerate(state.layer.slots)}

@@ -132,7 +132,9 @@ def check_precision(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]
         ValueError: a saved state is of another dtype than the one it would be copied to.
     """
     for name in ("exp_avg", "exp_avg_sq", "remainder"):
-        if name in saved and name in own and saved[name].dtype != own[name].dtype:
+        if name not in saved or name not in own or saved[name].dtype == own[name].dtype:
+            continue
+        if not (own[name].dtype == torch.float32 and saved[name].is_floating_point()):
             raise ValueError(
                 f"saved {name} is {saved[name].dtype}, this run's is {own[name].dtype}: go on with the precision and "
                 "the working dtype that the run was saved with"

@@ -81,7 +81,7 @@ class LayerShape:
     def moment_bytes(self) -> int:
         """exp_avg and exp_avg_sq: fp32, bf16, or 8 bits with an fp32 scale a block."""
         if self.precision == "tiny":
-            return 2 * (self.numel + 4 * -(-self.numel // TINY_BLOCK))
+            return 2 * (self.numel + aligned(4 * -(-self.numel // TINY_BLOCK)))
         return self.numel * (8 if self.precision == "exact" else 4)
 
     def state_bytes(self) -> dict[str, int]:
