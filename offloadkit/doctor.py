@@ -29,7 +29,7 @@ _MIN_VRAM_BYTES = 512 << 20
 _LITTLE_DISK_BYTES = 50 << 30
 _LITTLE_SWAP_BYTES = 64 << 20
 _FEW_CORES = 4
-_ADAMW_BYTES = 26
+_STEP_BYTES = {"exact": 26, "compact": 18, "tiny": 14 + 1 / 16}
 _CHECKPOINT_BYTES = 12
 """A parameter's bf16 weight and its states in `exact`."""
 
@@ -261,7 +261,7 @@ def _cores(facts: Facts) -> Advice | None:
     cores = facts.hardware.num_cores
     if cores >= _FEW_CORES:
         return None
-    rate = facts.hardware.cpu_adamw_bytes_per_second / _ADAMW_BYTES / 1e9
+    rate = facts.hardware.cpu_adamw_bytes_per_second / _STEP_BYTES["exact"] / 1e9
     return Advice(
         "note",
         f"{cores} CPU core{'s' * (cores != 1)}, which step {rate:.2g} billion parameters a second: what is stepped on "
@@ -339,7 +339,9 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
     else:
         rows += [("GPU", "none: what stands for VRAM is RAM")]
     to, back, both = machine.h2d_bytes_per_second, machine.d2h_bytes_per_second, machine.both_bytes_per_second
-    parameters = machine.cpu_adamw_bytes_per_second / _ADAMW_BYTES / 1e9
+    traffic = {"exact": machine.cpu_adamw_bytes_per_second, "compact": machine.cpu_compact_bytes_per_second}
+    traffic["tiny"] = machine.cpu_tiny_bytes_per_second
+    steps = ", ".join(f"{kept} {rate / _STEP_BYTES[kept] / 1e9:.2g}" for kept, rate in traffic.items())
     flops = ((name, getattr(machine, f"{name}_flops_per_second")) for name in ("bf16", "fp16", "fp32"))
     kernel = facts.kernel_levels[-1] if facts.kernel_levels else "no C kernel"
     rows += [
@@ -350,7 +352,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         ("CPU", f"{machine.cpu_name}, {machine.num_cores} cores"),
         ("RAM", f"{format_bytes(machine.ram_available_bytes)} available of {format_bytes(machine.ram_total_bytes)}"),
         ("DRAM triad", f"{_giga(machine.dram_bytes_per_second)}B/s"),
-        ("AdamW on the CPU", f"{parameters:.2g} billion parameters/s ({kernel})"),
+        ("AdamW on the CPU", f"{steps} billion parameters/s ({kernel})"),
     ]
     if machine.disk_folder:
         read, write = machine.disk_read_bytes_per_second, machine.disk_write_bytes_per_second

@@ -59,6 +59,10 @@ class Hardware:
     """The triad a += s * b on the C kernel's threads: 12 bytes an element."""
     cpu_adamw_bytes_per_second: float
     """The CPU step, `exact`, bf16 weights and gradients: 26 bytes a parameter, arrays larger than the caches."""
+    cpu_compact_bytes_per_second: float
+    """`compact`: 18 bytes a parameter. Where cores are few, arithmetic and not DRAM is what bounds it."""
+    cpu_tiny_bytes_per_second: float
+    """`tiny`: 14 1/16 bytes a parameter; so too."""
     vram_bytes_per_second: float
     """An addition in place over a large array, read and written."""
     launch_seconds: float

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -36,6 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
         return dict.fromkeys(measuring._RATES, float(len(calls)))
 
     monkeypatch.setattr(measuring, "machine_rates", count)
+    monkeypatch.setattr(measuring, "_disturbed", lambda *_: False)
     return calls
 
 
@@ -114,6 +117,34 @@ def test_a_fresh_measurement_replaces_what_was_kept(quick: list[torch.device]) -
     assert hardware.measure("cpu").h2d_bytes_per_second == 1
     assert hardware.measure("cpu", fresh=True).h2d_bytes_per_second == 2
     assert hardware.measure("cpu").h2d_bytes_per_second == 2
+
+
+def test_what_others_disturbed_is_not_kept(quick: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter((True, False))
+    monkeypatch.setattr(measuring, "_disturbed", lambda *_: next(answers))
+    assert [hardware.measure("cpu").h2d_bytes_per_second for _ in range(3)] == [1, 2, 2]
+
+
+@pytest.mark.parametrize(("others", "disturbed"), [(0.02, False), (0.2, False), (0.4, True)])
+def test_a_tenth_of_the_cores_disturbs(monkeypatch: pytest.MonkeyPatch, others: float, disturbed: bool) -> None:
+    monkeypatch.setattr(measuring, "_seconds_of_others", lambda: 100 + others)
+    monkeypatch.setattr(measuring, "_own_cores", lambda: [None, None])
+    assert measuring._disturbed(time.perf_counter() - 1, 100) is disturbed
+
+
+@pytest.mark.skipif(cpu.default_num_threads() < 2, reason="one core")
+def test_the_seconds_of_others_are_those_of_other_processes() -> None:
+    command = [sys.executable, "-c", "while True: pass"]
+    before = measuring._seconds_of_others()
+    busy = subprocess.Popen(command)
+    try:
+        deadline = time.monotonic() + 20
+        while measuring._seconds_of_others() - before < 0.5:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        busy.kill()
+        busy.wait()
 
 
 @pytest.mark.parametrize("change", ["cpu_name", "num_cores"])

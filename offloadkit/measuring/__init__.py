@@ -1,7 +1,7 @@
 """The measuring behind `hardware.measure`: rates are taken once and kept, sizes are read anew each time.
 
 Kept in `$XDG_CACHE_HOME/offloadkit/hardware.json` (else under ~/.cache), by host name, processor, cores, GPU, driver
-and versions: a machine that changes is measured again.
+and versions: a machine that changes is measured again, and one that others kept busy is measured again next time.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from offloadkit import hardware
@@ -25,7 +27,7 @@ from offloadkit.measuring.disk import disk_rates
 from offloadkit.measuring.rates import machine_rates
 from offloadkit.optim import cpu
 
-_VERSION = 1
+_VERSION = 2
 """Raised when what is measured changes: kept rates of another version are not read."""
 _DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
 _RATES = {
@@ -33,6 +35,7 @@ _RATES = {
     for field in fields(Hardware)
     if field.name.endswith("_per_second") or field.name in ("can_pin", "launch_seconds", "vram_context_bytes")
 } - _DISK_RATES
+_BUSY, _COUNTING_SECONDS = 0.1, 0.05
 _DRIVER = Path("/sys/module/nvidia/version")
 
 
@@ -44,8 +47,10 @@ def measure(device: torch.device | None, *, folder: str | Path | None, fresh: bo
     key = _machine_key(device)
     rates = kept.get(key, {})
     if rates.keys() != _RATES:
+        began = time.perf_counter(), _seconds_of_others()
         rates = machine_rates(device)
-        _keep(key, rates)
+        if not _disturbed(*began):
+            _keep(key, rates)
     disk: dict[str, Any] = {}
     if where is not None:
         disk_key = f"{key} | {where}"
@@ -55,6 +60,25 @@ def measure(device: torch.device | None, *, folder: str | Path | None, fresh: bo
             _keep(disk_key, disk)
         disk |= {"disk_folder": str(where), "disk_free_bytes": shutil.disk_usage(where).free}
     return Hardware(**_sizes(device), **rates, **disk)
+
+
+def _own_cores() -> list[Any]:
+    """The system's count of seconds, by use, of each core that this process may run on."""
+    cores = psutil.cpu_times(percpu=True)
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
+    return [times for core, times in enumerate(cores) if core in own]
+
+
+def _seconds_of_others() -> float:
+    """Seconds that other processes and machines have had of these cores."""
+    uses = ("user", "nice", "system", "irq", "softirq", "steal")
+    return sum(getattr(core, use, 0.0) for core in _own_cores() for use in uses) - time.process_time()
+
+
+def _disturbed(started: float, others: float) -> bool:
+    """Whether others have taken more than a tenth of the cores since then; the system counts hundredths of seconds."""
+    share = _BUSY * len(_own_cores()) * (time.perf_counter() - started)
+    return _seconds_of_others() - others > share + _COUNTING_SECONDS
 
 
 def _existing(folder: Path) -> Path:

@@ -16,7 +16,7 @@ from offloadkit.errors import OutputError
 _PIECE_BYTES = 4 << 20
 _NUM_PIECES = 16
 _NUM_THREADS = 4
-_MAX_SECONDS = 0.2
+_MAX_SECONDS = 0.15
 """Of each of the three passes."""
 _DIRECT = getattr(os, "O_DIRECT", 0)
 

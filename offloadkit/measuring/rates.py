@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,33 @@ from offloadkit.offload.host_memory import HostSlab
 from offloadkit.offload.streams import CopyStream
 from offloadkit.optim import cpu
 from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars
+from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES, Precision
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _CPU_CACHES = Path("/sys/devices/system/cpu")
-_NUM_REPETITIONS = 5
-_SLOW_SECONDS = 0.1
-"""What has taken longer is not repeated; a matrix product that would is not tried."""
+_NUM_REPETITIONS = 3
+_ENOUGH_SECONDS = 0.02
+"""Of repetitions, when there were three: one of the quick ones falls between what others take of the cores."""
+_SLOW_SECONDS = 0.05
+"""Of repetitions, however few there were; a matrix product that would take longer is not tried."""
 
 _COPY_BYTES = 64 << 20
 _VRAM_BYTES = 256 << 20
 _STATE_BYTES = 2 + 2 + 4 + 4 + 2
 """A parameter's bf16 weight, remainder, exp_avg, exp_avg_sq and bf16 gradient."""
-_ADAMW_TRAFFIC_BYTES = 2 * (2 + 2 + 4 + 4) + 2
+_ADAMW_TRAFFIC_BYTES: dict[Precision, float] = {
+    "exact": 2 * (2 + 2 + 4 + 4) + 2,
+    "compact": 2 * (2 + 2 + 2 + 2) + 2,
+    "tiny": 2 * (2 + 2 + (1 + 4 / BLOCK) * 2) + 2,
+}
+_STEP_RATES: dict[str, Precision] = {
+    "cpu_adamw_bytes_per_second": "exact",
+    "cpu_compact_bytes_per_second": "compact",
+    "cpu_tiny_bytes_per_second": "tiny",
+}
 _TRIAD_TRAFFIC_BYTES = 3 * 4
 _MIN_PARAMETERS, _MAX_PARAMETERS = 8 << 20, 32 << 20
-_WITHOUT_KERNEL_PARAMETERS = 1 << 20
+_WITHOUT_KERNEL_PARAMETERS = 1 << 17
 _MATMUL_SIZES = (256, 512, 1024, 2048, 4096)
 _NUM_LAUNCHES = 200
 
@@ -44,11 +57,10 @@ def machine_rates(device: torch.device) -> dict[str, Any]:
     slab = HostSlab(max(numel * _STATE_BYTES + 5 * 256, _COPY_BYTES))
     slab.populate()
     state, gradient = _state(slab, numel)
-    rates: dict[str, Any] = {
-        "dram_bytes_per_second": _TRIAD_TRAFFIC_BYTES * numel / _triad_seconds(state),
-        "cpu_adamw_bytes_per_second": _ADAMW_TRAFFIC_BYTES * numel / _adamw_seconds(state, gradient),
-        "can_pin": device.type == "cuda" and _pin(slab, device),
-    }
+    rates: dict[str, Any] = {"dram_bytes_per_second": _TRIAD_TRAFFIC_BYTES * numel / _triad_seconds(state)}
+    for name, kept in _STEP_RATES.items():
+        rates[name] = _ADAMW_TRAFFIC_BYTES[kept] * numel / _adamw_seconds(_kept_in(kept, state), gradient)
+    rates["can_pin"] = device.type == "cuda" and _pin(slab, device)
     slab.clear()
     rates |= _copy_rates(slab.cut(_COPY_BYTES, torch.uint8), device)
     rates["vram_bytes_per_second"] = _vram_rate(device)
@@ -62,19 +74,17 @@ def machine_rates(device: torch.device) -> dict[str, Any]:
 
 
 def _best_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Seconds of one `run`, of which `times` are enqueued at once; slow ones are repeated less."""
+    """Seconds of one `run`, of which `times` are enqueued at once; the quicker it is, the oftener it is repeated."""
     run()
     _wait(device)
-    best, began = float("inf"), time.perf_counter()
-    for _ in range(_NUM_REPETITIONS):
+    best, spent, repetitions = float("inf"), 0.0, 0
+    while spent < (_ENOUGH_SECONDS if repetitions >= _NUM_REPETITIONS else _SLOW_SECONDS):
         started = time.perf_counter()
         for _ in range(times):
             run()
         _wait(device)
-        now = time.perf_counter()
-        best = min(best, (now - started) / times)
-        if now - began > _SLOW_SECONDS:
-            break
+        took = time.perf_counter() - started
+        best, spent, repetitions = min(best, took / times), spent + took, repetitions + 1
     return best
 
 
@@ -115,6 +125,19 @@ def _state(slab: HostSlab, numel: int) -> tuple[FlatState, Tensor]:
     return FlatState(weights, remainder, exp_avg, exp_avg_sq), slab.cut(numel, torch.bfloat16).fill_(1e-3)
 
 
+def _kept_in(kept: Precision, state: FlatState) -> FlatState:
+    """`state` with moments of another precision, in the memory of its own: some numbers, but no longer the same."""
+    if kept == "exact":
+        return state
+    numel, dtype = state.exp_avg.numel(), MOMENT_DTYPES[kept]
+    moments = {name: getattr(state, name).view(dtype)[:numel] for name in ("exp_avg", "exp_avg_sq")}
+    for moment in moments.values():
+        moment.fill_(0.01 if dtype.is_floating_point else 77)
+    if kept == "tiny":
+        moments |= {f"{name}_scale": torch.full((numel // BLOCK,), 1e-3) for name in moments}
+    return replace(state, **moments)
+
+
 def _triad_seconds(state: FlatState) -> float:
     a, b = state.exp_avg_sq, state.exp_avg
     run = (lambda: cpu.triad(a, b, 1e-9)) if cpu.available() else (lambda: a.add_(b, alpha=1e-9))
@@ -147,13 +170,14 @@ def _copy_rates(host: Tensor, device: torch.device) -> dict[str, float]:
     return {
         "h2d_bytes_per_second": num_bytes / _best_seconds(lambda: there.copy(buffer, host), device, 2),
         "d2h_bytes_per_second": num_bytes / _best_seconds(lambda: back.copy(host, buffer), device, 2),
-        "both_bytes_per_second": num_bytes / _best_seconds(both, device, 4),
+        "both_bytes_per_second": num_bytes / _best_seconds(both, device, 2),
     }
 
 
 def _vram_rate(device: torch.device) -> float:
     room = hardware.vram_bytes(device)[0] if device.type == "cuda" else hardware.ram_available_bytes()
-    array = torch.zeros(max(1, min(_VRAM_BYTES, room // 8) // 4), device=device)
+    large = _VRAM_BYTES if device.type == "cuda" else 2 * _COPY_BYTES
+    array = torch.zeros(max(1, min(large, room // 8) // 4), device=device)
     return 2 * 4 * array.numel() / _best_seconds(lambda: array.add_(1.0), device, 2)
 
 
@@ -185,4 +209,4 @@ def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
 def _matmul_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
     factor = torch.full((size, size), 0.5, dtype=dtype, device=device)
     out = torch.empty_like(factor)
-    return _best_seconds(lambda: torch.mm(factor, factor, out=out), device, 2)
+    return _best_seconds(lambda: torch.mm(factor, factor, out=out), device, 8 if device.type == "cuda" else 1)

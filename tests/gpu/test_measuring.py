@@ -9,26 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadkit import hardware
+from offloadkit import hardware, measuring
 
 
 def test_everything_is_measured_in_under_two_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     torch.zeros(1, device="cuda")
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    reserved = torch.cuda.memory_reserved()
     started = time.perf_counter()
     machine = hardware.measure(fresh=True)
     took = time.perf_counter() - started
     print(f"{took:.2f} s", *(f"{name} = {value}" for name, value in asdict(machine).items()), sep="\n  ")
     assert took < 2
-    assert torch.cuda.memory_allocated() == allocated
-    assert torch.cuda.memory_reserved() <= reserved
+    assert torch.cuda.memory_reserved() - reserved <= 64 << 20, "more than cuBLAS's workspace is left"
     assert machine.can_pin
     assert 1e9 < machine.h2d_bytes_per_second < 1e12
     assert 1e9 < machine.d2h_bytes_per_second < 1e12
     assert 0.8 * machine.h2d_bytes_per_second < machine.both_bytes_per_second < 2.2 * machine.h2d_bytes_per_second
     assert 1e11 < machine.vram_bytes_per_second < 2e13
     assert 1e12 < machine.fp16_flops_per_second < 5e15
+    assert 1e8 < machine.cpu_adamw_bytes_per_second < 1e13
     assert 1e-7 < machine.launch_seconds < 1e-4
     assert 50 << 20 < machine.vram_context_bytes <= 1 << 30
     assert 0 < machine.vram_free_bytes < machine.vram_total_bytes
@@ -36,6 +36,7 @@ def test_everything_is_measured_in_under_two_seconds(tmp_path: Path, monkeypatch
 
 def test_what_was_kept_is_read_in_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measuring, "_disturbed", lambda *_: False)
     first = hardware.measure()
     started = time.perf_counter()
     second = hardware.measure()
