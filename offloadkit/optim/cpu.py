@@ -21,7 +21,6 @@ from torch import Tensor
 
 from offloadkit import hardware
 from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_step_reference, check_state
-from offloadkit.optim.precision import tables
 
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _PRECISIONS = {"exact": 0, "compact": 1, "tiny": 2}
@@ -51,7 +50,7 @@ class _Arrays(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int) for name in ("weights_kind", "gradient_kind", "precision")),
         *((name, ctypes.c_void_p) for name in ("weights", "remainder", "exp_avg", "exp_avg_sq", "gradient")),
-        *((name, ctypes.c_void_p) for name in ("exp_avg_scale", "exp_avg_sq_scale", "levels", "buckets")),
+        *((name, ctypes.c_void_p) for name in ("exp_avg_scale", "exp_avg_sq_scale")),
     ]
 
 
@@ -168,12 +167,11 @@ def adamw_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], 
     ]
     if not table:
         return
-    maps = tables(gradient.device)
     pointers = [
         None if array is None else array.data_ptr()
         for array in (
             *(state.weights, state.remainder, state.exp_avg, state.exp_avg_sq, gradient),
-            *(state.exp_avg_scale, state.exp_avg_sq_scale, maps.levels, maps.buckets),
+            *(state.exp_avg_scale, state.exp_avg_sq_scale),
         )
     ]
     arrays = _Arrays(_KINDS[state.weights.dtype], _KINDS[gradient.dtype], _PRECISIONS[state.precision], *pointers)

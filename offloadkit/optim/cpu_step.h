@@ -9,7 +9,7 @@
 enum { EXACT = 0, COMPACT = 1, TINY = 2 };
 
 enum { PREFETCH_ELEMENTS = 64, PREFETCH_DISTANCE = 512, CACHE_LINE = 64 };
-enum { MOMENT_BLOCK = 256, FIRST_BUCKET = 105 << 7, EXP_AVG_SQ_LEVELS = 129 };
+enum { MOMENT_BLOCK = 256 };
 
 struct scalars {
     float beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, step_size, inv_sqrt_bias_correction2;
@@ -29,8 +29,6 @@ struct adamw_arrays {
     void *exp_avg, *exp_avg_sq; /* fp32, bf16 or uint8 */
     const void *gradient;
     float *exp_avg_scale, *exp_avg_sq_scale; /* TINY: one for each MOMENT_BLOCK elements */
-    const float *levels;                     /* TINY: precision.Tables */
-    const int32_t *buckets;
 };
 
 /* ---- exp_avg and exp_avg_sq in fp32 or bf16 --------------------------------------------------------------------- */
@@ -149,21 +147,61 @@ INLINE void store_masters(int kind, const struct adamw_arrays *arrays, int64_t s
     for (int64_t i = 0; i < count; i++) store_master(kind, weights, remainder, start + i, in[i]);
 }
 
+/* precision.Map */
+struct map {
+    int32_t least, largest, first_exponent;
+};
+
+static const struct map EXP_AVG_MAP = {0, 127, 0}, EXP_AVG_SQ_MAP = {1, 256, 1};
+
+INLINE float select_float(int condition, float if_true, float if_false) {
+    return float_of(select_bits(condition, bits_of(if_true), bits_of(if_false)));
+}
+
+/* 10 to the power of 0 .. 7; exact */
+INLINE float power_of_ten(int32_t exponent) {
+    float low = select_float(exponent & 1, 10.0f, 1.0f) * select_float(exponent & 2, 100.0f, 1.0f);
+    return low * select_float(exponent & 4, 10000.0f, 1.0f);
+}
+
+/* precision.level */
+INLINE float level_of(int32_t number, struct map map) {
+    uint32_t bits = bits_of((float)number + 0.5f);
+    int32_t decade = (int32_t)(bits >> 23) - 127 - map.first_exponent;
+    float within = float_of((bits & 0x7FFFFFu) | 0x3F800000u) * 0.9f - 0.8f;
+    float value = within * power_of_ten(decade) * 1e-6f;
+    value = select_float(number == map.least, 0.0f, value);
+    return select_float(number == map.largest, 1.0f, value);
+}
+
+/* precision.round_to_number */
+INLINE int32_t number_of(float share, uint32_t random, struct map map) {
+    int32_t decade = (share >= 1e-6f) + (share >= 1e-5f) + (share >= 1e-4f) + (share >= 1e-3f) + (share >= 1e-2f) +
+                     (share >= 1e-1f);
+    float first = float_of((uint32_t)(decade + 127 + map.first_exponent) << 23);
+    float place = (share * power_of_ten(6 - decade) + 0.8f) * 1.1111112f * first - 0.5f;
+    int32_t lower = (int32_t)place;
+    lower = lower < map.largest - 1 ? lower : map.largest - 1;
+    float below = level_of(lower, map);
+    return lower + ((float)(int32_t)random * 0x1p-16f * (level_of(lower + 1, map) - below) < share - below);
+}
+
 /* precision.decode_exp_avg, and decode_exp_avg_sq where there is no sign. */
-INLINE void load_codes(int has_sign, const void *array, const float *scales, const float *levels, int64_t start,
-                       int64_t count, float *out) {
+INLINE void load_codes(int has_sign, const void *array, const float *scales, int64_t start, int64_t count, float *out) {
     const uint8_t *in = (const uint8_t *)array + start;
     float scale = scales[start / MOMENT_BLOCK];
     INDEPENDENT
     for (int64_t i = 0; i < count; i++) {
-        uint32_t sign = has_sign ? (uint32_t)(in[i] & 0x80) << 24 : 0u;
-        out[i] = float_of(bits_of(levels[has_sign ? in[i] & 0x7F : in[i]] * scale) ^ sign);
+        int32_t code = in[i];
+        float value = has_sign ? level_of(code & 0x7F, EXP_AVG_MAP) : level_of(code + 1, EXP_AVG_SQ_MAP);
+        out[i] = float_of(bits_of(value * scale) ^ (has_sign ? (uint32_t)(code & 0x80) << 24 : 0u));
     }
 }
 
-/* precision.encode_exp_avg, and encode_exp_avg_sq where there is no sign. */
-INLINE void store_codes(int has_sign, void *array, float *scales, const float *levels, const int32_t *buckets,
-                        int64_t start, int64_t count, const float *in, const uint32_t *random) {
+/* precision.encode_exp_avg, by the lower halves of `random`, and encode_exp_avg_sq, by the upper ones, where there is
+ * no sign. */
+INLINE void store_codes(int has_sign, void *array, float *scales, int64_t start, int64_t count, const float *in,
+                        const uint32_t *random) {
     uint8_t *out = (uint8_t *)array + start;
     int32_t largest = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -171,37 +209,33 @@ INLINE void store_codes(int has_sign, void *array, float *scales, const float *l
         largest = magnitude > largest ? magnitude : largest;
     }
     int finite = largest < 0x7F800000;
-    scales[start / MOMENT_BLOCK] = float_of(finite ? (uint32_t)largest : 0x7FC00000u);
-    if (!finite || largest == 0) {
-        for (int64_t i = 0; i < count; i++) out[i] = has_sign && finite ? bits_of(in[i]) >> 24 & 0x80 : 0;
+    float scale = float_of(finite ? (uint32_t)largest : 0x7FC00000u), divisor = largest > 0 ? scale : 1.0f;
+    scales[start / MOMENT_BLOCK] = scale;
+    if (!finite) {
+        memset(out, 0, (size_t)count);
         return;
     }
-    float scale = float_of((uint32_t)largest);
     INDEPENDENT
     for (int64_t i = 0; i < count; i++) {
         uint32_t bits = bits_of(in[i]);
-        float share = float_of(bits & 0x7FFFFFFFu) / scale;
-        int32_t bucket = (int32_t)(bits_of(share) >> 16) - FIRST_BUCKET;
-        int32_t code = buckets[bucket < 0 ? 0 : bucket] >> (has_sign ? 0 : 8) & 0xFF;
-        code += share >= levels[code + 1];
-        float level = levels[code], gap = levels[code + 1] - level;
-        float odds = (float)(int32_t)(random[i] >> (has_sign ? 0 : 16) & 0xFFFFu) * 0x1p-16f;
-        code += odds * gap < share - level;
-        if (has_sign) code |= (int32_t)(bits >> 24 & 0x80u);
-        else code |= (code == 0) & (in[i] > 0.0f);
-        out[i] = (uint8_t)code;
+        float share = float_of(bits & 0x7FFFFFFFu) / divisor;
+        if (has_sign) {
+            out[i] = (uint8_t)(number_of(share, random[i] & 0xFFFFu, EXP_AVG_MAP) | (int32_t)(bits >> 24 & 0x80u));
+        } else {
+            int32_t code = number_of(share, random[i] >> 16, EXP_AVG_SQ_MAP) - 1;
+            out[i] = (uint8_t)(code | ((code == 0) & (in[i] > 0.0f)));
+        }
     }
 }
 
 INLINE void tiny_block(const struct adamw_arrays *arrays, const struct segment *segment, float grad_scale,
                        int64_t start, int64_t count) {
     struct scalars s = segment->scalars;
-    const float *sq_levels = arrays->levels + EXP_AVG_SQ_LEVELS;
     struct block b;
     WITH_CONSTANT_KIND(arrays->gradient_kind, load_gradients(kind, arrays->gradient, start, count, b.gradient))
     WITH_CONSTANT_KIND(arrays->weights_kind, load_masters(kind, arrays, start, count, b.master))
-    load_codes(1, arrays->exp_avg, arrays->exp_avg_scale, arrays->levels, start, count, b.exp_avg);
-    load_codes(0, arrays->exp_avg_sq, arrays->exp_avg_sq_scale, sq_levels, start, count, b.exp_avg_sq);
+    load_codes(1, arrays->exp_avg, arrays->exp_avg_scale, start, count, b.exp_avg);
+    load_codes(0, arrays->exp_avg_sq, arrays->exp_avg_sq_scale, start, count, b.exp_avg_sq);
     INDEPENDENT
     for (int64_t i = 0; i < count; i++) {
         float g = b.gradient[i] * grad_scale;
@@ -215,10 +249,8 @@ INLINE void tiny_block(const struct adamw_arrays *arrays, const struct segment *
     WITH_CONSTANT_KIND(arrays->weights_kind, store_masters(kind, arrays, start, count, b.master))
     struct random_source source = random_from(segment, start);
     for (int64_t i = 0; i < count; i++) b.random[i] = random_bits(source, (uint32_t)i);
-    store_codes(1, arrays->exp_avg, arrays->exp_avg_scale, arrays->levels, arrays->buckets, start, count, b.exp_avg,
-                b.random);
-    store_codes(0, arrays->exp_avg_sq, arrays->exp_avg_sq_scale, sq_levels, arrays->buckets, start, count,
-                b.exp_avg_sq, b.random);
+    store_codes(1, arrays->exp_avg, arrays->exp_avg_scale, start, count, b.exp_avg, b.random);
+    store_codes(0, arrays->exp_avg_sq, arrays->exp_avg_sq_scale, start, count, b.exp_avg_sq, b.random);
 }
 
 INLINE void tiny_body(const struct adamw_arrays *arrays, const struct segment *segment, float grad_scale,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_step_reference, check_state
-from offloadkit.optim.precision import BLOCK, FIRST_BUCKET, MOMENT_DTYPES, Precision, tables
+from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES, Precision
 
 try:
     from offloadkit.optim import triton_adamw, triton_norm
@@ -108,21 +108,20 @@ def _warn_without_adamw(reason: str) -> None:
 def _launch_adamw(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
     kernel: Any = triton_adamw.adamw
     none = state.weights
-    maps = tables(gradient.device) if state.precision == "tiny" else (none, none)
     arrays = [
         none if array is None else _patterns(array)
         for array in (
             *(state.weights, state.remainder, state.exp_avg, state.exp_avg_sq, gradient),
-            *(state.exp_avg_scale, state.exp_avg_sq_scale, *maps),
+            *(state.exp_avg_scale, state.exp_avg_sq_scale),
         )
     ]
-    constants = gradient.dtype == torch.bfloat16, FIRST_BUCKET
+    is_bf16 = gradient.dtype == torch.bfloat16
     with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
         for start, length, scalars, key, offset in segments:
             if length > 0:
                 grid = (-(-length // (BLOCK * triton_adamw.ROWS)),)
                 random = _signed(key), _signed(key >> 32), offset
-                kernel[grid](*arrays, start, length, grad_scale, *scalars, *random, *constants, enable_fp_fusion=False)
+                kernel[grid](*arrays, start, length, grad_scale, *scalars, *random, is_bf16, enable_fp_fusion=False)
 
 
 def _patterns(array: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ worse than coarse: it moves its weight one way for ever.
 from __future__ import annotations
 
 import hashlib
-from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -34,8 +33,8 @@ MOMENT_DTYPES: dict[Precision, torch.dtype] = {
 BLOCK = 256
 """Elements that share a scale in `tiny`. Blocks start where their parameter starts."""
 
-FIRST_BUCKET = 105 << 7
-"""Upper 16 bits of the pattern of 2**-22, which lies below every level but zero."""
+INVERSE_OF_0_9 = 1.1111112
+"""1 / 0.9 in fp32."""
 
 _EXPONENT = 0x7F800000
 _CANONICAL_NAN = 0x7FC00000
@@ -74,52 +73,55 @@ def round_stochastically(values: Tensor, random: Tensor) -> Tensor:
     return (rounded.masked_fill(values.isnan(), _CANONICAL_NAN) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def _means(decade: int, count: int) -> list[float]:
-    """The middles of `count` equal parts of 0.1 .. 1, times 10**decade."""
-    return [10.0**decade * (0.1 + 0.9 * (part + 0.5) / count) for part in range(count)]
+class Map(NamedTuple):
+    """A map of 8-bit codes to levels of 0 .. 1, after the dynamic tree of Dettmers et al., "8-bit Optimizers via
+    Block-wise Quantization" (arXiv 2110.02861).
 
-
-@cache
-def exp_avg_levels() -> tuple[float, ...]:
-    """The 128 magnitudes of exp_avg by code, ascending; bit 7 of a code is the sign.
-
-    The dynamic tree map of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861): zero
-    and, in the seven decades from 1e-7, 1, 2, 4 ... 64 numbers each. Its 1.0, which has no negative, is given to both
-    signs instead of the largest mean (0.993), so that a block's extreme is exact whatever its sign.
+    Levels are numbered. 0.1 .. 1 times a power of ten is cut into equal parts, whose middles are the levels; each of
+    the seven decades from 1e-7 on has twice as many as the one before. Number n, with n + 0.5 = y * 2**e and
+    1 <= y < 2, is the level (0.9 * y - 0.8) * 10**(e - first_exponent) * 1e-6; the least number is zero, the largest 1.
+    (It is arithmetic since a table and a search in it made the CPU wait for gathers: the step took 3 times as long.)
     """
-    means = [mean for exponent in range(7) for mean in _means(exponent - 6, 2**exponent)]
-    return (0.0, *means[:-1], 1.0)
+
+    least: int
+    largest: int
+    first_exponent: int
 
 
-@cache
-def exp_avg_sq_levels() -> tuple[float, ...]:
-    """The 256 numbers of exp_avg_sq by code, ascending: the unsigned map of the same paper, with 2, 4 ... 128 numbers
-    a decade, zero and 1.0."""
-    means = [mean for exponent in range(7) for mean in _means(exponent - 6, 2 ** (exponent + 1))]
-    return (0.0, *means, 1.0)
+EXP_AVG_MAP = Map(0, 127, 0)
+"""1, 2, 4 ... 64 levels a decade. A code is the number, and the sign as bit 7. The paper's 1.0, which has no negative,
+is given to both signs instead of the largest middle (0.993), so that a block's extreme is exact whatever its sign."""
+
+EXP_AVG_SQ_MAP = Map(1, 256, 1)
+"""2, 4, 8 ... 128 levels a decade; a code is the number less 1."""
 
 
-class Tables(NamedTuple):
-    """The maps as C and Triton read them."""
-
-    levels: Tensor
-    """fp32 [386]: the magnitudes of exp_avg, Inf, the numbers of exp_avg_sq, Inf."""
-    buckets: Tensor
-    """int32 [2817]: by the upper 16 bits of the pattern of a number of 0 .. 1, less FIRST_BUCKET (below it: 0), the
-    code of the largest level at or below the least such number, exp_avg's in the lower byte, exp_avg_sq's in the next.
-    No bucket has more than one level above its least number."""
+def level(number: Tensor, map: Map) -> Tensor:
+    """fp32 levels of integers: one fp32 operation after the other, as C and Triton do them."""
+    bits = (number + 0.5).view(torch.int32)
+    decade = ((bits >> 23) - 127 - map.first_exponent).clamp(0, 6)
+    within = (bits & 0x7FFFFF | 0x3F800000).view(torch.float32) * 0.9 - 0.8
+    value = within * _power_of_ten(decade) * 1e-6
+    return value.masked_fill(number == map.least, 0.0).masked_fill(number == map.largest, 1.0)
 
 
-@cache
-def tables(device: torch.device) -> Tables:
-    """The maps on `device`."""
-    inf = float("inf")
-    signed, unsigned = torch.tensor(exp_avg_levels()), torch.tensor(exp_avg_sq_levels())
-    patterns = torch.arange(FIRST_BUCKET, (0x3F800000 >> 16) + 1, dtype=torch.int32)
-    least = (patterns << 16).view(torch.float32)
-    codes = [torch.searchsorted(levels, least, right=True) - 1 for levels in (signed, unsigned)]
-    levels = torch.cat([signed, torch.tensor([inf]), unsigned, torch.tensor([inf])])
-    return Tables(levels.to(device), (codes[0] | codes[1] << 8).to(torch.int32).to(device))
+def _power_of_ten(exponent: Tensor) -> Tensor:
+    """fp32 of 10**exponent, which is exact, for int32 of 0 .. 6."""
+    return torch.tensor([1.0, 10.0, 1e2, 1e3, 1e4, 1e5, 1e6], device=exponent.device)[exponent]
+
+
+def round_to_number(shares: Tensor, random: Tensor, map: Map) -> Tensor:
+    """The number (int32) of one of the two levels around each of `shares`, fp32 of 0 .. 1.
+
+    random: 0 .. 65535; the upper one is taken with the odds that make the mean the share.
+    """
+    borders = torch.tensor([1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1], device=shares.device)
+    decade = torch.bucketize(shares, borders, right=True, out_int32=True)
+    first = (decade + (127 + map.first_exponent) << 23).view(torch.float32)
+    place = (shares * _power_of_ten(6 - decade) + 0.8) * INVERSE_OF_0_9 * first - 0.5
+    lower = place.to(torch.int32).clamp(max=map.largest - 1)
+    below = level(lower, map)
+    return lower + (random * 2.0**-16 * (level(lower + 1, map) - below) < shares - below).to(torch.int32)
 
 
 def encode_exp_avg(values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,9 +131,9 @@ def encode_exp_avg(values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
     two with the odds that make the mean the value; random: integers of 0 .. 65535. A block with Inf or NaN has the
     scale NaN and reads as NaN.
     """
-    codes, scales = _encode(values, random, torch.tensor(exp_avg_levels(), device=values.device))
+    numbers, scales = _encode(values, random, EXP_AVG_MAP)
     sign = (values.view(torch.int32) >> 31 & 0x80).masked_fill(_spread(scales, values).isnan(), 0)
-    return (codes | sign).to(torch.uint8), scales
+    return (numbers | sign).to(torch.uint8), scales
 
 
 def encode_exp_avg_sq(values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,28 +143,29 @@ def encode_exp_avg_sq(values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
     leave exp_avg / eps as the next update where the gradient vanishes. So such an element takes smaller steps than it
     would in `exact`, never larger ones.
     """
-    codes, scales = _encode(values, random, torch.tensor(exp_avg_sq_levels(), device=values.device))
-    lost = (codes == 0) & (values > 0) & ~_spread(scales, values).isnan()
-    return codes.masked_fill(lost, 1).to(torch.uint8), scales
+    numbers, scales = _encode(values, random, EXP_AVG_SQ_MAP)
+    lost = (numbers == 1) & (values > 0) & ~_spread(scales, values).isnan()
+    return (numbers.masked_fill(lost, 2) - 1).to(torch.uint8), scales
 
 
 def decode_exp_avg(codes: Tensor, scales: Tensor) -> Tensor:
     """fp32 [n] of uint8 [n] and fp32 [n / 256, rounded up]: the level times the scale."""
-    levels = torch.tensor(exp_avg_levels(), device=codes.device)
-    return torch.cat([levels, -levels])[codes.long()] * _spread(scales, codes)
+    codes = codes.to(torch.int32)
+    sign = (codes & 0x80) << 24
+    return ((level(codes & 0x7F, EXP_AVG_MAP) * _spread(scales, codes)).view(torch.int32) ^ sign).view(torch.float32)
 
 
 def decode_exp_avg_sq(codes: Tensor, scales: Tensor) -> Tensor:
     """As `decode_exp_avg`."""
-    return torch.tensor(exp_avg_sq_levels(), device=codes.device)[codes.long()] * _spread(scales, codes)
+    return level(codes.to(torch.int32) + 1, EXP_AVG_SQ_MAP) * _spread(scales, codes)
 
 
 def _spread(scales: Tensor, like: Tensor) -> Tensor:
     return scales.repeat_interleave(BLOCK, output_size=scales.numel() * BLOCK)[: like.numel()]
 
 
-def _encode(values: Tensor, random: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """The levels' indices (int64 [n]) of the magnitudes, and the scales."""
+def _encode(values: Tensor, random: Tensor, map: Map) -> tuple[Tensor, Tensor]:
+    """The magnitudes' numbers (int32 [n]) and the scales."""
     magnitudes = values.view(torch.int32) & 0x7FFFFFFF
     num_blocks = -(-values.numel() // BLOCK)
     padded = torch.nn.functional.pad(magnitudes, (0, num_blocks * BLOCK - values.numel()))
@@ -171,7 +174,5 @@ def _encode(values: Tensor, random: Tensor, levels: Tensor) -> tuple[Tensor, Ten
     scales = largest.masked_fill(~finite, _CANONICAL_NAN).view(torch.float32)
     divisors = torch.where(finite & (largest > 0), scales, 1.0)
     shares = (magnitudes.view(torch.float32) / _spread(divisors, values)).masked_fill(~_spread(finite, values), 0.0)
-    lower = torch.searchsorted(levels, shares, right=True) - 1
-    level, gap = levels[lower], torch.diff(levels, append=levels.new_tensor([torch.inf]))[lower]
-    up = random.float() * 2.0**-16 * gap < shares - level
-    return lower + up.long(), scales
+    numbers = round_to_number(shares, random, map)
+    return numbers.masked_fill(~_spread(finite, values), map.least), scales

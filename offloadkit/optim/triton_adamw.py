@@ -70,7 +70,37 @@ def _round_stochastically(values, random):
 
 
 @triton.jit
-def _load_moment(moment, scale, levels, at, inside, rows, has_row, has_sign: tl.constexpr):
+def _power_of_ten(exponent):
+    """10 to the power of 0 .. 7; exact."""
+    low = tl.where((exponent & 1) != 0, 10.0, 1.0) * tl.where((exponent & 2) != 0, 100.0, 1.0)
+    return low * tl.where((exponent & 4) != 0, 10000.0, 1.0)
+
+
+@triton.jit
+def _level(number, least: tl.constexpr, largest: tl.constexpr, first_exponent: tl.constexpr):
+    """`precision.level`"""
+    bits = (number.to(tl.float32) + 0.5).to(tl.int32, bitcast=True)
+    decade = (bits >> 23) - 127 - first_exponent
+    within = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) * 0.9 - 0.8
+    value = within * _power_of_ten(decade) * 1e-6
+    return tl.where(number == largest, 1.0, tl.where(number == least, 0.0, value))
+
+
+@triton.jit
+def _number(share, random, least: tl.constexpr, largest: tl.constexpr, first_exponent: tl.constexpr):
+    """`precision.round_to_number`"""
+    decade = (share >= 1e-6).to(tl.int32) + (share >= 1e-5).to(tl.int32) + (share >= 1e-4).to(tl.int32)
+    decade += (share >= 1e-3).to(tl.int32) + (share >= 1e-2).to(tl.int32) + (share >= 1e-1).to(tl.int32)
+    first = ((decade + (127 + first_exponent)) << 23).to(tl.float32, bitcast=True)
+    place = (share * _power_of_ten(6 - decade) + 0.8) * 1.1111112 * first - 0.5
+    lower = tl.minimum(place.to(tl.int32), largest - 1)
+    below = _level(lower, least, largest, first_exponent)
+    gap = _level(lower + 1, least, largest, first_exponent) - below
+    return lower + (random.to(tl.float32) * (1.0 / 65536) * gap < share - below).to(tl.int32)
+
+
+@triton.jit
+def _load_moment(moment, scale, at, inside, rows, has_row, has_sign: tl.constexpr):
     """fp32 of a moment that is stored in fp32, bf16 (as int16 patterns) or 8-bit codes."""
     stored = tl.load(moment + at, mask=inside, other=0)
     if moment.dtype.element_ty == tl.float32:
@@ -81,16 +111,14 @@ def _load_moment(moment, scale, levels, at, inside, rows, has_row, has_sign: tl.
         code = stored.to(tl.int32)
         scales = tl.load(scale + rows, mask=has_row, other=0.0)[:, None]
         if has_sign:
-            value = tl.load(levels + (code & 0x7F)) * scales
+            value = _level(code & 0x7F, 0, 127, 0) * scales
             return (value.to(tl.int32, bitcast=True) ^ ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
         else:
-            return tl.load(levels + code) * scales
+            return _level(code + 1, 1, 256, 1) * scales
 
 
 @triton.jit
-def _store_moment(
-    moment, scale, levels, buckets, at, inside, rows, has_row, values, random, first_bucket, has_sign: tl.constexpr
-):
+def _store_moment(moment, scale, at, inside, rows, has_row, values, random, has_sign: tl.constexpr):
     """random: uint32, whose lower half rounds the moment with a sign, the upper the one without."""
     if moment.dtype.element_ty == tl.float32:
         tl.store(moment + at, values, mask=inside)
@@ -108,15 +136,10 @@ def _store_moment(
             divisors = tl.where(finite & (largest > 0), scales, 1.0)[:, None] + tl.zeros_like(values)
             shares = tl.div_rn(magnitudes.to(tl.float32, bitcast=True), divisors)
             shares = tl.where(finite[:, None], shares, 0.0)
-            bucket = tl.maximum((shares.to(tl.int32, bitcast=True) >> 16) - first_bucket, 0)
-            code = (tl.load(buckets + bucket) >> (0 if has_sign else 8)) & 0xFF
-            code += (shares >= tl.load(levels + code + 1)).to(tl.int32)
-            level = tl.load(levels + code)
-            gap = tl.load(levels + code + 1) - level
-            code += (half.to(tl.float32) * (1.0 / 65536) * gap < shares - level).to(tl.int32)
             if has_sign:
-                code |= (bits >> 24) & 0x80
+                code = _number(shares, half, 0, 127, 0) | ((bits >> 24) & 0x80)
             else:
+                code = _number(shares, half, 1, 256, 1) - 1
                 code |= ((code == 0) & (values > 0)).to(tl.int32)
             tl.store(moment + at, tl.where(finite[:, None], code, 0).to(tl.uint8), mask=inside)
 
@@ -130,8 +153,6 @@ def adamw(
     gradient,
     exp_avg_scale,
     exp_avg_sq_scale,
-    levels,
-    buckets,
     start,
     length,
     grad_scale,
@@ -147,12 +168,10 @@ def adamw(
     key_upper,
     offset,
     is_bf16_gradient: tl.constexpr,
-    first_bucket: tl.constexpr,
 ):
     """A program steps 4 rows of 256 elements of the segment of `length` elements at `start`.
 
-    bf16 arrays come as int16 patterns. The halves of the random key come as int32. levels, buckets:
-    `precision.Tables`, of use to 8-bit moments alone, as the scales.
+    bf16 arrays come as int16 patterns, the halves of the random key as int32. The scales are those of 8-bit moments.
     """
     rows = tl.program_id(0).to(tl.int64) * 4 + tl.arange(0, 4)
     has_row = rows * 256 < length
@@ -160,17 +179,14 @@ def adamw(
     inside = elements < length
     at = elements + start
     rows += start // 256
-    sq_levels = levels + 129
     g = _gradient(gradient, at, inside, is_bf16_gradient) * grad_scale
-    m = _load_moment(exp_avg, exp_avg_scale, levels, at, inside, rows, has_row, True)
-    v = _load_moment(exp_avg_sq, exp_avg_sq_scale, sq_levels, at, inside, rows, has_row, False)
+    m = _load_moment(exp_avg, exp_avg_scale, at, inside, rows, has_row, True)
+    v = _load_moment(exp_avg_sq, exp_avg_sq_scale, at, inside, rows, has_row, False)
     m = beta1 * m + one_minus_beta1 * g
     v = beta2 * v + (one_minus_beta2 * g) * g
     denominator = tl.sqrt_rn(v) * inv_sqrt_bias_correction2 + eps
     w = _master(weights, remainder, at, inside) * decay - step_size * tl.div_rn(m, denominator)
     _store_master(weights, remainder, at, inside, w)
     random = _random_bits(key_low, key_upper, elements + offset)
-    _store_moment(exp_avg, exp_avg_scale, levels, buckets, at, inside, rows, has_row, m, random, first_bucket, True)
-    _store_moment(
-        exp_avg_sq, exp_avg_sq_scale, sq_levels, buckets, at, inside, rows, has_row, v, random, first_bucket, False
-    )
+    _store_moment(exp_avg, exp_avg_scale, at, inside, rows, has_row, m, random, True)
+    _store_moment(exp_avg_sq, exp_avg_sq_scale, at, inside, rows, has_row, v, random, False)

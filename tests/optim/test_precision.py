@@ -10,13 +10,14 @@ import torch
 from offloadkit.optim import adamw, precision
 from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, adamw_step_reference, read_moments
 from offloadkit.optim.precision import (
+    EXP_AVG_MAP,
+    EXP_AVG_SQ_MAP,
     Precision,
     decode_exp_avg,
     decode_exp_avg_sq,
     encode_exp_avg,
     encode_exp_avg_sq,
-    exp_avg_levels,
-    exp_avg_sq_levels,
+    level,
     random_bits,
     random_key,
     round_stochastically,
@@ -98,20 +99,19 @@ def test_the_maps_are_those_of_the_paper() -> None:
         for levels, count in ((signed, 2**exponent), (unsigned, 2 ** (exponent + 1))):
             borders = torch.linspace(0.1, 1, count + 1, dtype=torch.float64)
             levels += (10.0 ** (exponent - 6) * (borders[:-1] + borders[1:]) / 2).tolist()
-    assert exp_avg_levels() == pytest.approx([0.0, *signed[:-1], 1.0])
-    assert exp_avg_sq_levels() == pytest.approx([0.0, *unsigned, 1.0])
+    assert level(torch.arange(128), EXP_AVG_MAP).tolist() == pytest.approx([0.0, *signed[:-1], 1.0], rel=1e-6)
+    assert level(torch.arange(1, 257), EXP_AVG_SQ_MAP).tolist() == pytest.approx([0.0, *unsigned, 1.0], rel=1e-6)
 
 
 @pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
 def test_an_8_bit_number_is_a_neighbouring_level_and_its_mean_is_the_value(which: str) -> None:
-    encode, decode, all_levels = {
-        "exp_avg": (encode_exp_avg, decode_exp_avg, exp_avg_levels()),
-        "exp_avg_sq": (encode_exp_avg_sq, decode_exp_avg_sq, exp_avg_sq_levels()),
+    encode, decode, levels = {
+        "exp_avg": (encode_exp_avg, decode_exp_avg, level(torch.arange(128), EXP_AVG_MAP)),
+        "exp_avg_sq": (encode_exp_avg_sq, decode_exp_avg_sq, level(torch.arange(1, 257), EXP_AVG_SQ_MAP)),
     }[which]
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(1000, generator=generator) * 10.0 ** -(torch.rand(1000, generator=generator) * 6)
     values = values if which == "exp_avg" else values.abs()
-    levels = torch.tensor(all_levels)
     _, scales = encode(values, torch.zeros(1000))
     assert scales.tolist() == [block.abs().max().item() for block in values.split(256)]
     scale = scales.repeat_interleave(256)[:1000]
