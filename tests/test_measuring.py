@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(measuring, "_of_this_process", {})
     return tmp_path / "cache"
 
 
@@ -119,10 +120,15 @@ def test_a_fresh_measurement_replaces_what_was_kept(quick: list[torch.device]) -
     assert hardware.measure("cpu").h2d_bytes_per_second == 2
 
 
-def test_what_others_disturbed_is_not_kept(quick: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter((True, False))
-    monkeypatch.setattr(measuring, "_disturbed", lambda *_: next(answers))
-    assert [hardware.measure("cpu").h2d_bytes_per_second for _ in range(3)] == [1, 2, 2]
+def test_what_others_disturbed_is_not_kept_on_disk(quick: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_disturbed", lambda *_: True)
+    assert [hardware.measure("cpu").h2d_bytes_per_second for _ in range(2)] == [1, 1]
+    assert not measuring.cache_file().exists()
+    assert hardware.measure("cpu", fresh=True).h2d_bytes_per_second == 2
+    monkeypatch.setattr(measuring, "_of_this_process", {})
+    monkeypatch.setattr(measuring, "_disturbed", lambda *_: False)
+    assert [hardware.measure("cpu").h2d_bytes_per_second for _ in range(2)] == [3, 3]
+    assert measuring.cache_file().exists()
 
 
 @pytest.mark.parametrize(("others", "disturbed"), [(0.02, False), (0.2, False), (0.4, True)])

@@ -1,7 +1,8 @@
 """The measuring behind `hardware.measure`: rates are taken once and kept, sizes are read anew each time.
 
 Kept in `$XDG_CACHE_HOME/offloadkit/hardware.json` (else under ~/.cache), by host name, processor, cores, GPU, driver
-and versions: a machine that changes is measured again, and one that others kept busy is measured again next time.
+and versions: a machine that changes is measured again. What was measured while others kept the machine busy holds for
+this process alone.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _RATES = {
     for field in fields(Hardware)
     if field.name.endswith("_per_second") or field.name in ("can_pin", "launch_seconds", "vram_context_bytes")
 } - _DISK_RATES
+_of_this_process: dict[str, Any] = {}
+"""Rates that were measured on a busy machine: better than measuring again and again."""
 _BUSY, _COUNTING_SECONDS = 0.1, 0.05
 _DRIVER = Path("/sys/module/nvidia/version")
 
@@ -43,13 +46,15 @@ def measure(device: torch.device | None, *, folder: str | Path | None, fresh: bo
     """See `hardware.measure`."""
     device = hardware.default_device() if device is None else hardware.indexed(device)
     where = None if folder is None else _existing(Path(folder))
-    kept = {} if fresh else _read_kept()
+    kept = {} if fresh else _of_this_process | _read_kept()
     key = _machine_key(device)
     rates = kept.get(key, {})
     if rates.keys() != _RATES:
         began = time.perf_counter(), _seconds_of_others()
         rates = machine_rates(device)
-        if not _disturbed(*began):
+        if _disturbed(*began):
+            _of_this_process[key] = rates
+        else:
             _keep(key, rates)
     disk: dict[str, Any] = {}
     if where is not None:

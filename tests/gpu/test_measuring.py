@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadkit import hardware, measuring
+from offloadkit import hardware
 
 
 def test_everything_is_measured_in_under_two_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,9 +34,8 @@ def test_everything_is_measured_in_under_two_seconds(tmp_path: Path, monkeypatch
     assert 0 < machine.vram_free_bytes < machine.vram_total_bytes
 
 
-def test_what_was_kept_is_read_in_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_time_takes_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measuring, "_disturbed", lambda *_: False)
     first = hardware.measure()
     started = time.perf_counter()
     second = hardware.measure()
