@@ -107,6 +107,9 @@ class OffloadConfig:
     """What the loss is multiplied by before backward where the working dtype is fp16, whose gradients would underflow
     otherwise; the step divides by it. "dynamic" starts at 65,536 and follows the overflows."""
 
+    disk: str | None = None
+    """Folder on a local disk for optimizer states on disk; None: the system's folder for temporary files."""
+
     seed: int = 0
     """Of the stochastic rounding of "compact"."""
 

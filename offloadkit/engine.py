@@ -258,8 +258,8 @@ class OffloadEngine:
     def _settle(self) -> None:
         if self._newest is not None:
             self._newest.done.wait()
-        self._placed.settle()
         self._raise_thread_error()
+        self._placed.settle()
 
     def _read_past(self) -> None:
         """Report what has become known of earlier updates: telemetry records, and steps that were not applied."""

@@ -26,6 +26,7 @@ PLACEMENTS = [
         Placement(weights=w, gradients=g, activations=a)
         for w, g, a in product(("vram", "ram"), ("vram", "ram"), ACTIVATIONS)
     ),  # type: ignore[arg-type]
+    *(Placement(weights=w, states="disk") for w in ("vram", "ram")),  # type: ignore[arg-type]
     *(Placement(gradients="vram", states="vram", step="gpu", activations=a) for a in ACTIVATIONS),  # type: ignore[arg-type]
 ]
 

@@ -174,7 +174,8 @@ def test_saved_and_loaded_between_placements(device: str) -> None:
         }
         train(engine, tokens(5, device))
         expected = {name: weight.cpu().clone() for name, weight in engine.module.state_dict().items()}
-    for placement in (None, Placement(gradients="vram", states="vram", step="gpu"), *ALL):
+    elsewhere = (None, Placement(gradients="vram", states="vram", step="gpu"), Placement(states="disk"))
+    for placement in (*elsewhere, *ALL):
         torch.manual_seed(3)
         with OffloadEngine(TinyLM(), config(placement), device=device) as engine:
             train(engine, tokens(2, device))

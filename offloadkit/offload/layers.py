@@ -18,7 +18,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.errors import ModelError
 from offloadkit.hardware import Hardware
 from offloadkit.optim.gradient_norm import NORM_BLOCK
-from offloadkit.plan import Dtype, LayerShape, Plan, Precision, make_plan
+from offloadkit.plan import Dtype, LayerShape, MicroBatch, Plan, Precision, make_plan
 
 SLOT_ALIGNMENT = 256
 """Elements. Parameters, 8-bit blocks of states and shards begin at multiples of it in a flat layer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -13,12 +14,13 @@ from torch import nn
 from offloadkit.config import OffloadConfig
 from offloadkit.offload import host_memory
 from offloadkit.offload.activations import OffloadedInputs, checkpoint_activations
+from offloadkit.offload.disk import DiskStates, Region, StateFile
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, Slot
 from offloadkit.offload.states import LayerState
 from offloadkit.offload.streaming import StreamedWeights, WeightRing
 from offloadkit.offload.weights import Gates, LayerWeights, TiedUses, move_rest
-from offloadkit.plan import NUM_STAGING, NUM_WEIGHT_BUFFERS, Plan
+from offloadkit.plan import NUM_STAGING, NUM_STATE_BUFFERS, NUM_WEIGHT_BUFFERS, Plan
 
 
 class PlacedModel:
@@ -55,6 +57,8 @@ class PlacedModel:
         """
         self.module, self._plan, self._device = module, plan, device
         self._accumulation, self._seed = config.gradient_accumulation, config.seed
+        self._folder = config.disk or tempfile.gettempdir()
+        self._disk: DiskStates | None = None
         self.states, staging = self._allocate(layers)
         trained = {slot.parameter for layer in layers for slot in layer.slots}
         move_rest(module, trained, device, config.working_dtype)
@@ -82,15 +86,29 @@ class PlacedModel:
         through_ram = [shape.landing_bytes() for _, shape, placement in placed if placement.gradients == "ram"]
         num_staging = NUM_STAGING if self._accumulation > 1 and through_ram else 0
         staging = max(through_ram, default=0)
-        slabs, self.pinning_seconds = host_memory.allocate([*sizes, *[staging] * num_staging], self._device)
-        buffers = [slab.cut(staging, torch.uint8) for slab in slabs[len(layers) :]]
+        on_disk = [sum(shape.state_bytes().values()) for _, shape, placement in placed if placement.states == "disk"]
+        shared = [*[staging] * num_staging, *[max(on_disk, default=0)] * (NUM_STATE_BUFFERS if on_disk else 0)]
+        slabs, self.pinning_seconds = host_memory.allocate([*sizes, *shared], self._device)
+        own, shared_slabs = slabs[: len(layers)], slabs[len(layers) :]
+        regions: Iterator[Region] = iter(())
+        if on_disk:
+            self._disk = DiskStates(StateFile(self._folder, on_disk), shared_slabs[num_staging:])
+            regions = iter([Region(self._disk, index) for index in range(len(on_disk))])
         states = [
-            LayerState(layer, placement, slab, self._accumulation, self._device, seed=self._seed)
-            for (layer, _, placement), slab in zip(placed, slabs, strict=False)
+            LayerState(
+                layer,
+                placement,
+                slab,
+                self._accumulation,
+                self._device,
+                region=next(regions) if placement.states == "disk" else None,
+                seed=self._seed,
+            )
+            for (layer, _, placement), slab in zip(placed, own, strict=True)
         ]
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        return states, buffers
+        return states, [slab.cut(staging, torch.uint8) for slab in shared_slabs[:num_staging]]
 
     def _checkpoint_blocks(self, config: OffloadConfig, undo: ExitStack) -> None:
         choices: dict[nn.Module, Any] = {}
@@ -127,6 +145,8 @@ class PlacedModel:
             state.weights.settle()
             if state.uploaded is not None:
                 state.uploaded.synchronize()
+        if self._disk is not None:
+            self._disk.synchronize()
 
     def take_over_outside_writes(self, *, keep_remainder: bool = False) -> None:
         """Weights that were written in place from outside become the master weights."""
@@ -135,6 +155,8 @@ class PlacedModel:
             if written:
                 for pending in self.states:
                     pending.weights.wait()
+                if self._disk is not None:
+                    self._disk.synchronize()
                 state.take_over(written, keep_remainder=keep_remainder)
 
     def take_waited_seconds(self) -> float:
@@ -147,7 +169,9 @@ class PlacedModel:
             yield from state.layer.slots
 
     def release(self) -> None:
-        """Give the memory back. A model with weights in RAM is in RAM as a whole afterwards, in memory of its own."""
+        """Give memory and disk back. A model with weights in RAM is in RAM as a whole then, in memory of its own."""
+        if self._disk is not None:
+            self._disk.file.close()
         if self._ring is not None:
             self._ring.synchronize()
             while self.states:

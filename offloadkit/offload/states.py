@@ -3,7 +3,7 @@ for the GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from offloadkit.config import Placement
+from offloadkit.offload.disk import Region
 from offloadkit.offload.gradients import LayerGradient, runs
-from offloadkit.offload.host_memory import HostSlab
+from offloadkit.offload.host_memory import HostSlab, aligned
 from offloadkit.offload.layers import FlatLayer, Slot
 from offloadkit.offload.streaming import StreamedWeights
 from offloadkit.offload.streams import CopyStream, Event
@@ -60,12 +61,39 @@ def gradient_dtype(layer: FlatLayer, accumulation: int) -> torch.dtype:
     return torch.float32 if accumulation > 1 or layer.shared else layer.dtype
 
 
+Cut = Callable[[int, torch.dtype], torch.Tensor]
+"""Gives the next so many elements of some memory."""
+
+
+def _flat_state(layer: FlatLayer, weights: torch.Tensor, cut: Cut) -> FlatState:
+    """The layer's arrays, its states laid out one after the other."""
+    moments = MOMENT_DTYPES[layer.precision]
+    remainder = None if layer.dtype == torch.float32 else cut(layer.numel, REMAINDER_DTYPES[layer.dtype])
+    flat = FlatState(weights, remainder, cut(layer.numel, moments), cut(layer.numel, moments))
+    if layer.precision == "tiny":
+        flat.exp_avg_scale, flat.exp_avg_sq_scale = (cut(layer.numel // BLOCK, torch.float32) for _ in range(2))
+    return flat
+
+
+def _cutter(memory: torch.Tensor) -> Cut:
+    """Cuts 1-D uint8 `memory` as `HostSlab.cut` cuts a slab."""
+    at = 0
+
+    def cut(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal at
+        start, at = at, at + aligned(numel * dtype.itemsize)
+        return memory[start : start + numel * dtype.itemsize].view(dtype)
+
+    return cut
+
+
 class LayerState:
     """A flat layer as its step sees it.
 
     Attributes:
         flat: working weights, remainder, exp_avg, exp_avg_sq: 1-D [layer.numel], on the processor that steps them. On
-            the CPU, `flat.weights` are a copy of resident weights, or the streamed weights themselves.
+            the CPU, `flat.weights` are a copy of resident weights, or the streamed weights themselves. States on disk
+            are mapped here; a step works on a copy in RAM.
         steps: fp32 [num_slots], how often each parameter was stepped.
         gradient: its gradient on the way to the step.
     """
@@ -78,30 +106,23 @@ class LayerState:
         accumulation: int,
         device: torch.device,
         *,
+        region: Region | None = None,
         seed: int = 0,
     ) -> None:
         """
         Args:
             slab: RAM for what `placement` puts there.
+            region: disk for the states, where `placement` puts them there.
             seed: of stochastic rounding.
         """
-        self.layer, self.placement, self._seed = layer, placement, seed
+        self.layer, self.placement, self._seed, self._region = layer, placement, seed, region
         on_gpu = placement.step == "gpu"
 
-        def array(dtype: torch.dtype, numel: int = layer.numel) -> torch.Tensor:
+        def cut(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(numel, dtype=dtype, device=device) if on_gpu else slab.cut(numel, dtype)
 
-        weights, moments = array(layer.dtype), MOMENT_DTYPES[layer.precision]
-        self.flat = FlatState(
-            weights=weights,
-            remainder=None if layer.dtype == torch.float32 else array(REMAINDER_DTYPES[layer.dtype]),
-            exp_avg=array(moments),
-            exp_avg_sq=array(moments),
-        )
-        if layer.precision == "tiny":
-            self.flat.exp_avg_scale, self.flat.exp_avg_sq_scale = (
-                array(torch.float32, layer.numel // BLOCK) for _ in range(2)
-            )
+        weights = cut(layer.numel, layer.dtype)
+        self.flat = _flat_state(layer, weights, cut if region is None else _cutter(region.mapped()))
         self.weights: LayerWeights
         if placement.weights == "ram":
             self.weights = StreamedWeights(layer, weights, device)
@@ -171,10 +192,20 @@ class LayerState:
             self.uploaded = stream.record()
             return
         assert self.gradient.host is not None
-        adamw_step(self.flat, self.gradient.host, segments, grad_scale)
+        if self._region is None:
+            adamw_step(self.flat, self.gradient.host, segments, grad_scale)
+        else:
+            with self._region.in_ram() as slab:
+                flat = _flat_state(self.layer, self.flat.weights, slab.cut)
+                adamw_step(flat, self.gradient.host, segments, grad_scale)
         if isinstance(self.weights, ResidentWeights):
             stream.copy(self.weights.flat, self.flat.weights)
             self.uploaded = stream.record()
+
+    def prefetch(self) -> None:
+        """Start reading states from disk for the next `step`."""
+        if self._region is not None:
+            self._region.prefetch()
 
     def _wait_for_copies(self) -> None:
         """The weights in RAM are not written while they are copied from."""

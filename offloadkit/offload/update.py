@@ -21,6 +21,7 @@ from offloadkit.offload.states import GroupOptions, LayerState
 from offloadkit.offload.streams import CopyStream, Event
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.gradient_norm import sum_in_order
+from offloadkit.plan import NUM_STATE_BUFFERS
 
 
 @dataclass
@@ -112,6 +113,8 @@ def run(update: Update, h2d: CopyStream) -> None:
     """Wait for the gradients, take the norm, step every layer and send its weights."""
     started = time.perf_counter()
     for state, _, _ in update.layers:
+        state.prefetch()
+    for state, _, _ in update.layers:
         assert state.gradient.sent is not None
         state.gradient.sent.synchronize()
     arrived = time.perf_counter()
@@ -123,7 +126,9 @@ def run(update: Update, h2d: CopyStream) -> None:
         return
     h2d.wait(update.compute_done)
     scale = update.grad_scale()
-    for state, slots, pending in update.layers:
+    for index, (state, slots, pending) in enumerate(update.layers):
+        for coming, _, _ in update.layers[index + 1 : index + 1 + NUM_STATE_BUFFERS]:
+            coming.prefetch()
         state.step(slots, update.options, scale, h2d)
         pending.record(state.uploaded)
     update.seconds["cpu_step"] = time.perf_counter() - normed

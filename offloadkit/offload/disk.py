@@ -1,0 +1,232 @@
+"""Optimizer states on disk: a file that the step reads ahead of itself and writes behind itself.
+
+Each layer's states are one region. They pass through a few pinned buffers in RAM, past the page cache (`O_DIRECT`)
+where the file system can, so that neither the system's write-back nor its memory limit decides when the disk works. A
+layer's region is also mapped, for those who read or write its states between steps (checkpoints).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from offloadkit.errors import OutputError
+from offloadkit.offload.host_memory import HostSlab
+
+NETWORK_FILE_SYSTEMS = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "ceph",
+    "glusterfs",
+    "fuse.sshfs",
+    "lustre",
+    "afs",
+}
+_PAGE = 4096
+_CHUNK = 16 * 2**20
+_NUM_THREADS = 4
+
+
+class StateFile:
+    """Regions of a file without a name, which is gone with the process.
+
+    Attributes:
+        direct: whether it is read and written past the page cache.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], sizes: Sequence[int]) -> None:
+        """
+        Args:
+            sizes: bytes of each region.
+
+        Raises:
+            OutputError: the folder is on a network mount, cannot be written, or the disk is too small; nothing is left.
+        """
+        self._starts: list[int] = []
+        total = 0
+        for size in sizes:
+            self._starts.append(total)
+            total += -(-size // _PAGE) * _PAGE
+        self._sizes = list(sizes)
+        self._file = _open(Path(folder), total)
+        self.direct = _without_page_cache(self._file)
+        self._closing = weakref.finalize(self, os.close, self._file)
+        self._mapping = mmap.mmap(self._file, max(total, _PAGE))
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, "offloadkit-disk")
+
+    def mapped(self, index: int) -> torch.Tensor:
+        """uint8 view of a region, through the page cache; not to be used while the region is read or written."""
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self._sizes[index], offset=self._starts[index])
+
+    def read(self, index: int, slab: HostSlab) -> list[Future[None]]:
+        """Start reading a region into the beginning of `slab`; the futures' `result()` raises what went wrong."""
+        return self._start(os.preadv, index, slab)
+
+    def write(self, index: int, slab: HostSlab) -> list[Future[None]]:
+        """Start writing a region from the beginning of `slab`."""
+        return self._start(os.pwritev, index, slab)
+
+    def close(self) -> None:
+        """Wait for what was started and give the disk space back, once no view of a region is left."""
+        self._pool.shutdown()
+        with suppress(BufferError):
+            self._mapping.close()
+        self._closing()
+
+    def _start(self, move: object, index: int, slab: HostSlab) -> list[Future[None]]:
+        size = -(-self._sizes[index] // _PAGE) * _PAGE
+        return [
+            self._pool.submit(self._move, move, slab.address + at, self._starts[index] + at, min(_CHUNK, size - at))
+            for at in range(0, size, _CHUNK)
+        ]
+
+    def _move(self, move: object, address: int, offset: int, length: int) -> None:
+        assert callable(move)
+        memory = memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+        while length:
+            moved = move(self._file, [memory], offset)
+            if moved == 0:
+                raise OSError(f"the file of optimizer states ends {length} bytes early")
+            memory, offset, length = memory[moved:], offset + moved, length - moved
+
+
+class DiskStates:
+    """The buffers through which states on disk pass during a step, in the order in which they are asked for."""
+
+    def __init__(self, file: StateFile, buffers: Sequence[HostSlab]) -> None:
+        self.file = file
+        self._free: list[tuple[HostSlab, list[Future[None]]]] = [(slab, []) for slab in buffers]
+        self._here: dict[int, tuple[HostSlab, list[Future[None]]]] = {}
+
+    def prefetch(self, index: int) -> None:
+        """Start reading a region, if a buffer is free: one that is still written is waited for by `take` alone."""
+        if index not in self._here and any(all(job.done() for job in jobs) for _, jobs in self._free):
+            self._read(index)
+
+    def take(self, index: int) -> HostSlab:
+        """The buffer that holds a region, read; the caller's until `give_back`."""
+        if index not in self._here:
+            self._read(index)
+        slab, jobs = self._here[index]
+        _finish(jobs)
+        return slab
+
+    def give_back(self, index: int) -> None:
+        """Write the region; its buffer is free after that."""
+        slab, _ = self._here.pop(index)
+        self._free.append((slab, self.file.write(index, slab)))
+
+    def synchronize(self) -> None:
+        """Wait until everything is written; what was read ahead and not taken is forgotten."""
+        self._free += self._here.values()
+        self._here.clear()
+        for _, jobs in self._free:
+            _finish(jobs)
+
+    def _read(self, index: int) -> None:
+        ready = [item for item in self._free if all(job.done() for job in item[1])]
+        slab, jobs = ready[0] if ready else self._free[0]
+        self._free = [item for item in self._free if item[0] is not slab]
+        _finish(jobs)
+        self._here[index] = slab, self.file.read(index, slab)
+
+
+class Region:
+    """One layer's states on disk."""
+
+    def __init__(self, states: DiskStates, index: int) -> None:
+        self._states, self._index = states, index
+
+    def mapped(self) -> torch.Tensor:
+        """uint8 view, for use between steps."""
+        return self._states.file.mapped(self._index)
+
+    def prefetch(self) -> None:
+        """Start reading, where a buffer is free."""
+        self._states.prefetch(self._index)
+
+    @contextmanager
+    def in_ram(self) -> Iterator[HostSlab]:
+        """The states in RAM, to be cut from the beginning; written to disk afterwards."""
+        slab = self._states.take(self._index)
+        slab.clear()
+        try:
+            yield slab
+        finally:
+            self._states.give_back(self._index)
+
+
+def _finish(jobs: list[Future[None]]) -> None:
+    wait(jobs)
+    for job in jobs:
+        job.result()
+    jobs.clear()
+
+
+def _open(folder: Path, num_bytes: int) -> int:
+    """A file without a name, its space reserved."""
+    kind = _file_system(folder)
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise OutputError(
+            f"optimizer states cannot lie in {folder}: it is a network mount ({kind}). Name a folder on a local disk: "
+            "OffloadConfig(disk=...)"
+        )
+    try:
+        free = shutil.disk_usage(folder).free
+        if free < num_bytes:
+            raise OutputError(
+                f"the optimizer states need {num_bytes / 2**30:.2f} GiB of disk and {folder} has "
+                f"{free / 2**30:.2f} GiB free: free some, or name another folder: OffloadConfig(disk=...)"
+            )
+        with tempfile.TemporaryFile(prefix="offloadkit-states-", dir=folder, buffering=0) as unnamed:
+            os.posix_fallocate(unnamed.fileno(), 0, max(num_bytes, _PAGE))
+            return os.dup(unnamed.fileno())
+    except OSError as error:
+        if isinstance(error, OutputError):
+            raise
+        raise OutputError(f"the optimizer states cannot be put on disk in {folder}: {error}") from error
+
+
+def _file_system(folder: Path) -> str:
+    """Type of the file system that `folder` lies on, as /proc/mounts names it; "" where there is no telling."""
+    best, kind = "", ""
+    with suppress(OSError):
+        real = str(folder.resolve())
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            point, name = line.split()[1:3]
+            inside = real == point or real.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best):
+                best, kind = point, name
+    return kind
+
+
+def _without_page_cache(file: int) -> bool:
+    """Switch `O_DIRECT` on and try it; off again where the file system refuses."""
+    import fcntl
+
+    flag = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    if not flag:
+        return False
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | flag)
+        with mmap.mmap(-1, _PAGE) as page:
+            os.preadv(file, [page], 0)
+    except OSError:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+        return False
+    return True

@@ -1,0 +1,121 @@
+"""Optimizer states on disk: written behind the step and read ahead of it, refused where a disk will not do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.engine import OffloadEngine
+from offloadkit.errors import EngineStateError, OutputError
+from offloadkit.offload import disk
+from offloadkit.offload.disk import DiskStates, StateFile
+from offloadkit.offload.host_memory import HostSlab
+from tests.models import TinyLM, tokens, train
+
+ON_DISK = Placement(states="disk")
+
+
+def engine_on(folder: Path, **options: Any) -> OffloadEngine:
+    config = OffloadConfig(working_dtype="bf16", placement=ON_DISK, disk=str(folder), **options)
+    return OffloadEngine(TinyLM(), config, device="cpu")
+
+
+def fill(slab: HostSlab, value: int, size: int) -> None:
+    slab.clear()
+    slab.cut(size, torch.uint8).fill_(value)
+
+
+def first_byte(slab: HostSlab) -> int:
+    slab.clear()
+    return int(slab.cut(1, torch.uint8))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_regions_keep_what_was_written(tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not direct:
+        monkeypatch.setattr(disk, "_without_page_cache", lambda file: False)
+    sizes = [5_000, 40 * 2**20, 4096, 1]
+    file = StateFile(tmp_path, sizes)
+    slabs = [HostSlab(max(sizes)) for _ in range(3)]
+    states = DiskStates(file, slabs)
+    for times in range(1, 4):
+        for index, size in enumerate(sizes):
+            states.prefetch(min(index + 1, len(sizes) - 1))
+            slab = states.take(index)
+            assert first_byte(slab) == (0 if times == 1 else 10 * index + times - 1)
+            fill(slab, 10 * index + times, size)
+            states.give_back(index)
+    states.synchronize()
+    for index, size in enumerate(sizes):
+        seen = file.mapped(index)
+        assert seen.numel() == size
+        assert bool((seen == 10 * index + 3).all())
+        seen.fill_(99)  # as load_state_dict does
+    for index in range(len(sizes)):
+        assert first_byte(states.take(index)) == 99
+        states.give_back(index)
+    del seen
+    file.close()
+
+
+def test_what_was_read_ahead_and_not_stepped_is_read_again(tmp_path: Path) -> None:
+    file = StateFile(tmp_path, [4096])
+    states = DiskStates(file, [HostSlab(4096)])
+    states.prefetch(0)
+    states.synchronize()
+    file.mapped(0).fill_(7)
+    assert first_byte(states.take(0)) == 7
+
+
+def test_nothing_is_left_on_disk(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with engine_on(tmp_path) as engine:
+            train(engine, tokens(2))
+            assert not list(tmp_path.iterdir()), "the file has no name"
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(OutputError, match=r"need .* GiB of disk and .* has 0.00 GiB free: free some, or name another"):
+        engine_on(tmp_path)
+
+
+def test_a_network_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_file_system", lambda folder: "nfs4")
+    with pytest.raises(OutputError, match=r"is a network mount \(nfs4\). Name a folder on a local disk"):
+        engine_on(tmp_path)
+
+
+def test_the_file_system_of_a_folder_is_found() -> None:
+    assert disk._file_system(Path("/proc/self")) == "proc"
+    assert disk._file_system(Path("/")) not in {"", "proc"}
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="cannot be put on disk in"):
+        engine_on(tmp_path / "missing")
+
+
+def test_a_disk_that_fails_in_mid_run_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on(tmp_path)
+    train(engine, tokens(2))
+
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    engine.backward(engine(tokens(1)[0]))
+    engine.step()
+    with pytest.raises(EngineStateError, match="the optimizer step failed"):
+        engine.synchronize()
+    with pytest.raises(EngineStateError):
+        engine.close()
