@@ -74,9 +74,7 @@ class InitialWeights:
                     self._write(real, f"{prefix}.{attribute}", set(), draws.get(buffer, []))
 
     def _write(self, tensor: torch.Tensor, name: str, others: set[int], draws: Sequence[_Draw]) -> None:
-        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        with torch.no_grad(), _OnlyInto(tensor, generator, others) as only:
+        with torch.no_grad(), _OnlyInto(tensor, f"{self._seed} {name}", others) as only:
             for draw in draws:
                 draw()
         if not only.written:
@@ -102,31 +100,43 @@ def _draws(model: Any, *, of_buffers: bool = False) -> dict[torch.Tensor, list[_
 
 
 class _OnlyInto(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In-place operations reach one tensor (and scratch memory), and random numbers come from one generator."""
+    """In-place operations reach one tensor, and scratch memory; random numbers come from two generators of its own.
 
-    def __init__(self, target: torch.Tensor, generator: torch.Generator, others: set[int]) -> None:
+    Scratch memory has a generator for itself, because how much of it is drawn depends on what else is real.
+    """
+
+    def __init__(self, target: torch.Tensor, seed: str, others: set[int]) -> None:
         """`others`: storages, by `_storage`, that are left as they are, as is whatever has no memory."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._target, self._generator, self._others = _storage(target), generator, others
+        self._target, self._others = _storage(target), others
+        self._generator, self._scratch_generator = _generator(seed), _generator(f"{seed} scratch")
         self.written = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        generator = self._scratch_generator
         if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
             storage = _storage(args[0])
-            self.written |= storage == self._target
+            if storage == self._target:
+                self.written, generator = True, self._generator
             if args[0].is_meta or (storage != self._target and storage in self._others):
                 return args[0]
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            func, kwargs = self._seeded(func), {**kwargs, "generator": self._generator}
+            func, kwargs = _seeded(func), {**kwargs, "generator": generator}
         return func(*args, **kwargs)
 
-    def _seeded(self, func: Any) -> Any:
-        """The overload of a random operation that takes a generator."""
-        for overload in (func, getattr(func.overloadpacket, "generator", None)):
-            if overload is not None and any(argument.name == "generator" for argument in overload._schema.arguments):
-                return overload
-        raise ConstructorNeededError(f"{func} takes no generator")
+
+def _seeded(func: Any) -> Any:
+    """The overload of a random operation that takes a generator."""
+    for overload in (func, getattr(func.overloadpacket, "generator", None)):
+        if overload is not None and any(argument.name == "generator" for argument in overload._schema.arguments):
+            return overload
+    raise ConstructorNeededError(f"{func} takes no generator")
+
+
+def _generator(seed: str) -> torch.Generator:
+    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True)
+    return torch.Generator().manual_seed(number)
 
 
 def _storage(tensor: torch.Tensor) -> int:

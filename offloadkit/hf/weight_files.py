@@ -179,13 +179,14 @@ class WeightFiles:
         waiting = [parameter for parameter in parameters if parameter.is_meta]
         if self._bar is None:
             self._bar = ByteBar("Reading weights", sum(stored.num_bytes for stored in self._sources.values()))
+        sources = {parameter: self._sources[parameter] for parameter in waiting}
         with readable_hub_errors(self._source, found=True):
-            for parameter in waiting:
-                stored = self._sources.pop(parameter)
+            for parameter, stored in sources.items():
                 become(parameter, stored.value(parameter.dtype))
                 self._bar.advance(stored.num_bytes)
-                if not any(parameter.is_meta for parameter in waiting):
-                    stored.file.close()
+        for parameter, stored in sources.items():
+            stored.file.close()
+            del self._sources[parameter]
 
     def place(
         self, model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None, config: Any

@@ -1,7 +1,7 @@
 """Runs in a process of its own, so that HF_ENDPOINT is read at import as it is for a user.
 
-A line of JSON each way. Request: {"what": "model" | "tokenizer" | "dataset", "name": ...}. Answer: what was read, or
-{"error": class, "message": ...}.
+A line of JSON each way. Request: {"what": "model" | "lazy model" | "tokenizer" | "dataset", "name": ...}. Answer: what
+was read, or {"error": class, "message": ...}.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ def main() -> None:
 
 def read(what: str, name: str) -> dict[str, Any]:
     from offloadkit.hf.data import load_dataset_like
-    from offloadkit.hf.models import load_model, load_tokenizer
+    from offloadkit.hf.models import build_model, load_model, load_tokenizer
 
+    if what == "lazy model":
+        model, materialise = build_model(name)
+        assert materialise is not None
+        materialise(list(model.parameters()))
+        return {"weights": {key: digest(value) for key, value in model.state_dict().items()}}
     if what == "model":
         state = load_model(name).state_dict()
         threads = [thread.name for thread in threading.enumerate() if "conversion" in thread.name]
