@@ -44,14 +44,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 
 def test_everything_is_measured_in_under_two_seconds(tmp_path: Path) -> None:
-    took = []
-    for _ in range(3):  # another process may take the cores for a while
-        started = time.perf_counter()
-        machine = hardware.measure("cpu", folder=tmp_path, fresh=True)
-        took.append(time.perf_counter() - started)
-        if took[-1] < 2:
-            break
-    assert min(took) < 2, took
+    started = time.perf_counter()
+    machine = hardware.measure("cpu", folder=tmp_path, fresh=True)
+    took = time.perf_counter() - started
+    assert took < 2 or measuring._of_this_process, f"{took:.2f} s, and nobody else was busy"
     numbers = {name: value for name, value in asdict(machine).items() if name.endswith("_per_second")}
     assert all(1e6 < number < 1e16 for number in numbers.values()), numbers
     assert 1e-8 < machine.launch_seconds < 1e-2
@@ -59,7 +55,7 @@ def test_everything_is_measured_in_under_two_seconds(tmp_path: Path) -> None:
     assert machine.vram_total_bytes == machine.ram_total_bytes == hardware.ram_limit_bytes()
     assert machine.disk_folder == str(tmp_path)
     assert machine.disk_free_bytes > 0
-    assert list(tmp_path.iterdir()) == [tmp_path / "cache"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "cache"], "the file that was measured with is left"
 
 
 @pytest.mark.skipif(not cpu.available(), reason="needs the C kernel")
