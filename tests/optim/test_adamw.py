@@ -9,11 +9,13 @@ import torch
 
 from offloadkit.optim import cpu
 from offloadkit.optim.adamw import (
+    AdamWScalars,
     FlatState,
     Segment,
     adamw_scalars,
     adamw_step_reference,
     join_master,
+    round_to_fp32,
     split_master,
 )
 from tests.optim.states import (
@@ -123,3 +125,25 @@ def test_the_reference_gives_the_same_bits_in_slices(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("offloadkit.optim.adamw._SLICE", 77)
     adamw_step_reference(sliced, gradient, segments, 0.5)
     assert_same_bits(sliced, whole)
+
+
+def plain_python_step(w: float, m: float, v: float, gradient: float, s: AdamWScalars) -> tuple[float, float, float]:
+    """The formula in Python's fp64, each operation rounded to fp32: as good as rounding the exact result once."""
+    r = round_to_fp32
+    m = r(r(s.beta1 * m) + r(s.one_minus_beta1 * gradient))
+    v = r(r(s.beta2 * v) + r(r(s.one_minus_beta2 * gradient) * gradient))
+    denominator = r(r(r(math.sqrt(v)) * s.inv_sqrt_bias_correction2) + s.eps)
+    return r(r(w * s.decay) - r(s.step_size * r(m / denominator))), m, v
+
+
+@pytest.mark.parametrize("step", [adamw_step_reference, cpu.adamw_step], ids=["reference", "c"])
+def test_exact_is_the_formula_in_plain_python_whatever_the_random_key(step) -> None:  # type: ignore[no-untyped-def]
+    state, gradient = make_state(torch.float32, 100), make_gradient(torch.float32, 100)
+    rows = zip(
+        state.weights.tolist(), state.exp_avg.tolist(), state.exp_avg_sq.tolist(), gradient.tolist(), strict=True
+    )
+    scalars = adamw_scalars(step=4, **OPTIONS)
+    expected = torch.tensor([plain_python_step(*row, scalars) for row in rows], dtype=torch.float64).float()
+    step(state, gradient, [Segment(0, 100, scalars, random_key=12345, offset=3)], 1.0)
+    for actual, column in zip((state.weights, state.exp_avg, state.exp_avg_sq), expected.unbind(1), strict=True):
+        assert_same_array_bits(actual, column.contiguous())
