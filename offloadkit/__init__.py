@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError
-from offloadkit.finetune import FinetuneResult, finetune, plan
+from offloadkit.finetune import FinetuneResult, finetune
+from offloadkit.planning import plan
 from offloadkit.telemetry import StepRecord, Telemetry
 
 if TYPE_CHECKING:

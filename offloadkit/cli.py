@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -73,15 +73,53 @@ def doctor(
 @_readable
 def plan(
     model: Annotated[str, typer.Argument(help="Preset (t5-3b, flan-t5-xl, ...), folder, or hub name.")],
+    vram: Annotated[
+        str | None, typer.Option(help="VRAM the process may take, e.g. 8GiB. Left out: what is free.")
+    ] = None,
+    ram: Annotated[str | None, typer.Option(help="RAM the process may take. Left out: what is available.")] = None,
+    precision: Annotated[str, typer.Option(help="Of the optimizer states: exact, compact or tiny.")] = "exact",
+    batch_size: Annotated[str, typer.Option(help="Rows in a micro-batch, or auto.")] = "auto",
+    max_input_length: Annotated[int | None, typer.Option(help="Tokens of input a row.")] = None,
+    max_target_length: Annotated[int | None, typer.Option(help="Tokens of target a row.")] = None,
     gradient_accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches an update.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Working weights: auto, bf16 or fp32.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Working weights: auto, bf16, fp16 or fp32.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what training MODEL needs and where it goes; no weights are read."""
-    from offloadkit.config import OffloadConfig
-    from offloadkit.finetune import plan as plan_model
+    """Show what training MODEL needs, where it goes and how long a step takes; exits with 1 where it does not fit.
 
-    config: Any = {"gradient_accumulation": gradient_accumulation, "working_dtype": dtype}
-    typer.echo(plan_model(model, offload=OffloadConfig(**config)))
+    No weights are read. Without a GPU here, --vram plans for a card of that size.
+    """
+    import json
+
+    from offloadkit.config import OffloadConfig
+    from offloadkit.planning import plan as plan_model
+
+    config: Any = {
+        "vram": vram,
+        "ram": ram,
+        "precision": precision,
+        "gradient_accumulation": gradient_accumulation,
+        "working_dtype": dtype,
+    }
+    planned = plan_model(
+        model,
+        batch_size=_rows(batch_size),
+        max_input_length=max_input_length,
+        max_target_length=max_target_length,
+        offload=OffloadConfig(**config),
+    )
+    typer.echo(json.dumps(planned.to_dict(), indent=2) if as_json else f"{planned}\n{planned.explain()}".rstrip())
+    if not planned.fits:
+        raise typer.Exit(1)
+
+
+def _rows(batch_size: str) -> int | Literal["auto"]:
+    """`--batch-size` as a number or "auto"."""
+    if batch_size == "auto":
+        return "auto"
+    if not batch_size.lstrip("-").isdigit():
+        raise typer.BadParameter(f"{batch_size!r} is neither a whole number nor auto", param_hint="--batch-size")
+    return int(batch_size)
 
 
 @app.command()
@@ -104,8 +142,6 @@ def train(
     """Train MODEL on DATASET with the optimizer in host RAM."""
     from offloadkit.finetune import finetune
 
-    if batch_size != "auto" and not batch_size.lstrip("-").isdigit():
-        raise typer.BadParameter(f"{batch_size!r} is neither a whole number nor auto", param_hint="--batch-size")
     result = finetune(
         model,
         dataset,
@@ -114,7 +150,7 @@ def train(
         tokenizer=tokenizer,
         epochs=epochs,
         max_steps=max_steps,
-        batch_size="auto" if batch_size == "auto" else int(batch_size),
+        batch_size=_rows(batch_size),
         gradient_accumulation=gradient_accumulation,
         learning_rate=learning_rate,
         init="random" if random_weights else "pretrained",

@@ -25,6 +25,10 @@ class DownloadError(OffloadkitError, OSError):
     """A transfer from the hub broke off or the hub answered with a fault of its own; running again goes on."""
 
 
+class DoesNotFitError(OffloadkitError, MemoryError):
+    """A plan needs more VRAM, RAM or disk than there is; refused before anything is loaded."""
+
+
 class DataError(OffloadkitError, ValueError):
     """The dataset does not fit: unknown columns, no rows, nothing to learn from."""
 

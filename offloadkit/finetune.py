@@ -11,7 +11,8 @@ What the arguments of `finetune` take:
 - `tokenizer`: None takes the model's own; "byte" is one token a byte, for models with random weights.
 - `output_dir`: "model" in it is what `from_pretrained` loads; checkpoints lie beside it.
 - `epochs`, `max_steps`: how long; `max_steps` goes before `epochs`.
-- `batch_size`: rows in a micro-batch; "auto" is `AUTO_BATCH_SIZE`. `gradient_accumulation`: micro-batches an update.
+- `batch_size`: rows in a micro-batch; "auto": see `planning.BATCH_SIZES`.
+- `gradient_accumulation`: micro-batches an update.
 - `learning_rate`: None takes `LEARNING_RATES`; it rises over the first 5 % of the steps and falls linearly to 0.
 - `init`: "random" starts from random weights.
 - `max_input_length`, `max_target_length`: in tokens; None is 512 (causal: 1024), and 128 for targets.
@@ -40,18 +41,15 @@ from offloadkit.hf.bars import bars_where_live
 from offloadkit.hf.data import PreparedData, load_dataset_like, prepare, with_decoder_inputs
 from offloadkit.hf.evaluation import Sample, predict, share_correct
 from offloadkit.hf.folders import check_same_model, newest_checkpoint, put_in_place, writable
-from offloadkit.hf.models import Task, check_kind, load_config, load_model, load_tokenizer, meta_model
-from offloadkit.offload.layers import flat_layers, plan_of
+from offloadkit.hf.models import check_kind, load_config, load_model, load_tokenizer
 from offloadkit.plan import Plan
+from offloadkit.planning import auto_batch_size, check_fits, check_rows, plan
 from offloadkit.telemetry import StepRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainingArguments
 
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
-
-AUTO_BATCH_SIZE = 8
-"""Rows in a micro-batch when `batch_size` is "auto"."""
 
 LEARNING_RATES = {"pretrained": 1e-4, "random": 5e-4}
 """Where `learning_rate` is None, by `init`."""
@@ -100,33 +98,6 @@ class FinetuneResult:
         )
 
 
-def plan(
-    model: str | os.PathLike[str] | PreTrainedModel,
-    *,
-    task: Task | None = None,
-    gradient_accumulation: int = 1,
-    offload: OffloadConfig | None = None,
-) -> Plan:
-    """What training `model` needs and where it goes. Only the model's config is read, no weights.
-
-    Args:
-        model: a preset ("t5-3b"; needs no network), folder, hub name, or a model.
-        task: "seq2seq", "causal" or "classification"; None: what the architecture was made for.
-        gradient_accumulation: micro-batches an update, where there is no `offload` to say it.
-        offload: as for `finetune`; its `working_dtype` "auto" is bf16 on a GPU that computes it, else fp32.
-
-    Raises:
-        ConfigError, ModelError, ModelNotFoundError, ModelAccessError: as `finetune`.
-    """
-    check_kind(model)
-    config = offload or OffloadConfig(gradient_accumulation=gradient_accumulation)
-    if config.working_dtype == "auto":
-        config = replace(config, working_dtype=_default_dtype())
-    if isinstance(model, str | os.PathLike):
-        model = meta_model(load_config(model, init="random"), task)
-    return plan_of(model, flat_layers(model, config), config)
-
-
 @bars_where_live()
 def finetune(
     model: str | os.PathLike[str] | PreTrainedModel,
@@ -154,27 +125,28 @@ def finetune(
         ConfigError: an argument has no meaning, or two contradict each other.
         OutputError: `output_dir` cannot be written; found out before anything is loaded.
         DataError, ModelError, ModelNotFoundError, ModelAccessError: the dataset or the model will not do.
+        DoesNotFitError: what the plan needs is not there; found out before anything is loaded.
         NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
     """
     _check(batch_size, epochs, max_steps, gradient_accumulation, learning_rate, init)
     _check_switches(seed, resume)
     output = writable(output_dir)
     checkpoint = newest_checkpoint(output) if resume else None
+    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     own = {
         "output_dir": str(output),
         "num_train_epochs": epochs,
         "max_steps": max_steps or -1,
-        "per_device_train_batch_size": AUTO_BATCH_SIZE if batch_size == "auto" else batch_size,
+        "per_device_train_batch_size": _rows(model, batch_size, lengths, offload, training_arguments),
         "gradient_accumulation_steps": gradient_accumulation,
         "learning_rate": learning_rate or LEARNING_RATES[init],
         "seed": seed,
     }
     args, offload = _training_arguments(own, training_arguments, offload or OffloadConfig(), eval_dataset is not None)
-    sizes = _print_plan(model, args, offload)
+    sizes = _checked_plan(model, args, offload, lengths)
 
     config = load_config(model, init=init) if isinstance(model, str | os.PathLike) else model.config
     words = load_tokenizer(model, tokenizer)
-    lengths = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     data, evaluation = _prepare(train_dataset, eval_dataset, words, config, lengths)
 
     trained = _load(model, data, init, seed, _loading_device(sizes, args))
@@ -254,13 +226,31 @@ def _default_dtype(*, use_cpu: bool = False) -> Literal["bf16", "fp32"]:
     return "bf16" if device.type == "cuda" and not use_cpu and hardware.supports_bf16(device) else "fp32"
 
 
-def _print_plan(
-    model: str | os.PathLike[str] | PreTrainedModel, args: Seq2SeqTrainingArguments, offload: OffloadConfig
+def _rows(
+    model: Any, batch_size: int | Literal["auto"], lengths: dict[str, Any], offload: OffloadConfig | None, given: Any
+) -> int:
+    """Rows of a micro-batch, "auto" chosen."""
+    check_kind(model)
+    check_rows(batch_size, **lengths)
+    if batch_size != "auto":
+        return batch_size
+    device = torch.device("cpu") if given.get("use_cpu") else None
+    return auto_batch_size(model, **lengths, offload=offload, device=device)
+
+
+def _checked_plan(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    args: Seq2SeqTrainingArguments,
+    offload: OffloadConfig,
+    lengths: dict[str, Any],
 ) -> Plan:
+    """The plan, printed; raises `DoesNotFitError` where it does not fit."""
     from offloadkit.hf.training_arguments import engine_config
 
-    sizes = plan(model, offload=engine_config(offload, args))
+    batch_size = args.per_device_train_batch_size
+    sizes = plan(model, batch_size=batch_size, **lengths, offload=engine_config(offload, args), device=args.device)
     print(sizes, flush=True)
+    check_fits(sizes)
     return sizes
 
 

@@ -23,7 +23,7 @@ ROWS = [
     {"measuring"},
     {"engine"},
     {"checkpoint", "hf"},
-    {"finetune"},
+    {"planning", "finetune"},
     {"demo", "compare", "doctor"},
     {"cli"},
 ]

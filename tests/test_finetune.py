@@ -227,8 +227,8 @@ def test_a_plan_from_a_name_needs_no_weights_and_counts_every_parameter() -> Non
 
 def test_a_plan_of_a_model_is_the_plan_it_trains_with() -> None:
     model = t5()
-    planned = offloadkit.plan(model, gradient_accumulation=2)
-    assert finetune(model, PAIRS, gradient_accumulation=2).plan == planned
+    planned = offloadkit.plan(model, batch_size=4, gradient_accumulation=2)
+    assert finetune(model, PAIRS, batch_size=4, gradient_accumulation=2).plan == planned
 
 
 def run_python(code: str) -> str:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["PreparedData", "load_dataset_like", "prepare", "with_decoder_inputs"]
 
 _DEFAULT_INPUT_LENGTHS: dict[Task, int] = {"seq2seq": 512, "causal": 1024, "classification": 512}
-_DEFAULT_TARGET_LENGTH = 128
+DEFAULT_TARGET_LENGTH = 128
 _COLUMN_SETS: dict[str, tuple[tuple[str, ...], Task | None]] = {
     "tokenised": (("input_ids",), None),
     "pairs": (("input", "target"), "seq2seq"),
@@ -100,8 +100,8 @@ def prepare(
         tokenizer,
         task,
         vocab_size=model_config.get_text_config().vocab_size,
-        max_input_length=max_input_length or _default_input_length(model_config, task),
-        max_target_length=max_target_length or _DEFAULT_TARGET_LENGTH,
+        max_input_length=max_input_length or default_input_length(model_config, task),
+        max_target_length=max_target_length or DEFAULT_TARGET_LENGTH,
         id2label=id2label if task == "classification" else None,
     )
     tokenised = tokenise(run, kind)
@@ -185,7 +185,7 @@ def _check_lengths(*lengths: int | None) -> None:
             raise DataError(f"max_input_length and max_target_length are whole numbers of tokens >= 2, got {length!r}")
 
 
-def _default_input_length(config: PreTrainedConfig, task: Task) -> int:
+def default_input_length(config: PreTrainedConfig, task: Task) -> int:
     """The task's default, or the model's limit where that is less (T5 has none: its positions are relative)."""
     text_config = config.get_text_config()
     limits = [getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions")]

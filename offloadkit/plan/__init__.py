@@ -10,6 +10,7 @@ from offloadkit.plan.plan import Plan, make_plan
 from offloadkit.plan.shapes import (
     NUM_LANDINGS,
     NUM_STAGING,
+    NUM_STATE_BUFFERS,
     NUM_WEIGHT_BUFFERS,
     Dtype,
     LayerShape,
@@ -23,6 +24,7 @@ from offloadkit.plan.work import MicroBatch, Pass, Stage
 __all__ = [
     "NUM_LANDINGS",
     "NUM_STAGING",
+    "NUM_STATE_BUFFERS",
     "NUM_WEIGHT_BUFFERS",
     "Dtype",
     "LayerShape",

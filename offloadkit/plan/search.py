@@ -155,11 +155,22 @@ class Search:
         for kept, offloaded in [*recomputed, *((num_blocks, number) for number in _grid(num_blocks)[1:])]:
             for in_vram in (True, False) if self._accumulation > 1 else (False,):
                 for streamed in _grid(num_blocks):
-                    for states in _grid(len(self._layers), GRID // 2):
-                        counts = Counts(kept, offloaded, streamed, states, gradients_in_vram=in_vram)
-                        if self.bytes(self.placements(counts))[0] > room.vram:
-                            break
-                        yield counts
+                    counts = Counts(kept, offloaded, streamed, 0, gradients_in_vram=in_vram)
+                    most = self._most_states(counts, room)
+                    states = [number for number in _grid(len(self._layers)) if number < most]
+                    for number in [*states, most][-GRID // 2 :] if most >= 0 else ():
+                        yield replace(counts, states_in_vram=number)
+
+    def _most_states(self, counts: Counts, room: _Room) -> int:
+        """How many layers' states VRAM has room for beside what else is in it; -1: not even for that."""
+        low, high = -1, len(self._layers)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.bytes(self.placements(replace(counts, states_in_vram=middle)))[0] <= room.vram:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def _refined(self, counts: Counts, seconds: Callable[[Counts], float]) -> Counts:
         while True:

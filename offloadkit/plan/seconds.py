@@ -113,7 +113,7 @@ class StepModel:
     def __init__(self, layers: Sequence[LayerShape], work: MicroBatch, hardware: Hardware, accumulation: int) -> None:
         self._hardware, self._accumulation = hardware, accumulation
         self._vram = hardware.vram_bytes_per_second * STEP_EFFICIENCY
-        self._cpu = hardware.cpu_adamw_bytes_per_second * CPU_EFFICIENCY
+        self._dram = hardware.cpu_adamw_bytes_per_second * CPU_EFFICIENCY
         sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
         dtype = max(sizes, key=lambda name: sizes[name])
         members: list[list[_Layer]] = [[] for _ in work.stages]
@@ -133,12 +133,21 @@ class StepModel:
             landing_bytes=landing,
             gradient_bytes=gradient,
             state_bytes=sum(layer.state_bytes().values()),
-            cpu_step=(traffic + layer.weight_bytes()) / self._cpu,
+            cpu_step=traffic / self._cpu_step_rate(layer) + layer.weight_bytes() / self._dram,
             gpu_step=traffic / self._vram + KERNEL_SECONDS,
             landing=3 * landing / self._vram,
             adding_in_vram=(8 * layer.numel + landing) / self._vram,
-            adding_in_ram=(8 * layer.numel + 2 * landing) / self._cpu,
+            adding_in_ram=(8 * layer.numel + 2 * landing) / self._dram,
         )
+
+    def _cpu_step_rate(self, layer: LayerShape) -> float:
+        machine = self._hardware
+        rates = {
+            "exact": machine.cpu_adamw_bytes_per_second,
+            "compact": machine.cpu_compact_bytes_per_second,
+            "tiny": machine.cpu_tiny_bytes_per_second,
+        }
+        return CPU_EFFICIENCY * rates[layer.precision]
 
     def on_large_gpu(self) -> float:
         """Seconds of a step where everything is kept in VRAM and nothing is recomputed."""

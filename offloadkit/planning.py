@@ -1,0 +1,270 @@
+"""`plan`: from a model's name and a few wishes to what training it takes, before a byte of weights is read.
+
+plan = offloadkit.plan("t5-3b", vram="8GiB", ram="32GiB", batch_size=4)
+print(plan, plan.explain(), sep="\\n")
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from offloadkit import hardware
+from offloadkit.config import OffloadConfig, parse_bytes
+from offloadkit.errors import ConfigError, DoesNotFitError
+from offloadkit.hardware import Hardware
+from offloadkit.hf.chunked_loss import compute_loss_in_chunks
+from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
+from offloadkit.hf.models import EAGER_ATTENTION, Task, check_kind, infer_task, load_config, meta_model
+from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of
+from offloadkit.offload.micro_batch import trace_micro_batch
+from offloadkit.plan import MicroBatch, Plan
+from offloadkit.plan.memory import activations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+BATCH_SIZES = (32, 16, 8, 4, 2, 1)
+"""What "auto" chooses from: the first whose activations, every block recomputed, take at most half of the VRAM."""
+AUTO_BATCH_SIZE = 8
+"""What "auto" is without a GPU."""
+
+GIB = 1 << 30
+ASSUMED_CARD = Hardware(
+    device="cuda:0",
+    gpu_name="an assumed card",
+    compute_capability=(8, 0),
+    supports_bf16=True,
+    can_pin=True,
+    vram_total_bytes=0,
+    vram_free_bytes=0,
+    vram_context_bytes=GIB // 2,
+    ram_total_bytes=0,
+    ram_available_bytes=0,
+    cpu_name="8 cores",
+    num_cores=8,
+    h2d_bytes_per_second=24e9,
+    d2h_bytes_per_second=24e9,
+    both_bytes_per_second=40e9,
+    dram_bytes_per_second=45e9,
+    cpu_adamw_bytes_per_second=45e9,
+    cpu_compact_bytes_per_second=40e9,
+    cpu_tiny_bytes_per_second=35e9,
+    vram_bytes_per_second=600e9,
+    launch_seconds=6e-6,
+    bf16_flops_per_second=60e12,
+    fp16_flops_per_second=60e12,
+    fp32_flops_per_second=15e12,
+)
+"""A machine of today that was not measured: PCIe 4 x16, two channels of DDR5, a mid-range card."""
+
+
+def plan(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    vram: int | str | None = None,
+    ram: int | str | None = None,
+    precision: Literal["exact", "compact", "tiny"] | None = None,
+    batch_size: int | Literal["auto"] = "auto",
+    max_input_length: int | None = None,
+    max_target_length: int | None = None,
+    gradient_accumulation: int | None = None,
+    task: Task | None = None,
+    offload: OffloadConfig | None = None,
+    device: torch.device | None = None,
+) -> Plan:
+    """What training `model` needs, where it goes and how long a step takes. Only the model's config is read.
+
+    Args:
+        model: a preset ("t5-3b"; needs no network), folder, hub name, or a model.
+        vram, ram: what the process may take ("8GiB"); None: what is free here. Where there is no GPU, and no `device`
+            is named, `vram` plans for a card of that size, whose rates are assumed.
+        precision: of the optimizer states; None: the config's.
+        batch_size: rows of a micro-batch; "auto": see `BATCH_SIZES`. It is chosen before what lives where.
+        max_input_length, max_target_length: tokens of a row; None: as `finetune`.
+        gradient_accumulation: micro-batches an update; None: the config's.
+        task: "seq2seq", "causal" or "classification"; None: what the architecture was made for.
+        offload: as for `finetune`; its `working_dtype` "auto" is bf16 on a GPU that computes it, else fp32.
+        device: where training runs; None: the GPU where there is one.
+
+    Raises:
+        ConfigError: a wish has no meaning.
+        ModelError, ModelNotFoundError, ModelAccessError: as `finetune`.
+    """
+    check_kind(model)
+    wishes = {"vram": vram, "ram": ram, "precision": precision, "gradient_accumulation": gradient_accumulation}
+    changes: dict[str, Any] = {name: wish for name, wish in wishes.items() if wish is not None}
+    config = replace(offload or OffloadConfig(), **changes)
+    check_rows(batch_size, max_input_length, max_target_length)
+    machine, assumed = machine_for(config, device)
+    config = _with_dtype(config, machine)
+    subject = _Subject.of(model, task, config)
+    rows = subject.rows(batch_size, max_input_length, max_target_length, machine, config)
+    made = plan_of(subject.model, subject.layers, config, work=subject.work(rows), hardware=machine, assumed=assumed)
+    if not made.fits and made.basis is not None:
+        made = replace(made, basis=replace(made.basis, smaller=tuple(subject.smaller(rows))))
+    return made
+
+
+def auto_batch_size(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    max_input_length: int | None = None,
+    max_target_length: int | None = None,
+    offload: OffloadConfig | None = None,
+    device: torch.device | None = None,
+) -> int:
+    """What `batch_size="auto"` is: by `BATCH_SIZES` with a GPU, `AUTO_BATCH_SIZE` without. Arguments: as `plan`."""
+    device = device or hardware.default_device()
+    if device.type == "cpu":
+        return AUTO_BATCH_SIZE
+    machine = hardware.measure(device)
+    config = _with_dtype(offload or OffloadConfig(), machine)
+    subject = _Subject.of(model, None, config)
+    return subject.rows("auto", max_input_length, max_target_length, machine, config).batch_size
+
+
+def _with_dtype(config: OffloadConfig, machine: Hardware) -> OffloadConfig:
+    """The config with its working dtype decided: bf16 on a GPU that computes it, else fp32."""
+    if config.working_dtype != "auto":
+        return config
+    return replace(config, working_dtype="bf16" if machine.device != "cpu" and machine.supports_bf16 else "fp32")
+
+
+def check_fits(plan: Plan) -> None:
+    """
+    Raises:
+        DoesNotFitError: the plan does not fit; names what it needs, what there is, and the nearest plans that fit.
+    """
+    if not plan.fits:
+        raise DoesNotFitError(f"the plan {plan.explain()}")
+
+
+def check_rows(batch_size: Any, max_input_length: Any, max_target_length: Any) -> None:
+    """Raise `ConfigError` for what is no number of rows or tokens."""
+    lengths = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    wishes = {"batch_size": None if batch_size == "auto" else batch_size, **lengths}
+    for name, value in wishes.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+
+
+def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Hardware, bool]:
+    """The machine to plan for, and whether its rates are assumed: a GPU's, this CPU's, or a card of a wished size."""
+    if device is None and config.vram is not None and hardware.default_device().type == "cpu":
+        size = parse_bytes(config.vram)
+        card = replace(ASSUMED_CARD, vram_total_bytes=size, vram_free_bytes=size)
+        ram = hardware.ram_available_bytes()
+        return replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram), True
+    return hardware.measure(device), False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The shape of a micro-batch."""
+
+    batch_size: int
+    input_length: int
+    target_length: int
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model on the meta device, ready to be followed over micro-batches of any shape."""
+
+    model: Any
+    layers: list[FlatLayer]
+    task: Task
+
+    @classmethod
+    def of(cls, model: str | os.PathLike[str] | PreTrainedModel, task: Task | None, config: OffloadConfig) -> _Subject:
+        """The model in its working dtypes, with the attention and the loss that training has."""
+        if isinstance(model, str | os.PathLike):
+            shape = load_config(model, init="random")
+            if shape.model_type in EAGER_ATTENTION:
+                shape._attn_implementation = "eager"
+            on_meta: Any = meta_model(shape, task)
+        else:
+            on_meta = _without_memory(model)
+        on_meta.config.use_cache = False
+        layers = flat_layers(on_meta, config)
+        for layer in layers:
+            for slot in layer.slots:
+                slot.parameter.data = slot.parameter.data.to(layer.dtype)
+        compute_loss_in_chunks(on_meta)
+        return cls(on_meta.train(), layers, task or infer_task(on_meta.config))
+
+    def rows(
+        self,
+        batch_size: int | Literal["auto"],
+        max_input_length: int | None,
+        max_target_length: int | None,
+        machine: Hardware,
+        config: OffloadConfig,
+    ) -> Rows:
+        """The micro-batch to plan for: the wished one, with what was left out chosen."""
+        length = max_input_length or default_input_length(self.model.config, self.task)
+        rows = Rows(AUTO_BATCH_SIZE, length, max_target_length or DEFAULT_TARGET_LENGTH)
+        if batch_size != "auto":
+            return replace(rows, batch_size=batch_size)
+        if machine.device == "cpu":
+            return rows
+        vram = parse_bytes(config.vram) if config.vram is not None else machine.vram_total_bytes
+        for size in BATCH_SIZES:
+            rows = replace(rows, batch_size=size)
+            work = self.work(rows)
+            if work is None:
+                return replace(rows, batch_size=AUTO_BATCH_SIZE)
+            recomputed = ["checkpoint" if stage.block else "keep" for stage in work.stages]
+            if activations(work, recomputed).vram <= vram // 2:
+                break
+        return rows
+
+    def batch(self, rows: Rows) -> dict[str, torch.Tensor]:
+        """Forward's arguments, int64 on the meta device; some rows are padded."""
+        size, length = rows.batch_size, rows.input_length
+        labels = {"seq2seq": (size, rows.target_length), "causal": (size, length), "classification": (size,)}
+        shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
+        return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
+
+    def work(self, rows: Rows) -> MicroBatch | None:
+        """What a micro-batch computes; None for a model that the meta device cannot run."""
+        try:
+            return trace_micro_batch(self.model, self.batch(rows))
+        except Exception as error:
+            logger.warning(f"activations and seconds of this model cannot be planned: {type(error).__name__}: {error}")
+            return None
+
+    def smaller(self, rows: Rows) -> Iterator[tuple[str, MicroBatch]]:
+        """Smaller micro-batches: fewer rows, then shorter ones too."""
+        others = [
+            (f"batch_size={size}", replace(rows, batch_size=size)) for size in BATCH_SIZES if size < rows.batch_size
+        ]
+        half = rows.input_length // 2
+        if half:
+            words = "max_input_length={}" if rows.batch_size == 1 else "batch_size=1, max_input_length={}"
+            others.append((words.format(half), replace(rows, batch_size=1, input_length=half)))
+        for words, other in others:
+            work = self.work(other)
+            if work is not None:
+                yield words, work
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """A copy on the meta device: the same modules and tying, no numbers."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
