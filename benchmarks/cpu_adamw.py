@@ -171,10 +171,10 @@ def measure(contestants: list[Contestant], num_elements: int, num_rounds: int) -
 def print_table(num_threads: int, rows: list[dict[str, Any]]) -> None:
     triad = max(row["gigabytes_per_second"] for row in rows if row["name"].startswith("triad"))
     print(f"\n{num_threads} threads")
-    print(f"{'':40} {'Gelement/s':>10} {'bytes':>6} {'GB/s':>8} {'of triad':>9}")
+    print(f"{'':46} {'Gelement/s':>10} {'bytes':>6} {'GB/s':>8} {'of triad':>9}")
     for row in rows:
         print(
-            f"{row['name']:40} {row['gigaelements_per_second']:10.2f} {row['bytes_per_element']:6d} "
+            f"{row['name']:46} {row['gigaelements_per_second']:10.2f} {row['bytes_per_element']:6d} "
             f"{row['gigabytes_per_second']:8.1f} {row['gigabytes_per_second'] / triad:9.1%}"
         )
 
