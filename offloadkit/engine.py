@@ -24,7 +24,8 @@ from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientErr
 from offloadkit.offload.layers import Newcomers, flat_layers, listed_groups, plan_of
 from offloadkit.offload.past import Past
 from offloadkit.offload.placed import PlacedModel
-from offloadkit.offload.states import GroupOptions, optimizer_states
+from offloadkit.offload.ram_watch import RamWatch
+from offloadkit.offload.states import GroupOptions, Materialise, optimizer_states
 from offloadkit.offload.step_clock import StepClock, num_tokens
 from offloadkit.offload.streams import record_compute
 from offloadkit.offload.update import StepThread, Update
@@ -59,6 +60,7 @@ class OffloadEngine:
         device: torch.device | str | None = None,
         telemetry: Telemetry | None = None,
         plan: Plan | None = None,
+        materialise: Materialise | None = None,
     ) -> None:
         """
         Args:
@@ -66,11 +68,13 @@ class OffloadEngine:
             param_groups: as for a torch optimizer; a group's lr, betas, eps, weight_decay go before the config's.
             device: where to compute; the GPU where there is one.
             plan: what lives where, layer by layer, as planned for this model before; None: made here.
+            materialise: makes parameters of a model on the meta device real, in RAM; called for one flat layer after
+                the other, so that no second copy of the model is ever there.
 
         Raises:
             ModelError: nothing can be trained, a parameter's dtype is not supported, or the plan is another model's.
             EngineStateError: another engine that is still open trains this model.
-            OffloadkitError: not enough RAM.
+            OffloadkitError: not enough RAM, or a disk that will not do.
         """
         other = _open_engines.get(model, lambda: None)()
         if other is not None:
@@ -89,12 +93,16 @@ class OffloadEngine:
         self._undo.callback(self._thread.close)
         self._finalizer = weakref.finalize(self, self._undo.close)  # an engine forgotten lets go of the model too
         self._finalizer.atexit = False
+        self._ram_watch = RamWatch(self.plan.tiers["ram"])
+        self._undo.callback(self._ram_watch.close)
         self._placed = PlacedModel(
             model,
             layers,
             self.plan,
             self.config,
             self.device,
+            materialise=materialise,
+            ram_watch=self._ram_watch,
             submit=self._thread.submit,
             settle=weakref.WeakMethod(self._settle),
             undo=self._undo,
@@ -181,6 +189,7 @@ class OffloadEngine:
             EngineStateError: no `backward` since the last call.
             NonFiniteGradientError: the gradients of the step before held NaN or Inf (`on_nonfinite="raise"`).
             ModelError: parameters were added, replaced or unfrozen since the engine was built.
+            OutOfRamError: the system is about to run out of RAM.
         """
         self._check_open()
         if self._stepped and not (boundary and self._num_backwards):
@@ -189,6 +198,7 @@ class OffloadEngine:
         if not (self._num_backwards >= self.config.gradient_accumulation if boundary is None else boundary):
             return False
         self._newcomers.check()
+        self._ram_watch.check()
         self._read_past()
         self._placed.take_over_outside_writes()
         self._num_updates += 1

@@ -29,6 +29,8 @@ from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.chunked_loss import compute_loss_in_chunks
 from offloadkit.hf.folders import written_to
 from offloadkit.hf.training_arguments import check_arguments, engine_config
+from offloadkit.offload.states import Materialise
+from offloadkit.plan import Plan
 from offloadkit.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -45,7 +47,8 @@ _GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
 class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     """Puts an `OffloadEngine` under a Trainer class; goes before it: `class Mine(OffloadTrainerMixin, SFTTrainer)`.
 
-    Takes every argument of the Trainer, `offload` (an `OffloadConfig`) and `telemetry` (a record of each step).
+    Takes every argument of the Trainer, `offload` (an `OffloadConfig`), `telemetry` (a record of each step), and what
+    `OffloadEngine` takes as `plan` and `materialise`.
     `optimizers=(None, scheduler)` may bring a scheduler: its learning rates are applied to the engine. The engine is
     built when training starts (`engine` is None until then) and stays for further `train()` calls; `close()` gives its
     memory back.
@@ -58,10 +61,17 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     engine: OffloadEngine | None = None
 
     def __init__(
-        self, *args: Any, offload: OffloadConfig | None = None, telemetry: Telemetry | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        offload: OffloadConfig | None = None,
+        telemetry: Telemetry | None = None,
+        plan: Plan | None = None,
+        materialise: Materialise | None = None,
+        **kwargs: Any,
     ) -> None:
         self.offload = offload or OffloadConfig()
         self.telemetry = telemetry or Telemetry()
+        self._plan, self._materialise = plan, materialise
         self._window_targets: torch.Tensor | int = 0
         self._num_micro_batches = 1
         self._target_share: torch.Tensor | float | None = None
@@ -131,7 +141,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 ],
                 device=self.args.device,
                 telemetry=self.telemetry,
+                plan=self._plan,
+                materialise=self._materialise,
             )
+            self._materialise = None
             self._head_hook = _take_loss_in_fp32(self.model)
             self._make_logits_whole = compute_loss_in_chunks(self.model)
         optimizer: Any = self.engine.optimizer

@@ -111,11 +111,14 @@ class DiskStates:
         self.file = file
         self._free: list[tuple[HostSlab, list[Future[None]]]] = [(slab, []) for slab in buffers]
         self._here: dict[int, tuple[HostSlab, list[Future[None]]]] = {}
+        self._written: dict[int, list[Future[None]]] = {}
+        """The newest writes of each region: it is not read before they are done."""
 
     def prefetch(self, index: int) -> None:
-        """Start reading a region, if a buffer is free: one that is still written is waited for by `take` alone."""
-        if index not in self._here and any(all(job.done() for job in jobs) for _, jobs in self._free):
-            self._read(index)
+        """Start reading a region, if a buffer is free and nothing is to be waited for; `take` alone waits."""
+        if index not in self._here and _done(self._written.get(index, [])):
+            if any(_done(jobs) for _, jobs in self._free):
+                self._read(index)
 
     def take(self, index: int) -> HostSlab:
         """The buffer that holds a region, read; the caller's until `give_back`."""
@@ -128,7 +131,8 @@ class DiskStates:
     def give_back(self, index: int) -> None:
         """Write the region; its buffer is free after that."""
         slab, _ = self._here.pop(index)
-        self._free.append((slab, self.file.write(index, slab)))
+        self._written[index] = self.file.write(index, slab)
+        self._free.append((slab, self._written[index]))
 
     def synchronize(self) -> None:
         """Wait until everything is written; what was read ahead and not taken is forgotten."""
@@ -138,10 +142,11 @@ class DiskStates:
             _finish(jobs)
 
     def _read(self, index: int) -> None:
-        ready = [item for item in self._free if all(job.done() for job in item[1])]
+        ready = [item for item in self._free if _done(item[1])]
         slab, jobs = ready[0] if ready else self._free[0]
         self._free = [item for item in self._free if item[0] is not slab]
         _finish(jobs)
+        _finish(self._written.get(index, []))
         self._here[index] = slab, self.file.read(index, slab)
 
 
@@ -168,6 +173,10 @@ class Region:
             yield slab
         finally:
             self._states.give_back(self._index)
+
+
+def _done(jobs: list[Future[None]]) -> bool:
+    return all(job.done() for job in jobs)
 
 
 def _finish(jobs: list[Future[None]]) -> None:

@@ -17,7 +17,8 @@ from offloadkit.offload.activations import OffloadedInputs, checkpoint_activatio
 from offloadkit.offload.disk import DiskStates, Region, StateFile
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, Slot
-from offloadkit.offload.states import LayerState
+from offloadkit.offload.ram_watch import RamWatch
+from offloadkit.offload.states import LayerState, Materialise
 from offloadkit.offload.streaming import StreamedWeights, WeightRing
 from offloadkit.offload.weights import Gates, LayerWeights, TiedUses, move_rest
 from offloadkit.plan import NUM_STAGING, NUM_STATE_BUFFERS, NUM_WEIGHT_BUFFERS, Plan
@@ -41,26 +42,34 @@ class PlacedModel:
         config: OffloadConfig,
         device: torch.device,
         *,
+        materialise: Materialise | None,
+        ram_watch: RamWatch,
         submit: Callable[[Callable[[], None]], None],
         settle: weakref.WeakMethod[Callable[[], None]],
         undo: ExitStack,
     ) -> None:
         """
         Args:
+            materialise: makes parameters without memory real, or None where all have some.
+            ram_watch: checked while RAM fills.
             submit: queues work for the stepping thread.
             settle: called before the whole model's weights are saved or loaded.
             undo: told how to let go of the module.
 
         Raises:
-            OffloadkitError: not enough RAM.
+            OffloadkitError: not enough RAM, or a disk that will not do.
             ConfigError: checkpointing of a model without repeated blocks.
         """
         self.module, self._plan, self._device = module, plan, device
+        self._materialise, self._ram_watch = materialise, ram_watch
         self._accumulation, self._seed = config.gradient_accumulation, config.seed
         self._folder = config.disk or tempfile.gettempdir()
         self._disk: DiskStates | None = None
         self.states, staging = self._allocate(layers)
         trained = {slot.parameter for layer in layers for slot in layer.slots}
+        frozen = [parameter for parameter in module.parameters() if parameter not in trained]
+        if materialise is not None and frozen:
+            materialise(frozen)
         move_rest(module, trained, device, config.working_dtype)
         weights = [state.weights for state in self.states]
         streamed = [layer for layer in weights if isinstance(layer, StreamedWeights)]
@@ -94,18 +103,13 @@ class PlacedModel:
         if on_disk:
             self._disk = DiskStates(StateFile(self._folder, on_disk), shared_slabs[num_staging:])
             regions = iter([Region(self._disk, index) for index in range(len(on_disk))])
-        states = [
-            LayerState(
-                layer,
-                placement,
-                slab,
-                self._accumulation,
-                self._device,
-                region=next(regions) if placement.states == "disk" else None,
-                seed=self._seed,
-            )
-            for (layer, _, placement), slab in zip(placed, own, strict=True)
-        ]
+        states = []
+        for (layer, _, placement), slab in zip(placed, own, strict=True):
+            region = next(regions) if placement.states == "disk" else None
+            state = LayerState(layer, placement, slab, self._accumulation, self._device, region=region, seed=self._seed)
+            state.take_parameters(self._materialise)
+            states.append(state)
+            self._ram_watch.check()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return states, [slab.cut(staging, torch.uint8) for slab in shared_slabs[:num_staging]]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offloadkit.config import Placement
+from offloadkit.errors import ModelError
 from offloadkit.offload.disk import Region
 from offloadkit.offload.gradients import LayerGradient, runs
 from offloadkit.offload.host_memory import HostSlab, aligned
@@ -60,6 +61,9 @@ def gradient_dtype(layer: FlatLayer, accumulation: int) -> torch.dtype:
     """dtype of the gradient that the step reads: fp32 when it is a sum of several, else the layer's."""
     return torch.float32 if accumulation > 1 or layer.shared else layer.dtype
 
+
+Materialise = Callable[[Sequence[nn.Parameter]], None]
+"""Makes parameters without memory real, in RAM and in their dtype; they stay the same objects."""
 
 Cut = Callable[[int, torch.dtype], torch.Tensor]
 """Gives the next so many elements of some memory."""
@@ -133,10 +137,21 @@ class LayerState:
         self.gradient = LayerGradient(self.weights, host, sums, on_device=placement.gradients == "vram")
         self.steps = torch.zeros(len(layer.slots), dtype=torch.float32)
         self.uploaded: Event | None = None
-        self._initialise()
 
-    def _initialise(self) -> None:
-        """Take the parameters' present values as master weights and bind the parameters to the flat buffer."""
+    def take_parameters(self, materialise: Materialise | None) -> None:
+        """Take the parameters' present values as master weights and bind the parameters to the flat buffer.
+
+        Args:
+            materialise: makes parameters on the meta device real first, in RAM.
+        """
+        parameters = [slot.parameter for slot in self.layer.slots]
+        if materialise is not None:
+            materialise(parameters)
+        if any(parameter.is_meta for parameter in parameters):
+            raise ModelError(
+                f"the parameters of {self.layer.name!r} are on the meta device, without values: load the model's "
+                "weights first, or pass materialise="
+            )
         for slot in self.layer.slots:
             here, source = slice(slot.start, slot.start + slot.numel), slot.parameter.data.reshape(-1)
             remainder = None
