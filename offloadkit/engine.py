@@ -114,18 +114,17 @@ class OffloadEngine:
             self,
             optimizer_states(self._placed.states),
         )
+        self._newcomers = Newcomers(model, trained)
+        self._begin(fp16=any(layer.dtype == torch.float16 for layer in layers))
+
+    def _begin(self, *, fp16: bool) -> None:
         self._clock = StepClock(self.device)
         self._past = Past(self._clock, self.telemetry, self.plan, self.device, self.config.on_nonfinite)
-        self._newest: Update | None = None
-        fp16 = any(layer.dtype == torch.float16 for layer in layers)
         self.loss_scale = LossScale(self.config.loss_scale) if fp16 else None
-        self._num_updates = 0
-        self._overflow_known = True
-        self._num_backwards = 0
-        self._stepped = True
-        self._newcomers = Newcomers(model, trained)
-        self._open = True
-        _open_engines[model] = weakref.ref(self)
+        self._newest: Update | None = None
+        self._num_updates = self._num_backwards = 0
+        self._stepped = self._overflow_known = self._open = True
+        _open_engines[self.module] = weakref.ref(self)
 
     # ---- one step, in time order -------------------------------------------------------------------------------
 
