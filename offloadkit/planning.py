@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -66,6 +67,8 @@ ASSUMED_CARD = Hardware(
     fp32_flops_per_second=15e12,
 )
 """A machine of today that was not measured: PCIe 4 x16, two channels of DDR5, a mid-range card."""
+ASSUMED_DISK = 1.5e9
+"""Bytes a second of its disk, each way."""
 
 
 def plan(
@@ -164,8 +167,12 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
         size = parse_bytes(config.vram)
         card = replace(ASSUMED_CARD, vram_total_bytes=size, vram_free_bytes=size)
         ram = hardware.ram_available_bytes()
-        return replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram), True
-    return hardware.measure(device), False
+        card = replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram)
+        if config.disk is not None:
+            rates = {"disk_read_bytes_per_second": ASSUMED_DISK, "disk_write_bytes_per_second": ASSUMED_DISK}
+            card = replace(card, disk_folder=config.disk, disk_free_bytes=shutil.disk_usage(config.disk).free, **rates)
+        return card, True
+    return hardware.measure(device, folder=config.disk), False
 
 
 @dataclass(frozen=True)

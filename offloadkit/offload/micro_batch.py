@@ -39,7 +39,10 @@ def trace_micro_batch(
         batch: keyword arguments of forward; only shapes and dtypes count.
         loss: takes the loss from what forward returns; None takes its `.loss`, or the output where that is a tensor.
     """
-    inputs = {name: torch.empty_like(tensor, device=_META) for name, tensor in batch.items()}
+    inputs = {
+        name: torch.empty_like(tensor, device=_META, requires_grad=tensor.requires_grad)
+        for name, tensor in batch.items()
+    }
     meter = _Meter(
         [*model.parameters(), *model.buffers(), *inputs.values()], mask_is_full="attention_mask" not in batch
     )
@@ -250,7 +253,10 @@ class _Stages:
         kind = self._kinds[key]
         self._found.append(replace(kind.stage, block=name))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        made = iter(_Block.apply(self, len(self._found) - 1, kind.outputs, *tensors))  # type: ignore[no-untyped-call]
+        trained = any(isinstance(output, _Made) and output.requires_grad for output in kind.outputs)
+        anchor = torch.empty(0, device=_META, requires_grad=trained)
+        index = len(self._found) - 1
+        made = iter(_Block.apply(self, index, kind.outputs, anchor, *tensors))  # type: ignore[no-untyped-call]
         given: list[Any] = []
         for output in kind.outputs:
             if isinstance(output, _Handed):
@@ -342,10 +348,13 @@ def _kind(block: nn.Module, leaves: Sequence[Any], spec: Any) -> Any:
 
 
 class _Block(torch.autograd.Function):
-    """Stands for a block in the graph of what lies outside: outputs and gradients of the right shapes."""
+    """Stands for a block in the graph of what lies outside: outputs and gradients of the right shapes. The anchor
+    requires a gradient where a weight of the block does."""
 
     @staticmethod
-    def forward(ctx: Any, stages: _Stages, index: int, outputs: Sequence[Any], *inputs: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, stages: _Stages, index: int, outputs: Sequence[Any], anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> Any:
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         ctx.stages, ctx.index, ctx.needs = stages, index, [tensor.requires_grad for tensor in inputs]
@@ -362,7 +371,7 @@ class _Block(torch.autograd.Function):
         needs = zip(ctx.saved_tensors, ctx.needs, strict=True)
         gradients = [torch.empty_like(tensor) if needed else None for tensor, needed in needs]
         ctx.stages.after_block_backward()
-        return None, None, None, *gradients
+        return None, None, None, None, *gradients
 
 
 @contextmanager

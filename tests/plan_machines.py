@@ -1,0 +1,114 @@
+"""Machines, layers and micro-batches that the tests of the plan share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from offloadkit.config import OffloadConfig
+from offloadkit.hardware import Hardware
+from offloadkit.offload.layers import flat_layers
+from offloadkit.offload.micro_batch import trace_micro_batch
+from offloadkit.plan import LayerShape, MicroBatch, Pass, Stage
+
+GIB = 1 << 30
+
+H200 = Hardware(
+    device="cuda:0",
+    gpu_name="NVIDIA H200",
+    compute_capability=(9, 0),
+    supports_bf16=True,
+    can_pin=True,
+    vram_total_bytes=139 * GIB,
+    vram_free_bytes=138 * GIB,
+    vram_context_bytes=int(0.79 * GIB),
+    ram_total_bytes=125 * GIB,
+    ram_available_bytes=120 * GIB,
+    cpu_name="16 cores",
+    num_cores=16,
+    h2d_bytes_per_second=55e9,
+    d2h_bytes_per_second=55e9,
+    both_bytes_per_second=99e9,
+    dram_bytes_per_second=185e9,
+    cpu_adamw_bytes_per_second=191e9,
+    cpu_compact_bytes_per_second=170e9,
+    cpu_tiny_bytes_per_second=150e9,
+    vram_bytes_per_second=4.0e12,
+    launch_seconds=5e-6,
+    bf16_flops_per_second=720e12,
+    fp16_flops_per_second=720e12,
+    fp32_flops_per_second=50e12,
+)
+"""The host of benchmarks/results: bus and DRAM as measured there, the GPU's rates as its step implies them."""
+
+TWO_CORES = replace(H200, num_cores=2, cpu_adamw_bytes_per_second=58.7e9)
+"""The same with the process bound to two cores (benchmarks/results/cpu-adamw.json)."""
+
+
+def shape(name: str = "block.0", numel: int = 1024, **changes: Any) -> LayerShape:
+    """A flat layer of a repeated block, bf16, nothing tied."""
+    layer = LayerShape(name, numel, numel, "bf16", num_norm_blocks=1, shared=False, in_block=True)
+    return replace(layer, **changes)
+
+
+def stage(block: str, kept: int = 100, **changes: Any) -> Stage:
+    """A stage that needs nothing but what it keeps."""
+    made = Stage(block, Pass(), Pass(), kept, 10, 10, 0, kept, 0)
+    return replace(made, **changes)
+
+
+def t5_3b(batch_size: int, tokens: int = 512, targets: int = 128) -> tuple[list[LayerShape], MicroBatch]:
+    """Layers and work of T5-3B in bf16 as in the benchmarks: eager attention, no dropout, no padding."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    from offloadkit.hf.chunked_loss import compute_loss_in_chunks
+    from offloadkit.hf.presets import PRESETS
+
+    config = T5Config(**PRESETS["t5-3b"].config_values(), dropout_rate=0.0, use_cache=False)
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config).bfloat16().train()
+    compute_loss_in_chunks(model)
+    return _shapes(model), trace_micro_batch(
+        model, _tokens(input_ids=(batch_size, tokens), labels=(batch_size, targets))
+    )
+
+
+def llama(batch_size: int, tokens: int, **values: Any) -> tuple[list[LayerShape], MicroBatch]:
+    """Layers and work of a Llama in bf16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from offloadkit.hf.chunked_loss import compute_loss_in_chunks
+
+    config = LlamaConfig(max_position_embeddings=8192, use_cache=False, **values)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).bfloat16().train()
+    compute_loss_in_chunks(model)
+    ids = (batch_size, tokens)
+    return _shapes(model), trace_micro_batch(model, _tokens(input_ids=ids, labels=ids))
+
+
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+
+
+def _shapes(model: torch.nn.Module) -> list[LayerShape]:
+    return [layer.shape() for layer in flat_layers(model, OffloadConfig())]
+
+
+def _tokens(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(size, dtype=torch.int64, device="meta") for name, size in shapes.items()}
