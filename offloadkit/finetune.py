@@ -41,7 +41,8 @@ from offloadkit.hf.bars import bars_where_live
 from offloadkit.hf.data import PreparedData, load_dataset_like, prepare, with_decoder_inputs
 from offloadkit.hf.evaluation import Sample, predict, share_correct
 from offloadkit.hf.folders import check_same_model, newest_checkpoint, put_in_place, writable
-from offloadkit.hf.models import check_kind, load_config, load_model, load_tokenizer
+from offloadkit.hf.models import build_model, check_kind, load_config, load_model, load_tokenizer
+from offloadkit.hf.weight_files import Materialise
 from offloadkit.plan import Plan
 from offloadkit.planning import auto_batch_size, check_fits, check_rows, plan
 from offloadkit.telemetry import StepRecord
@@ -149,8 +150,9 @@ def finetune(
     words = load_tokenizer(model, tokenizer)
     data, evaluation = _prepare(train_dataset, eval_dataset, words, config, lengths)
 
-    trained = _load(model, data, init, seed, _loading_device(sizes, args))
-    trainer = _trainer(trained, args, offload, words, data, evaluation)
+    _check_checkpoint(checkpoint, config)
+    trained, materialise = _load(model, data, init, seed, checkpoint, _loading_device(sizes, args))
+    trainer = _trainer(trained, materialise, args, offload, words, data, evaluation)
     metrics, steps = _train(trainer, checkpoint)
     samples = _evaluate(trainer, words, evaluation, metrics)
     put_in_place(output / "model", lambda folder: _save(trained, words, folder))
@@ -268,22 +270,37 @@ def _prepare(
 
 
 def _loading_device(sizes: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
-    """Where the weights are read to: the GPU where the checkpoint, fp32 at most, fits beside what the plan puts there;
-    else RAM, from where the engine takes them one by one."""
+    """Where a model that was handed over waits for the engine: on the GPU where it, fp32 at most, fits beside what the
+    plan puts there; else in RAM, from where the engine takes its weights one by one."""
     free = hardware.vram_bytes(args.device)[0]
     fits = 4 * sizes.num_parameters + sizes.total_bytes("vram") < 0.9 * free
     return args.device if fits else torch.device("cpu")
 
 
-def _load(model: Any, data: PreparedData, init: str, seed: int, device: torch.device) -> PreTrainedModel:
+def _check_checkpoint(checkpoint: Path | None, config: Any) -> None:
+    if checkpoint is not None:
+        check_same_model(checkpoint, config)
+        print(f"going on from {checkpoint}", flush=True)
+
+
+def _load(
+    model: Any, data: PreparedData, init: str, seed: int, checkpoint: Path | None, device: torch.device
+) -> tuple[PreTrainedModel, Materialise | None]:
+    """The model, and what reads or draws its weights once the engine has a place for them: those of `checkpoint` where
+    there is one. A model that was handed over comes back on `device`, as it is."""
     from transformers import set_seed
 
     set_seed(seed)
-    return load_model(model, task=data.task, init=init, id2label=data.id2label, device=device)
+    if not isinstance(model, str | os.PathLike):
+        return load_model(model, task=data.task, id2label=data.id2label, device=device), None
+    if checkpoint is not None:
+        model, init = checkpoint, "pretrained"
+    return build_model(model, task=data.task, init=init, id2label=data.id2label)
 
 
 def _trainer(
     model: PreTrainedModel,
+    materialise: Materialise | None,
     args: Seq2SeqTrainingArguments,
     offload: OffloadConfig,
     tokenizer: Any,
@@ -296,6 +313,7 @@ def _trainer(
     smooths = args.label_smoothing_factor and data.task == "seq2seq"
     trainer = OffloadSeq2SeqTrainer(
         model=model,
+        materialise=materialise,
         args=args,
         offload=offload,
         train_dataset=data.dataset,
@@ -309,10 +327,6 @@ def _trainer(
 
 def _train(trainer: OffloadSeq2SeqTrainer, checkpoint: Path | None) -> tuple[dict[str, float], list[StepRecord]]:
     """Train; the engine's memory is given back whatever happens."""
-    if checkpoint is not None:
-        model: Any = trainer.model
-        check_same_model(checkpoint, model.config)
-        print(f"going on from {checkpoint}", flush=True)
     try:
         output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:

@@ -48,7 +48,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     """Puts an `OffloadEngine` under a Trainer class; goes before it: `class Mine(OffloadTrainerMixin, SFTTrainer)`.
 
     Takes every argument of the Trainer, `offload` (an `OffloadConfig`), `telemetry` (a record of each step), and what
-    `OffloadEngine` takes as `plan` and `materialise`.
+    `OffloadEngine` takes as `plan` and `materialise` (of the checkpoint's weights, if training goes on from one).
     `optimizers=(None, scheduler)` may bring a scheduler: its learning rates are applied to the engine. The engine is
     built when training starts (`engine` is None until then) and stays for further `train()` calls; `close()` gives its
     memory back.
@@ -244,6 +244,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             )
         for index, group in enumerate(groups):
             group["lr"] = float(rates[min(index, len(rates) - 1)])
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """As the Trainer, unless `materialise` will read them. Private: the loop calls it before `create_optimizer`."""
+        if self._materialise is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As the Trainer; a scheduler that the user brought goes on from where its own optimizer stood too. Private:

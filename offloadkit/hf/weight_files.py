@@ -18,12 +18,12 @@ from torch import nn
 
 from offloadkit.hf.hub import readable_hub_errors
 from offloadkit.hf.quiet import progress_bars
+from offloadkit.offload.states import Materialise
+
+__all__ = ["ByteBar", "ConversionNeededError", "Materialise", "become", "read_lazily"]
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Materialise = Callable[[Sequence[nn.Parameter]], None]
-"""Makes parameters without memory real, on the CPU, in their dtype; they stay the same objects."""
 
 PIECE_BYTES = 128 * 2**20
 """Bytes of a file that are mapped into memory at a time."""

@@ -1,0 +1,98 @@
+"""An engine that reads its weights as it takes layers over has the numbers of one that takes a whole model over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.engine import OffloadEngine
+from offloadkit.finetune import finetune
+from offloadkit.hf.models import build_model, load_model
+from tests.hf import tiny
+
+CONFIGS: dict[str, Any] = {
+    "t5": tiny.t5_config(),
+    "t5 v1.1": tiny.t5_v1_1_config(),
+    "llama, tied": tiny.llama_config(tie_word_embeddings=True),
+}
+PLACEMENTS = {
+    "resident": Placement(),
+    "streamed": Placement(weights="ram", activations="checkpoint"),
+    "all in VRAM": Placement(gradients="vram", states="vram", step="gpu"),
+}
+
+
+def written(config: Any, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = load_model(tiny.save_config(config, folder), init="random", progress=False)
+    model.save_pretrained(folder)
+    return folder
+
+
+def freeze(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layer.1" not in name and "layers.1" not in name)
+
+
+def numbers(engine: OffloadEngine) -> dict[str, torch.Tensor]:
+    """Weights, frozen ones too, buffers, remainders."""
+    state = engine.state_dict()
+    remainders = {f"{name} remainder": part["remainder"] for name, part in state["optimizer"].items()}
+    return {name: value.clone() for name, value in (state["module"] | remainders).items()}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_engine_has_the_same_weights_and_remainders(tmp_path: Path, name: str, placement: str) -> None:
+    """fp32 on the disk, bf16 in the engine, some of it frozen."""
+    folder = written(CONFIGS[name], tmp_path)
+    config = OffloadConfig(working_dtype="bf16", placement=PLACEMENTS[placement])
+    whole, (lazy, materialise) = load_model(folder, progress=False), build_model(folder)
+    assert materialise is not None
+    found = []
+    for model, reader in ((whole, None), (lazy, materialise)):
+        freeze(model)
+        engine = OffloadEngine(model, config, device="cpu", materialise=reader)
+        found.append(numbers(engine))
+        for _ in range(2):
+            tokens = torch.arange(8).view(2, 4)
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+        found[-1] |= {f"{key} later": value for key, value in numbers(engine).items()}
+        engine.close()
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    assert any(found[0][key].any() for key in found[0] if key.endswith("remainder"))
+    assert not any(parameter.is_meta for parameter in lazy.parameters())
+
+
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_finetune_by_name_gives_what_a_model_handed_over_gives(tmp_path: Path, init: Any) -> None:
+    folder = written(CONFIGS["t5"], tmp_path / "model")
+    rows = [{"input": f"a{n}", "target": f"b{n}"} for n in range(8)]
+    options: dict[str, Any] = {"tokenizer": "byte", "batch_size": 2, "use_cpu": True, "learning_rate": 1e-3}
+    by_name = finetune(str(folder), rows, init=init, output_dir=tmp_path / "one", **options)
+    torch.manual_seed(0)
+    given = load_model(folder, init=init, progress=False)
+    by_model = finetune(given, rows, output_dir=tmp_path / "two", **options)
+    for name, value in by_model.model.state_dict().items():
+        assert torch.equal(value, by_name.model.state_dict()[name]), name
+
+
+def test_resuming_by_name_goes_on_from_the_checkpoints_weights(tmp_path: Path) -> None:
+    folder = written(CONFIGS["t5"], tmp_path / "model")
+    rows = [{"input": f"a{n}", "target": f"b{n}"} for n in range(8)]
+    options: dict[str, Any] = {"tokenizer": "byte", "batch_size": 2, "use_cpu": True, "bf16": True, "save_steps": 2}
+    options |= {"save_strategy": "steps", "save_total_limit": 5}
+    straight = finetune(str(folder), rows, output_dir=tmp_path / "run", epochs=2, **options)
+    for number in (4, 6, 8):
+        (tmp_path / "run" / f"checkpoint-{number}").rename(tmp_path / f"aside-{number}")
+    resumed = finetune(str(folder), rows, output_dir=tmp_path / "run", epochs=2, resume=True, **options)
+    for name, value in straight.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
