@@ -169,8 +169,13 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
         ram = hardware.ram_available_bytes()
         card = replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram)
         if config.disk is not None:
-            rates = {"disk_read_bytes_per_second": ASSUMED_DISK, "disk_write_bytes_per_second": ASSUMED_DISK}
-            card = replace(card, disk_folder=config.disk, disk_free_bytes=shutil.disk_usage(config.disk).free, **rates)
+            card = replace(
+                card,
+                disk_folder=config.disk,
+                disk_free_bytes=shutil.disk_usage(config.disk).free,
+                disk_read_bytes_per_second=ASSUMED_DISK,
+                disk_write_bytes_per_second=ASSUMED_DISK,
+            )
         return card, True
     return hardware.measure(device, folder=config.disk), False
 

@@ -210,16 +210,20 @@ class Search:
             return None
         if ram <= room.ram:
             return placements
-        if not room.disk:
-            return None
-        for on_disk in range(1, len(self._layers) + 1):
-            placements = self.placements(replace(counts, states_on_disk=on_disk))
-            vram, ram, disk = self.bytes(placements)
-            if disk > room.disk:
-                return None
-            if ram <= room.ram:
-                return placements
-        return None
+        return self._on_disk(counts, room) if room.disk else None
+
+    def _on_disk(self, counts: Counts, room: _Room) -> tuple[Placement, ...] | None:
+        """The placements with the fewest layers' states on disk that RAM allows."""
+        low, high = 1, len(self._layers)
+        while low < high:
+            middle = (low + high) // 2
+            if self.bytes(self.placements(replace(counts, states_on_disk=middle)))[1] <= room.ram:
+                high = middle
+            else:
+                low = middle + 1
+        placements = self.placements(replace(counts, states_on_disk=low))
+        vram, ram, disk = self.bytes(placements)
+        return placements if vram <= room.vram and ram <= room.ram and disk <= room.disk else None
 
     def _leanest(self, room: _Room) -> tuple[Placement, ...]:
         """The placements that lack the fewest bytes."""

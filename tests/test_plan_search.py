@@ -1,0 +1,131 @@
+"""The choice of placements: it fits, it is fast, more memory never makes it slower, and it is quick."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offloadkit.config import OffloadConfig
+from offloadkit.plan import LayerShape, MicroBatch, Pass, Plan, make_plan
+from offloadkit.plan.search import Search
+from tests.plan_machines import GIB, H200, LLAMA_8B, LLAMA_70B, llama, shape, stage, t5_3b
+
+Model = tuple[list[LayerShape], MicroBatch]
+
+
+@pytest.fixture(scope="module")
+def small_batch() -> Model:
+    """T5-3B, 1x(512+128)."""
+    return t5_3b(1)
+
+
+@pytest.fixture(scope="module")
+def llama_8b() -> Model:
+    return llama(1, 2048, **LLAMA_8B)
+
+
+def plan(model: Model, hardware: Any = H200, **options: Any) -> Plan:
+    return make_plan(model[0], OffloadConfig(**options), work=model[1], hardware=hardware)
+
+
+def test_what_fits_is_trained_as_on_a_large_gpu(small_batch: Model) -> None:
+    made = plan(small_batch, vram="64GiB")
+    assert {where.states for where in made.placements} == {"vram"}
+    assert {where.activations for where in made.placements} == {"keep"}
+    assert made.slowdown == pytest.approx(1)
+    assert made.total_bytes("disk") == 0
+
+
+@pytest.mark.parametrize("vram", [3, 4, 6, 8, 12, 16, 24, 32])
+def test_t5_3b_fits_cards_of_every_size(small_batch: Model, vram: int) -> None:
+    made = plan(small_batch, vram=vram * GIB, ram="42GiB")
+    assert made.fits
+    assert made.total_bytes("vram") <= vram * GIB
+    assert made.total_bytes("ram") <= 42 * GIB
+
+
+@pytest.mark.parametrize(("accumulation", "precision"), [(1, "exact"), (4, "exact"), (1, "compact")])
+def test_more_vram_is_never_slower(small_batch: Model, accumulation: int, precision: Any) -> None:
+    """But for what fits altogether: that is on the GPU altogether, though one CPU step could hide under forward."""
+    budgets = [3, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 36, 40, 44, 48, 64]
+    options = {"gradient_accumulation": accumulation, "precision": precision, "ram": "120GiB"}
+    made = [plan(small_batch, vram=int(budget * GIB), **options) for budget in budgets]
+    steps = [one.seconds.step for one in made if one.fits and one.seconds]
+    assert len(steps) >= len(budgets) - 2
+    for before, after in itertools.pairwise(steps):
+        assert after <= 1.01 * before
+
+
+def test_more_vram_is_never_slower_for_llama(llama_8b: Model) -> None:
+    made = [plan(llama_8b, vram=budget * GIB, ram="112GiB") for budget in (10, 12, 16, 20, 24, 32, 48, 64, 96, 128)]
+    steps = [one.seconds.step for one in made if one.fits and one.seconds]
+    assert len(steps) == len(made)
+    assert all(after <= 1.01 * before for before, after in itertools.pairwise(steps))
+
+
+def test_a_70b_model_is_planned_in_under_a_second() -> None:
+    model = llama(1, 2048, **LLAMA_70B)
+    started = time.perf_counter()
+    made = plan(model, vram="80GiB", ram="1200GiB")
+    assert time.perf_counter() - started < 1
+    assert made.fits
+    assert made.num_parameters == 70_553_706_496
+    assert Counter(where.weights for where in made.placements)["ram"] > 40
+
+
+def test_the_search_counts_bytes_as_the_plan_does(small_batch: Model) -> None:
+    for vram in (3, 8, 24, 64):
+        made = plan(small_batch, vram=vram * GIB, gradient_accumulation=2)
+        search = Search(*small_batch, H200, 2)
+        assert search.bytes(made.placements) == tuple(made.total_bytes(tier) for tier in ("vram", "ram", "disk"))
+
+
+def test_states_go_to_disk_where_ram_is_short(small_batch: Model) -> None:
+    disk = {"disk_read_bytes_per_second": 3e9, "disk_write_bytes_per_second": 2e9, "disk_folder": "/"}
+    with_disk = replace(H200, disk_free_bytes=100 * GIB, **disk)
+    wishes = {"vram": "6GiB", "ram": "24GiB"}
+    assert not plan(small_batch, **wishes).fits
+    made = plan(small_batch, with_disk, **wishes)
+    assert made.fits
+    assert 0 < made.total_bytes("disk") < 30 * GIB
+    assert made.seconds
+    assert made.seconds.busy["disk"] > 1
+    assert not plan(small_batch, replace(with_disk, disk_free_bytes=GIB), **wishes).fits
+
+
+def test_asked_for_recomputation_is_given(small_batch: Model) -> None:
+    made = plan(small_batch, vram="64GiB", activation_checkpointing=True)
+    assert {where.activations for where, layer in zip(made.placements, made.layers, strict=True) if layer.in_block} == {
+        "checkpoint"
+    }
+    leaner = plan(small_batch, vram="6GiB", activation_checkpointing=True)
+    assert "keep" not in {
+        where.activations for where, layer in zip(leaner.placements, leaner.layers, strict=True) if layer.in_block
+    }
+
+
+def test_accumulated_gradients_stay_in_vram_where_there_is_room(small_batch: Model) -> None:
+    made = plan(small_batch, vram="24GiB", gradient_accumulation=8)
+    assert {where.gradients for where in made.placements if where.step == "cpu"} == {"vram"}
+
+
+def test_tied_blocks_keep_their_weights() -> None:
+    layers = [shape(f"block.{index}", 2**24, shared=index == 1) for index in range(4)]
+    work = MicroBatch(tuple(stage(layer.name, kept=2**28, forward=Pass(10**12)) for layer in layers), 640)
+    made = make_plan(layers, OffloadConfig(vram="1.7GiB"), work=work, hardware=H200)
+    assert made.placements[1].weights == "vram"
+
+
+def test_nothing_is_chosen_for_a_model_without_blocks_but_states() -> None:
+    layers = [shape(f"piece.{index}", 2**25, in_block=False) for index in range(4)]
+    work = MicroBatch((stage("", kept=2**28),), 640)
+    made = make_plan(layers, OffloadConfig(vram="2.2GiB", ram="16GiB"), work=work, hardware=H200)
+    assert made.fits
+    assert {where.weights for where in made.placements} == {"vram"}
+    assert {where.activations for where in made.placements} == {"keep"}
+    assert {where.states for where in made.placements} == {"ram", "vram"}

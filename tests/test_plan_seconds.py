@@ -1,0 +1,144 @@
+"""The step's seconds on a machine with round numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offloadkit.config import Placement
+from offloadkit.hardware import Hardware
+from offloadkit.plan import LayerShape, MicroBatch, Pass
+from offloadkit.plan.seconds import CPU_EFFICIENCY, KERNEL_SECONDS, MATMUL_EFFICIENCY, StepModel, pass_seconds
+from tests.plan_machines import H200, shape, stage
+
+N = 10**6
+"""Elements of a layer."""
+LARGE = 1e18
+"""A rate at which nothing takes time."""
+IN_RAM = Placement()
+IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", step="gpu")
+STREAMED = Placement(weights="ram")
+
+
+def machine(**rates: float) -> Hardware:
+    """Nothing takes time but what is named."""
+    names = [name for name in vars(H200) if name.endswith("_per_second")]
+    every: dict[str, Any] = dict.fromkeys(names, LARGE) | {"launch_seconds": 0.0} | rates
+    return replace(H200, **every)
+
+
+def model(hardware: Hardware, *, num_blocks: int = 4, accumulation: int = 1, **work: Any) -> StepModel:
+    layers = [shape(f"block.{index}", N) for index in range(num_blocks)]
+    batch = MicroBatch(tuple(stage(f"block.{index}", **work) for index in range(num_blocks)), 640)
+    return StepModel(layers, batch, hardware, accumulation)
+
+
+def test_a_pass_takes_what_its_products_and_its_other_operations_take() -> None:
+    work = Pass(flops=10**12, moved_bytes=0, num_operations=0)
+    assert pass_seconds(work, machine(bf16_flops_per_second=1e12), "bf16") == pytest.approx(1 / MATMUL_EFFICIENCY)
+    assert pass_seconds(work, machine(fp16_flops_per_second=1e12), "bf16") < 1e-3
+    bound_by_reading = replace(work, matmul_bytes=3 * 10**12)
+    both = machine(bf16_flops_per_second=1e12, vram_bytes_per_second=1e12)
+    assert pass_seconds(bound_by_reading, both, "bf16") == pytest.approx(3)
+
+
+def test_many_small_operations_take_as_long_as_starting_them() -> None:
+    work = Pass(num_operations=1000)
+    assert pass_seconds(work, machine(), "bf16") == pytest.approx(1000 * KERNEL_SECONDS)
+    assert pass_seconds(work, machine(launch_seconds=1e-5), "bf16") == pytest.approx(1000 * 1e-5)
+
+
+def test_the_cpu_step_reads_and_writes_26_bytes_and_uploads_2() -> None:
+    seconds = model(machine(cpu_adamw_bytes_per_second=28e6 / CPU_EFFICIENCY)).seconds([IN_RAM] * 4)
+    assert seconds.busy["CPU step"] == pytest.approx(4, rel=1e-3)
+    assert seconds.update_phase == pytest.approx(4, rel=1e-3)
+    assert seconds.step == pytest.approx(4, rel=1e-3)
+
+
+def test_precisions_have_rates_of_their_own() -> None:
+    layers = [shape("block.0", N, precision="tiny")]
+    batch = MicroBatch((stage("block.0"),), 640)
+    hardware = machine(cpu_tiny_bytes_per_second=1e6 / CPU_EFFICIENCY)
+    step = StepModel(layers, batch, hardware, 1).seconds([IN_RAM]).busy["CPU step"]
+    assert step == pytest.approx(layers[0].step_bytes(1) / 1e6, rel=1e-3)
+
+
+def test_forward_hides_under_the_cpu_step_but_for_the_last_layer() -> None:
+    hardware = machine(cpu_adamw_bytes_per_second=28e6 / CPU_EFFICIENCY, bf16_flops_per_second=1 / MATMUL_EFFICIENCY)
+    seconds = model(hardware, forward=Pass(flops=1)).seconds([IN_RAM] * 4)
+    assert seconds.update_phase == pytest.approx(5, rel=1e-3)
+    assert seconds.exposed == pytest.approx(1, rel=1e-3)
+
+
+def test_gradients_leave_behind_backward() -> None:
+    hardware = machine(d2h_bytes_per_second=2e6, bf16_flops_per_second=1 / MATMUL_EFFICIENCY)
+    seconds = model(hardware, backward=Pass(flops=1)).seconds([IN_RAM] * 4)
+    assert seconds.backward_phase == pytest.approx(5, rel=1e-3)
+    assert seconds.busy["D2H"] == pytest.approx(4)
+
+
+def test_backward_waits_for_a_landing() -> None:
+    """Copies of 3 s behind blocks of 1 s: block 3 waits for the copy of block 1."""
+    hardware = machine(d2h_bytes_per_second=2e6 / 3, bf16_flops_per_second=1 / MATMUL_EFFICIENCY)
+    assert model(hardware, backward=Pass(flops=1)).seconds([IN_RAM] * 4).backward_phase == pytest.approx(13, rel=1e-3)
+
+
+def test_streamed_weights_come_twice_but_for_those_still_there() -> None:
+    hardware = machine(h2d_bytes_per_second=2e6)
+    resident = model(hardware, num_blocks=6).seconds([IN_RAM] * 6)
+    streamed = model(hardware, num_blocks=6).seconds([STREAMED] * 6)
+    assert resident.busy["H2D"] == pytest.approx(6)
+    assert streamed.busy["H2D"] == pytest.approx(6 + 3)
+
+
+def test_recomputation_is_a_second_forward() -> None:
+    hardware = machine(bf16_flops_per_second=1 / MATMUL_EFFICIENCY)
+    step = model(hardware, forward=Pass(flops=1), backward=Pass(flops=2))
+    kept = step.seconds([IN_VRAM] * 4)
+    assert kept.step == pytest.approx(12, rel=1e-3)
+    assert step.seconds([replace(IN_VRAM, activations="checkpoint")] * 4).step == pytest.approx(16, rel=1e-3)
+    assert step.on_large_gpu() == pytest.approx(kept.step)
+    assert kept.exposed == pytest.approx(0, abs=1e-6)
+
+
+def test_offloaded_inputs_go_and_come() -> None:
+    step = model(machine(h2d_bytes_per_second=1, d2h_bytes_per_second=1, both_bytes_per_second=2), input_bytes=3)
+    busy = step.seconds([replace(IN_VRAM, activations="offload")] * 4).busy
+    assert busy["H2D"] == pytest.approx(4 * 3)
+    assert busy["D2H"] == pytest.approx(4 * 3)
+
+
+def test_both_directions_share_the_bus_in_backward() -> None:
+    rates = {"h2d_bytes_per_second": 2e6, "d2h_bytes_per_second": 2e6}
+    alone = model(machine(**rates, both_bytes_per_second=4e6)).seconds([STREAMED] * 4)
+    shared = model(machine(**rates, both_bytes_per_second=2e6)).seconds([STREAMED] * 4)
+    assert shared.busy["D2H"] == pytest.approx(2 * alone.busy["D2H"])
+
+
+def test_states_on_disk_are_read_and_written() -> None:
+    hardware = machine(disk_read_bytes_per_second=10e6, disk_write_bytes_per_second=5e6)
+    seconds = model(hardware).seconds([Placement(states="disk")] * 4)
+    assert seconds.busy["disk"] == pytest.approx(4 * (1 + 2), rel=1e-3)
+    assert seconds.step == pytest.approx(12, rel=1e-3)
+
+
+def test_accumulation_repeats_forward_and_backward_and_sends_once_from_vram() -> None:
+    hardware = machine(bf16_flops_per_second=1 / MATMUL_EFFICIENCY, d2h_bytes_per_second=2e6)
+    step = model(hardware, accumulation=3, forward=Pass(flops=1), backward=Pass(flops=1))
+    through_ram, in_vram = (step.seconds([Placement(gradients=where)] * 4) for where in ("ram", "vram"))
+    assert through_ram.busy["D2H"] == pytest.approx(3 * 4)
+    assert in_vram.busy["D2H"] == pytest.approx(2 * 4)  # fp32, once
+    assert through_ram.busy["forward"] == pytest.approx(3 * 4, rel=1e-3)
+    assert through_ram.busy["backward"] == pytest.approx(3 * 4, rel=1e-3)
+    assert in_vram.step == pytest.approx(3 * 8 + 8, rel=1e-3)
+
+
+def test_layers_outside_the_blocks_wait_where_they_are_computed() -> None:
+    outside: dict[str, Any] = {"numel": N, "in_block": False}
+    layers: list[LayerShape] = [shape("embed", **outside), shape("block.0", N), shape("head", **outside)]
+    hardware = machine(cpu_adamw_bytes_per_second=28e6 / CPU_EFFICIENCY, bf16_flops_per_second=1 / MATMUL_EFFICIENCY)
+    one = Pass(flops=1)
+    batch = MicroBatch((stage("", forward=one), stage("block.0", forward=one), stage("", forward=one)), 640)
+    assert StepModel(layers, batch, hardware, 1).seconds([IN_RAM] * 3).update_phase == pytest.approx(4, rel=1e-3)

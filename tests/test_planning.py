@@ -1,0 +1,190 @@
+"""`offloadkit.plan` with budgets: what it says, what it refuses, and the command."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
+from typer.testing import CliRunner
+
+import offloadkit
+from offloadkit import OffloadConfig, planning
+from offloadkit.cli import app
+from offloadkit.errors import ConfigError, DoesNotFitError
+from offloadkit.plan.explain import nearest_fits
+from tests.plan_machines import GIB, H200
+
+PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(8)]
+
+
+def test_a_card_that_is_not_here_is_planned_for() -> None:
+    made = offloadkit.plan("t5-3b", vram="8GiB", ram="42GiB", batch_size=1)
+    assert made.fits
+    assert made.num_parameters == 2_851_598_336
+    assert made.total_bytes("vram") <= 8 * GIB
+    assert made.num_tokens == 512 + 128
+    text = str(made)
+    assert "available" in text
+    assert "not measured" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "limits the step" in made.explain()
+    assert "more VRAM would keep" in made.explain()
+
+
+def test_what_does_not_fit_says_so_and_what_would() -> None:
+    made = offloadkit.plan("t5-3b", vram="8GiB", ram="30GiB", batch_size=1)
+    assert not made.fits
+    assert set(made.lacking()) <= {"vram", "ram"}
+    assert "does not fit" in str(made)
+    first, *others = made.explain().splitlines()
+    assert first.startswith("does not fit: needs ")
+    assert any(line.startswith("precision='compact' would fit: ") for line in others)
+    for words, other in nearest_fits(made):
+        assert other.fits, words
+    with pytest.raises(DoesNotFitError, match=r"needs .* GiB of (V?RAM), has .*\n(.*\n)*precision='compact' would fit"):
+        planning.check_fits(made)
+
+
+def test_fewer_rows_are_proposed_where_activations_are_too_large() -> None:
+    made = offloadkit.plan("t5-base", vram="2.5GiB", ram="16GiB", batch_size=32)
+    assert not made.fits
+    words = [words for words, _ in nearest_fits(made)]
+    assert len(words) == 3
+    assert words[0].startswith("batch_size=")
+
+
+def test_the_batch_size_is_chosen_before_what_lives_where() -> None:
+    sizes = [offloadkit.plan("t5-large", vram=f"{vram}GiB", ram="30GiB").num_tokens for vram in (2, 4, 8, 24)]
+    rows = [tokens // 640 for tokens in sizes if tokens]
+    assert rows == sorted(rows)
+    assert rows[0] < rows[-1] == 32
+
+
+def test_without_a_gpu_the_plan_is_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = offloadkit.plan("t5-small", offload=OffloadConfig(), device=torch.device("cpu"))
+    assert made.on_cpu
+    assert made.num_tokens == 8 * 640
+    assert made.seconds is not None
+    assert "optimizer states in RAM" in str(made)
+    short = offloadkit.plan("t5-small", ram="1GiB", device=torch.device("cpu"))
+    assert set(short.lacking()) == {"ram"}
+
+
+def test_a_models_own_attention_shapes_and_frozen_parts_are_planned() -> None:
+    torch.manual_seed(0)
+    shape = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 384}
+    model = T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0))
+    model.shared.requires_grad_(False)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    made = offloadkit.plan(model, vram="4GiB", ram="8GiB", batch_size=2)
+    assert made.num_parameters - made.num_trainable_parameters == 384 * 64
+    assert made.tiers["vram"]["activations"] > 0
+    assert all(weight.device.type == "cpu" for weight in model.parameters())
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+    assert model.config.use_cache
+
+
+def test_a_classifier_is_planned() -> None:
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = BertForSequenceClassification(BertConfig(**shape, num_attention_heads=4))
+    assert offloadkit.plan(model, vram="4GiB", ram="8GiB", batch_size=2).num_tokens == 2 * 512
+
+
+def test_a_model_that_the_meta_device_cannot_run_is_planned_without_activations(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise NotImplementedError("no such kernel")
+
+    monkeypatch.setattr(planning, "trace_micro_batch", refuses)
+    made = offloadkit.plan("t5-small", vram="8GiB", batch_size=2)
+    assert made.seconds is None
+    assert "come on top" in str(made)
+    assert "no such kernel" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"vram": "8 apples"}, "cannot read '8 apples' as a size"),
+        ({"ram": -1}, "a size must be positive"),
+        ({"batch_size": 0}, "batch_size must be a whole number >= 1, got 0"),
+        ({"batch_size": "many"}, "batch_size"),
+        ({"max_input_length": 0}, "max_input_length must be a whole number >= 1, got 0"),
+        ({"max_target_length": 2.5}, "max_target_length"),
+        ({"precision": "exakt"}, "precision must be one of 'exact', 'compact', 'tiny'; got 'exakt'"),
+    ],
+)
+def test_wishes_without_a_meaning_are_refused(wishes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        offloadkit.plan("t5-small", **wishes)
+
+
+def test_finetune_refuses_what_does_not_fit_before_anything_is_loaded(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offload = OffloadConfig(ram="1GiB")
+    with pytest.raises(DoesNotFitError, match=r"needs .* GiB of RAM, has 1 GiB"):
+        offloadkit.finetune(
+            "t5-large", "no-such-file.jsonl", init="random", use_cpu=True, offload=offload, output_dir=tmp_path
+        )
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_the_measured_gpu_is_planned_for_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning.hardware, "measure", lambda *_, **__: H200)
+    made = offloadkit.plan("t5-small", device=torch.device("cuda", 0))
+    assert made.num_tokens == 32 * 640
+    assert made.slowdown == pytest.approx(1)
+    assert made.budgets["vram"] == H200.vram_free_bytes + H200.vram_context_bytes
+    assert not made.basis.assumed  # type: ignore[union-attr]
+    assert made.layers[0].dtype == "bf16"
+
+
+# -- the command, and what notebooks show
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_the_command_exits_with_one_where_it_does_not_fit() -> None:
+    done = run("t5-large", "--vram", "6GiB", "--ram", "2GiB", "--batch-size", "1")
+    assert done.exit_code == 1
+    assert "does not fit: needs" in done.stdout
+    assert run("t5-large", "--vram", "6GiB", "--ram", "16GiB", "--batch-size", "1").exit_code == 0
+
+
+def test_the_command_prints_json() -> None:
+    done = run("t5-large", "--vram", "6GiB", "--ram", "16GiB", "--precision", "compact", "--json")
+    facts = json.loads(done.stdout)
+    assert facts["fits"]
+    assert facts["total_bytes"]["vram"] == sum(facts["bytes"]["vram"].values()) <= 6 * GIB
+    assert facts["step_seconds"] > 0
+    assert {"name", "num_parameters", "weights", "states", "activations"} <= set(facts["layers"][0])
+    assert facts["checkpoint_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--vram", "plenty"), "cannot read 'plenty' as a size"),
+        (("--precision", "exakt"), "precision must be one of"),
+        (("--dtype", "int8"), "working_dtype must be one of"),
+    ],
+)
+def test_the_command_refuses_in_one_line(arguments: tuple[str, str], message: str) -> None:
+    done = run("t5-small", *arguments)
+    assert done.exit_code == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_notebooks_get_a_table() -> None:
+    html = offloadkit.plan("t5-small", vram="8GiB", ram="16GiB", batch_size=2)._repr_html_()
+    assert html.count("<tr>") >= 6
+    assert "color" not in html
+    assert "GPU" in html
