@@ -7,7 +7,6 @@ take as long as two.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -15,18 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.flop_counter import flop_registry
 
 from offloadkit.offload.layers import repeated_blocks
+from offloadkit.offload.meter import META, AsOnGpu, Meter, allocated_bytes, num_bytes_of
 from offloadkit.offload.step_clock import num_tokens
 from offloadkit.plan.work import MicroBatch, Pass, Stage
-
-_META = torch.device("meta")
-_ALLOCATION = 512
-"""Bytes to which torch's CUDA allocator rounds a tensor up."""
 
 
 def trace_micro_batch(
@@ -40,18 +33,16 @@ def trace_micro_batch(
         loss: takes the loss from what forward returns; None takes its `.loss`, or the output where that is a tensor.
     """
     inputs = {
-        name: torch.empty_like(tensor, device=_META, requires_grad=tensor.requires_grad)
+        name: torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
         for name, tensor in batch.items()
     }
-    meter = _Meter(
-        [*model.parameters(), *model.buffers(), *inputs.values()], mask_is_full="attention_mask" not in batch
-    )
+    meter = Meter([*model.parameters(), *model.buffers(), *inputs.values()], mask_is_full="attention_mask" not in batch)
     stages = _Stages(meter)
     with ExitStack() as undo:
         undo.callback(_drop_gradients_of(model))
         for name, block in repeated_blocks(model):
             undo.enter_context(_followed(name, block, stages))
-        undo.enter_context(_AsOnGpu())
+        undo.enter_context(AsOnGpu())
         undo.enter_context(meter)
         with torch.enable_grad():
             output = model(**inputs)
@@ -63,135 +54,10 @@ def trace_micro_batch(
     return MicroBatch(stages.in_order(), num_tokens(model, inputs) or 0)
 
 
-# -- one operation
-
-
-class _AsOnGpu(TorchFunctionMode):
-    """Take the operations that a GPU would take where torch decides by the device: fused attention and dropout."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is nn.functional.scaled_dot_product_attention:
-            return _fused_attention(*args, **kwargs)
-        if function in (nn.functional.dropout, torch.dropout):
-            x, p, training = _dropout_arguments(*args, **kwargs)
-            return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
-        return function(*args, **kwargs)
-
-
-def _dropout_arguments(
-    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
-) -> tuple[torch.Tensor, float, bool]:
-    return input, p, training and train
-
-
-def _fused_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """`scaled_dot_product_attention` by the kernels that keep no attention weights: flash, or with a mask or in fp32
-    the memory-efficient one."""
-    if attn_mask is None and query.dtype != torch.float32:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:  # torch makes a bias of a mask
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
-
-
-class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations and the bytes of tensors that are alive.
-
-    Attributes:
-        live: bytes of storages made since the start that still exist.
-        peak: highest `live` since `reset_peak`.
-    """
-
-    def __init__(self, known: Sequence[torch.Tensor], *, mask_is_full: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
-        self.total = Pass()
-        self._mask_is_full = mask_is_full
-        self._storages: dict[int, weakref.ref[Any]] = {}
-        for tensor in known:
-            self._remember(tensor, 0)
-
-    def reset_peak(self) -> None:
-        self.peak = self.live
-
-    def knows(self, tensor: torch.Tensor) -> bool:
-        return id(tensor.untyped_storage()) in self._storages
-
-    def _remember(self, tensor: torch.Tensor, num_bytes: int) -> None:
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        if key in self._storages:
-            return
-        self.live += num_bytes
-        self.peak = max(self.peak, self.live)
-
-        def freed(_: Any, key: int = key, num_bytes: int = num_bytes) -> None:
-            self.live -= num_bytes
-            self._storages.pop(key, None)
-
-        self._storages[key] = weakref.ref(storage, freed)
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is torch.ops.aten._local_scalar_dense.default:
-            return self._mask_is_full if args[0].dtype == torch.bool else 0
-        output = function(*args, **kwargs)
-        made = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
-        read = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        storages = {id(tensor.untyped_storage()) for tensor in read}
-        is_view = not function._schema.is_mutable and all(id(t.untyped_storage()) in storages for t in made)
-        if made and not is_view and not function.__name__.startswith(("empty", "new_empty")):
-            self._count(function, args, kwargs, output, sum(map(_num_bytes, [*read, *made])))
-        for tensor in made:
-            if tensor.device == _META:
-                self._remember(tensor, _allocated(tensor.untyped_storage().nbytes()))
-        return output
-
-    def _count(self, function: Any, args: Any, kwargs: Any, output: Any, moved: int) -> None:
-        flops = flop_registry.get(function.overloadpacket)
-        if flops is None:
-            self.total += Pass(moved_bytes=moved, num_operations=1)
-        else:
-            number = flops(*args, **kwargs, out_val=output)
-            self.total += Pass(flops=number, matmul_bytes=moved, num_operations=1)
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _allocated(num_bytes: int) -> int:
-    return -(-num_bytes // _ALLOCATION) * _ALLOCATION
-
-
-# -- the model's stages, in order
-
-
 class _Stages:
     """Cuts what the meter sees into stages, while the model runs forward and backward once."""
 
-    def __init__(self, meter: _Meter) -> None:
+    def __init__(self, meter: Meter) -> None:
         self.meter = meter
         self._found: list[Stage] = []
         self._kinds: dict[Any, _Kind] = {}
@@ -254,7 +120,7 @@ class _Stages:
         self._found.append(replace(kind.stage, block=name))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         trained = any(isinstance(output, _Made) and output.requires_grad for output in kind.outputs)
-        anchor = torch.empty(0, device=_META, requires_grad=trained)
+        anchor = torch.empty(0, device=META, requires_grad=trained)
         index = len(self._found) - 1
         made = iter(_Block.apply(self, index, kind.outputs, anchor, *tensors))  # type: ignore[no-untyped-call]
         given: list[Any] = []
@@ -292,9 +158,9 @@ class _Stages:
             forward=forward_pass,
             backward=meter.total - self._counted,
             kept_bytes=kept,
-            output_bytes=sum(map(_allocated, storages.values())),
-            input_bytes=sum(map(_num_bytes, inputs[:1])),
-            shared_bytes=sum(map(_num_bytes, differentiated[1:])),
+            output_bytes=sum(map(allocated_bytes, storages.values())),
+            input_bytes=sum(map(num_bytes_of, inputs[:1])),
+            shared_bytes=sum(map(num_bytes_of, differentiated[1:])),
             forward_peak_bytes=forward_peak,
             backward_peak_bytes=meter.peak - self._before,
         )
@@ -359,7 +225,7 @@ class _Block(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.stages, ctx.index, ctx.needs = stages, index, [tensor.requires_grad for tensor in inputs]
         forms = [output for output in outputs if isinstance(output, _Made)]
-        made = [torch.empty(form.shape, dtype=form.dtype, device=_META) for form in forms]
+        made = [torch.empty(form.shape, dtype=form.dtype, device=META) for form in forms]
         ctx.mark_non_differentiable(
             *(tensor for tensor, form in zip(made, forms, strict=True) if not form.requires_grad)
         )

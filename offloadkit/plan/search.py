@@ -64,23 +64,20 @@ class Search:
     def placements(self, counts: Counts) -> tuple[Placement, ...]:
         """A placement for each layer."""
         number = {name: index for index, name in enumerate(self._blocks)}
-        total = max(1, len(self._blocks))
+        total, first_on_disk = max(1, len(self._blocks)), len(self._layers) - counts.states_on_disk
         left_in_vram, found = counts.states_in_vram, []
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             block = number.get(layer.name, -1)
             streamed = (
                 block >= 0
                 and not layer.shared
                 and (block + 1) * counts.streamed // total > block * counts.streamed // total
             )
-            in_vram = not streamed and left_in_vram > 0
-            left_in_vram -= in_vram
-            found.append(_placement(self._recompute(block, counts), streamed, in_vram, counts.gradients_in_vram))
-        for index in reversed(range(len(found))):
-            if index < len(found) - counts.states_on_disk:
-                break
-            if found[index].states == "ram":
-                found[index] = replace(found[index], states="disk")
+            states: Literal["vram", "ram", "disk"] = "disk" if index >= first_on_disk else "ram"
+            if not streamed and left_in_vram > 0:
+                states = "vram"
+                left_in_vram -= 1
+            found.append(_placement(self._recompute(block, counts), streamed, states, counts.gradients_in_vram))
         return tuple(found)
 
     def _recompute(self, block: int, counts: Counts) -> Literal["keep", "checkpoint", "offload"]:
@@ -258,14 +255,17 @@ def _grid(most: int, parts: int = GRID) -> list[int]:
 
 @cache
 def _placement(
-    activations: Literal["keep", "checkpoint", "offload"], streamed: bool, in_vram: bool, gradients: bool
+    activations: Literal["keep", "checkpoint", "offload"],
+    streamed: bool,
+    states: Literal["vram", "ram", "disk"],
+    gradients_in_vram: bool,
 ) -> Placement:
-    if in_vram:
+    if states == "vram":
         return Placement(weights="vram", gradients="vram", states="vram", activations=activations, step="gpu")
     return Placement(
         weights="ram" if streamed else "vram",
-        gradients="vram" if gradients else "ram",
-        states="ram",
+        gradients="vram" if gradients_in_vram else "ram",
+        states=states,
         activations=activations,
         step="cpu",
     )

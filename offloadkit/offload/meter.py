@@ -1,0 +1,139 @@
+"""Counting what a model does on the meta device: operations, bytes that are alive, as they would be on a GPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import flop_registry
+
+from offloadkit.plan.work import Pass
+
+META = torch.device("meta")
+_ALLOCATION = 512
+"""Bytes to which torch's CUDA allocator rounds a tensor up."""
+
+
+class AsOnGpu(TorchFunctionMode):
+    """Take the operations that a GPU would take where torch decides by the device: fused attention and dropout."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is nn.functional.scaled_dot_product_attention:
+            return _fused_attention(*args, **kwargs)
+        if function in (nn.functional.dropout, torch.dropout):
+            x, p, training = _dropout_arguments(*args, **kwargs)
+            return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+        return function(*args, **kwargs)
+
+
+def _dropout_arguments(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+) -> tuple[torch.Tensor, float, bool]:
+    return input, p, training and train
+
+
+def _fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` by the kernels that keep no attention weights: flash, or with a mask or in fp32
+    the memory-efficient one."""
+    if attn_mask is None and query.dtype != torch.float32:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:  # torch makes a bias of a mask
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations and the bytes of tensors that are alive.
+
+    Attributes:
+        live: bytes of storages made since the start that still exist.
+        peak: highest `live` since `reset_peak`.
+    """
+
+    def __init__(self, known: Sequence[torch.Tensor], *, mask_is_full: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self.total = Pass()
+        self._mask_is_full = mask_is_full
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        for tensor in known:
+            self._remember(tensor, 0)
+
+    def reset_peak(self) -> None:
+        self.peak = self.live
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        return id(tensor.untyped_storage()) in self._storages
+
+    def _remember(self, tensor: torch.Tensor, num_bytes: int) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._storages:
+            return
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+
+        def freed(_: Any, key: int = key, num_bytes: int = num_bytes) -> None:
+            self.live -= num_bytes
+            self._storages.pop(key, None)
+
+        self._storages[key] = weakref.ref(storage, freed)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return self._mask_is_full if args[0].dtype == torch.bool else 0
+        output = function(*args, **kwargs)
+        made = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        read = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        storages = {id(tensor.untyped_storage()) for tensor in read}
+        is_view = not function._schema.is_mutable and all(id(t.untyped_storage()) in storages for t in made)
+        if made and not is_view and not function.__name__.startswith(("empty", "new_empty")):
+            self._count(function, args, kwargs, output, sum(map(num_bytes_of, [*read, *made])))
+        for tensor in made:
+            if tensor.device == META:
+                self._remember(tensor, allocated_bytes(tensor.untyped_storage().nbytes()))
+        return output
+
+    def _count(self, function: Any, args: Any, kwargs: Any, output: Any, moved: int) -> None:
+        flops = flop_registry.get(function.overloadpacket)
+        if flops is None:
+            self.total += Pass(moved_bytes=moved, num_operations=1)
+        else:
+            number = flops(*args, **kwargs, out_val=output)
+            self.total += Pass(flops=number, matmul_bytes=moved, num_operations=1)
+
+
+def num_bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def allocated_bytes(num_bytes: int) -> int:
+    return -(-num_bytes // _ALLOCATION) * _ALLOCATION
