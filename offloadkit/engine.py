@@ -25,6 +25,7 @@ from offloadkit.offload.layers import Newcomers, flat_layers, listed_groups, pla
 from offloadkit.offload.past import Past
 from offloadkit.offload.placed import PlacedModel
 from offloadkit.offload.ram_watch import RamWatch
+from offloadkit.offload.shortage import explained_shortage
 from offloadkit.offload.states import GroupOptions, Materialise, optimizer_states
 from offloadkit.offload.step_clock import StepClock, num_tokens
 from offloadkit.offload.streams import record_compute
@@ -88,13 +89,7 @@ class OffloadEngine:
         self.plan = plan or plan_of(model, layers, self.config)
         if list(self.plan.layers) != [layer.shape() for layer in layers]:
             raise ModelError("the plan was made for another model, other parameter groups or another working dtype")
-        self._thread = StepThread(self.device)
-        self._undo = ExitStack()
-        self._undo.callback(self._thread.close)
-        self._finalizer = weakref.finalize(self, self._undo.close)  # an engine forgotten lets go of the model too
-        self._finalizer.atexit = False
-        self._ram_watch = RamWatch(self.plan.tiers["ram"])
-        self._undo.callback(self._ram_watch.close)
+        self._start_threads()
         self._placed = PlacedModel(
             model,
             layers,
@@ -117,6 +112,15 @@ class OffloadEngine:
         self._newcomers = Newcomers(model, trained)
         self._begin(fp16=any(layer.dtype == torch.float16 for layer in layers))
 
+    def _start_threads(self) -> None:
+        self._thread = StepThread(self.device)
+        self._undo = ExitStack()
+        self._undo.callback(self._thread.close)
+        self._finalizer = weakref.finalize(self, self._undo.close)  # an engine forgotten lets go of the model too
+        self._finalizer.atexit = False
+        self._ram_watch = RamWatch(self.plan.tiers["ram"])
+        self._undo.callback(self._ram_watch.close)
+
     def _begin(self, *, fp16: bool) -> None:
         self._clock = StepClock(self.device)
         self._past = Past(self._clock, self.telemetry, self.plan, self.device, self.config.on_nonfinite)
@@ -134,7 +138,7 @@ class OffloadEngine:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         began = self._clock.start_forward(num_tokens(self.module, kwargs))
-        with self._placed.in_forward():
+        with explained_shortage(self.plan, self.device), self._placed.in_forward():
             output = self.module(*args, **kwargs)
         self._clock.end_forward(began)
         return output
@@ -148,6 +152,7 @@ class OffloadEngine:
 
         Raises:
             EngineStateError: called again before `step()` without gradient accumulation.
+            OutOfVramError: the GPU's memory is full, in forward too; the gradients so far are dropped.
             ValueError: the loss is not a scalar.
         """
         self._check_open()
@@ -165,7 +170,7 @@ class OffloadEngine:
         if self.loss_scale is not None and not self._num_backwards:
             self._learn_of_overflow(self.loss_scale)
         try:
-            with self._placed.in_backward():
+            with explained_shortage(self.plan, self.device), self._placed.in_backward():
                 loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
                 loss.backward()  # type: ignore[no-untyped-call]
         except BaseException:

@@ -45,5 +45,9 @@ class OutOfRamError(OffloadkitError, MemoryError):
     """The RAM that is left fell below a floor; training stopped before the system would have killed it."""
 
 
+class OutOfVramError(OffloadkitError, MemoryError):
+    """The GPU's memory is full; the message sets what was planned against what is used."""
+
+
 class OutputError(OffloadkitError, OSError):
     """The output folder cannot be written."""

@@ -43,6 +43,7 @@ from offloadkit.hf.evaluation import Sample, predict, share_correct
 from offloadkit.hf.folders import check_same_model, newest_checkpoint, put_in_place, writable
 from offloadkit.hf.models import build_model, check_kind, load_config, load_model, load_tokenizer
 from offloadkit.hf.weight_files import Materialise
+from offloadkit.offload.layers import flat_layers
 from offloadkit.plan import Plan
 from offloadkit.planning import auto_batch_size, check_fits, check_rows, plan
 from offloadkit.telemetry import StepRecord
@@ -152,10 +153,13 @@ def finetune(
 
     _check_checkpoint(checkpoint, config)
     trained, materialise = _load(model, data, init, seed, checkpoint, _loading_device(sizes, args))
-    trainer = _trainer(trained, materialise, args, offload, words, data, evaluation)
-    metrics, steps = _train(trainer, checkpoint)
-    samples = _evaluate(trainer, words, evaluation, metrics)
-    put_in_place(output / "model", lambda folder: _save(trained, words, folder))
+    trainer = _trainer(trained, materialise, sizes, args, offload, words, data, evaluation)
+    try:
+        metrics, steps = _train(trainer, checkpoint)
+        samples = _evaluate(trainer, words, evaluation, metrics)
+        put_in_place(output / "model", lambda folder: _save(trained, words, folder))
+    finally:
+        trainer.close()  # whatever happens, the engine's memory is given back
     result = FinetuneResult(trained, words, sizes, metrics, trainer.state.log_history, samples, steps, output)
     print(f"the model is in {result.model_dir}", flush=True)
     return result
@@ -256,6 +260,15 @@ def _checked_plan(
     return sizes
 
 
+def _plan_of(
+    model: PreTrainedModel, sizes: Plan, args: Seq2SeqTrainingArguments, offload: OffloadConfig, lengths: dict[str, Any]
+) -> Plan:
+    """`sizes`, or a new plan where the rows made it another model: one with a head of as many classes as they have."""
+    if sizes.layers == tuple(layer.shape() for layer in flat_layers(model, offload)):
+        return sizes
+    return _checked_plan(model, args, offload, lengths)
+
+
 def _prepare(
     train_dataset: Any, eval_dataset: Any, tokenizer: Any, config: Any, lengths: dict[str, Any]
 ) -> tuple[PreparedData, PreparedData | None]:
@@ -301,6 +314,7 @@ def _load(
 def _trainer(
     model: PreTrainedModel,
     materialise: Materialise | None,
+    sizes: Plan,
     args: Seq2SeqTrainingArguments,
     offload: OffloadConfig,
     tokenizer: Any,
@@ -314,6 +328,7 @@ def _trainer(
     trainer = OffloadSeq2SeqTrainer(
         model=model,
         materialise=materialise,
+        plan=sizes,
         args=args,
         offload=offload,
         train_dataset=data.dataset,
@@ -326,11 +341,7 @@ def _trainer(
 
 
 def _train(trainer: OffloadSeq2SeqTrainer, checkpoint: Path | None) -> tuple[dict[str, float], list[StepRecord]]:
-    """Train; the engine's memory is given back whatever happens."""
-    try:
-        output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    finally:
-        trainer.close()
+    output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return {"train_loss": output.training_loss, "train_seconds": output.metrics["train_runtime"]}, list(
         trainer.telemetry.records
     )
