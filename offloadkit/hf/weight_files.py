@@ -152,8 +152,8 @@ class _Stored:
             yield self.file.read(self.name, rows, (rows.stop - begin) * row_bytes)
 
     def value(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values as `dtype` on the CPU. As with `from_pretrained`, what needs no cast is a view of the file, which is
-        read when it is first used."""
+        """The values as `dtype` on the CPU. As with `from_pretrained`, what needs no cast is a view of the file, read
+        when it is first used."""
         if dtype == self.dtype:
             return self.file.read(self.name, None, self.num_bytes)
         value = torch.empty(self.shape, dtype=dtype)
