@@ -130,8 +130,7 @@ def finetune(
         DoesNotFitError: what the plan needs is not there; found out before anything is loaded.
         NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
     """
-    _check(batch_size, epochs, max_steps, gradient_accumulation, learning_rate, init)
-    _check_switches(seed, resume)
+    _check(batch_size, epochs, max_steps, gradient_accumulation, learning_rate, init, seed, resume)
     output = writable(output_dir)
     checkpoint = newest_checkpoint(output) if resume else None
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
@@ -160,13 +159,15 @@ def finetune(
         put_in_place(output / "model", lambda folder: _save(trained, words, folder))
     finally:
         trainer.close()  # whatever happens, the engine's memory is given back
-    result = FinetuneResult(trained, words, sizes, metrics, trainer.state.log_history, samples, steps, output)
-    print(f"the model is in {result.model_dir}", flush=True)
-    return result
+    print(f"the model is in {output / 'model'}", flush=True)
+    return FinetuneResult(trained, words, sizes, metrics, trainer.state.log_history, samples, steps, output)
 
 
-def _check(batch_size: Any, epochs: Any, max_steps: Any, accumulation: Any, learning_rate: Any, init: Any) -> None:
+def _check(
+    batch_size: Any, epochs: Any, max_steps: Any, accumulation: Any, learning_rate: Any, init: Any, *switches: Any
+) -> None:
     """Raise `ConfigError` for the first option without a meaning."""
+    _check_switches(*switches)
     for name, value in (("batch_size", batch_size), ("max_steps", max_steps), ("gradient_accumulation", accumulation)):
         left_out = value == {"batch_size": "auto"}.get(name)
         if not left_out and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
