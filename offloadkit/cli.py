@@ -135,6 +135,9 @@ def train(
     batch_size: Annotated[str, typer.Option(help="Rows in a micro-batch, or auto.")] = "auto",
     gradient_accumulation: Annotated[int, typer.Option(help="Micro-batches an update.")] = 1,
     learning_rate: Annotated[float | None, typer.Option(help="Left out: 1e-4, with random weights 5e-4.")] = None,
+    precision: Annotated[str, typer.Option(help="Of the optimizer states: exact, compact or tiny.")] = "exact",
+    vram: Annotated[str | None, typer.Option(help="VRAM to use, e.g. 8GiB. Left out: what is free.")] = None,
+    ram: Annotated[str | None, typer.Option(help="RAM to use. Left out: what is available.")] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights.")] = False,
     seed: Annotated[int, typer.Option(help="Of the order, dropout and random weights.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
@@ -142,6 +145,7 @@ def train(
     """Train MODEL on DATASET with the optimizer in host RAM."""
     from offloadkit.finetune import finetune
 
+    wishes: Any = {"precision": precision, "vram": vram, "ram": ram}
     result = finetune(
         model,
         dataset,
@@ -156,5 +160,6 @@ def train(
         init="random" if random_weights else "pretrained",
         seed=seed,
         resume=resume,
+        **wishes,
     )
     typer.echo(result)

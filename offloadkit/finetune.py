@@ -17,7 +17,8 @@ What the arguments of `finetune` take:
 - `init`: "random" starts from random weights.
 - `max_input_length`, `max_target_length`: in tokens; None is 512 (causal: 1024), and 128 for targets.
 - `resume`: go on from the newest complete checkpoint in `output_dir`; one is written after each epoch.
-- `offload`: what `TrainingArguments` do not say.
+- `precision` of the optimizer states, `vram` and `ram` that may be used ("8GiB"; None: what is free): they go before
+  those of `offload`, which says what `TrainingArguments` do not say.
 - `training_arguments`: anything else that `transformers.Seq2SeqTrainingArguments` takes.
 
 Working weights, gradients and activations are bf16 on a GPU that computes it natively (the optimizer's master weights
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -45,7 +47,7 @@ from offloadkit.hf.models import build_model, check_kind, load_config, load_mode
 from offloadkit.hf.weight_files import Materialise
 from offloadkit.offload.layers import flat_layers
 from offloadkit.plan import Plan
-from offloadkit.planning import auto_batch_size, check_fits, check_rows, plan
+from offloadkit.planning import auto_batch_size, check_fits, check_rows, plan, with_wishes
 from offloadkit.telemetry import StepRecord
 
 if TYPE_CHECKING:
@@ -113,6 +115,9 @@ def finetune(
     batch_size: int | Literal["auto"] = "auto",
     gradient_accumulation: int = 1,
     learning_rate: float | None = None,
+    precision: Literal["exact", "compact", "tiny"] | None = None,
+    vram: int | str | None = None,
+    ram: int | str | None = None,
     init: Literal["pretrained", "random"] = "pretrained",
     max_input_length: int | None = None,
     max_target_length: int | None = None,
@@ -131,8 +136,8 @@ def finetune(
         NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
     """
     _check(batch_size, epochs, max_steps, gradient_accumulation, learning_rate, init, seed, resume)
+    offload = with_wishes(offload, vram=vram, ram=ram, precision=precision)
     output = writable(output_dir)
-    checkpoint = newest_checkpoint(output) if resume else None
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     own = {
         "output_dir": str(output),
@@ -143,23 +148,20 @@ def finetune(
         "learning_rate": learning_rate or LEARNING_RATES[init],
         "seed": seed,
     }
-    args, offload = _training_arguments(own, training_arguments, offload or OffloadConfig(), eval_dataset is not None)
+    args, offload = _training_arguments(own, training_arguments, offload, eval_dataset is not None)
     sizes = _checked_plan(model, args, offload, lengths)
 
     config = load_config(model, init=init) if isinstance(model, str | os.PathLike) else model.config
     words = load_tokenizer(model, tokenizer)
     data, evaluation = _prepare(train_dataset, eval_dataset, words, config, lengths)
 
-    _check_checkpoint(checkpoint, config)
+    checkpoint = _checkpoint(output, config) if resume else None
     trained, materialise = _load(model, data, init, seed, checkpoint, _loading_device(sizes, args))
     trainer = _trainer(trained, materialise, sizes, args, offload, words, data, evaluation)
-    try:
+    with closing(trainer):  # whatever happens, the engine's memory is given back
         metrics, steps = _train(trainer, checkpoint)
         samples = _evaluate(trainer, words, evaluation, metrics)
-        put_in_place(output / "model", lambda folder: _save(trained, words, folder))
-    finally:
-        trainer.close()  # whatever happens, the engine's memory is given back
-    print(f"the model is in {output / 'model'}", flush=True)
+        _save(trained, words, output / "model")
     return FinetuneResult(trained, words, sizes, metrics, trainer.state.log_history, samples, steps, output)
 
 
@@ -291,10 +293,12 @@ def _loading_device(sizes: Plan, args: Seq2SeqTrainingArguments) -> torch.device
     return args.device if fits else torch.device("cpu")
 
 
-def _check_checkpoint(checkpoint: Path | None, config: Any) -> None:
-    if checkpoint is not None:
-        check_same_model(checkpoint, config)
-        print(f"going on from {checkpoint}", flush=True)
+def _checkpoint(output: Path, config: Any) -> Path:
+    """The newest checkpoint, of this very model."""
+    checkpoint = newest_checkpoint(output)
+    check_same_model(checkpoint, config)
+    print(f"going on from {checkpoint}", flush=True)
+    return checkpoint
 
 
 def _load(
@@ -381,5 +385,9 @@ def _short(text: str, longest: int = 60) -> str:
 
 
 def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    def write(folder: Path) -> None:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    put_in_place(folder, write)
+    print(f"the model is in {folder}", flush=True)

@@ -104,9 +104,7 @@ def plan(
         ModelError, ModelNotFoundError, ModelAccessError: as `finetune`.
     """
     check_kind(model)
-    wishes = {"vram": vram, "ram": ram, "precision": precision, "gradient_accumulation": gradient_accumulation}
-    changes: dict[str, Any] = {name: wish for name, wish in wishes.items() if wish is not None}
-    config = replace(offload or OffloadConfig(), **changes)
+    config = with_wishes(offload, vram=vram, ram=ram, precision=precision, gradient_accumulation=gradient_accumulation)
     check_rows(batch_size, max_input_length, max_target_length)
     machine, assumed = machine_for(config, device)
     config = _with_dtype(config, machine)
@@ -116,6 +114,15 @@ def plan(
     if not made.fits and made.basis is not None:
         made = replace(made, basis=replace(made.basis, smaller=tuple(subject.smaller(rows))))
     return made
+
+
+def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
+    """The config with those of `wishes` that are not None.
+
+    Raises:
+        ConfigError: a wish has no meaning.
+    """
+    return replace(offload or OffloadConfig(), **{name: wish for name, wish in wishes.items() if wish is not None})
 
 
 def auto_batch_size(

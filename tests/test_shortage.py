@@ -53,6 +53,6 @@ def test_a_gpu_that_is_really_full() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).repeat(100_000_000, 1)
 
-    with OffloadEngine(Grows(1000, 1000), OffloadConfig(), device="cuda") as engine:
-        with pytest.raises(OutOfVramError, match="the GPU's memory is full: torch held up to"):
-            engine(torch.zeros(10, 1000, device="cuda"))
+    engine = OffloadEngine(Grows(1000, 1000), OffloadConfig(), device="cuda")
+    with engine, pytest.raises(OutOfVramError, match="the GPU's memory is full: torch held up to"):
+        engine(torch.zeros(10, 1000, device="cuda"))

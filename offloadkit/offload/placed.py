@@ -67,10 +67,7 @@ class PlacedModel:
         self._disk: DiskStates | None = None
         self.states, staging = self._allocate(layers)
         trained = {slot.parameter for layer in layers for slot in layer.slots}
-        frozen = [parameter for parameter in module.parameters() if parameter not in trained]
-        if materialise is not None and frozen:
-            materialise(frozen)
-        move_rest(module, trained, device, config.working_dtype)
+        move_rest(module, trained, device, config.working_dtype, materialise)
         weights = [state.weights for state in self.states]
         streamed = [layer for layer in weights if isinstance(layer, StreamedWeights)]
         self._ring = WeightRing(streamed, device, NUM_WEIGHT_BUFFERS) if streamed else None

@@ -281,11 +281,19 @@ class TiedUses:
                 module.__dict__.pop(attribute, None)
 
 
-def move_rest(model: nn.Module, trained: set[nn.Parameter], device: torch.device, working_dtype: str) -> None:
+def move_rest(
+    model: nn.Module,
+    trained: set[nn.Parameter],
+    device: torch.device,
+    working_dtype: str,
+    materialise: Callable[[Sequence[nn.Parameter]], None] | None = None,
+) -> None:
     """Bring frozen parameters and buffers to `device`; frozen ones take the working dtype where one was chosen."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(working_dtype)
     for parameter in model.parameters():
         if parameter not in trained:
+            if materialise is not None:
+                materialise([parameter])
             parameter.data = parameter.data.to(device, dtype if parameter.dtype.is_floating_point else None)
     for module in model.modules():
         for name, buffer in module._buffers.items():
