@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from benchmarks.workloads import LEARNING_RATE, MAX_GRAD_NORM, Batch, Workload, checkpoint_activations, use_our_compute
+from benchmarks.workloads import (
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    Batch,
+    Workload,
+    build_lazily,
+    checkpoint_activations,
+    use_our_compute,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +60,12 @@ class _EngineLoop:
         self.engine.step()
 
 
-class Offloadkit(_EngineLoop):
+class _OffloadkitLoop(_EngineLoop):
+    def settle(self) -> None:
+        self.engine.synchronize()
+
+
+class Offloadkit(_OffloadkitLoop):
     """`offloadkit.OffloadEngine`: fp32 states in pinned RAM, clipping, an update hidden under the next forward."""
 
     def __init__(self, model: PreTrainedModel, work: Workload, device: torch.device) -> None:
@@ -69,8 +82,56 @@ class Offloadkit(_EngineLoop):
         self.engine = OffloadEngine(model, config, device=device)
         self.seconds = {"pin": self.engine.pinning_seconds}
 
-    def settle(self) -> None:
-        self.engine.synchronize()
+
+class Planned(_OffloadkitLoop):
+    """`offloadkit.OffloadEngine` as `finetune` builds it: by a plan within a budget of VRAM, its weights read, here
+    drawn, layer by layer, the loss in chunks."""
+
+    def __init__(self, work: Workload, device: torch.device) -> None:
+        """
+        Raises:
+            DoesNotFitError: the budget is too small.
+        """
+        from offloadkit.config import OffloadConfig
+        from offloadkit.engine import OffloadEngine
+        from offloadkit.hf.chunked_loss import compute_loss_in_chunks
+        from offloadkit.planning import check_fits, plan
+
+        self.model, draw = build_lazily(work, device)
+        config = OffloadConfig(
+            learning_rate=LEARNING_RATE,
+            max_grad_norm=MAX_GRAD_NORM,
+            gradient_accumulation=work.accumulation,
+            precision=work.precision,  # type: ignore[arg-type]
+            working_dtype=work.dtype,  # type: ignore[arg-type]
+            vram=f"{work.vram_budget_gib}GiB",
+        )
+        self.plan = plan(
+            self.model,
+            batch_size=work.batch_size,
+            max_input_length=work.tokens,
+            max_target_length=work.target_tokens or None,
+            offload=config,
+        )
+        check_fits(self.plan)
+        compute_loss_in_chunks(self.model)
+        self.engine = OffloadEngine(self.model, config, device=device, plan=self.plan, materialise=draw)
+        self.seconds = {"pin": self.engine.pinning_seconds}
+
+    def row(self) -> dict[str, Any]:
+        """What was planned, and which placements were chosen."""
+        from collections import Counter
+
+        seconds = self.plan.seconds
+        return {
+            "planned": {
+                "vram_bytes": self.plan.total_bytes("vram"),
+                "ram_bytes": self.plan.total_bytes("ram"),
+                "step_seconds": None if seconds is None else seconds.step,
+                "tiers": self.plan.tiers,
+                "placements": {str(where): num for where, num in Counter(self.plan.placements).items()},
+            }
+        }
 
 
 class OnGpu:

@@ -74,6 +74,8 @@ def measure(task: dict[str, Any]) -> Row:
         if task["cold"]:
             memory.evict_page_cache(Path(task["folder"]))
     started = time.perf_counter()
+    if name == "planned":
+        return row | measure_planned(work, device, vram)
     if mode == "startup":
         model = load_from_disk(name, task["folder"], work, device)
     else:
@@ -100,6 +102,22 @@ def measure(task: dict[str, Any]) -> Row:
     row["peak_ram_bytes"] = hardware.process_peak_ram_bytes()
     if mode == "loader":
         row["weights_sha256"] = sha256_of(model)
+    return row
+
+
+def measure_planned(work: Any, device: Any, vram: Any) -> Row:
+    """The row of a step by a plan: planned and measured."""
+    from benchmarks import engines, workloads
+    from offloadkit import hardware
+
+    started = time.perf_counter()
+    engine = engines.Planned(work, device)
+    row = engine.row() | {"num_parameters": engine.plan.num_parameters, "part_seconds": engine.seconds}
+    row["engine_seconds"] = time.perf_counter() - started
+    row["load_peak_ram_bytes"] = hardware.process_peak_ram_bytes()
+    row.update(run_steps(engine, itertools.repeat(workloads.fixed_batches(work, device)), work, device, vram))
+    row["telemetry_seconds"] = list(engine.engine.telemetry.records)[-1].seconds
+    row["peak_ram_bytes"] = hardware.process_peak_ram_bytes()
     return row
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,12 @@ class Workload:
     checkpointing: bool = False
     attention: str = "default"
     """Attention of offloadkit and gpu-ours: "default" is the one HuggingFace chooses, which everyone else has."""
+    vram_budget_gib: float = 0.0
+    """Device memory that offloadkit may plan with, context included; 0 leaves the plan out (states in RAM, the rest in
+    VRAM)."""
+    precision: str = "exact"
+    dtype: str = "bf16"
+    """Of offloadkit's working weights."""
     vram_cap_gib: float = 0.0
     """Most VRAM that torch may allocate; 0 is no cap."""
     cores: int = 0
@@ -132,6 +139,26 @@ def build_model(work: Workload, device: torch.device, weights_on: torch.device) 
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return model.train()
+
+
+def build_lazily(work: Workload, device: torch.device) -> tuple[PreTrainedModel, Callable[[Any], None]]:
+    """The model without memory, and what draws its parameters' weights, on `device`, into RAM when asked for."""
+    from offloadkit.hf.models import build_model
+    from offloadkit.hf.weight_files import become
+
+    config = model_config(work.model)
+    config.dtype = torch.bfloat16
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        model, _ = build_model(folder, task="seq2seq" if is_t5(work.model) else "causal", init="random")
+    generator = torch.Generator(device).manual_seed(work.seed)
+
+    def draw(parameters: Any) -> None:
+        for parameter in parameters:
+            drawn = torch.ones(parameter.shape, dtype=torch.bfloat16, device=device)
+            become(parameter, (drawn.normal_(0.0, 0.02, generator=generator) if drawn.ndim > 1 else drawn).cpu())
+
+    return model.train(), draw
 
 
 def checkpoint_activations(model: PreTrainedModel, work: Workload) -> None:

@@ -1,0 +1,106 @@
+"""Right plans: what the plan predicts beside what is measured, each case in a fresh process.
+
+    python -m benchmarks.plans                    # every case
+    python -m benchmarks.plans --case t5-3b-6 llama-8b-10
+
+A case is a micro-batch of a model, a budget of VRAM and a precision; the plan chooses what lives where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.run import Row, run_task, write_results
+
+GIB = 1 << 30
+CASES: dict[str, dict[str, Any]] = {
+    "t5-large-4": {"model": "t5-large", "batch_size": 8, "tokens": 512, "target_tokens": 128, "vram_budget_gib": 4.0},
+    "t5-3b-3": {"model": "t5-3b", "batch_size": 1, "tokens": 512, "target_tokens": 128, "vram_budget_gib": 3.0},
+    "t5-3b-6": {"model": "t5-3b", "batch_size": 1, "tokens": 512, "target_tokens": 128, "vram_budget_gib": 6.0},
+    "t5-3b-6-compact": {
+        "model": "t5-3b",
+        "batch_size": 1,
+        "tokens": 512,
+        "target_tokens": 128,
+        "vram_budget_gib": 6.0,
+        "precision": "compact",
+    },
+    "t5-3b-24": {"model": "t5-3b", "batch_size": 8, "tokens": 512, "target_tokens": 128, "vram_budget_gib": 24.0},
+    "t5-11b-8-compact": {
+        "model": "t5-11b",
+        "batch_size": 1,
+        "tokens": 512,
+        "target_tokens": 128,
+        "vram_budget_gib": 8.0,
+        "precision": "compact",
+    },
+    "t5-11b-24-compact": {
+        "model": "t5-11b",
+        "batch_size": 1,
+        "tokens": 512,
+        "target_tokens": 128,
+        "vram_budget_gib": 24.0,
+        "precision": "compact",
+    },
+    "llama-8b-10": {"model": "llama-3.1-8b", "batch_size": 1, "tokens": 2048, "vram_budget_gib": 10.0},
+    "llama-8b-24": {"model": "llama-3.1-8b", "batch_size": 1, "tokens": 2048, "vram_budget_gib": 24.0},
+    "llama-3b-6": {"model": "llama-3.2-3b", "batch_size": 8, "tokens": 1024, "vram_budget_gib": 6.0},
+    "llama-3b-8": {"model": "llama-3.2-3b", "batch_size": 8, "tokens": 1024, "vram_budget_gib": 8.0},
+    "tiny": {"model": "t5-tiny", "batch_size": 2, "tokens": 16, "target_tokens": 8, "vram_budget_gib": 2.0},
+}
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    """Run the cases; print planned and measured, write the result file, return the rows."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--case", nargs="+", choices=CASES, default=[name for name in CASES if name != "tiny"])
+    parser.add_argument("--steps", type=int, default=5, help="measured steps")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds for one case")
+    parser.add_argument("--out", type=Path, help="result file (default: a new one in benchmarks/results)")
+    parser.add_argument("--commit", help="commit to write down where git is missing")
+    parser.add_argument("--verbose", action="store_true")
+    options = parser.parse_args(arguments)
+    options.mode, options.model = "plans", "cases"
+    rows = []
+    for name in options.case:
+        task = {
+            "mode": "plans",
+            "engine": "planned",
+            "work": {"cores": 0, "target_tokens": 0, **CASES[name], "steps": options.steps},
+        }
+        print(f"{name} ...", end=" ", flush=True, file=sys.stderr)
+        rows.append({"case": name} | run_task(task, options))
+        print(rows[-1].get("failed") or f"{rows[-1]['step_seconds']:.3f} s a step", file=sys.stderr)
+        write_results(options, rows)
+    for line in table(rows):
+        print(line)
+    return rows
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Planned / measured VRAM, RAM (GiB) and seconds a step, and by how much the plan is off."""
+    lines = [f"{'case':20}{'VRAM':>20}{'off':>8}{'RAM':>20}{'off':>8}{'step':>18}{'off':>8}"]
+    for row in rows:
+        if "failed" in row:
+            lines.append(f"{row['case']:20}{row['failed']}")
+            continue
+        planned, cells = row["planned"], []
+        for key, measured, unit in (
+            ("vram_bytes", row["vram_bytes"], GIB),
+            ("ram_bytes", row["peak_ram_bytes"], GIB),
+            ("step_seconds", row["step_seconds"], 1),
+        ):
+            expected = planned[key]
+            digits = 3 if unit == 1 else 2
+            shown = f"{expected / unit:.{digits}f} / {measured / unit:.{digits}f}" if expected else "-"
+            cells.append(f"{shown:>{18 if unit == 1 else 20}}")
+            cells.append(f"{expected / measured - 1:>8.1%}" if expected and measured else f"{'-':>8}")
+        lines.append(f"{row['case']:20}" + "".join(cells))
+    return lines
+
+
+if __name__ == "__main__":
+    main()
