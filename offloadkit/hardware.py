@@ -192,6 +192,7 @@ def vram_bytes(device: torch.device) -> tuple[int, int]:
     """
     if device.type != "cuda":
         return 0, 0
+    device = indexed(device)
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in torch 2.6
