@@ -31,19 +31,19 @@ H200 = Hardware(
     h2d_bytes_per_second=55e9,
     d2h_bytes_per_second=55e9,
     both_bytes_per_second=99e9,
-    dram_bytes_per_second=185e9,
-    cpu_adamw_bytes_per_second=191e9,
-    cpu_compact_bytes_per_second=170e9,
-    cpu_tiny_bytes_per_second=150e9,
-    vram_bytes_per_second=4.0e12,
-    launch_seconds=5e-6,
-    bf16_flops_per_second=720e12,
-    fp16_flops_per_second=720e12,
-    fp32_flops_per_second=50e12,
+    dram_bytes_per_second=191e9,
+    cpu_adamw_bytes_per_second=208e9,
+    cpu_compact_bytes_per_second=203e9,
+    cpu_tiny_bytes_per_second=51.7e9,
+    vram_bytes_per_second=4.05e12,
+    launch_seconds=5.1e-6,
+    bf16_flops_per_second=870e12,
+    fp16_flops_per_second=855e12,
+    fp32_flops_per_second=51e12,
 )
-"""The host of benchmarks/results: bus and DRAM as measured there, the GPU's rates as its step implies them."""
+"""The host of benchmarks/results, as `hardware.measure()` found it."""
 
-TWO_CORES = replace(H200, num_cores=2, cpu_adamw_bytes_per_second=58.7e9)
+TWO_CORES = replace(H200, num_cores=2, cpu_adamw_bytes_per_second=58.7e9 * 208 / 191)
 """The same with the process bound to two cores (benchmarks/results/cpu-adamw.json)."""
 
 

@@ -30,27 +30,23 @@ from offloadkit.plan import NUM_LANDINGS
 
 
 class LandingPool:
-    """Reusable device buffers. A buffer returned with an event is written again only after that event, which the
-    device waits for where `NUM_LANDINGS` buffers are on their way to RAM."""
+    """Reusable device buffers of one size. A buffer returned with an event is written again only after that event, for
+    which the device waits where `NUM_LANDINGS` buffers are on their way to RAM."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        """
+        Args:
+            num_bytes: of the largest landing.
+        """
+        self._device, self._num_bytes = device, num_bytes
         self._free: list[tuple[torch.Tensor, Event | None]] = []
 
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """A uint8 buffer of at least `num_bytes`, the smallest free one that fits."""
-        fitting = sorted(
-            (item for item in self._free if item[0].numel() >= num_bytes), key=lambda item: item[0].numel()
-        )
-        ready = [item for item in fitting if item[1] is None or item[1].done()]
-        if not ready and len(fitting) < NUM_LANDINGS:
-            self._free = [
-                (buffer, busy)
-                for buffer, busy in self._free
-                if buffer.numel() >= num_bytes or (busy is not None and not busy.done())
-            ]
-            return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-        buffer, busy = (ready or fitting)[0]
+    def take(self) -> torch.Tensor:
+        """A uint8 buffer."""
+        ready = [item for item in self._free if item[1] is None or item[1].done()]
+        if not ready and len(self._free) < NUM_LANDINGS:
+            return torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
+        buffer, busy = (ready or self._free)[0]
         self._free = [item for item in self._free if item[0] is not buffer]
         if busy is not None:
             busy.delay(compute_stream(self._device))
@@ -99,10 +95,15 @@ class LayerGradient:
         self.sent: Event | None = None
 
     @property
+    def landing_bytes(self) -> int:
+        """Of one micro-batch's gradient."""
+        return self.layer.numel * self.landing_dtype.itemsize
+
+    @property
     def landing(self) -> torch.Tensor:
         """1-D view of the landing buffer, in `landing_dtype`."""
         assert self.buffer is not None
-        return self.buffer[: self.layer.numel * self.landing_dtype.itemsize].view(self.landing_dtype)
+        return self.buffer[: self.landing_bytes].view(self.landing_dtype)
 
     @property
     def kept(self) -> torch.Tensor:
@@ -152,7 +153,8 @@ class Gradients:
         self._accumulation = accumulation
         self._submit, self._got_gradient = submit, got_gradient
         self._device = layers[0].weights.device
-        self._pool = LandingPool(self._device)
+        passing = [layer.landing_bytes for layer in layers if not layer.layer.shared]
+        self._pool = LandingPool(self._device, max(passing, default=0))
         self.d2h = CopyStream(self._device)
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in staging:
@@ -184,7 +186,7 @@ class Gradients:
         if layer.complete:
             self._reopen(layer)
         if not layer.received:
-            layer.weights.wait()  # the step may still read the last gradient
+            self._wait_for_readers(layer)
         if layer.buffer is None:
             layer.buffer = self._take_buffer(layer)
         place = layer.landing[slot.start : slot.start + slot.numel].view(slot.parameter.shape)
@@ -249,7 +251,7 @@ class Gradients:
     def _accumulate_in_ram(self, layer: LayerGradient, fresh: set[int], again: set[int]) -> None:
         assert layer.host is not None
         host, staged = layer.host, self._staging.get()  # waits for the stepping thread when both buffers are full
-        piece = staged[: layer.landing.numel() * layer.landing_dtype.itemsize].view(layer.landing_dtype)
+        piece = staged[: layer.landing_bytes].view(layer.landing_dtype)
         self.d2h.wait(record_compute(self._device))
         self.d2h.copy(piece, layer.landing)
         arrived = self.d2h.record()
@@ -276,13 +278,19 @@ class Gradients:
         self.d2h.copy(layer.sums, layer.device_sums)
         layer.sent = self.d2h.record(timing=True)
 
+    def _wait_for_readers(self, layer: LayerGradient) -> None:
+        """The step, or a copy to RAM, may still read the last gradient from the layer's own buffer."""
+        layer.weights.wait()
+        if layer.own_buffer is not None and layer.sent is not None:
+            layer.sent.delay(compute_stream(self._device))
+
     def _take_buffer(self, layer: LayerGradient) -> torch.Tensor:
-        """Where the gradient of a micro-batch lands: a buffer of the pool, or the layer's own where it stays."""
-        num_bytes = layer.layer.numel * layer.landing_dtype.itemsize
-        if not layer.on_device or self._accumulation > 1:
-            return self._pool.take(num_bytes)
+        """Where the gradient of a micro-batch lands: a buffer of the pool, or the layer's own where it stays there
+        until the boundary, or, of a tied weight, until the end of backward."""
+        if not layer.layer.shared and (not layer.on_device or self._accumulation > 1):
+            return self._pool.take()
         if layer.own_buffer is None:
-            layer.own_buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+            layer.own_buffer = torch.zeros(layer.landing_bytes, dtype=torch.uint8, device=self._device)
         return layer.own_buffer
 
     def _release(self, layer: LayerGradient, busy: Event | None) -> None:
@@ -299,7 +307,7 @@ class Gradients:
             assert layer.sent is not None
             assert layer.host is not None
             layer.sent.synchronize()
-            layer.buffer = self._pool.take(layer.layer.numel * layer.landing_dtype.itemsize)
+            layer.buffer = self._take_buffer(layer)
             layer.landing.copy_(layer.host)
 
 

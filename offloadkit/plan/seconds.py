@@ -17,7 +17,7 @@ from offloadkit.hardware import Hardware
 from offloadkit.plan.shapes import NUM_LANDINGS, NUM_STAGING, NUM_WEIGHT_BUFFERS, LayerShape
 from offloadkit.plan.work import MicroBatch, Pass, Stage
 
-MATMUL_EFFICIENCY = 0.95
+MATMUL_EFFICIENCY = 0.79
 """Share of the measured product's rate that a model's products reach."""
 ELEMENTWISE_EFFICIENCY = 0.6
 """Share of the VRAM's measured rate that a model's other operations reach (reductions, broadcasts, strides): between
@@ -26,7 +26,7 @@ STEP_EFFICIENCY = 0.85
 """The same for the AdamW kernel on the GPU and the copies and norms of gradients."""
 KERNEL_SECONDS = 4e-6
 """Of a kernel that has nothing to do."""
-CPU_EFFICIENCY = 0.95
+CPU_EFFICIENCY = 0.87
 """Share of the CPU step's measured rate that is left while copies and Python go on beside it. These five were fitted to
 T5-3B's steps on an H200 (tests/test_plan_measured.py)."""
 

@@ -34,8 +34,8 @@ def test_arguments_that_the_engine_cannot_follow_are_refused(
         OffloadTrainer(model=t5(), args=arguments(tmp_path, **options))
 
 
-@pytest.mark.parametrize(("name", "value"), [("fp16", True), ("deepspeed", {"zero": 2}), ("fsdp", ["full_shard"])])
-def test_other_engines_and_fp16_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+@pytest.mark.parametrize(("name", "value"), [("deepspeed", {"zero": 2}), ("fsdp", ["full_shard"])])
+def test_other_engines_are_refused(tmp_path: Path, name: str, value: Any) -> None:
     args = arguments(tmp_path)
     setattr(args, name, value)
     with pytest.raises(ConfigError, match=name):

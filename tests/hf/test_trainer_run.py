@@ -234,6 +234,18 @@ def test_training_goes_on_with_the_same_engine_and_after_close_with_a_new_one(tm
     assert any(not torch.equal(weights[name], weight) for name, weight in trainer.model.state_dict().items())
 
 
+def test_fp16_trains_with_a_loss_scale(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=4)
+    args.fp16, args.mixed_precision = True, "fp16"  # transformers refuses the argument where there is no GPU
+    trainer = OffloadTrainer(model=t5(), args=args, train_dataset=seq2seq_rows())
+    trainer.train()
+    assert trainer.accelerator.mixed_precision == "no"
+    assert trainer.engine is not None
+    assert trainer.engine.loss_scale is not None
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float16, torch.float32}
+    assert all(loss == loss for loss in logged(trainer, "loss"))
+
+
 def test_model_init_starts_from_a_new_model_each_time(tmp_path: Path) -> None:
     more = {"model_init": lambda: t5(), "args": arguments(tmp_path), "train_dataset": seq2seq_rows()}
     trainer = OffloadTrainer(**more)
