@@ -74,6 +74,20 @@ def test_what_was_read_ahead_and_not_stepped_is_read_again(tmp_path: Path) -> No
     assert first_byte(states.take(0)) == 7
 
 
+def test_a_region_that_was_not_read_ahead_takes_the_place_of_one_that_was(tmp_path: Path) -> None:
+    file = StateFile(tmp_path, [4096] * 5)
+    states = DiskStates(file, [HostSlab(4096) for _ in range(3)])
+    for index in range(5):
+        fill(states.take(index), index + 1, 4096)
+        states.give_back(index)
+    states.synchronize()
+    for index in (1, 2, 3):
+        states.prefetch(index)
+    for index in range(5):
+        assert first_byte(states.take(index)) == index + 1
+        states.give_back(index)
+
+
 def test_nothing_is_left_on_disk(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):

@@ -177,8 +177,8 @@ def test_returned_gradient_buffers_are_not_read_again(
     expected = trained_weights(device, config)
     real = gradients.LandingPool.take
 
-    def poisoned(self: Any, num_bytes: int) -> torch.Tensor:
-        buffer = real(self, num_bytes)
+    def poisoned(self: Any) -> torch.Tensor:
+        buffer = real(self)
         return buffer.fill_(0xFF)  # NaN in bf16 and fp32
 
     monkeypatch.setattr(gradients.LandingPool, "take", poisoned)

@@ -142,6 +142,8 @@ class DiskStates:
             _finish(jobs)
 
     def _read(self, index: int) -> None:
+        if not self._free:  # all were read ahead, and this one was still being written then
+            self._free.append(self._here.popitem()[1])
         ready = [item for item in self._free if _done(item[1])]
         slab, jobs = ready[0] if ready else self._free[0]
         self._free = [item for item in self._free if item[0] is not slab]
