@@ -167,8 +167,7 @@ class OffloadEngine:
         if scale_by_accumulation and accumulation > 1:
             loss = loss / accumulation
         began = self._clock.start_backward(loss)
-        if self.loss_scale is not None and not self._num_backwards:
-            self._learn_of_overflow(self.loss_scale)
+        self._learn_of_overflow()
         try:
             with explained_shortage(self.plan, self.device), self._placed.in_backward():
                 loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
@@ -206,10 +205,14 @@ class OffloadEngine:
         self._read_past()
         self._placed.take_over_outside_writes()
         self._num_updates += 1
-        update = self._new_update()
+        try:
+            update = self._new_update()
+            self._thread.start(update)
+        except BaseException:  # an interrupt: nobody is left waiting for an update that is not under way
+            self._placed.forget_pending()
+            raise
         self._past.add(update)
         self._newest, self._overflow_known = update, False
-        self._thread.start(update)
         self._clock.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_waited_seconds())
         self._num_backwards = 0
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
@@ -217,15 +220,7 @@ class OffloadEngine:
 
     def _new_update(self) -> Update:
         """Snapshot of what the stepping thread needs; from here on forward waits for its layers."""
-        self._placed.gradients.end_of_window()
-        layers = []
-        by_weights = {state.weights: state for state in self._placed.states}
-        for weights in self._placed.gates.forward_order():
-            state = by_weights[weights]
-            slots = set(state.gradient.window)
-            if slots:
-                layers.append((state, slots, weights.start_update(slots)))
-                state.gradient.window.clear()
+        layers = self._placed.start_update()
         options = [GroupOptions.of(group) for group in self.optimizer.param_groups]
         done = record_compute(self.device)
         update = Update(self._num_updates, layers, options, self.config.max_grad_norm, done)
@@ -233,12 +228,13 @@ class OffloadEngine:
             update.loss_scale, update.scale_may_fall = self.loss_scale.scale, self.loss_scale.can_fall
         return update
 
-    def _learn_of_overflow(self, loss_scale: LossScale) -> None:
+    def _learn_of_overflow(self) -> None:
         """The scale of a window depends on how the last one ended. Its norm is known: forward came after its update."""
-        if self._newest is not None and not self._overflow_known:
-            self._newest.norm_known.wait()
-            self._overflow_known = True
-            loss_scale.update(overflow=self._newest.skipped)
+        if self.loss_scale is None or self._newest is None or self._overflow_known or self._num_backwards:
+            return
+        self._newest.norm_known.wait()
+        self._overflow_known = True
+        self.loss_scale.update(overflow=self._newest.skipped)
 
     # ---- reading and settling ----------------------------------------------------------------------------------
 
@@ -259,6 +255,7 @@ class OffloadEngine:
         """
         self._check_open()
         self._settle()
+        self._learn_of_overflow()
         self._placed.take_over_outside_writes()
         self._read_past()
 

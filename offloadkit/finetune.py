@@ -154,9 +154,9 @@ def finetune(
     config = load_config(model, init=init) if isinstance(model, str | os.PathLike) else model.config
     words = load_tokenizer(model, tokenizer)
     data, evaluation = _prepare(train_dataset, eval_dataset, words, config, lengths)
-
     checkpoint = _checkpoint(output, config) if resume else None
     trained, materialise = _load(model, data, init, seed, checkpoint, _loading_device(sizes, args))
+    sizes = _plan_of(trained, sizes, args, offload, lengths)
     trainer = _trainer(trained, materialise, sizes, args, offload, words, data, evaluation)
     with closing(trainer):  # whatever happens, the engine's memory is given back
         metrics, steps = _train(trainer, checkpoint)

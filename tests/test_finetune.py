@@ -24,6 +24,7 @@ from transformers import (
 import offloadkit
 from offloadkit import OffloadConfig
 from offloadkit.errors import ConfigError, DataError, ModelError, OutputError
+from tests.hf.tiny import llama_config, save_config, word_tokenizer
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]
 SHAPE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -255,3 +256,15 @@ def test_public_names_are_there_and_the_trainers_load_transformers_only_when_ask
     assert run_python(code).split() == ["False", "True", "OffloadTrainerMixin"]
     with pytest.raises(AttributeError, match="no attribute 'Monitr'"):
         _ = offloadkit.Monitr
+
+
+def test_a_model_by_name_gets_a_head_for_the_labels_of_the_rows(tmp_path: Path) -> None:
+    """The plan that was shown knew of two classes; the rows have three."""
+    folder = save_config(llama_config(architectures=["LlamaForSequenceClassification"]), tmp_path / "config")
+    word_tokenizer().save_pretrained(folder)
+    rows = [{"text": f"the {word} sat", "label": label} for word, label in (("cat", "a"), ("dog", "b"), ("tree", "c"))]
+    result = offloadkit.finetune(
+        folder, rows * 2, init="random", output_dir=tmp_path / "out", batch_size=2, max_steps=2, save_strategy="no"
+    )
+    assert result.model.config.num_labels == 3
+    assert result.plan.num_parameters == sum(weight.numel() for weight in result.model.parameters())

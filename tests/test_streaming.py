@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -232,3 +233,44 @@ def test_a_plan_of_another_model_is_refused(device: str) -> None:
         plan = engine.plan
     with pytest.raises(ModelError, match="the plan was made for another model"):
         OffloadEngine(TinyLM(depth=3), config(None), device=device, plan=plan)
+
+
+def test_a_module_called_past_the_engine_with_gradients_is_an_error(device: str) -> None:
+    model = TinyLM()
+    with OffloadEngine(model, config(STREAMED), device=device) as engine:
+        batch = tokens(1, device)[0]
+        with pytest.raises(EngineStateError, match="the model was called directly, with gradients"):
+            model(batch)
+        with torch.no_grad():
+            assert model(batch).isfinite()
+        train(engine, [batch])
+
+
+def test_an_engine_that_is_forgotten_leaves_the_models_weights(device: str) -> None:
+    torch.manual_seed(0)
+    model = TinyLM()
+    engine = OffloadEngine(model, config(STREAMED), device=device)
+    train(engine, tokens(3, device))
+    expected = {name: weight.cpu().clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        engine(tokens(1, device)[0])
+    del engine
+    gc.collect()
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.cpu().state_dict().items())
+
+
+def test_graphs_whose_backward_comes_later_keep_their_inputs(device: str) -> None:
+    def norm(placement: Placement | None) -> float | None:
+        torch.manual_seed(0)
+        with OffloadEngine(TinyLM(), config(placement, gradient_accumulation=2), device=device) as engine:
+            first, second, third = tokens(3, device)
+            losses = [engine(first), engine(second)]
+            engine.backward(losses[0])
+            engine.step()
+            engine(third)  # a graph that is never run backward
+            engine.backward(losses[1])
+            engine.step()
+            return engine.grad_norm()
+
+    expected = norm(None)
+    assert [norm(placement) for placement in ALL] == [expected] * len(ALL)

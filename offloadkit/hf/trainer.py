@@ -103,8 +103,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     # -- building the engine
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: the engine decides where weights live. Private; the property of TrainingArguments that would do
-        would have to be set before the Trainer's constructor, on a class that is the user's."""
+        """Nothing: the engine decides where weights live. Private; a property of the user's arguments would do too."""
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
@@ -251,8 +250,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As the Trainer; a scheduler that the user brought goes on from where its own optimizer stood too. Private:
-        the Trainer restores the scheduler nowhere else."""
+        """As the Trainer; a scheduler that the user brought goes on from where its own optimizer stood. Private."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.lr_scheduler is self._own_scheduler:
             groups = self.lr_scheduler.optimizer.param_groups
@@ -308,6 +306,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer; before any training the model is moved to the device first."""
         if self.engine is None:
+            if self._materialise is not None:
+                self._materialise(list(self.model.parameters()))
             self.model.to(self.args.device)
         return super().evaluation_loop(*args, **kwargs)
 
@@ -316,9 +316,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if self.engine is not None:
             self._head_hook.remove()
             self._make_logits_whole()
-            self.engine.close()
-            self.engine = self.optimizer = None
-            self.model_wrapped = self.model
+            engine, self.engine, self.optimizer, self.model_wrapped = self.engine, None, None, self.model
+            engine.close()
 
 
 class OffloadTrainer(OffloadTrainerMixin, Trainer):
@@ -357,11 +356,12 @@ class _WrappedModel:
 
 
 def _take_loss_in_fp32(model: Any) -> RemovableHandle:
-    """Give the loss fp32 logits, as autocast would: T5 takes it in the logits' dtype, and bf16 has three digits."""
+    """Give the loss fp32 logits: bf16 has three digits, and fp16 holds no scaled loss's gradient (the scale)."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
     def to_fp32(module: nn.Module, args: Any, logits: Any) -> Any:
-        return logits.float() if isinstance(logits, torch.Tensor) and logits.dtype == torch.bfloat16 else logits
+        half = isinstance(logits, torch.Tensor) and logits.dtype in (torch.bfloat16, torch.float16)
+        return logits.float() if half else logits
 
     module: nn.Module = head if head is not None else model
     return module.register_forward_hook(to_fp32)

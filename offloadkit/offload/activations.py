@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -97,7 +99,6 @@ class OffloadedInputs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._d2h, self._h2d = CopyStream(device), CopyStream(device)
-        self._slots: list[_Offloaded] = []
         self._free: list[_Offloaded] = []
         self._leaving: list[tuple[torch.Tensor, Event]] = []
         self._order: list[_Offloaded] = []
@@ -108,34 +109,34 @@ class OffloadedInputs:
         """As `_checkpoint`, with the first argument in RAM until backward."""
         hidden = args[0] if args else None
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | _Offloaded:
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _Handle:
             same = isinstance(hidden, torch.Tensor) and tensor.data_ptr() == hidden.data_ptr()
             return self._send(tensor) if same and tensor.is_floating_point() else tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._bring_back):
             return _checkpoint(weights, forward, *args, **kwargs)
 
-    def end_of_backward(self) -> None:
-        """All memory may be used again; a graph that was never run backward is gone by now."""
-        self._order.clear()
-        self._free = list(self._slots)
-
-    @property
-    def num_bytes(self) -> int:
-        """Pinned RAM in use."""
-        return sum(slot.slab.num_bytes for slot in self._slots)
-
-    def _send(self, tensor: torch.Tensor) -> _Offloaded:
+    def _send(self, tensor: torch.Tensor) -> _Handle:
         self._leaving = [(kept, event) for kept, event in self._leaving if not event.done()]
         slot = self._take(tensor.numel() * tensor.element_size())
         tensor = tensor.detach().contiguous()
         slot.put(tensor)
         self._d2h.wait(record_compute(self._device))
+        if slot.returned is not None:
+            self._d2h.wait(slot.returned)
         self._d2h.copy(slot.host, tensor.view(-1))
         slot.arrived = self._d2h.record()
         self._leaving.append((tensor, slot.arrived))
         self._order.append(slot)
-        return slot
+        handle = _Handle(slot)
+        weakref.finalize(handle, self._give_back, slot).atexit = False
+        return handle
+
+    def _give_back(self, slot: _Offloaded) -> None:
+        """Autograd let go of the input: backward is past it, or its graph was dropped."""
+        self._order.remove(slot)
+        slot.device = None
+        self._free.append(slot)
 
     def _take(self, num_bytes: int) -> _Offloaded:
         for slot in self._free:
@@ -146,13 +147,13 @@ class OffloadedInputs:
         slab.populate()
         if self._device.type == "cuda":
             slab.pin()
-        self._slots.append(_Offloaded(slab))
-        return self._slots[-1]
+        return _Offloaded(slab)
 
-    def _bring_back(self, saved: torch.Tensor | _Offloaded) -> torch.Tensor:
+    def _bring_back(self, packed: torch.Tensor | _Handle) -> torch.Tensor:
         """The input of the block that backward has reached; the one before it is fetched meanwhile."""
-        if isinstance(saved, torch.Tensor):
-            return saved
+        if isinstance(packed, torch.Tensor):
+            return packed
+        saved = packed.slot
         here = self._fetch(saved)
         at = self._order.index(saved)
         if at > 0:
@@ -171,6 +172,13 @@ class OffloadedInputs:
             self._h2d.copy(saved.device.view(-1), saved.host)
             saved.returned = self._h2d.record()
         return saved.device
+
+
+@dataclass(eq=False)
+class _Handle:
+    """What autograd holds of an input; the memory is free again when it is gone."""
+
+    slot: _Offloaded
 
 
 class _Offloaded:

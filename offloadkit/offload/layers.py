@@ -205,12 +205,16 @@ def _working_dtypes(model: nn.Module, groups: dict[nn.Parameter, int], choice: s
                 f"the model has {dtype} parameters: offloadkit trains bf16, fp16 and fp32 ones. Convert it with "
                 "model.bfloat16() or model.float(), or pass OffloadConfig(working_dtype='bf16')"
             )
-    in_fp32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    if in_fp32:
-        for name, parameter in model.named_parameters():
-            if dtypes.get(parameter) == torch.float16 and in_fp32.intersection(name.split(".")):
-                dtypes[parameter] = torch.float32
+    for parameter in stays_fp32(model):
+        if dtypes.get(parameter) == torch.float16:
+            dtypes[parameter] = torch.float32
     return dtypes
+
+
+def stays_fp32(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that fp16 is too small for: those that a HuggingFace model names in `_keep_in_fp32_modules`."""
+    names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return {parameter for name, parameter in model.named_parameters() if names.intersection(name.split("."))}
 
 
 class Newcomers:

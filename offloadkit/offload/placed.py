@@ -20,7 +20,7 @@ from offloadkit.offload.layers import FlatLayer, Slot
 from offloadkit.offload.ram_watch import RamWatch
 from offloadkit.offload.states import LayerState, Materialise
 from offloadkit.offload.streaming import StreamedWeights, WeightRing
-from offloadkit.offload.weights import Gates, LayerWeights, TiedUses, move_rest
+from offloadkit.offload.weights import Gates, LayerWeights, PendingUpdate, TiedUses, move_rest
 from offloadkit.plan import NUM_STAGING, NUM_STATE_BUFFERS, NUM_WEIGHT_BUFFERS, Plan
 
 
@@ -71,6 +71,8 @@ class PlacedModel:
         weights = [state.weights for state in self.states]
         streamed = [layer for layer in weights if isinstance(layer, StreamedWeights)]
         self._ring = WeightRing(streamed, device, NUM_WEIGHT_BUFFERS) if streamed else None
+        for layer in streamed:
+            undo.callback(layer.rest)  # however the engine ends, what is in RAM is what the model has
         self._offloaded = OffloadedInputs(device)
         self._checkpoint_blocks(config, undo)
         self.gates = Gates(module, weights, settle)
@@ -138,7 +140,6 @@ class PlacedModel:
         finally:
             if self._ring is not None:
                 self._ring.in_backward = False
-            self._offloaded.end_of_backward()
 
     def settle(self) -> None:
         """Have the newest weights where they live, the copies of an update that is done included."""
@@ -159,6 +160,25 @@ class PlacedModel:
                 if self._disk is not None:
                     self._disk.synchronize()
                 state.take_over(written, keep_remainder=keep_remainder)
+
+    def start_update(self) -> list[tuple[LayerState, set[int], PendingUpdate]]:
+        """The window ends: what is to be stepped, in the order in which forward asks for it; it waits from here on."""
+        self.gradients.end_of_window()
+        layers = []
+        by_weights = {state.weights: state for state in self.states}
+        for weights in self.gates.forward_order():
+            state = by_weights[weights]
+            slots = set(state.gradient.window)
+            if slots:
+                layers.append((state, slots, weights.start_update(slots)))
+                state.gradient.window.clear()
+        return layers
+
+    def forget_pending(self) -> None:
+        """Let forward wait for no update."""
+        for state in self.states:
+            if state.weights.pending is not None and not state.weights.pending.recorded.is_set():
+                state.weights.pending.record(None)
 
     def take_waited_seconds(self) -> float:
         """Seconds that forward was blocked by layers since the last call."""

@@ -79,7 +79,8 @@ class RamWatch:
     def close(self) -> None:
         """End the looking; may be called twice."""
         self._looks.closed.set()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # the garbage collector runs on any thread
+            self._thread.join()
 
     def __enter__(self) -> RamWatch:
         return self

@@ -9,8 +9,8 @@ recomputation is not packed: its views live until the block's own backward is do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -110,7 +110,16 @@ class StreamedBlock:
             layer.block = self
 
     def use(self) -> None:
-        """Have the block in VRAM, for what the compute stream does next."""
+        """Have the block in VRAM, for what the compute stream does next.
+
+        Raises:
+            EngineStateError: the module was called past the engine, so that autograd would save views of the buffer.
+        """
+        if torch.is_grad_enabled() and not (self.ring.in_forward or self.ring.in_backward):
+            raise EngineStateError(
+                "the model was called directly, with gradients, while the engine keeps its weights in RAM: "
+                "call the engine, loss = engine(**batch).loss, or use torch.no_grad()"
+            )
         self.recomputed = self.ring.in_backward
         self.ring.use(self)
 
@@ -156,7 +165,7 @@ class WeightRing:
 
     def __init__(self, layers: Sequence[StreamedWeights], device: torch.device, num_buffers: int) -> None:
         self.device = device
-        self.in_backward = False
+        self.in_forward = self.in_backward = False
         by_block: dict[nn.Module | None, list[StreamedWeights]] = {}
         for layer in layers:
             by_block.setdefault(layer.layer.block, []).append(layer)
@@ -201,9 +210,15 @@ class WeightRing:
         for layer in block.layers:
             layer.rest()
 
-    def saved_tensors(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def saved_tensors(self) -> Iterator[None]:
         """While it is open, autograd saves no weight that is here, but where to find it again."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        before, self.in_forward = self.in_forward, True
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self.in_forward = before
 
     def synchronize(self) -> None:
         """Block the calling thread until the copies asked for are done: their memory may go."""

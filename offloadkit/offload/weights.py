@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import dlpack
 
 from offloadkit.errors import EngineStateError
-from offloadkit.offload.layers import FlatLayer, Slot
+from offloadkit.offload.layers import FlatLayer, Slot, stays_fp32
 from offloadkit.offload.streams import Event, compute_stream
 
 
@@ -290,11 +290,13 @@ def move_rest(
 ) -> None:
     """Bring frozen parameters and buffers to `device`; frozen ones take the working dtype where one was chosen."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(working_dtype)
+    in_fp32 = stays_fp32(model) if dtype == torch.float16 else set()
     for parameter in model.parameters():
         if parameter not in trained:
             if materialise is not None:
                 materialise([parameter])
-            parameter.data = parameter.data.to(device, dtype if parameter.dtype.is_floating_point else None)
+            wanted = None if not parameter.dtype.is_floating_point else torch.float32 if parameter in in_fp32 else dtype
+            parameter.data = parameter.data.to(device, wanted)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

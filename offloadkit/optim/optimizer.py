@@ -131,6 +131,11 @@ def check_precision(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]
     Raises:
         ValueError: a saved state is of another dtype than the one it would be copied to.
     """
+    if "remainder" in saved and "remainder" not in own:
+        raise ValueError(
+            "the saved master weights have more bits than this run's working weights: go on with the working dtype "
+            "that the run was saved with"
+        )
     for name in ("exp_avg", "exp_avg_sq", "remainder"):
         if name not in saved or name not in own or saved[name].dtype == own[name].dtype:
             continue
