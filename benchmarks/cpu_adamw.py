@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from offloadkit.config import Precision
 from offloadkit.optim import cpu
 from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, split_master
-from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES, Precision, random_key
+from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES, random_key
 
 TRIAD_BYTES = 12
 FP32_BYTES = 28

@@ -9,6 +9,8 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from offloadkit.errors import ConfigError
 
+Precision = Literal["exact", "compact", "tiny"]
+
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
 _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
@@ -96,7 +98,7 @@ class OffloadConfig:
     gradient_accumulation: int = 1
     """Micro-batches whose gradients are added, in fp32, before each update."""
 
-    precision: Literal["exact", "compact", "tiny"] = "exact"
+    precision: Precision = "exact"
     """Precision of exp_avg and exp_avg_sq: "exact" keeps them in fp32, "compact" in stochastically rounded bf16, "tiny"
     in 8 bits with a scale for each block of 256. Master weights are fp32 in all three."""
 

@@ -152,7 +152,7 @@ class OffloadEngine:
 
         Raises:
             EngineStateError: called again before `step()` without gradient accumulation.
-            OutOfVramError: the GPU's memory is full, in forward too; the gradients so far are dropped.
+            OutOfVramError: the GPU's memory is full (forward raises it too); the gradients so far are dropped.
             ValueError: the loss is not a scalar.
         """
         self._check_open()

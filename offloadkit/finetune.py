@@ -47,7 +47,7 @@ from offloadkit.hf.models import build_model, check_kind, load_config, load_mode
 from offloadkit.hf.weight_files import Materialise
 from offloadkit.offload.layers import flat_layers
 from offloadkit.plan import Plan
-from offloadkit.planning import auto_batch_size, check_fits, check_rows, plan, with_wishes
+from offloadkit.planning import auto_batch_size, check_fits, check_rows, default_dtype, plan, with_wishes
 from offloadkit.telemetry import StepRecord
 
 if TYPE_CHECKING:
@@ -208,7 +208,9 @@ def _training_arguments(
             raise ConfigError(f"no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     dtype = offload.working_dtype
     if dtype == "auto":
-        dtype = _default_dtype(use_cpu=given.get("use_cpu", False))
+        device = hardware.default_device()
+        on_gpu = device.type == "cuda" and not given.get("use_cpu", False)
+        dtype = default_dtype(on_gpu and hardware.supports_bf16(device))
         if "bf16" in given:
             dtype = "bf16" if given["bf16"] else "fp32"
     defaults = {
@@ -227,12 +229,6 @@ def _training_arguments(
         return Seq2SeqTrainingArguments(**(defaults | own | given)), replace(offload, working_dtype=dtype)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"transformers refuses these training arguments: {error}") from error
-
-
-def _default_dtype(*, use_cpu: bool = False) -> Literal["bf16", "fp32"]:
-    """bf16 on a GPU that computes it natively; fp32 elsewhere, where bf16 is slow."""
-    device = hardware.default_device()
-    return "bf16" if device.type == "cuda" and not use_cpu and hardware.supports_bf16(device) else "fp32"
 
 
 def _rows(

@@ -144,10 +144,15 @@ def auto_batch_size(
 
 
 def _with_dtype(config: OffloadConfig, machine: Hardware) -> OffloadConfig:
-    """The config with its working dtype decided: bf16 on a GPU that computes it, else fp32."""
+    """The config with its working dtype decided."""
     if config.working_dtype != "auto":
         return config
-    return replace(config, working_dtype="bf16" if machine.device != "cpu" and machine.supports_bf16 else "fp32")
+    return replace(config, working_dtype=default_dtype(machine.device != "cpu" and machine.supports_bf16))
+
+
+def default_dtype(gpu_with_bf16: bool) -> Literal["bf16", "fp32"]:
+    """The working dtype that "auto" is: bf16 on a GPU that computes it natively; fp32 elsewhere, where bf16 is slow."""
+    return "bf16" if gpu_with_bf16 else "fp32"
 
 
 def check_fits(plan: Plan) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.workloads import LLAMA_SHAPES
 from offloadkit.config import OffloadConfig
 from offloadkit.hardware import Hardware
 from offloadkit.offload.layers import flat_layers
@@ -90,14 +91,7 @@ def llama(batch_size: int, tokens: int, **values: Any) -> tuple[list[LayerShape]
     return _shapes(model), trace_micro_batch(model, _tokens(input_ids=ids, labels=ids))
 
 
-LLAMA_8B = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
+LLAMA_8B = LLAMA_SHAPES["llama-3.1-8b"]
 LLAMA_70B = LLAMA_8B | {
     "hidden_size": 8192,
     "intermediate_size": 28672,

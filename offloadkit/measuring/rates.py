@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from offloadkit import hardware
+from offloadkit.config import Precision
 from offloadkit.offload.host_memory import HostSlab
 from offloadkit.offload.streams import CopyStream
 from offloadkit.optim import cpu
 from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars
-from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES, Precision
+from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _CPU_CACHES = Path("/sys/devices/system/cpu")

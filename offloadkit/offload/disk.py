@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,6 +41,10 @@ _CHUNK = 16 * 2**20
 _NUM_THREADS = 4
 
 
+Move = Callable[[int, list[memoryview], int], int]
+"""`os.preadv` or `os.pwritev`: (file, buffers, offset) -> bytes moved."""
+
+
 class StateFile:
     """Regions of a file without a name, which is gone with the process.
 
@@ -60,7 +64,7 @@ class StateFile:
         total = 0
         for size in sizes:
             self._starts.append(total)
-            total += -(-size // _PAGE) * _PAGE
+            total += _whole_pages(size)
         self._sizes = list(sizes)
         self._file = _open(Path(folder), total)
         self.direct = _without_page_cache(self._file)
@@ -87,15 +91,14 @@ class StateFile:
             self._mapping.close()
         self._closing()
 
-    def _start(self, move: object, index: int, slab: HostSlab) -> list[Future[None]]:
-        size = -(-self._sizes[index] // _PAGE) * _PAGE
+    def _start(self, move: Move, index: int, slab: HostSlab) -> list[Future[None]]:
+        size = _whole_pages(self._sizes[index])
         return [
             self._pool.submit(self._move, move, slab.address + at, self._starts[index] + at, min(_CHUNK, size - at))
             for at in range(0, size, _CHUNK)
         ]
 
-    def _move(self, move: object, address: int, offset: int, length: int) -> None:
-        assert callable(move)
+    def _move(self, move: Move, address: int, offset: int, length: int) -> None:
         memory = memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
         while length:
             moved = move(self._file, [memory], offset)
@@ -175,6 +178,11 @@ class Region:
             yield slab
         finally:
             self._states.give_back(self._index)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    """`num_bytes` rounded up to pages, as `O_DIRECT` wants them."""
+    return -(-num_bytes // _PAGE) * _PAGE
 
 
 def _done(jobs: list[Future[None]]) -> bool:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from offloadkit.config import OffloadConfig
+from offloadkit.config import OffloadConfig, Precision
 from offloadkit.errors import ModelError
 from offloadkit.hardware import Hardware
 from offloadkit.optim.gradient_norm import NORM_BLOCK
-from offloadkit.plan import Dtype, LayerShape, MicroBatch, Plan, Precision, make_plan
+from offloadkit.plan import Dtype, LayerShape, MicroBatch, Plan, make_plan
 
 SLOT_ALIGNMENT = 256
 """Elements. Parameters, 8-bit blocks of states and shards begin at multiples of it in a flat layer."""
@@ -27,8 +27,9 @@ PIECE_NUMEL = 32 * 1024 * 1024
 """Elements after which a layer outside the repeated blocks is cut."""
 
 
-DTYPE_NAMES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-"""Working weights."""
+DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Of working weights, by name."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(eq=False)
@@ -189,14 +190,15 @@ def group_indices(model: nn.Module, param_groups: Sequence[dict[str, Any]] | Non
     return groups
 
 
-def _working_dtypes(model: nn.Module, groups: dict[nn.Parameter, int], choice: str) -> dict[nn.Parameter, torch.dtype]:
+def _working_dtypes(
+    model: nn.Module, groups: dict[nn.Parameter, int], choice: Dtype | Literal["auto"]
+) -> dict[nn.Parameter, torch.dtype]:
     """dtype of each trainable parameter's working weight.
 
     Where it is fp16, what would overflow is fp32: HuggingFace models name it in `_keep_in_fp32_modules` (T5's `wo`).
     """
-    supported: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     if choice != "auto":
-        dtypes = dict.fromkeys(groups, supported[choice])
+        dtypes = dict.fromkeys(groups, DTYPES[choice])
     else:
         dtypes = {parameter: parameter.dtype for parameter in groups}
     for dtype in dtypes.values():

@@ -10,15 +10,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils import dlpack
 
 from offloadkit.errors import EngineStateError
-from offloadkit.offload.layers import FlatLayer, Slot, stays_fp32
+from offloadkit.offload.layers import DTYPES, FlatLayer, Slot, stays_fp32
 from offloadkit.offload.streams import Event, compute_stream
+from offloadkit.plan import Dtype
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -285,11 +286,11 @@ def move_rest(
     model: nn.Module,
     trained: set[nn.Parameter],
     device: torch.device,
-    working_dtype: str,
+    working_dtype: Dtype | Literal["auto"],
     materialise: Callable[[Sequence[nn.Parameter]], None] | None = None,
 ) -> None:
     """Bring frozen parameters and buffers to `device`; frozen ones take the working dtype where one was chosen."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(working_dtype)
+    dtype = None if working_dtype == "auto" else DTYPES[working_dtype]
     in_fp32 = stays_fp32(model) if dtype == torch.float16 else set()
     for parameter in model.parameters():
         if parameter not in trained:

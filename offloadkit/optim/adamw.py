@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offloadkit.config import Precision
 from offloadkit.optim import precision
-from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES, Precision
+from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES
 
 _SLICE = 1 << 18
 """Elements stepped at a time by the reference: its temporaries stay at a few MiB, most of them in the caches."""

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offloadkit.config import Precision
 from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_step_reference, check_state
-from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES, Precision
+from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES
 
 try:
     from offloadkit.optim import triton_adamw, triton_norm

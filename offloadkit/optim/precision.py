@@ -17,12 +17,12 @@ worse than coarse: it moves its weight one way for ever.
 from __future__ import annotations
 
 import hashlib
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Precision = Literal["exact", "compact", "tiny"]
+from offloadkit.config import Precision
 
 MOMENT_DTYPES: dict[Precision, torch.dtype] = {
     "exact": torch.float32,

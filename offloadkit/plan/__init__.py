@@ -14,7 +14,6 @@ from offloadkit.plan.shapes import (
     NUM_WEIGHT_BUFFERS,
     Dtype,
     LayerShape,
-    Precision,
     possible,
     tier_bytes,
 )
@@ -31,7 +30,6 @@ __all__ = [
     "MicroBatch",
     "Pass",
     "Plan",
-    "Precision",
     "Stage",
     "format_bytes",
     "make_plan",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from offloadkit.config import Placement
+from offloadkit.config import Placement, Precision
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 WEIGHT_BYTES: dict[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -15,7 +15,6 @@ REMAINDER_BYTES: dict[Dtype, int] = {"bf16": 2, "fp16": 4, "fp32": 0}
 """Master weights beside the working weights: 16 more bits to a bf16 (split master weights), an fp32 of its own to an
 fp16, none to fp32."""
 
-Precision = Literal["exact", "compact", "tiny"]
 TINY_BLOCK = 256
 """Elements of an 8-bit moment that share one fp32 scale."""
 

@@ -7,9 +7,10 @@ from dataclasses import fields
 import pytest
 import torch
 
+from offloadkit.config import Precision
 from offloadkit.optim import cpu, gpu, step
 from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, adamw_step_reference
-from offloadkit.optim.precision import Precision, random_key
+from offloadkit.optim.precision import random_key
 from tests.optim.states import (
     DTYPES,
     PRECISIONS,

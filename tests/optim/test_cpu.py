@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from offloadkit.config import Precision
 from offloadkit.optim import cpu
 from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, adamw_step_reference
-from offloadkit.optim.precision import Precision, random_key
+from offloadkit.optim.precision import random_key
 from tests.optim.states import (
     DTYPES,
     PRECISIONS,
