@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -105,6 +106,7 @@ class Planned(_OffloadkitLoop):
             precision=work.precision,  # type: ignore[arg-type]
             working_dtype=work.dtype,  # type: ignore[arg-type]
             vram=f"{work.vram_budget_gib}GiB",
+            ram=f"{work.ram_budget_gib}GiB" if work.ram_budget_gib else None,
         )
         self.plan = plan(
             self.model,
@@ -122,14 +124,23 @@ class Planned(_OffloadkitLoop):
         """What was planned, and which placements were chosen."""
         from collections import Counter
 
-        seconds = self.plan.seconds
+        seconds, basis = self.plan.seconds, self.plan.basis
+        assert seconds is not None
+        assert basis is not None
+        assert basis.hardware is not None
         return {
             "planned": {
                 "vram_bytes": self.plan.total_bytes("vram"),
                 "ram_bytes": self.plan.total_bytes("ram"),
-                "step_seconds": None if seconds is None else seconds.step,
+                "disk_bytes": self.plan.total_bytes("disk"),
+                "step_seconds": seconds.step,
+                "update_seconds": seconds.update_phase,
+                "backward_seconds": seconds.backward_phase,
+                "busy_seconds": dict(seconds.busy),
+                "large_gpu_seconds": self.plan.large_gpu_seconds,
                 "tiers": self.plan.tiers,
                 "placements": {str(where): num for where, num in Counter(self.plan.placements).items()},
+                "hardware": asdict(basis.hardware),
             }
         }
 

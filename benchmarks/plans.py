@@ -9,6 +9,7 @@ A case is a micro-batch of a model, a budget of VRAM and a precision; the plan c
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,40 +17,54 @@ from typing import Any
 from benchmarks.run import Row, run_task, write_results
 
 GIB = 1 << 30
+T4: dict[str, Any] = {"vram_budget_gib": 15.0, "ram_budget_gib": 12.0, "cores": 2, "dtype": "fp16"}
+"""A free notebook's machine."""
+
+
+def drawn_cases(seed: int, number: int) -> dict[str, dict[str, Any]]:
+    """Cases that nobody chose: model, micro-batch, accumulation, precision and budget drawn by `seed`."""
+    draw, cases = random.Random(seed), {}
+    for index in range(number):
+        model, budgets = draw.choice([("t5-large", (3, 8)), ("t5-3b", (4, 30)), ("llama-3.2-3b", (8, 40))])
+        work = {
+            "model": model,
+            "batch_size": draw.choice([1, 2, 4, 8]),
+            "tokens": draw.choice([128, 256, 512, 1024]),
+            "target_tokens": draw.choice([32, 64, 128, 256]) if model.startswith("t5") else 0,
+            "accumulation": draw.choice([1, 1, 2]),
+            "precision": draw.choice(["exact", "exact", "compact", "tiny"]),
+            "vram_budget_gib": float(draw.randint(*budgets)),
+        }
+        cases[f"drawn-{index}"] = work
+    return cases
+
+
+T5 = {"tokens": 512, "target_tokens": 128}
 CASES: dict[str, dict[str, Any]] = {
-    "t5-large-4": {"model": "t5-large", "batch_size": 8, "tokens": 512, "target_tokens": 128, "vram_budget_gib": 4.0},
-    "t5-3b-3": {"model": "t5-3b", "batch_size": 1, "tokens": 512, "target_tokens": 128, "vram_budget_gib": 3.0},
-    "t5-3b-6": {"model": "t5-3b", "batch_size": 1, "tokens": 512, "target_tokens": 128, "vram_budget_gib": 6.0},
+    "t5-large-4": {**T5, "model": "t5-large", "batch_size": 8, "vram_budget_gib": 4.0},
+    "t5-large-24": {**T5, "model": "t5-large", "batch_size": 8, "vram_budget_gib": 24.0},
+    "t5-large-disk": {**T5, "model": "t5-large", "batch_size": 8, "vram_budget_gib": 6.0, "ram_budget_gib": 8.0},
+    "t5-3b-3": {**T5, "model": "t5-3b", "batch_size": 1, "vram_budget_gib": 3.0},
+    "t5-3b-6": {**T5, "model": "t5-3b", "batch_size": 1, "vram_budget_gib": 6.0},
     "t5-3b-6-compact": {
+        **T5,
         "model": "t5-3b",
         "batch_size": 1,
-        "tokens": 512,
-        "target_tokens": 128,
         "vram_budget_gib": 6.0,
         "precision": "compact",
     },
-    "t5-3b-24": {"model": "t5-3b", "batch_size": 8, "tokens": 512, "target_tokens": 128, "vram_budget_gib": 24.0},
-    "t5-11b-8-compact": {
-        "model": "t5-11b",
-        "batch_size": 1,
-        "tokens": 512,
-        "target_tokens": 128,
-        "vram_budget_gib": 8.0,
-        "precision": "compact",
-    },
-    "t5-11b-24-compact": {
-        "model": "t5-11b",
-        "batch_size": 1,
-        "tokens": 512,
-        "target_tokens": 128,
-        "vram_budget_gib": 24.0,
-        "precision": "compact",
-    },
+    "t5-3b-24": {**T5, "model": "t5-3b", "batch_size": 8, "vram_budget_gib": 24.0},
+    "t5-3b-16-accumulated": {**T5, "model": "t5-3b", "batch_size": 4, "accumulation": 4, "vram_budget_gib": 16.0},
+    "t5-11b-8-compact": {**T5, "model": "t5-11b", "batch_size": 1, "vram_budget_gib": 8.0, "precision": "compact"},
+    "t5-11b-24-compact": {**T5, "model": "t5-11b", "batch_size": 1, "vram_budget_gib": 24.0, "precision": "compact"},
     "llama-8b-10": {"model": "llama-3.1-8b", "batch_size": 1, "tokens": 2048, "vram_budget_gib": 10.0},
     "llama-8b-24": {"model": "llama-3.1-8b", "batch_size": 1, "tokens": 2048, "vram_budget_gib": 24.0},
     "llama-3b-6": {"model": "llama-3.2-3b", "batch_size": 8, "tokens": 1024, "vram_budget_gib": 6.0},
-    "llama-3b-8": {"model": "llama-3.2-3b", "batch_size": 8, "tokens": 1024, "vram_budget_gib": 8.0},
+    "llama-3b-24": {"model": "llama-3.2-3b", "batch_size": 8, "tokens": 1024, "vram_budget_gib": 24.0},
+    "t4-t5-large": {**T5, "model": "t5-large", "batch_size": 4, **T4},
+    "t4-t5-3b": {**T5, "model": "t5-3b", "batch_size": 1, **T4},
     "tiny": {"model": "t5-tiny", "batch_size": 2, "tokens": 16, "target_tokens": 8, "vram_budget_gib": 2.0},
+    **drawn_cases(seed=0, number=6),
 }
 
 

@@ -72,6 +72,8 @@ class Workload:
     vram_budget_gib: float = 0.0
     """Device memory that offloadkit may plan with, context included; 0 leaves the plan out (states in RAM, the rest in
     VRAM)."""
+    ram_budget_gib: float = 0.0
+    """RAM that offloadkit may plan with; 0: what is available."""
     precision: str = "exact"
     dtype: str = "bf16"
     """Of offloadkit's working weights."""
