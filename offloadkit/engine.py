@@ -21,7 +21,7 @@ from torch import nn
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OffloadkitError
-from offloadkit.offload.layers import Newcomers, flat_layers, listed_groups, plan_of
+from offloadkit.offload.layers import Newcomers, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.past import Past
 from offloadkit.offload.placed import PlacedModel
 from offloadkit.offload.ram_watch import RamWatch
@@ -74,6 +74,7 @@ class OffloadEngine:
 
         Raises:
             ModelError: nothing can be trained, a parameter's dtype is not supported, or the plan is another model's.
+            ConfigError: the plan was made with another accumulation, recomputation or placement.
             EngineStateError: another engine that is still open trains this model.
             OffloadkitError: not enough RAM, or a disk that will not do.
         """
@@ -87,8 +88,7 @@ class OffloadEngine:
         layers = flat_layers(model, self.config, param_groups)
         trained = {slot.parameter for layer in layers for slot in layer.slots}
         self.plan = plan or plan_of(model, layers, self.config)
-        if list(self.plan.layers) != [layer.shape() for layer in layers]:
-            raise ModelError("the plan was made for another model, other parameter groups or another working dtype")
+        check_plan(self.plan, layers, self.config)
         self._start_threads()
         self._placed = PlacedModel(
             model,

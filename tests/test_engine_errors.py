@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -218,6 +219,25 @@ def test_sizes_are_read_and_refused() -> None:
     for bad in ("eight", "8 parsecs", "", "-1GiB", 0):
         with pytest.raises(ConfigError):
             parse_bytes(bad)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_accumulation": 2}, r"gradient_accumulation: 1 in the plan, 2 in OffloadConfig"),
+        ({"activation_checkpointing": True}, r"activation_checkpointing: False in the plan, True in OffloadConfig"),
+        ({"placement": Placement(gradients="vram")}, r"placement: None in the plan, Placement\(.*\) in OffloadConfig"),
+    ],
+)
+def test_a_plan_of_another_config_is_refused(options: dict[str, Any], message: str) -> None:
+    model = TinyLM()
+    address = model.norm.weight.data_ptr()
+    with OffloadEngine(TinyLM()) as engine:
+        plan = engine.plan
+    with pytest.raises(ConfigError, match=f"plan again with this one, or train with that of the plan:\n  {message}"):
+        OffloadEngine(model, OffloadConfig(**options), plan=plan)
+    assert model.norm.weight.data_ptr() == address
+    OffloadEngine(model, OffloadConfig(learning_rate=1e-2), plan=plan).close()
 
 
 def test_parameter_groups_that_do_not_cover_the_model() -> None:

@@ -15,20 +15,20 @@ model, whether or not its forward knows `num_items_in_batch`. Over a large vocab
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.chunked_loss import compute_loss_in_chunks
 from offloadkit.hf.folders import written_to
-from offloadkit.hf.training_arguments import check_arguments, engine_config
+from offloadkit.hf.targets import num_targets, on_device, with_a_target
+from offloadkit.hf.training_arguments import check_arguments, engine_config, left_to_the_engine
 from offloadkit.offload.states import Materialise
 from offloadkit.plan import Plan
 from offloadkit.telemetry import Telemetry
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 _Base: Any = object
 """Stands for the Trainer class that follows the mixin."""
 
-IGNORED_LABEL = -100
 _GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
 
 
@@ -76,6 +75,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._num_micro_batches = 1
         self._target_share: torch.Tensor | float | None = None
         self._unfinished = False
+        self._before_the_engine = ExitStack()
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             raise ConfigError(
@@ -121,6 +121,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             ConfigError: the class makes another optimizer than AdamW.
             ModelError: the model cannot be trained.
         """
+        self._before_the_engine.close()
         if self.engine is not None and self.engine.module is not self.model:
             self.close()
         if self.engine is None:
@@ -172,7 +173,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = samples[0]
         self._num_micro_batches = len(batches)
-        self._window_targets = sum(self._num_targets(batch) for batch in batches)
+        self._window_targets = sum(num_targets(self.model, batch) for batch in batches)
         if self._unfinished and self.engine is not None:
             self.engine.optimizer.zero_grad()
         return samples
@@ -187,17 +188,17 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if self._num_micro_batches == 1:
             self._target_share = None
         else:
-            inputs, num_targets = _with_a_target(inputs, self._num_targets(inputs))
-            self._target_share = num_targets / self._window_targets
+            inputs, count = with_a_target(inputs, num_targets(self.model, inputs))
+            self._target_share = count / self._window_targets
         # A loss that divides by this is the micro-batch's mean, as it is where `num_items_in_batch` is ignored.
         # `True` is the user's word that compute_loss divides by the whole accumulated batch.
         if getattr(self, "loss_is_scaled_for_ga", None) is True:
             self._target_share, num_items = None, self._window_targets
         else:
-            num_items = self._num_targets(inputs)
+            num_items = num_targets(self.model, inputs)
         share = self._target_share
         self.current_gradient_accumulation_steps = 1
-        loss: torch.Tensor = super().training_step(model, inputs, _on_device(num_items, self.args.device))
+        loss: torch.Tensor = super().training_step(model, inputs, on_device(num_items, self.args.device))
         if not self.accelerator.sync_gradients:
             self.engine.step(boundary=False)
         elif self.lr_scheduler is self._own_scheduler:
@@ -211,17 +212,6 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             loss = loss * self._target_share
         self.engine.backward(loss, scale_by_accumulation=False)
         self._unfinished = not self.accelerator.sync_gradients
-
-    def _num_targets(self, batch: Any) -> torch.Tensor | int:
-        """Positions that the loss of one batch is a mean over; a scalar on the labels' device, or an int."""
-        labels = batch.get("shift_labels", batch.get("labels"))
-        if not isinstance(labels, torch.Tensor):
-            return _batch_size(batch)
-        if labels.is_floating_point():
-            return labels.numel()
-        if "shift_labels" not in batch and _shifts_labels(self.model):
-            labels = labels[..., 1:]
-        return (labels != IGNORED_LABEL).sum()
 
     # -- the update
 
@@ -265,7 +255,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         Raises:
             NonFiniteGradientError: NaN or Inf gradients, unless `offload.on_nonfinite` is "skip".
         """
-        output = super().train(*args, **kwargs)
+        with self._before_the_engine:
+            self._before_the_engine.enter_context(left_to_the_engine(self.args))
+            output = super().train(*args, **kwargs)
         if self.engine is not None:
             self.engine.synchronize()
         return output
@@ -365,36 +357,3 @@ def _take_loss_in_fp32(model: Any) -> RemovableHandle:
 
     module: nn.Module = head if head is not None else model
     return module.register_forward_hook(to_fp32)
-
-
-def _shifts_labels(model: Any) -> bool:
-    """Whether the model's loss compares position i with label i + 1, as transformers' causal language models do."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return False
-    loss_type = getattr(model, "loss_type", None)
-    if loss_type in LOSS_MAPPING:
-        return LOSS_MAPPING[loss_type] is ForCausalLMLoss
-    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-
-def _batch_size(batch: Any) -> int:
-    return next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), 1)
-
-
-def _with_a_target(inputs: Any, num_targets: torch.Tensor | int) -> tuple[Any, torch.Tensor | int]:
-    """The inputs with a last label of 0 where all labels are ignored, and the number of targets before.
-
-    Such a micro-batch's share is 0; the target keeps its mean loss from being 0 / 0. Nothing waits for the device.
-    """
-    labels = inputs.get("labels")
-    if not isinstance(num_targets, torch.Tensor) or not isinstance(labels, torch.Tensor) or not labels.numel():
-        return inputs, num_targets
-    last = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
-    last.view(-1)[-1] = True
-    return {**inputs, "labels": labels.masked_fill(last & (num_targets == 0), 0)}, num_targets
-
-
-def _on_device(count: torch.Tensor | int, device: torch.device) -> torch.Tensor:
-    if isinstance(count, torch.Tensor):
-        return count.to(device)
-    return torch.full((), count, device=device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,6 +16,8 @@ from offloadkit.errors import ConfigError
 logger = logging.get_logger(__name__)
 
 _OPTIMS = ("adamw_torch", "adamw_torch_fused")
+_RECOMPUTATION = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
+"""Keys of gradient_checkpointing_kwargs, and the one value that the engine can follow."""
 
 
 def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadConfig:
@@ -32,6 +36,8 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
     }
     if args.bf16 or args.fp16:
         told["working_dtype"] = "bf16" if args.bf16 else "fp16"
+    if args.gradient_checkpointing:
+        told["activation_checkpointing"] = True
     defaults = {field.name: field.default for field in fields(OffloadConfig)}
     clashes = [
         f"{name}: {getattr(offload, name)!r} in OffloadConfig, {value!r} by TrainingArguments"
@@ -44,6 +50,19 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
             + "\n  ".join(clashes)
         )
     return replace(offload, **told)
+
+
+@contextmanager
+def left_to_the_engine(args: TrainingArguments) -> Iterator[None]:
+    """While it is open, the arguments ask the Trainer for no recomputation: it would overwrite the engine's own."""
+    names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False)]
+    for name in names:
+        setattr(args, name, False)
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(args, name, True)
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -68,10 +87,11 @@ def check_arguments(args: TrainingArguments) -> None:
     checkpointing: Any = (
         getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
     )
-    refused["gradient_checkpointing_kwargs: use_reentrant=True"] = (
-        checkpointing.get("use_reentrant", False),
-        "leave it out: its backward runs inside another",
-    )
+    for name, usual in _RECOMPUTATION.items():
+        refused[f"gradient_checkpointing_kwargs: {name}={checkpointing.get(name)!r}"] = (
+            checkpointing.get(name, usual) != usual,
+            "leave it out: the engine recomputes every block, not reentrantly, and the plan may send its input to RAM",
+        )
     problems = [f"{name}: {advice}" for name, (given, advice) in refused.items() if given]
     if args.world_size > 1:
         problems.append(f"{args.world_size} processes: start one process; several are not built yet")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offloadkit.config import OffloadConfig, Precision
-from offloadkit.errors import ModelError
+from offloadkit.errors import ConfigError, ModelError
 from offloadkit.hardware import Hardware
 from offloadkit.optim.gradient_norm import NORM_BLOCK
 from offloadkit.plan import Dtype, LayerShape, MicroBatch, Plan, make_plan
@@ -140,6 +140,31 @@ def plan_of(
     shapes = [layer.shape() for layer in layers]
     known: dict[str, Any] = {"work": work, "hardware": hardware, "assumed": assumed}
     return make_plan(shapes, config, frozen=num_frozen, frozen_bytes=frozen_bytes, **known)
+
+
+def check_plan(plan: Plan, layers: Sequence[FlatLayer], config: OffloadConfig) -> None:
+    """Refuse a plan that was made for something else than `layers` and `config`.
+
+    Raises:
+        ModelError: for other layers.
+        ConfigError: for another accumulation, recomputation or placement than the config's.
+    """
+    if list(plan.layers) != [layer.shape() for layer in layers]:
+        raise ModelError("the plan was made for another model, other parameter groups or another working dtype")
+    made_for: dict[str, Any] = {"gradient_accumulation": plan.accumulation}
+    if plan.basis is not None:
+        for name in ("activation_checkpointing", "placement"):
+            made_for[name] = getattr(plan.basis.config, name)
+    differing = [
+        f"{name}: {planned!r} in the plan, {getattr(config, name)!r} in OffloadConfig"
+        for name, planned in made_for.items()
+        if planned != getattr(config, name)
+    ]
+    if differing:
+        raise ConfigError(
+            "the plan was made for another config; plan again with this one, or train with that of the plan:\n  "
+            + "\n  ".join(differing)
+        )
 
 
 def listed_groups(param_groups: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

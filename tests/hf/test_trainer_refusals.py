@@ -25,6 +25,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ({"torch_compile": True}, "leave it out"),
         ({"fp16_full_eval": True}, "fp16_full_eval"),
         ({"bf16_full_eval": True}, "bf16=True"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant=True: leave it out"),
+        ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, "every_n_layers=2: leave it out"),
+        ({"gradient_checkpointing_kwargs": {"offload": True}}, "offload=True: leave it out"),
     ],
 )
 def test_arguments_that_the_engine_cannot_follow_are_refused(

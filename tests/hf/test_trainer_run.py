@@ -11,8 +11,9 @@ import torch
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer, T5ForConditionalGeneration, Trainer, TrainerCallback
 from transformers.integrations import integration_utils
 
-from offloadkit.config import OffloadConfig
+from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer, OffloadTrainerMixin
+from offloadkit.offload.activations import OffloadedInputs
 from tests.hf.training import arguments, assert_close, bert, class_rows, logged, seq2seq_rows, t5, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -157,6 +158,24 @@ def test_activation_checkpointing_changes_no_weight(tmp_path: Path) -> None:
     )
     for other in (by_arguments, by_config):
         assert_close(other.engine.master_weights(), kept.engine.master_weights(), 1e-6)
+
+
+def test_the_engine_recomputes_in_every_run_not_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Size] = []
+    send = OffloadedInputs._send
+    monkeypatch.setattr(OffloadedInputs, "_send", lambda self, tensor: sent.append(tensor.shape) or send(self, tensor))
+    more = {"offload": OffloadConfig(placement=Placement(activations="offload"))}
+    trainer = train(tmp_path, t5(), seq2seq_rows(), more=more, gradient_checkpointing=True, save_strategy="epoch")
+    assert trainer.engine.config.activation_checkpointing
+    assert trainer.engine.plan.basis.config.activation_checkpointing
+    in_first_run = len(sent)
+    trainer.train()
+    assert in_first_run == len(sent) - in_first_run > 0
+    assert trainer.args.gradient_checkpointing
+    (saved,) = {torch.load(path, weights_only=False).gradient_checkpointing for path in tmp_path.rglob("*args.bin")}
+    assert saved
+    trainer.close()
+    assert not trainer.model.is_gradient_checkpointing
 
 
 class Grouped(Trainer):
