@@ -21,8 +21,9 @@ What the arguments of `finetune` take:
   those of `offload`, which says what `TrainingArguments` do not say.
 - `training_arguments`: anything else that `transformers.Seq2SeqTrainingArguments` takes.
 
-Working weights, gradients and activations are bf16 on a GPU that computes it natively (the optimizer's master weights
-stay fp32), and fp32 elsewhere; `bf16=` or `offload.working_dtype` says otherwise.
+Working weights, gradients and activations are bf16 on a GPU that computes it natively, fp16 with a loss scale on other
+GPUs, and fp32 on the CPU; the optimizer's master weights are fp32 always. `bf16=`, `fp16=` or `offload.working_dtype`
+says otherwise: `bf16=False` on a GPU with bf16, and `fp16=False` on one without, is fp32.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from __future__ import annotations
 import difflib
 import os
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,7 +47,7 @@ from offloadkit.hf.folders import check_same_model, newest_checkpoint, put_in_pl
 from offloadkit.hf.models import build_model, check_kind, load_config, load_model, load_tokenizer
 from offloadkit.hf.weight_files import Materialise
 from offloadkit.offload.layers import flat_layers
-from offloadkit.plan import Plan
+from offloadkit.plan import Dtype, Plan
 from offloadkit.planning import auto_batch_size, check_fits, check_rows, default_dtype, plan, with_wishes
 from offloadkit.telemetry import StepRecord
 
@@ -136,7 +137,8 @@ def finetune(
         NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
     """
     _check(batch_size, epochs, max_steps, gradient_accumulation, learning_rate, init, seed, resume)
-    offload = with_wishes(offload, vram=vram, ram=ram, precision=precision)
+    dtype = _working_dtype(offload, training_arguments)
+    offload = with_wishes(offload, vram=vram, ram=ram, precision=precision, working_dtype=dtype)
     output = writable(output_dir)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     own = {
@@ -148,7 +150,7 @@ def finetune(
         "learning_rate": learning_rate or LEARNING_RATES[init],
         "seed": seed,
     }
-    args, offload = _training_arguments(own, training_arguments, offload, eval_dataset is not None)
+    args = _training_arguments(own, training_arguments, dtype, eval_dataset is not None)
     sizes = _checked_plan(model, args, offload, lengths)
 
     config = load_config(model, init=init) if isinstance(model, str | os.PathLike) else model.config
@@ -188,10 +190,26 @@ def _check_switches(seed: Any, resume: Any) -> None:
         raise ConfigError(f"resume must be True (go on from output_dir's newest checkpoint) or False, got {resume!r}")
 
 
+def _device(given: dict[str, Any]) -> torch.device:
+    """Where training runs."""
+    return torch.device("cpu") if given.get("use_cpu") else hardware.default_device()
+
+
+def _working_dtype(offload: OffloadConfig | None, given: dict[str, Any]) -> Dtype:
+    """What `offload` says, else the training arguments' `bf16` and `fp16`, else the default of the device."""
+    if offload is not None and offload.working_dtype != "auto":
+        return offload.working_dtype
+    if given.get("bf16") or given.get("fp16"):
+        return "bf16" if given.get("bf16") else "fp16"
+    device = _device(given)
+    dtype = default_dtype(on_gpu=device.type == "cuda", native_bf16=hardware.supports_bf16(device))
+    return "fp32" if given.get(dtype) is False else dtype
+
+
 def _training_arguments(
-    own: dict[str, Any], given: dict[str, Any], offload: OffloadConfig, evaluates: bool
-) -> tuple[Seq2SeqTrainingArguments, OffloadConfig]:
-    """The Trainer's arguments, and the config with the working dtype decided.
+    own: dict[str, Any], given: dict[str, Any], dtype: Dtype, evaluates: bool
+) -> Seq2SeqTrainingArguments:
+    """The Trainer's arguments.
 
     Raises:
         ConfigError: an unknown argument, one under another name than `finetune` has for it, or a value that
@@ -206,15 +224,9 @@ def _training_arguments(
         if name not in known:
             near = difflib.get_close_matches(name, [*known, *_OWN_NAMES.values()], 1)
             raise ConfigError(f"no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    dtype = offload.working_dtype
-    if dtype == "auto":
-        device = hardware.default_device()
-        on_gpu = device.type == "cuda" and not given.get("use_cpu", False)
-        dtype = default_dtype(on_gpu and hardware.supports_bf16(device))
-        if "bf16" in given:
-            dtype = "bf16" if given["bf16"] else "fp32"
     defaults = {
         "bf16": dtype == "bf16",
+        "fp16": dtype == "fp16",
         "dataloader_pin_memory": hardware.default_device().type == "cuda",
         "warmup_steps": 0.05,
         "logging_steps": 0.05,
@@ -226,7 +238,7 @@ def _training_arguments(
         "report_to": "none",
     }
     try:
-        return Seq2SeqTrainingArguments(**(defaults | own | given)), replace(offload, working_dtype=dtype)
+        return Seq2SeqTrainingArguments(**(defaults | own | given))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"transformers refuses these training arguments: {error}") from error
 
@@ -239,8 +251,7 @@ def _rows(
     check_rows(batch_size, **lengths)
     if batch_size != "auto":
         return batch_size
-    device = torch.device("cpu") if given.get("use_cpu") else None
-    return auto_batch_size(model, **lengths, offload=offload, device=device)
+    return auto_batch_size(model, **lengths, offload=offload, device=_device(given))
 
 
 def _checked_plan(

@@ -26,7 +26,7 @@ from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
 from offloadkit.hf.models import EAGER_ATTENTION, Task, check_kind, infer_task, load_config, meta_model
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of
 from offloadkit.offload.micro_batch import trace_micro_batch
-from offloadkit.plan import MicroBatch, Plan
+from offloadkit.plan import Dtype, MicroBatch, Plan
 from offloadkit.plan.memory import activations
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def plan(
         max_input_length, max_target_length: tokens of a row; None: as `finetune`.
         gradient_accumulation: micro-batches an update; None: the config's.
         task: "seq2seq", "causal" or "classification"; None: what the architecture was made for.
-        offload: as for `finetune`; its `working_dtype` "auto" is bf16 on a GPU that computes it, else fp32.
+        offload: as for `finetune`; its `working_dtype` "auto" is `default_dtype`.
         device: where training runs; None: the GPU where there is one.
 
     Raises:
@@ -147,12 +147,15 @@ def _with_dtype(config: OffloadConfig, machine: Hardware) -> OffloadConfig:
     """The config with its working dtype decided."""
     if config.working_dtype != "auto":
         return config
-    return replace(config, working_dtype=default_dtype(machine.device != "cpu" and machine.supports_bf16))
+    on_gpu = machine.device != "cpu"
+    return replace(config, working_dtype=default_dtype(on_gpu=on_gpu, native_bf16=machine.supports_bf16))
 
 
-def default_dtype(gpu_with_bf16: bool) -> Literal["bf16", "fp32"]:
-    """The working dtype that "auto" is: bf16 on a GPU that computes it natively; fp32 elsewhere, where bf16 is slow."""
-    return "bf16" if gpu_with_bf16 else "fp32"
+def default_dtype(*, on_gpu: bool, native_bf16: bool) -> Dtype:
+    """The working dtype that "auto" is: on a GPU bf16, or fp16 where bf16 is emulated (slowly); fp32 on the CPU."""
+    if not on_gpu:
+        return "fp32"
+    return "bf16" if native_bf16 else "fp16"
 
 
 def check_fits(plan: Plan) -> None:

@@ -19,11 +19,13 @@ from transformers import (
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    training_args,
 )
 
 import offloadkit
-from offloadkit import OffloadConfig
+from offloadkit import OffloadConfig, hardware
 from offloadkit.errors import ConfigError, DataError, ModelError, OutputError
+from offloadkit.hf.training_arguments import engine_config
 from tests.hf.tiny import llama_config, save_config, word_tokenizer
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]
@@ -148,6 +150,60 @@ def test_an_earlier_model_stays_until_the_new_one_is_whole(tmp_path: Path, monke
     assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []
 
 
+# -- the working dtype
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "dtype"),
+    [
+        ("none", {}, "fp32"),
+        ("none", {"bf16": True}, "bf16"),
+        ("T4", {}, "fp16"),
+        ("T4", {"fp16": False}, "fp32"),
+        ("T4", {"bf16": False}, "fp16"),
+        ("T4", {"use_cpu": True}, "fp32"),
+        ("T4", {"offload": OffloadConfig(working_dtype="fp32")}, "fp32"),
+        ("H200", {}, "bf16"),
+        ("H200", {"bf16": False}, "fp32"),
+        ("H200", {"bf16": False, "fp16": True}, "fp16"),
+        ("H200", {"fp16": True}, "fp16"),
+        ("H200", {"offload": OffloadConfig(working_dtype="fp16")}, "fp16"),
+    ],
+)
+def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
+    gpu: str, options: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the plan; no GPU is needed to get there."""
+    module = sys.modules["offloadkit.finetune"]
+    seen: dict[str, Any] = {}
+
+    def auto_batch_size(model: Any, *, offload: OffloadConfig, device: torch.device, **_: Any) -> int:
+        seen["by batch size"] = offload.working_dtype
+        return 4
+
+    def plan(model: Any, args: Any, offload: OffloadConfig, lengths: Any) -> None:
+        seen["by plan"] = engine_config(offload, args).working_dtype
+        seen["bf16"], seen["fp16"] = args.bf16, args.fp16
+        raise KeyboardInterrupt
+
+    device = torch.device("cpu" if gpu == "none" else "cuda")
+    monkeypatch.setattr(hardware, "default_device", lambda: device)
+    monkeypatch.setattr(hardware, "supports_bf16", lambda device: gpu == "H200" or device.type == "cpu")
+    monkeypatch.setattr(module, "auto_batch_size", auto_batch_size)
+    monkeypatch.setattr(module, "_checked_plan", plan)
+    monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(t5(), PAIRS, **({"batch_size": "auto", "use_cpu": False} | options))
+    assert seen == {"by batch size": dtype, "by plan": dtype, "bf16": dtype == "bf16", "fp16": dtype == "fp16"}
+
+
+def test_fp16_trains_with_master_weights_in_fp32() -> None:
+    result = finetune(t5(), PAIRS, fp16=True, eval_dataset=PAIRS, save_strategy="no")
+    assert {weight.dtype for weight in result.model.parameters()} == {torch.float16, torch.float32}
+    assert result.plan.tiers["ram"]["master weights"] > 0
+    assert result.metrics["eval_loss"] < 8
+
+
 # -- what cannot be done says so, before any work
 
 
@@ -170,7 +226,7 @@ def test_an_earlier_model_stays_until_the_new_one_is_whole(tmp_path: Path, monke
         ({"weight_decy": 0.1}, "did you mean 'weight_decay'"),
         ({"lr_scheduler_type": "diagonal"}, "transformers refuses"),
         ({"offload": OffloadConfig(max_grad_norm=3.0)}, "max_grad_norm"),
-        ({"fp16": True}, "fp16"),
+        ({"fp16": True, "bf16": True}, "At most one of fp16 and bf16"),
     ],
 )
 def test_options_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,6 +143,11 @@ def test_the_measured_gpu_is_planned_for_where_there_is_one(monkeypatch: pytest.
     assert made.budgets["vram"] == H200.vram_free_bytes + H200.vram_context_bytes
     assert not made.basis.assumed  # type: ignore[union-attr]
     assert made.layers[0].dtype == "bf16"
+
+
+def test_a_gpu_without_native_bf16_is_planned_for_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning.hardware, "measure", lambda *_, **__: replace(H200, supports_bf16=False))
+    assert offloadkit.plan("t5-small", device=torch.device("cuda", 0)).layers[0].dtype == "fp16"
 
 
 # -- the command, and what notebooks show

@@ -4,8 +4,8 @@ The Trainer keeps its loop, its data, its logs and its files. Four things go thr
 the wrapped model, `accelerator.backward`, `optimizer.step`, and clipping. accelerate never prepares the model.
 
 **Whose value holds.** `TrainingArguments` say learning rate, betas, eps, weight decay (with the Trainer's groups that
-do not decay), clipping, accumulation, checkpointing and bf16; `OffloadConfig` says the rest. A field of `OffloadConfig`
-that was changed from its default and contradicts the arguments is a `ConfigError`.
+do not decay), clipping, accumulation, recomputation, bf16 and fp16; `OffloadConfig` says the rest. A field of it that
+was changed from its default and contradicts the arguments is a `ConfigError`.
 
 **Loss.** Each micro-batch's mean loss counts by its share of the targets of the whole accumulated batch, for every
 model, whether or not its forward knows `num_items_in_batch`. Over a large vocabulary it is taken in chunks
@@ -53,8 +53,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     memory back.
 
     Raises:
-        ConfigError: arguments that the engine cannot work with (fp16, another optimizer, several processes, ...) or
-            that contradict `offload`.
+        ConfigError: arguments that the engine cannot work with (another optimizer, several processes, ...) or that
+            contradict `offload`.
     """
 
     engine: OffloadEngine | None = None

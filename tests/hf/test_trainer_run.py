@@ -254,10 +254,7 @@ def test_training_goes_on_with_the_same_engine_and_after_close_with_a_new_one(tm
 
 
 def test_fp16_trains_with_a_loss_scale(tmp_path: Path) -> None:
-    args = arguments(tmp_path, max_steps=4)
-    args.fp16, args.mixed_precision = True, "fp16"  # transformers refuses the argument where there is no GPU
-    trainer = OffloadTrainer(model=t5(), args=args, train_dataset=seq2seq_rows())
-    trainer.train()
+    trainer = train(tmp_path, t5(), seq2seq_rows(), OffloadTrainer, fp16=True, max_steps=4)
     assert trainer.accelerator.mixed_precision == "no"
     assert trainer.engine is not None
     assert trainer.engine.loss_scale is not None
