@@ -213,7 +213,7 @@ class OffloadEngine:
             raise
         self._past.add(update)
         self._newest, self._overflow_known = update, False
-        self._clock.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_waited_seconds())
+        self._clock.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy())
         self._num_backwards = 0
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
         return True

@@ -19,8 +19,12 @@ class StepRecord:
 
     `seconds` by phase: "step" (wall time from boundary to boundary), "forward" and "backward" (on the device),
     "gradient_wait" (from step() until the last gradient was in RAM), "norm", "cpu_step" (AdamW and sending weights),
-    "forward_wait" (forward blocked on the host until a layer's update was recorded), "other" (wall time between
-    backward's end and the next forward: data loading, logging). Phases overlap: they do not add up to "step".
+    "other" (wall time between backward's end and the next forward: data loading, logging), "h2d" and "d2h" (copies on
+    the bus), "gradient_tail" (from backward's end on the device until the last gradient was in RAM). Of forward and
+    backward the device stood still for "forward_wait" (a layer that the CPU had not stepped yet), "backward_wait" (room
+    for gradients that the CPU had not added yet), "forward_bus_wait" and "backward_bus_wait" (a copy on its way), and
+    "forward_gpu_step_wait" (a layer that the GPU steps); one that did not occur is left out. Phases overlap: they do
+    not add up to "step".
     """
 
     step: int
@@ -66,9 +70,10 @@ class Telemetry:
                 f"cannot write the telemetry log {log_path}: {error.strerror}; choose another path"
             ) from error
 
-    def subscribe(self, listener: Callable[[StepRecord], None]) -> None:
-        """Call `listener` with every later record, on the thread that trains."""
+    def subscribe(self, listener: Callable[[StepRecord], None]) -> Callable[[], None]:
+        """Call `listener` with every later record, on the thread that trains; returns what ends that."""
         self._subscribers.append(listener)
+        return lambda: self._subscribers.remove(listener) if listener in self._subscribers else None
 
     def add(self, record: StepRecord) -> None:
         """Take a finished step."""
@@ -78,7 +83,7 @@ class Telemetry:
             line = asdict(record) | {"tokens_per_second": record.tokens_per_second}
             self._log.write(json.dumps(_finite(line)) + "\n")
             self._log.flush()
-        for listener in self._subscribers:
+        for listener in list(self._subscribers):
             listener(record)
 
     def close(self) -> None:

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from offloadkit.errors import ConfigError
 from offloadkit.offload.host_memory import HostSlab
 from offloadkit.offload.layers import repeated_blocks
-from offloadkit.offload.streams import CopyStream, Event, compute_stream, record_compute
+from offloadkit.offload.streams import CopyStream, Event, record_compute
+from offloadkit.offload.waits import Waits
 from offloadkit.offload.weights import LayerWeights
 
 Checkpoint = Literal["checkpoint", "offload"]
@@ -96,9 +97,9 @@ class OffloadedInputs:
     encoder's output) stays in VRAM. The memory is used again in every micro-batch.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._d2h, self._h2d = CopyStream(device), CopyStream(device)
+    def __init__(self, device: torch.device, waits: Waits) -> None:
+        self._device, self._waits = device, waits
+        self.d2h, self.h2d = CopyStream(device), CopyStream(device)
         self._free: list[_Offloaded] = []
         self._leaving: list[tuple[torch.Tensor, Event]] = []
         self._order: list[_Offloaded] = []
@@ -121,11 +122,11 @@ class OffloadedInputs:
         slot = self._take(tensor.numel() * tensor.element_size())
         tensor = tensor.detach().contiguous()
         slot.put(tensor)
-        self._d2h.wait(record_compute(self._device))
+        self.d2h.wait(record_compute(self._device))
         if slot.returned is not None:
-            self._d2h.wait(slot.returned)
-        self._d2h.copy(slot.host, tensor.view(-1))
-        slot.arrived = self._d2h.record()
+            self.d2h.wait(slot.returned)
+        self.d2h.copy(slot.host, tensor.view(-1), timed=True)
+        slot.arrived = self.d2h.record()
         self._leaving.append((tensor, slot.arrived))
         self._order.append(slot)
         handle = _Handle(slot)
@@ -159,18 +160,18 @@ class OffloadedInputs:
         if at > 0:
             self._fetch(self._order[at - 1])
         assert saved.returned is not None
-        saved.returned.delay(compute_stream(self._device))
+        self._waits.delay(saved.returned)
         saved.device = None
         return here
 
     def _fetch(self, saved: _Offloaded) -> torch.Tensor:
         if saved.device is None:
             saved.device = torch.empty(saved.shape, dtype=saved.host.dtype, device=self._device)
-            self._h2d.wait(record_compute(self._device))  # its memory may just have been freed by the compute stream
+            self.h2d.wait(record_compute(self._device))  # its memory may just have been freed by the compute stream
             assert saved.arrived is not None
-            saved.arrived.delay(self._h2d.stream)
-            self._h2d.copy(saved.device.view(-1), saved.host)
-            saved.returned = self._h2d.record()
+            saved.arrived.delay(self.h2d.stream)
+            self.h2d.copy(saved.device.view(-1), saved.host, timed=True)
+            saved.returned = self.h2d.record()
         return saved.device
 
 

@@ -22,7 +22,8 @@ import torch
 
 from offloadkit.errors import ModelError
 from offloadkit.offload.layers import FlatLayer, Slot
-from offloadkit.offload.streams import CopyStream, Event, compute_stream, record_compute
+from offloadkit.offload.streams import CopyStream, Event, record_compute
+from offloadkit.offload.waits import Waits
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim import cpu
 from offloadkit.optim.gradient_norm import NORM_BLOCK, block_sums, norm_blocks
@@ -33,12 +34,12 @@ class LandingPool:
     """Reusable device buffers of one size. A buffer returned with an event is written again only after that event, for
     which the device waits where `NUM_LANDINGS` buffers are on their way to RAM."""
 
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
+    def __init__(self, device: torch.device, num_bytes: int, waits: Waits) -> None:
         """
         Args:
             num_bytes: of the largest landing.
         """
-        self._device, self._num_bytes = device, num_bytes
+        self._device, self._num_bytes, self._waits = device, num_bytes, waits
         self._free: list[tuple[torch.Tensor, Event | None]] = []
 
     def take(self) -> torch.Tensor:
@@ -49,7 +50,7 @@ class LandingPool:
         buffer, busy = (ready or self._free)[0]
         self._free = [item for item in self._free if item[0] is not buffer]
         if busy is not None:
-            busy.delay(compute_stream(self._device))
+            self._waits.delay(busy)
         return buffer
 
     def give_back(self, buffer: torch.Tensor, busy: Event | None) -> None:
@@ -140,6 +141,7 @@ class Gradients:
         staging: Sequence[torch.Tensor],
         submit: Callable[[Callable[[], None]], None],
         got_gradient: Callable[[LayerWeights, Slot], None],
+        waits: Waits,
     ) -> None:
         """
         Args:
@@ -151,10 +153,10 @@ class Gradients:
         """
         self.layers = layers
         self._accumulation = accumulation
-        self._submit, self._got_gradient = submit, got_gradient
+        self._submit, self._got_gradient, self._waits = submit, got_gradient, waits
         self._device = layers[0].weights.device
         passing = [layer.landing_bytes for layer in layers if not layer.layer.shared]
-        self._pool = LandingPool(self._device, max(passing, default=0))
+        self._pool = LandingPool(self._device, max(passing, default=0), waits)
         self.d2h = CopyStream(self._device)
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in staging:
@@ -250,10 +252,15 @@ class Gradients:
 
     def _accumulate_in_ram(self, layer: LayerGradient, fresh: set[int], again: set[int]) -> None:
         assert layer.host is not None
-        host, staged = layer.host, self._staging.get()  # waits for the stepping thread when both buffers are full
+        host = layer.host
+        if self._staging.empty():  # both buffers are full: the stepping thread gives one back
+            with self._waits.blocking():
+                staged = self._staging.get()
+        else:
+            staged = self._staging.get()
         piece = staged[: layer.landing_bytes].view(layer.landing_dtype)
         self.d2h.wait(record_compute(self._device))
-        self.d2h.copy(piece, layer.landing)
+        self.d2h.copy(piece, layer.landing, timed=True)
         arrived = self.d2h.record()
         self._release(layer, arrived)
         layer.sums_on_host = True
@@ -274,7 +281,7 @@ class Gradients:
         block_sums(gradient, layer.device_blocks, layer.device_sums)
         self.d2h.wait(record_compute(self._device))
         if layer.host is not None:
-            self.d2h.copy(layer.host, gradient)
+            self.d2h.copy(layer.host, gradient, timed=True)
         self.d2h.copy(layer.sums, layer.device_sums)
         layer.sent = self.d2h.record(timing=True)
 
@@ -282,7 +289,7 @@ class Gradients:
         """The step, or a copy to RAM, may still read the last gradient from the layer's own buffer."""
         layer.weights.wait()
         if layer.own_buffer is not None and layer.sent is not None:
-            layer.sent.delay(compute_stream(self._device))
+            self._waits.delay(layer.sent)
 
     def _take_buffer(self, layer: LayerGradient) -> torch.Tensor:
         """Where the gradient of a micro-batch lands: a buffer of the pool, or the layer's own where it stays there

@@ -24,6 +24,7 @@ class Past:
         self._clock, self._telemetry, self._plan = clock, telemetry, plan
         self._device, self._on_nonfinite = device, on_nonfinite
         self._updates: deque[Update] = deque()
+        self._context_bytes: int | None = None
 
     def add(self, update: Update) -> None:
         """An update that was just started."""
@@ -63,5 +64,8 @@ class Past:
         tiers["ram"]["process"] = hardware.process_ram_bytes()
         if self._device.type == "cuda":
             tiers["vram"]["process peak allocated"] = torch.cuda.max_memory_allocated(self._device)
-            tiers["vram"]["process reserved"] = torch.cuda.memory_reserved(self._device)
+            reserved = torch.cuda.memory_reserved(self._device)
+            if self._context_bytes is None:  # after the first step, whose kernels are loaded
+                self._context_bytes = hardware.vram_context_bytes(self._device)
+            tiers["vram"] |= {"process reserved": reserved, "process": reserved + self._context_bytes}
         return tiers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from offloadkit.offload.layers import FlatLayer, Slot
 from offloadkit.offload.ram_watch import RamWatch
 from offloadkit.offload.states import LayerState, Materialise
 from offloadkit.offload.streaming import StreamedWeights, WeightRing
+from offloadkit.offload.streams import BusyTime
+from offloadkit.offload.waits import Waits
 from offloadkit.offload.weights import Gates, LayerWeights, PendingUpdate, TiedUses, move_rest
 from offloadkit.plan import NUM_STAGING, NUM_STATE_BUFFERS, NUM_WEIGHT_BUFFERS, Plan
 
@@ -65,15 +67,16 @@ class PlacedModel:
         self._accumulation, self._seed = config.gradient_accumulation, config.seed
         self._folder = config.disk or tempfile.gettempdir()
         self._disk: DiskStates | None = None
+        self._waits = Waits(device)
         self.states, staging = self._allocate(layers)
         trained = {slot.parameter for layer in layers for slot in layer.slots}
         move_rest(module, trained, device, config.working_dtype, materialise)
         weights = [state.weights for state in self.states]
         streamed = [layer for layer in weights if isinstance(layer, StreamedWeights)]
-        self._ring = WeightRing(streamed, device, NUM_WEIGHT_BUFFERS) if streamed else None
+        self._ring = WeightRing(streamed, device, NUM_WEIGHT_BUFFERS, self._waits) if streamed else None
         for layer in streamed:
             undo.callback(layer.rest)  # however the engine ends, what is in RAM is what the model has
-        self._offloaded = OffloadedInputs(device)
+        self._offloaded = OffloadedInputs(device, self._waits)
         self._checkpoint_blocks(config, undo)
         self.gates = Gates(module, weights, settle)
         self.gradients = Gradients(
@@ -82,6 +85,7 @@ class PlacedModel:
             staging=staging,
             submit=submit,
             got_gradient=self.gates.got_gradient,
+            waits=self._waits,
         )
         tied = TiedUses(list(layers), self.gradients.land)
         for let_go in (self.gates.remove, self.gradients.remove, tied.remove):
@@ -105,7 +109,16 @@ class PlacedModel:
         states = []
         for (layer, _, placement), slab in zip(placed, own, strict=True):
             region = next(regions) if placement.states == "disk" else None
-            state = LayerState(layer, placement, slab, self._accumulation, self._device, region=region, seed=self._seed)
+            state = LayerState(
+                layer,
+                placement,
+                slab,
+                self._accumulation,
+                self._device,
+                self._waits,
+                region=region,
+                seed=self._seed,
+            )
             state.take_parameters(self._materialise)
             states.append(state)
             self._ram_watch.check()
@@ -125,9 +138,11 @@ class PlacedModel:
         if choices or config.activation_checkpointing:
             undo.callback(checkpoint_activations(self.module, choices, weights, self._offloaded))
 
-    def in_forward(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_forward(self) -> Iterator[None]:
         """While it is open, the module's forward builds a graph."""
-        return nullcontext() if self._ring is None else self._ring.saved_tensors()
+        with self._waits.during("forward"), nullcontext() if self._ring is None else self._ring.saved_tensors():
+            yield
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -135,8 +150,9 @@ class PlacedModel:
         if self._ring is not None:
             self._ring.in_backward = True
         try:
-            yield
-            self.gradients.end_of_backward()
+            with self._waits.during("backward"):
+                yield
+                self.gradients.end_of_backward()
         finally:
             if self._ring is not None:
                 self._ring.in_backward = False
@@ -180,9 +196,12 @@ class PlacedModel:
             if state.weights.pending is not None and not state.weights.pending.recorded.is_set():
                 state.weights.pending.record(None)
 
-    def take_waited_seconds(self) -> float:
-        """Seconds that forward was blocked by layers since the last call."""
-        return sum(state.weights.take_waited_seconds() for state in self.states)
+    def take_busy(self) -> list[tuple[str, BusyTime]]:
+        """Since the last call: the compute stream's waits by name, and the copies, "h2d" and "d2h"."""
+        copies = [("d2h", self.gradients.d2h), ("d2h", self._offloaded.d2h), ("h2d", self._offloaded.h2d)]
+        if self._ring is not None:
+            copies.append(("h2d", self._ring.h2d))
+        return [*self._waits.take().items(), *((name, stream.take_busy()) for name, stream in copies)]
 
     def slots(self) -> Iterator[Slot]:
         """Every trained parameter's place."""

@@ -19,6 +19,7 @@ from offloadkit.offload.host_memory import HostSlab, aligned
 from offloadkit.offload.layers import FlatLayer, Slot
 from offloadkit.offload.streaming import StreamedWeights
 from offloadkit.offload.streams import CopyStream, Event
+from offloadkit.offload.waits import Waits
 from offloadkit.offload.weights import LayerWeights, ResidentWeights
 from offloadkit.optim.adamw import (
     AdamWScalars,
@@ -109,6 +110,7 @@ class LayerState:
         slab: HostSlab,
         accumulation: int,
         device: torch.device,
+        waits: Waits,
         *,
         region: Region | None = None,
         seed: int = 0,
@@ -129,9 +131,11 @@ class LayerState:
         self.flat = _flat_state(layer, weights, cut if region is None else _cutter(region.mapped()))
         self.weights: LayerWeights
         if placement.weights == "ram":
-            self.weights = StreamedWeights(layer, weights, device)
+            self.weights = StreamedWeights(layer, weights, device, waits)
         else:
-            self.weights = ResidentWeights(layer, weights if on_gpu else torch.zeros_like(weights, device=device))
+            there = weights if on_gpu else torch.zeros_like(weights, device=device)
+            self.weights = ResidentWeights(layer, there, waits)
+        self.weights.stepped_on_gpu = on_gpu
         host = None if on_gpu else slab.cut(layer.numel, gradient_dtype(layer, accumulation))
         sums = slab.cut(layer.num_norm_blocks, torch.float64)
         self.gradient = LayerGradient(self.weights, host, sums, on_device=placement.gradients == "vram")
@@ -214,7 +218,7 @@ class LayerState:
                 flat = _flat_state(self.layer, self.flat.weights, slab.cut)
                 adamw_step(flat, self.gradient.host, segments, grad_scale)
         if isinstance(self.weights, ResidentWeights):
-            stream.copy(self.weights.flat, self.flat.weights)
+            stream.copy(self.weights.flat, self.flat.weights, timed=True)
             self.uploaded = stream.record()
 
     def prefetch(self) -> None:

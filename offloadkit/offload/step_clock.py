@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadkit.offload.streams import Event, record_compute
+from offloadkit.offload.streams import BusyTime, Event, record_compute
 from offloadkit.offload.update import Update
 from offloadkit.telemetry import StepRecord
 
@@ -27,7 +27,7 @@ class _Window:
     other_seconds: float = 0.0
     last_backward: float | None = None
     ended: float = 0.0
-    forward_wait: float = 0.0
+    busy: list[tuple[str, BusyTime]] = field(default_factory=list)
     learning_rate: float = 0.0
     update: Update | None = None
 
@@ -70,10 +70,10 @@ class StepClock:
             self._now.losses.clear()
             self._now.num_tokens = None
 
-    def end_window(self, update: Update, learning_rate: float, forward_wait: float) -> None:
-        """The boundary: `forward_wait` is the seconds forward was blocked since the last one."""
+    def end_window(self, update: Update, learning_rate: float, busy: list[tuple[str, BusyTime]]) -> None:
+        """The boundary: `busy` are the waits and copies since the last one, by name."""
         now = self._now
-        now.update, now.learning_rate, now.forward_wait = update, learning_rate, forward_wait
+        now.update, now.learning_rate, now.busy = update, learning_rate, busy
         now.ended = time.perf_counter()
         self._past.append(now)
         self._now = _Window(now.ended, last_backward=now.ended)
@@ -88,7 +88,9 @@ class StepClock:
 
 def _is_past(window: _Window) -> bool:
     assert window.update is not None
-    return window.update.done.is_set() and all(end.done() for _, end in window.forwards + window.backwards)
+    if not window.update.done.is_set() or not window.update.h2d.done():
+        return False
+    return all(end.done() for _, end in window.forwards + window.backwards) and all(b.done() for _, b in window.busy)
 
 
 def _record(window: _Window, memory: dict[str, dict[str, int]]) -> StepRecord:
@@ -99,9 +101,15 @@ def _record(window: _Window, memory: dict[str, dict[str, int]]) -> StepRecord:
         "forward": sum(end.seconds_since(began) for began, end in window.forwards),
         "backward": sum(end.seconds_since(began) for began, end in window.backwards),
         **update.seconds,
-        "forward_wait": window.forward_wait,
+        "forward_wait": 0.0,
         "other": window.other_seconds,
+        "h2d": update.h2d.seconds(),
     }
+    for name, busy in window.busy:
+        seconds[name] = seconds.get(name, 0.0) + busy.seconds()
+        if name == "d2h" and busy.last is not None and window.backwards:
+            tail = busy.last.seconds_since(window.backwards[-1][1])
+            seconds["gradient_tail"] = max(seconds.get("gradient_tail", 0.0), tail)
     losses = [float(loss) for loss in window.losses]
     return StepRecord(
         step=update.number,

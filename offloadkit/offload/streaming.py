@@ -19,7 +19,8 @@ from torch import nn
 
 from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import FlatLayer, Slot
-from offloadkit.offload.streams import CopyStream, Event, compute_stream, record_compute
+from offloadkit.offload.streams import CopyStream, Event, record_compute
+from offloadkit.offload.waits import Waits
 from offloadkit.offload.weights import LayerWeights, PendingUpdate
 
 
@@ -31,8 +32,8 @@ class StreamedWeights(LayerWeights):
         copied: the end of the newest copy out of `host`, which is not written before that.
     """
 
-    def __init__(self, layer: FlatLayer, host: torch.Tensor, device: torch.device) -> None:
-        super().__init__(layer, device)
+    def __init__(self, layer: FlatLayer, host: torch.Tensor, device: torch.device, waits: Waits) -> None:
+        super().__init__(layer, device, waits)
         self.host = host
         self.copied: Event | None = None
         self.block: StreamedBlock | None = None
@@ -163,8 +164,8 @@ class WeightRing:
     fill_with_nan: ClassVar[bool] = False
     """For tests: a block leaves, and its buffer is filled with NaN, as soon as another one is used."""
 
-    def __init__(self, layers: Sequence[StreamedWeights], device: torch.device, num_buffers: int) -> None:
-        self.device = device
+    def __init__(self, layers: Sequence[StreamedWeights], device: torch.device, num_buffers: int, waits: Waits) -> None:
+        self.device, self._waits = device, waits
         self.in_forward = self.in_backward = False
         by_block: dict[nn.Module | None, list[StreamedWeights]] = {}
         for layer in layers:
@@ -172,7 +173,7 @@ class WeightRing:
         self._blocks = [StreamedBlock(group, self) for group in by_block.values()]
         size = max(sum(_num_bytes(layer.host) for layer in block.layers) for block in self._blocks)
         self._buffers = [_Buffer(torch.zeros(size, dtype=torch.uint8, device=device)) for _ in range(num_buffers)]
-        self._h2d = CopyStream(device)
+        self.h2d = CopyStream(device)
         self._current: _Buffer | None = None
         self._follows: dict[tuple[bool, StreamedBlock], StreamedBlock] = {}
         self._num_uses = 0
@@ -187,7 +188,7 @@ class WeightRing:
             self._leave(current, block)
         buffer = self._of(block) or self._fetch(block)
         assert buffer.arrived is not None
-        buffer.arrived.delay(compute_stream(self.device))
+        self._waits.delay(buffer.arrived)
         self._num_uses += 1
         buffer.used, buffer.left, self._current = self._num_uses, None, buffer
         for layer, memory in _parts(block, buffer.memory):
@@ -222,7 +223,7 @@ class WeightRing:
 
     def synchronize(self) -> None:
         """Block the calling thread until the copies asked for are done: their memory may go."""
-        self._h2d.synchronize()
+        self.h2d.synchronize()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedWeight:
         address = tensor.data_ptr()
@@ -254,10 +255,10 @@ class WeightRing:
         buffer = min(free, key=lambda buffer: (buffer.holds is not None, buffer.used))
         self._clear(buffer)
         if buffer.left is not None:
-            self._h2d.wait(buffer.left)
+            self.h2d.wait(buffer.left)
         for layer, memory in _parts(block, buffer.memory):
-            self._h2d.copy(memory, layer.host.view(torch.uint8))
-        buffer.holds, buffer.arrived = block, self._h2d.record()
+            self.h2d.copy(memory, layer.host.view(torch.uint8), timed=self.in_forward or self.in_backward)
+        buffer.holds, buffer.arrived = block, self.h2d.record()
         for layer in block.layers:
             layer.copied = buffer.arrived
         return buffer

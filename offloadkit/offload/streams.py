@@ -47,11 +47,46 @@ class Event:
             stream.wait_event(self._event)
 
 
+class BusyTime:
+    """Device seconds between pairs of events of one stream, added up once they are past.
+
+    Attributes:
+        last: where the newest pair ended.
+    """
+
+    def __init__(self) -> None:
+        self.last: Event | None = None
+        self._pairs: list[tuple[Event, Event]] = []
+        self._seconds = 0.0
+
+    def add(self, began: Event, ended: Event) -> None:
+        """Take a pair, recorded with `timing`, after those before."""
+        self._pairs.append((began, ended))
+        self.last = ended
+        if len(self._pairs) % 256 == 0:  # a long window keeps few events alive
+            self._fold()
+
+    def done(self) -> bool:
+        """Whether all of it is past; does not wait."""
+        return not self._pairs or self._pairs[-1][1].done()
+
+    def seconds(self) -> float:
+        """What is past."""
+        self._fold()
+        return self._seconds
+
+    def _fold(self) -> None:
+        while self._pairs and self._pairs[0][1].done():
+            began, ended = self._pairs.pop(0)
+            self._seconds += ended.seconds_since(began)
+
+
 class CopyStream:
     """A stream for copies in one direction, beside the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream: torch.cuda.Stream | None = _cuda.Stream(device) if device.type == "cuda" else None
+        self._busy = BusyTime()
 
     def wait(self, event: Event) -> None:
         """Later copies start after `event`."""
@@ -70,17 +105,25 @@ class CopyStream:
         """While it is open, the calling thread's device work goes to this stream."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+    def take_busy(self) -> BusyTime:
+        """How long the `timed` copies asked for since the last call take."""
+        busy, self._busy = self._busy, BusyTime()
+        return busy
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor, *, timed: bool = False) -> None:
         """Copy `source` to `into`: contiguous tensors of one dtype and size.
 
         Without a GPU not by a torch operation: those of a second thread start an OpenMP team of their own, beside which
         the main thread's forward and backward take a third longer.
         """
+        began = self.record(timing=True) if timed else None
         if self.stream is None:
             ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
-            return
-        with torch.cuda.stream(self.stream):
-            into.copy_(source, non_blocking=True)
+        else:
+            with torch.cuda.stream(self.stream):
+                into.copy_(source, non_blocking=True)
+        if began is not None:
+            self._busy.add(began, self.record(timing=True))
 
 
 def compute_stream(device: torch.device) -> torch.cuda.Stream | None:

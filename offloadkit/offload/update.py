@@ -18,7 +18,7 @@ import torch
 
 from offloadkit.offload.gradients import take_sums
 from offloadkit.offload.states import GroupOptions, LayerState
-from offloadkit.offload.streams import CopyStream, Event
+from offloadkit.offload.streams import BusyTime, CopyStream, Event
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.gradient_norm import sum_in_order
 from offloadkit.plan import NUM_STATE_BUFFERS
@@ -35,6 +35,7 @@ class Update:
         scale_may_fall: a norm that is not finite may be an overflow, after which the scale goes down: no error.
         norm: global gradient norm, once `norm_known` is set; NaN or Inf: the step was skipped.
         seconds: wall seconds of the stepping thread, by phase; complete once `done` is set.
+        h2d: copies of stepped weights; complete then too.
     """
 
     number: int
@@ -48,6 +49,7 @@ class Update:
     norm_known: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     seconds: dict[str, float] = field(default_factory=dict)
+    h2d: BusyTime = field(default_factory=BusyTime)
     nonfinite: list[str] = field(default_factory=list)
 
     @property
@@ -132,6 +134,7 @@ def run(update: Update, h2d: CopyStream) -> None:
         state.step(slots, update.options, scale, h2d)
         pending.record(state.uploaded)
     update.seconds["cpu_step"] = time.perf_counter() - normed
+    update.h2d = h2d.take_busy()
 
 
 def _norm(update: Update) -> float:

@@ -7,7 +7,6 @@ thread has recorded the copy's event, then on the device by that event.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -18,7 +17,8 @@ from torch.utils import dlpack
 
 from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import DTYPES, FlatLayer, Slot, stays_fp32
-from offloadkit.offload.streams import Event, compute_stream
+from offloadkit.offload.streams import Event
+from offloadkit.offload.waits import Waits
 from offloadkit.plan import Dtype
 
 
@@ -50,13 +50,15 @@ class LayerWeights:
 
     Attributes:
         pending: the update that forward has not waited for yet.
+        stepped_on_gpu: whether that is a step, and not a copy, on the device.
     """
 
-    def __init__(self, layer: FlatLayer, device: torch.device) -> None:
+    def __init__(self, layer: FlatLayer, device: torch.device, waits: Waits) -> None:
         self.layer = layer
         self.device = device
         self.pending: PendingUpdate | None = None
-        self.waited_seconds = 0.0
+        self.stepped_on_gpu = False
+        self._waits = waits
         self._bound: list[torch.Tensor] = []
         self._versions: list[int] = []
 
@@ -89,11 +91,10 @@ class LayerWeights:
         if pending is None:
             return
         if not pending.recorded.is_set():
-            started = time.perf_counter()
-            pending.recorded.wait()
-            self.waited_seconds += time.perf_counter() - started
+            with self._waits.blocking():
+                pending.recorded.wait()
         if pending.arrived is not None:
-            pending.arrived.delay(compute_stream(self.device))
+            self._waits.delay(pending.arrived, "gpu_step_wait" if self.stepped_on_gpu else "bus_wait")
         self.pending = None
 
     def use(self) -> None:
@@ -113,11 +114,6 @@ class LayerWeights:
         self._versions = self._present_versions()
         self.pending = PendingUpdate()
         return self.pending
-
-    def take_waited_seconds(self) -> float:
-        """Seconds that forward was blocked here since the last call."""
-        waited, self.waited_seconds = self.waited_seconds, 0.0
-        return waited
 
     def written_outside(self) -> list[Slot]:
         """Slots whose parameters were written in place since the last call (a reloaded checkpoint, an EMA).
@@ -145,8 +141,8 @@ class ResidentWeights(LayerWeights):
         flat: 1-D tensor on the device, `layer.numel` elements of its dtype.
     """
 
-    def __init__(self, layer: FlatLayer, flat: torch.Tensor) -> None:
-        super().__init__(layer, flat.device)
+    def __init__(self, layer: FlatLayer, flat: torch.Tensor, waits: Waits) -> None:
+        super().__init__(layer, flat.device, waits)
         self.flat = flat
 
 

@@ -1,0 +1,111 @@
+"""Where a step's time went: what stood still, what was copied, and that nothing else is counted."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.engine import OffloadEngine
+from offloadkit.offload import update
+from offloadkit.offload.streams import BusyTime, CopyStream, Event
+from offloadkit.offload.waits import Waits
+from offloadkit.telemetry import StepRecord
+from tests.models import TinyLM, tokens, train
+
+PAUSE = 0.01
+
+
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = update.LayerState.step
+
+    def slow(self: Any, *args: Any) -> None:
+        time.sleep(PAUSE)
+        real(self, *args)
+
+    monkeypatch.setattr(update.LayerState, "step", slow)
+
+
+def records(num_steps: int = 4, **options: Any) -> list[StepRecord]:
+    config = OffloadConfig(learning_rate=1e-3, **options)
+    with OffloadEngine(TinyLM(), config, device="cpu") as engine:
+        train(engine, tokens(num_steps * config.gradient_accumulation))
+        return list(engine.telemetry.records)
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_a_slow_cpu_step_is_what_forward_waited_for() -> None:
+    last = records()[-1]
+    seconds = last.seconds
+    assert seconds["forward_wait"] > 2 * PAUSE
+    assert 0 <= seconds["forward"] - seconds["forward_wait"] < PAUSE + seconds["forward"] / 2
+    assert seconds["forward_wait"] <= seconds["forward"] <= seconds["step"]
+
+
+def test_copies_in_both_directions_are_timed() -> None:
+    for record in records():
+        assert 0 < record.seconds["h2d"] < record.seconds["step"]
+        assert 0 < record.seconds["d2h"] < record.seconds["step"]
+
+
+def test_weights_that_visit_vram_add_to_the_copies() -> None:
+    def num_copies(**options: Any) -> int:
+        with OffloadEngine(TinyLM(), OffloadConfig(learning_rate=1e-3, **options), device="cpu") as engine:
+            engine.backward(engine(tokens(1)[0]))
+            return sum(len(busy._pairs) for name, busy in engine._placed.take_busy() if name == "h2d")
+
+    assert num_copies() == 0
+    assert num_copies(placement=Placement(weights="ram")) >= 4
+
+
+def test_evaluation_between_steps_is_in_no_step() -> None:
+    config = OffloadConfig(learning_rate=1e-3, placement=Placement(weights="ram"))
+    with OffloadEngine(TinyLM(), config, device="cpu") as engine:
+        batches = tokens(2)
+        train(engine, batches[:1])
+        engine._placed.take_busy()
+        with torch.no_grad():
+            engine(batches[1])
+        assert [busy.seconds() for _, busy in engine._placed.take_busy()] == [0.0] * 4
+
+
+def test_gradients_that_accumulate_in_ram_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offloadkit.optim import cpu
+
+    real = cpu.accumulate
+    monkeypatch.setattr(cpu, "accumulate", lambda *args, **kwargs: (time.sleep(PAUSE), real(*args, **kwargs)))
+    last = records(2, gradient_accumulation=2)[-1].seconds
+    assert PAUSE < last["backward_wait"] < last["backward"]
+
+
+def test_pairs_that_are_past_are_folded_and_memory_stays_small() -> None:
+    busy, stream = BusyTime(), CopyStream(torch.device("cpu"))
+    for _ in range(1000):
+        began = stream.record(timing=True)
+        began._seconds -= 0.5
+        busy.add(began, stream.record(timing=True))
+    assert len(busy._pairs) < 256
+    assert busy.seconds() == pytest.approx(500, rel=1e-3)
+    assert busy.done()
+
+
+def test_outside_of_forward_and_backward_no_wait_is_timed() -> None:
+    waits = Waits(torch.device("cpu"))
+    with waits.blocking():
+        pass
+    assert waits.take() == {}
+    with waits.during("forward"), waits.blocking():
+        time.sleep(PAUSE)
+    assert waits.take()["forward_wait"].seconds() >= PAUSE
+    assert waits.take() == {}
+
+
+def test_an_event_that_is_past_is_waited_for_without_marks() -> None:
+    waits = Waits(torch.device("cpu"))
+    with waits.during("backward"):
+        waits.delay(Event(None))
+    assert waits.take() == {}
