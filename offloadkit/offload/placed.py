@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offloadkit.config import OffloadConfig
+from offloadkit.hardware import trim_heap
 from offloadkit.offload import host_memory
 from offloadkit.offload.activations import OffloadedInputs, checkpoint_activations
 from offloadkit.offload.disk import DiskStates, Region, StateFile
@@ -120,6 +121,7 @@ class PlacedModel:
                 seed=self._seed,
             )
             state.take_parameters(self._materialise)
+            trim_heap()  # else holes of the size of matrices stay, which the next layer's do not fit into
             states.append(state)
             self._ram_watch.check()
         if self._device.type == "cuda":

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import dlpack
 
 from offloadkit.errors import EngineStateError
+from offloadkit.hardware import trim_heap
 from offloadkit.offload.layers import DTYPES, FlatLayer, Slot, stays_fp32
 from offloadkit.offload.streams import Event
 from offloadkit.offload.waits import Waits
@@ -294,6 +295,7 @@ def move_rest(
                 materialise([parameter])
             wanted = None if not parameter.dtype.is_floating_point else torch.float32 if parameter in in_fp32 else dtype
             parameter.data = parameter.data.to(device, wanted)
+            trim_heap()
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

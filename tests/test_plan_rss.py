@@ -1,0 +1,58 @@
+"""Peak resident RAM of whole processes, beside what the plan says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import rss
+
+ROOT = Path(__file__).parent.parent
+MIB = 1 << 20
+DRAWN_IN_THE_HEAP = """
+import json, torch
+from torch import nn
+from offloadkit import hardware
+from offloadkit.config import OffloadConfig
+from offloadkit.engine import OffloadEngine
+from offloadkit.hf.weight_files import become
+
+with torch.device("meta"):
+    block = lambda: nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)])
+    model = nn.Sequential(*[block() for _ in range(12)])
+for layers in model:
+    layers.forward(torch.empty(1, 1024, device="meta"))
+
+def draw(parameters):
+    for parameter in parameters:
+        become(parameter, torch.ones(parameter.shape).clone())
+
+before = hardware.process_ram_bytes()
+engine = OffloadEngine(model, OffloadConfig(precision="tiny"), device="cpu", materialise=draw)
+grown = hardware.process_peak_ram_bytes() - before
+planned = sum(engine.plan.total_bytes(tier) for tier in ("ram", "vram"))
+print(json.dumps([grown, planned]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and trims glibc's heap")
+def test_loading_leaves_no_holes_in_the_heap() -> None:
+    """192 MiB of matrices of 4 MiB, drawn in the heap: without trimming, the larger part of them stays resident."""
+    done = subprocess.run(
+        [sys.executable, "-c", DRAWN_IN_THE_HEAP], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    grown, planned = json.loads(done.stdout)
+    assert 0.8 * planned < grown < planned + 48 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and trims glibc's heap")
+def test_a_run_takes_the_ram_that_its_plan_says(tmp_path: Path) -> None:
+    """The committed table has it for half a billion parameters, within 5 %; these are 0.14 billion."""
+    row = rss.measure("small", tmp_path)
+    assert row["num_parameters"] > 130e6
+    assert row["off"] == row["planned_bytes"] / row["peak_ram_bytes"] - 1
+    assert abs(row["off"]) < 0.08, row
