@@ -154,8 +154,8 @@ def compare_precisions(rows: Sequence[Row]) -> list[Row]:
     """For each task and precision the mean held-out loss, and how far it lies from that of `exact`.
 
     `difference_in_sds` and `train_difference_in_sds` count in standard deviations (of a sample, over the seeds) of
-    `exact`; a positive one is a higher loss. `paired_difference` is the mean, with its standard error, of the
-    differences between trainings that share a seed.
+    `exact`; a positive one is a higher loss. `paired_difference` is the mean difference between trainings that share a
+    seed, `paired_error` its standard error: they see smaller effects, for a seed moves both losses alike.
     """
     summaries = []
     for task in dict.fromkeys(row["task"] for row in rows):
@@ -192,7 +192,8 @@ def _distance(runs: Sequence[Row], reference: Sequence[Row]) -> Row:
         "difference_in_sds": difference,
         "train_mean": fmean(train),
         "train_difference_in_sds": (fmean(train) - fmean(exact_train)) / stdev(exact_train),
-        "paired_difference": [fmean(pairs), stdev(pairs) / math.sqrt(len(pairs))],
+        "paired_difference": fmean(pairs),
+        "paired_error": stdev(pairs) / math.sqrt(len(pairs)),
         "exact_match": fmean(matches) if matches else None,
         "verdict": "within" if within else "lower" if difference < 0 else "NOT within",
     }
@@ -226,6 +227,8 @@ COLUMNS = {
         "mean": ".5f",
         "exact_sd": ".5f",
         "difference_in_sds": "+.2f",
+        "paired_difference": "+.5f",
+        "paired_error": ".5f",
         "train_mean": ".5f",
         "train_difference_in_sds": "+.2f",
         "exact_match": ".3f",
