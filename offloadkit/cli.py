@@ -141,6 +141,9 @@ def train(
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights.")] = False,
     seed: Annotated[int, typer.Option(help="Of the order, dropout and random weights.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
+    retry_leaner: Annotated[
+        bool, typer.Option("--retry-leaner", help="Go on with less in VRAM, once, where the GPU's memory is full.")
+    ] = False,
 ) -> None:
     """Train MODEL on DATASET with the optimizer in host RAM."""
     from offloadkit.finetune import finetune
@@ -160,6 +163,7 @@ def train(
         init="random" if random_weights else "pretrained",
         seed=seed,
         resume=resume,
+        retry_leaner=retry_leaner,
         **wishes,
     )
     typer.echo(result)

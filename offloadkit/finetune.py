@@ -16,6 +16,9 @@ What the arguments of `finetune` take:
 - `learning_rate`: None takes `LEARNING_RATES`; it rises over the first 5 % of the steps and falls linearly to 0.
 - `init`: "random" starts from random weights.
 - `max_input_length`, `max_target_length`: in tokens; None is 512 (causal: 1024), and 128 for targets.
+- `retry_leaner`: where the GPU's memory is full, say so, write a checkpoint of the last finished step and, once, go on
+  from it by a plan with less in VRAM; the weights come out as if there had been room. (The loss and seconds that are
+  handed back are then those since the checkpoint, as with `resume`.)
 - `resume`: go on from the newest complete checkpoint in `output_dir`; one is written after each epoch.
 - `precision` of the optimizer states, `vram` and `ram` that may be used ("8GiB"; None: what is free): they go before
   those of `offload`, which says what `TrainingArguments` do not say.
@@ -28,10 +31,9 @@ says otherwise: `bf16=False` on a GPU with bf16, and `fp16=False` on one without
 
 from __future__ import annotations
 
-import difflib
 import os
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,15 +43,14 @@ from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.bars import bars_where_live
-from offloadkit.hf.data import PreparedData, load_dataset_like, prepare, with_decoder_inputs
+from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
 from offloadkit.hf.evaluation import Sample, predict, share_correct
 from offloadkit.hf.folders import check_same_model, newest_checkpoint, put_in_place, writable
-from offloadkit.hf.models import build_model, check_kind, load_config, load_model, load_tokenizer
-from offloadkit.hf.weight_files import Materialise
-from offloadkit.offload.layers import flat_layers
+from offloadkit.hf.models import check_kind, load_config, load_tokenizer
 from offloadkit.plan import Dtype, Plan
-from offloadkit.planning import auto_batch_size, check_fits, check_rows, default_dtype, plan, with_wishes
+from offloadkit.planning import auto_batch_size, check_rows, default_dtype, with_wishes
 from offloadkit.telemetry import StepRecord
+from offloadkit.training import TrainingRun, checked_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainingArguments
@@ -63,12 +64,6 @@ NUM_PREDICTED = 256
 """Rows of the evaluation set, from its beginning, that exact match or accuracy is taken over."""
 
 _NUM_SHOWN = 5
-_OWN_NAMES = {
-    "num_train_epochs": "epochs",
-    "per_device_train_batch_size": "batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation",
-}
-"""Arguments of `TrainingArguments` that `finetune` has under a name of its own."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,6 +119,7 @@ def finetune(
     max_target_length: int | None = None,
     seed: int = 0,
     resume: bool = False,
+    retry_leaner: bool = False,
     offload: OffloadConfig | None = None,
     **training_arguments: Any,
 ) -> FinetuneResult:
@@ -134,9 +130,11 @@ def finetune(
         OutputError: `output_dir` cannot be written; found out before anything is loaded.
         DataError, ModelError, ModelNotFoundError, ModelAccessError: the dataset or the model will not do.
         DoesNotFitError: what the plan needs is not there; found out before anything is loaded.
+        OutOfVramError: the GPU's memory is full, with `retry_leaner` for the second time.
         NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
     """
-    _check(batch_size, epochs, max_steps, gradient_accumulation, learning_rate, init, seed, resume)
+    _check(batch_size, epochs, max_steps, gradient_accumulation, learning_rate, init, seed)
+    _check_switches(resume=resume, retry_leaner=retry_leaner)
     dtype = _working_dtype(offload, training_arguments)
     offload = with_wishes(offload, vram=vram, ram=ram, precision=precision, working_dtype=dtype)
     output = writable(output_dir)
@@ -151,27 +149,28 @@ def finetune(
         "seed": seed,
     }
     args = _training_arguments(own, training_arguments, dtype, eval_dataset is not None)
-    sizes = _checked_plan(model, args, offload, lengths)
+    sizes = checked_plan(model, args, offload, lengths)
 
     config = load_config(model, init=init) if isinstance(model, str | os.PathLike) else model.config
     words = load_tokenizer(model, tokenizer)
     data, evaluation = _prepare(train_dataset, eval_dataset, words, config, lengths)
     checkpoint = _checkpoint(output, config) if resume else None
-    trained, materialise = _load(model, data, init, seed, checkpoint, _loading_device(sizes, args))
-    sizes = _plan_of(trained, sizes, args, offload, lengths)
-    trainer = _trainer(trained, materialise, sizes, args, offload, words, data, evaluation)
+    run = TrainingRun(model, init, args, offload, lengths, words, data, evaluation)
+    trainer, sizes, metrics = run.train(sizes, checkpoint, retry_leaner=retry_leaner)
     with closing(trainer):  # whatever happens, the engine's memory is given back
-        metrics, steps = _train(trainer, checkpoint)
-        samples = _evaluate(trainer, words, evaluation, metrics)
-        _save(trained, words, output / "model")
-    return FinetuneResult(trained, words, sizes, metrics, trainer.state.log_history, samples, steps, output)
+        return _result(trainer, sizes, metrics, words, evaluation, output)
+
+
+def _check_switches(**switches: Any) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True or False, got {value!r}")
 
 
 def _check(
-    batch_size: Any, epochs: Any, max_steps: Any, accumulation: Any, learning_rate: Any, init: Any, *switches: Any
+    batch_size: Any, epochs: Any, max_steps: Any, accumulation: Any, learning_rate: Any, init: Any, seed: Any
 ) -> None:
     """Raise `ConfigError` for the first option without a meaning."""
-    _check_switches(*switches)
     for name, value in (("batch_size", batch_size), ("max_steps", max_steps), ("gradient_accumulation", accumulation)):
         left_out = value == {"batch_size": "auto"}.get(name)
         if not left_out and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -181,13 +180,8 @@ def _check(
             raise ConfigError(f"{name} must be a positive number, got {value!r}")
     if init not in LEARNING_RATES:
         raise ConfigError(f"init must be 'pretrained' or 'random', got {init!r}")
-
-
-def _check_switches(seed: Any, resume: Any) -> None:
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {seed!r}")
-    if not isinstance(resume, bool):
-        raise ConfigError(f"resume must be True (go on from output_dir's newest checkpoint) or False, got {resume!r}")
 
 
 def _device(given: dict[str, Any]) -> torch.device:
@@ -209,38 +203,9 @@ def _working_dtype(offload: OffloadConfig | None, given: dict[str, Any]) -> Dtyp
 def _training_arguments(
     own: dict[str, Any], given: dict[str, Any], dtype: Dtype, evaluates: bool
 ) -> Seq2SeqTrainingArguments:
-    """The Trainer's arguments.
+    from offloadkit.hf.training_arguments import arguments_of_finetune
 
-    Raises:
-        ConfigError: an unknown argument, one under another name than `finetune` has for it, or a value that
-            transformers refuses.
-    """
-    from transformers import Seq2SeqTrainingArguments
-
-    known = [field.name for field in fields(Seq2SeqTrainingArguments) if field.init]
-    for name in given:
-        if name in _OWN_NAMES:
-            raise ConfigError(f"finetune has no {name}: pass {_OWN_NAMES[name]}=")
-        if name not in known:
-            near = difflib.get_close_matches(name, [*known, *_OWN_NAMES.values()], 1)
-            raise ConfigError(f"no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    defaults = {
-        "bf16": dtype == "bf16",
-        "fp16": dtype == "fp16",
-        "dataloader_pin_memory": hardware.default_device().type == "cuda",
-        "warmup_steps": 0.05,
-        "logging_steps": 0.05,
-        "eval_strategy": "epoch" if evaluates else "no",
-        "per_device_eval_batch_size": own["per_device_train_batch_size"],
-        "prediction_loss_only": True,
-        "save_strategy": "epoch",
-        "save_total_limit": 1,
-        "report_to": "none",
-    }
-    try:
-        return Seq2SeqTrainingArguments(**(defaults | own | given))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"transformers refuses these training arguments: {error}") from error
+    return arguments_of_finetune(own, given, dtype, evaluates)
 
 
 def _rows(
@@ -252,31 +217,6 @@ def _rows(
     if batch_size != "auto":
         return batch_size
     return auto_batch_size(model, **lengths, offload=offload, device=_device(given))
-
-
-def _checked_plan(
-    model: str | os.PathLike[str] | PreTrainedModel,
-    args: Seq2SeqTrainingArguments,
-    offload: OffloadConfig,
-    lengths: dict[str, Any],
-) -> Plan:
-    """The plan, printed; raises `DoesNotFitError` where it does not fit."""
-    from offloadkit.hf.training_arguments import engine_config
-
-    batch_size = args.per_device_train_batch_size
-    sizes = plan(model, batch_size=batch_size, **lengths, offload=engine_config(offload, args), device=args.device)
-    print(sizes, flush=True)
-    check_fits(sizes)
-    return sizes
-
-
-def _plan_of(
-    model: PreTrainedModel, sizes: Plan, args: Seq2SeqTrainingArguments, offload: OffloadConfig, lengths: dict[str, Any]
-) -> Plan:
-    """`sizes`, or a new plan where the rows made it another model: one with a head of as many classes as they have."""
-    if sizes.layers == tuple(layer.shape() for layer in flat_layers(model, offload)):
-        return sizes
-    return _checked_plan(model, args, offload, lengths)
 
 
 def _prepare(
@@ -292,14 +232,6 @@ def _prepare(
         raise DataError(f"eval_dataset: {error}") from error
 
 
-def _loading_device(sizes: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
-    """Where a model that was handed over waits for the engine: on the GPU where it, fp32 at most, fits beside what the
-    plan puts there; else in RAM, from where the engine takes its weights one by one."""
-    free = hardware.vram_bytes(args.device)[0]
-    fits = 4 * sizes.num_parameters + sizes.total_bytes("vram") < 0.9 * free
-    return args.device if fits else torch.device("cpu")
-
-
 def _checkpoint(output: Path, config: Any) -> Path:
     """The newest checkpoint, of this very model."""
     checkpoint = newest_checkpoint(output)
@@ -308,55 +240,20 @@ def _checkpoint(output: Path, config: Any) -> Path:
     return checkpoint
 
 
-def _load(
-    model: Any, data: PreparedData, init: str, seed: int, checkpoint: Path | None, device: torch.device
-) -> tuple[PreTrainedModel, Materialise | None]:
-    """The model, and what reads or draws its weights once the engine has a place for them: those of `checkpoint` where
-    there is one. A model that was handed over comes back on `device`, as it is."""
-    from transformers import set_seed
-
-    set_seed(seed)
-    if not isinstance(model, str | os.PathLike):
-        return load_model(model, task=data.task, id2label=data.id2label, device=device), None
-    if checkpoint is not None:
-        model, init = checkpoint, "pretrained"
-    return build_model(model, task=data.task, init=init, id2label=data.id2label)
-
-
-def _trainer(
-    model: PreTrainedModel,
-    materialise: Materialise | None,
+def _result(
+    trainer: OffloadSeq2SeqTrainer,
     sizes: Plan,
-    args: Seq2SeqTrainingArguments,
-    offload: OffloadConfig,
-    tokenizer: Any,
-    data: PreparedData,
+    metrics: dict[str, float],
+    tokenizer: PreTrainedTokenizerBase,
     evaluation: PreparedData | None,
-) -> OffloadSeq2SeqTrainer:
-    from offloadkit.hf.progress import show_progress
-    from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
-
-    smooths = args.label_smoothing_factor and data.task == "seq2seq"
-    trainer = OffloadSeq2SeqTrainer(
-        model=model,
-        materialise=materialise,
-        plan=sizes,
-        args=args,
-        offload=offload,
-        train_dataset=data.dataset,
-        eval_dataset=None if evaluation is None else evaluation.dataset,
-        data_collator=with_decoder_inputs(data.collator, model) if smooths else data.collator,
-        processing_class=tokenizer,
-    )
-    show_progress(trainer)
-    return trainer
-
-
-def _train(trainer: OffloadSeq2SeqTrainer, checkpoint: Path | None) -> tuple[dict[str, float], list[StepRecord]]:
-    output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    return {"train_loss": output.training_loss, "train_seconds": output.metrics["train_runtime"]}, list(
-        trainer.telemetry.records
-    )
+    output: Path,
+) -> FinetuneResult:
+    """Evaluate what was trained, and save it."""
+    trained: Any = trainer.model
+    samples = _evaluate(trainer, tokenizer, evaluation, metrics)
+    _save(trained, tokenizer, output / "model")
+    steps = list(trainer.telemetry.records)
+    return FinetuneResult(trained, tokenizer, sizes, metrics, trainer.state.log_history, samples, steps, output)
 
 
 def _evaluate(

@@ -23,7 +23,7 @@ ROWS = [
     {"measuring"},
     {"engine"},
     {"checkpoint", "hf"},
-    {"planning", "finetune"},
+    {"planning", "training", "finetune"},
     {"demo", "compare", "doctor"},
     {"cli"},
 ]

@@ -190,7 +190,7 @@ def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
     monkeypatch.setattr(hardware, "default_device", lambda: device)
     monkeypatch.setattr(hardware, "supports_bf16", lambda device: gpu == "H200" or device.type == "cpu")
     monkeypatch.setattr(module, "auto_batch_size", auto_batch_size)
-    monkeypatch.setattr(module, "_checked_plan", plan)
+    monkeypatch.setattr(module, "checked_plan", plan)
     monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
     with pytest.raises(KeyboardInterrupt):
         finetune(t5(), PAIRS, **({"batch_size": "auto", "use_cpu": False} | options))

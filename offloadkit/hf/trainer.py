@@ -29,6 +29,7 @@ from offloadkit.hf.chunked_loss import compute_loss_in_chunks
 from offloadkit.hf.folders import written_to
 from offloadkit.hf.targets import num_targets, on_device, with_a_target
 from offloadkit.hf.training_arguments import check_arguments, engine_config, left_to_the_engine
+from offloadkit.offload.shortage import explained_shortage
 from offloadkit.offload.states import Materialise
 from offloadkit.plan import Plan
 from offloadkit.telemetry import Telemetry
@@ -198,7 +199,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             num_items = num_targets(self.model, inputs)
         share = self._target_share
         self.current_gradient_accumulation_steps = 1
-        loss: torch.Tensor = super().training_step(model, inputs, on_device(num_items, self.args.device))
+        with explained_shortage(self.engine.plan, self.engine.device):  # of a compute_loss of the user's
+            loss: torch.Tensor = super().training_step(model, inputs, on_device(num_items, self.args.device))
         if not self.accelerator.sync_gradients:
             self.engine.step(boundary=False)
         elif self.lr_scheduler is self._own_scheduler:

@@ -1,23 +1,71 @@
-"""What `transformers.TrainingArguments` mean to the engine: the config they make, and those it cannot work with."""
+"""`transformers.TrainingArguments`: those of `finetune`, the config they make, and what the engine cannot work with."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.utils import logging
 
+from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError
+from offloadkit.plan import Dtype
 
 logger = logging.get_logger(__name__)
 
 _OPTIMS = ("adamw_torch", "adamw_torch_fused")
+_OWN_NAMES = {
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation",
+}
+"""Arguments of `TrainingArguments` that `finetune` has under a name of its own."""
 _RECOMPUTATION = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
 """Keys of gradient_checkpointing_kwargs, and the one value that the engine can follow."""
+
+
+def arguments_of_finetune(
+    own: dict[str, Any], given: dict[str, Any], dtype: Dtype, evaluates: bool
+) -> Seq2SeqTrainingArguments:
+    """The Trainer's arguments: `finetune`'s defaults, its `own` arguments, and what else was `given`.
+
+    Args:
+        dtype: of the working weights.
+        evaluates: whether there is an evaluation set.
+
+    Raises:
+        ConfigError: an unknown argument, one under another name than `finetune` has for it, or a value that
+            transformers refuses.
+    """
+    known = [field.name for field in fields(Seq2SeqTrainingArguments) if field.init]
+    for name in given:
+        if name in _OWN_NAMES:
+            raise ConfigError(f"finetune has no {name}: pass {_OWN_NAMES[name]}=")
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, *_OWN_NAMES.values()], 1)
+            raise ConfigError(f"no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    defaults = {
+        "bf16": dtype == "bf16",
+        "fp16": dtype == "fp16",
+        "dataloader_pin_memory": hardware.default_device().type == "cuda",
+        "warmup_steps": 0.05,
+        "logging_steps": 0.05,
+        "eval_strategy": "epoch" if evaluates else "no",
+        "per_device_eval_batch_size": own["per_device_train_batch_size"],
+        "prediction_loss_only": True,
+        "save_strategy": "epoch",
+        "save_total_limit": 1,
+        "report_to": "none",
+    }
+    try:
+        return Seq2SeqTrainingArguments(**(defaults | own | given))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"transformers refuses these training arguments: {error}") from error
 
 
 def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadConfig:

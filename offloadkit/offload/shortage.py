@@ -24,6 +24,19 @@ def explained_shortage(plan: Plan, device: torch.device) -> Iterator[None]:
         raise OutOfVramError(_explain(plan, device)) from error
 
 
+def leaner_budget(plan: Plan, device: torch.device) -> int:
+    """Bytes of VRAM for another plan of a run that `plan` was too small for.
+
+    It is an eighth below what was planned, or below what there was to be had if that is less; and below what was
+    planned by twice as much as was used beyond it, since what did not fit any more was not even counted.
+    """
+    planned = plan.total_bytes("vram")
+    used = planned
+    if device.type == "cuda":
+        used = hardware.vram_context_bytes(device) + torch.cuda.max_memory_reserved(device)
+    return max(1, min(planned, used) - max(planned // 8, 2 * (used - planned)))
+
+
 def _explain(plan: Plan, device: torch.device) -> str:
     planned = plan.tiers["vram"]
     parts = ", ".join(f"{category} {format_bytes(size)}" for category, size in planned.items() if size)

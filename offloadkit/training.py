@@ -1,0 +1,170 @@
+"""One training, as often as it is tried: by its plan, and once more by a leaner one where the GPU's memory was full."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offloadkit import hardware
+from offloadkit.config import OffloadConfig
+from offloadkit.errors import OutOfVramError
+from offloadkit.hf.data import PreparedData, with_decoder_inputs
+from offloadkit.hf.models import build_model, load_model
+from offloadkit.hf.weight_files import Materialise
+from offloadkit.offload.layers import flat_layers
+from offloadkit.offload.shortage import leaner_budget
+from offloadkit.plan import Plan, format_bytes
+from offloadkit.planning import check_fits, plan
+from offloadkit.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Seq2SeqTrainingArguments
+
+    from offloadkit.hf.stop_point import StopPoint
+    from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
+
+_ONCE_MORE = ", or pass retry_leaner=True, which goes on from the last finished step by a leaner plan, once"
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What every attempt at a training has in common."""
+
+    model: Any
+    init: str
+    args: Seq2SeqTrainingArguments
+    offload: OffloadConfig
+    lengths: dict[str, Any]
+    tokenizer: Any
+    data: PreparedData
+    evaluation: PreparedData | None
+
+    def train(
+        self, sizes: Plan, checkpoint: Path | None, *, retry_leaner: bool
+    ) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
+        """A trainer that has trained, the plan that it did so by, and its metrics.
+
+        Raises:
+            OutOfVramError: the GPU's memory is full, and a leaner plan was not wished, is not there, or was not enough.
+        """
+        from offloadkit.hf.stop_point import StopPoint
+
+        telemetry, full, tried = Telemetry(), "", ""
+        while True:
+            model, materialise = self._load(checkpoint, _loading_device(sizes, self.args))
+            if full:
+                sizes, tried = self._leaner(model, sizes, full, checkpoint)
+            elif sizes.layers != tuple(layer.shape() for layer in flat_layers(model, self.offload)):
+                # The rows made it another model: one with a head of as many classes as they have.
+                sizes = checked_plan(model, self.args, self.offload, self.lengths)
+            trainer, stop_point = self._trainer(model, materialise, sizes, telemetry), StopPoint()
+            trainer.add_callback(stop_point)
+            with ExitStack() as opened:
+                opened.enter_context(closing(trainer))
+                try:
+                    output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+                    opened.pop_all()
+                    seconds = output.metrics["train_runtime"]
+                    return trainer, sizes, {"train_loss": output.training_loss, "train_seconds": seconds}
+                except OutOfVramError as error:
+                    if full or not retry_leaner:
+                        raise OutOfVramError(f"{error}{tried or _ONCE_MORE}") from error
+                    full = str(error)
+                # Only here, where the error is gone and holds no activations any more, the GPU has room again.
+                checkpoint = self._to_go_on_from(trainer, stop_point, checkpoint)
+            del trainer, model, materialise
+            gc.collect()
+
+    def _to_go_on_from(self, trainer: Any, stop_point: StopPoint, began_from: Path | None) -> Path | None:
+        """A checkpoint of the last finished step; None: from the beginning."""
+        again = began_from is not None or isinstance(self.model, str | os.PathLike)
+        if again and not stop_point.any_step_finished(trainer):
+            return began_from
+        return stop_point.save(trainer)  # of a model that was handed over, the engine has changed the weights already
+
+    def _leaner(self, model: Any, sizes: Plan, full: str, checkpoint: Path | None) -> tuple[Plan, str]:
+        """A plan with less in VRAM than `sizes`, which was too much as `full` says; and what that tries, in words."""
+        budget = leaner_budget(sizes, self.args.device)
+        leaner = _plan(model, self.args, replace(self.offload, vram=budget), self.lengths)
+        resume = "" if checkpoint is None else f"; resume=True goes on from {checkpoint}"
+        before, after = (made.total_bytes("vram") for made in (sizes, leaner))
+        if not leaner.fits or after >= before:
+            why = "it would take as much" if leaner.fits else leaner.explain().splitlines()[0]
+            raise OutOfVramError(
+                f"{full}. retry_leaner found no plan for {format_bytes(budget)} of VRAM that changes no number: "
+                f"{why}{resume}"
+            )
+        warnings.warn(f"{full}. Training goes on by a leaner plan", RuntimeWarning, stacklevel=5)
+        print(leaner, flush=True)
+        sizes_tried = f"the first was planned with {format_bytes(before)} of VRAM, this one with {format_bytes(after)}"
+        return leaner, f". This was the second attempt: {sizes_tried}{resume}"
+
+    def _trainer(
+        self, model: PreTrainedModel, materialise: Materialise | None, sizes: Plan, telemetry: Telemetry
+    ) -> OffloadSeq2SeqTrainer:
+        from offloadkit.hf.progress import show_progress
+        from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
+
+        smooths = self.args.label_smoothing_factor and self.data.task == "seq2seq"
+        trainer = OffloadSeq2SeqTrainer(
+            model=model,
+            materialise=materialise,
+            plan=sizes,
+            args=self.args,
+            offload=self.offload,
+            telemetry=telemetry,
+            train_dataset=self.data.dataset,
+            eval_dataset=None if self.evaluation is None else self.evaluation.dataset,
+            data_collator=with_decoder_inputs(self.data.collator, model) if smooths else self.data.collator,
+            processing_class=self.tokenizer,
+        )
+        show_progress(trainer)
+        return trainer
+
+    def _load(self, checkpoint: Path | None, device: torch.device) -> tuple[PreTrainedModel, Materialise | None]:
+        """The model, and what reads or draws its weights once the engine has a place for them: those of `checkpoint`
+        where there is one. A model that was handed over comes back on `device`, as it is."""
+        from transformers import set_seed
+
+        set_seed(self.args.seed)
+        task, id2label = self.data.task, self.data.id2label
+        if not isinstance(self.model, str | os.PathLike):
+            return load_model(self.model, task=task, id2label=id2label, device=device), None
+        if checkpoint is not None:
+            return build_model(checkpoint, task=task, init="pretrained", id2label=id2label)
+        return build_model(self.model, task=task, init=self.init, id2label=id2label)
+
+
+def _plan(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    args: Seq2SeqTrainingArguments,
+    offload: OffloadConfig,
+    lengths: dict[str, Any],
+) -> Plan:
+    from offloadkit.hf.training_arguments import engine_config
+
+    batch_size = args.per_device_train_batch_size
+    return plan(model, batch_size=batch_size, **lengths, offload=engine_config(offload, args), device=args.device)
+
+
+def checked_plan(model: Any, args: Seq2SeqTrainingArguments, offload: OffloadConfig, lengths: dict[str, Any]) -> Plan:
+    """The plan, printed; raises `DoesNotFitError` where it does not fit."""
+    sizes = _plan(model, args, offload, lengths)
+    print(sizes, flush=True)
+    check_fits(sizes)
+    return sizes
+
+
+def _loading_device(sizes: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
+    """Where a model that was handed over waits for the engine: on the GPU where it, fp32 at most, fits beside what the
+    plan puts there; else in RAM, from where the engine takes its weights one by one."""
+    free = hardware.vram_bytes(args.device)[0]
+    fits = 4 * sizes.num_parameters + sizes.total_bytes("vram") < 0.9 * free
+    return args.device if fits else torch.device("cpu")
