@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -143,3 +144,34 @@ def test_placements_change_no_number_at_other_precisions(precision: str, dtype: 
         Placement("ram", activations="offload"),
     ):
         assert_equal(expected, trained("t5", device, 20, placement, 1, dtype, precision), placement)
+
+
+def test_offloaded_inputs_are_let_go() -> None:
+    model, inputs = tiny("llama"), []
+    for block in model.model.layers:
+        block.register_forward_pre_hook(lambda block, args: inputs.append(weakref.ref(args[0])))
+    engine = OffloadEngine(model, OffloadConfig(placement=Placement(activations="offload")), device="cpu")
+    loss = engine(**batches("llama", 1, "cpu")[0]).loss
+    assert [reference() for reference in inputs] == [None] * 4
+    engine.backward(loss)
+    engine.close()
+
+
+@pytest.mark.gpu
+def test_offloaded_inputs_leave_vram() -> None:
+    alive = {}
+    for how in ("checkpoint", "offload"):
+        model = TinyLM(width=256, hidden=512, depth=12).cuda()
+        engine = OffloadEngine(model, OffloadConfig(placement=Placement(activations=how)), device="cuda")  # type: ignore[arg-type]
+        ids = torch.randint(1, 60, (64, 512), device="cuda")
+        engine.backward(engine(ids))
+        engine.step()
+        engine.synchronize()
+        before = torch.cuda.memory_allocated()
+        loss = engine(ids)
+        torch.cuda.synchronize()
+        alive[how] = torch.cuda.memory_allocated() - before
+        engine.backward(loss)
+        engine.close()
+    one_input = 64 * 512 * 256 * 4
+    assert alive["checkpoint"] - alive["offload"] >= 10 * one_input

@@ -108,11 +108,10 @@ class OffloadedInputs:
         self, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """As `_checkpoint`, with the first argument in RAM until backward."""
-        hidden = args[0] if args else None
+        hidden = args[0].data_ptr() if args and isinstance(args[0], torch.Tensor) else None  # autograd keeps `pack`
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Handle:
-            same = isinstance(hidden, torch.Tensor) and tensor.data_ptr() == hidden.data_ptr()
-            return self._send(tensor) if same and tensor.is_floating_point() else tensor
+            return self._send(tensor) if tensor.data_ptr() == hidden and tensor.is_floating_point() else tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._bring_back):
             return _checkpoint(weights, forward, *args, **kwargs)
