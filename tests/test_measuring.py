@@ -17,6 +17,7 @@ import torch
 from offloadkit import hardware, measuring
 from offloadkit.errors import OffloadkitError, OutputError
 from offloadkit.measuring import disk, rates
+from offloadkit.offload import disk as offload_disk
 from offloadkit.optim import cpu
 
 CPU = torch.device("cpu")
@@ -202,7 +203,7 @@ def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: py
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("tempfile.NamedTemporaryFile", refuse)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     with pytest.raises(OutputError, match=r"cannot write to .*: Permission denied"):
         disk.disk_rates(tmp_path)
 
@@ -215,7 +216,7 @@ def test_a_full_disk_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_disk_without_direct_access_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[int] = []
-    monkeypatch.setattr(disk, "_DIRECT", 0)
+    monkeypatch.setattr(offload_disk, "_without_page_cache", lambda _: False)
     monkeypatch.setattr("os.fsync", flushed.append)
     measured = disk.disk_rates(tmp_path)
     assert len(flushed) >= 2

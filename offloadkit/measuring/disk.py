@@ -5,20 +5,19 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from offloadkit.errors import OutputError
+from offloadkit.offload.disk import unnamed_file
 
 _PIECE_BYTES = 4 << 20
 _NUM_PIECES = 16
 _NUM_THREADS = 4
 _MAX_SECONDS = 0.15
 """Of each of the three passes."""
-_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def disk_rates(folder: Path) -> dict[str, float]:
@@ -34,7 +33,7 @@ def disk_rates(folder: Path) -> dict[str, float]:
     if num_pieces == 0:
         raise OutputError(f"{folder} has {free >> 20} MiB free: at least {_PIECE_BYTES >> 19} are needed to measure it")
     try:
-        file, direct = _new_file(folder)
+        file, direct = unnamed_file(folder, num_pieces * _PIECE_BYTES)
     except OSError as error:
         raise OutputError(f"cannot write to {folder}: {error.strerror}; name a folder that can be written") from error
     buffer = mmap.mmap(-1, _PIECE_BYTES)  # page-aligned, as O_DIRECT wants it
@@ -63,15 +62,6 @@ def disk_rates(folder: Path) -> dict[str, float]:
     finally:
         os.close(file)
         buffer.close()
-
-
-def _new_file(folder: Path) -> tuple[int, bool]:
-    """A file that is gone when it is closed, and whether it passes by the page cache."""
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".offloadkit-") as file:
-        try:
-            return os.open(file.name, os.O_RDWR | _DIRECT), bool(_DIRECT)
-        except OSError:  # a file system without O_DIRECT
-            return os.open(file.name, os.O_RDWR), False
 
 
 def _pass(pool: ThreadPoolExecutor, work: Callable[[int], None], num_pieces: int) -> tuple[int, float]:

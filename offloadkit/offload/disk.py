@@ -66,8 +66,7 @@ class StateFile:
             self._starts.append(total)
             total += _whole_pages(size)
         self._sizes = list(sizes)
-        self._file = _open(Path(folder), total)
-        self.direct = _without_page_cache(self._file)
+        self._file, self.direct = _file_for_states(Path(folder), max(total, _PAGE))
         self._closing = weakref.finalize(self, os.close, self._file)
         self._mapping = mmap.mmap(self._file, max(total, _PAGE))
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "offloadkit-disk")
@@ -196,8 +195,19 @@ def _finish(jobs: list[Future[None]]) -> None:
     jobs.clear()
 
 
-def _open(folder: Path, num_bytes: int) -> int:
-    """A file without a name, its space reserved."""
+def unnamed_file(folder: Path, num_bytes: int) -> tuple[int, bool]:
+    """A file of `num_bytes`, all reserved, that is gone when it is closed; and whether it passes by the page cache.
+
+    Raises:
+        OSError: the folder cannot be written, or has no room.
+    """
+    with tempfile.TemporaryFile(prefix="offloadkit-", dir=folder, buffering=0) as unnamed:
+        os.posix_fallocate(unnamed.fileno(), 0, num_bytes)
+        file = os.dup(unnamed.fileno())
+    return file, _without_page_cache(file)
+
+
+def _file_for_states(folder: Path, num_bytes: int) -> tuple[int, bool]:
     kind = _file_system(folder)
     if kind in NETWORK_FILE_SYSTEMS:
         raise OutputError(
@@ -206,18 +216,14 @@ def _open(folder: Path, num_bytes: int) -> int:
         )
     try:
         free = shutil.disk_usage(folder).free
-        if free < num_bytes:
-            raise OutputError(
-                f"the optimizer states need {num_bytes / 2**30:.2f} GiB of disk and {folder} has "
-                f"{free / 2**30:.2f} GiB free: free some, or name another folder: OffloadConfig(disk=...)"
-            )
-        with tempfile.TemporaryFile(prefix="offloadkit-states-", dir=folder, buffering=0) as unnamed:
-            os.posix_fallocate(unnamed.fileno(), 0, max(num_bytes, _PAGE))
-            return os.dup(unnamed.fileno())
+        if free >= num_bytes:
+            return unnamed_file(folder, num_bytes)
     except OSError as error:
-        if isinstance(error, OutputError):
-            raise
         raise OutputError(f"the optimizer states cannot be put on disk in {folder}: {error}") from error
+    raise OutputError(
+        f"the optimizer states need {num_bytes / 2**30:.2f} GiB of disk and {folder} has "
+        f"{free / 2**30:.2f} GiB free: free some, or name another folder: OffloadConfig(disk=...)"
+    )
 
 
 def _file_system(folder: Path) -> str:
