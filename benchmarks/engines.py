@@ -107,6 +107,7 @@ class Planned(_OffloadkitLoop):
             working_dtype=work.dtype,  # type: ignore[arg-type]
             vram=f"{work.vram_budget_gib}GiB",
             ram=f"{work.ram_budget_gib}GiB" if work.ram_budget_gib else None,
+            disk=work.disk or None,
         )
         self.plan = plan(
             self.model,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,14 @@ T5 = {"tokens": 512, "target_tokens": 128}
 CASES: dict[str, dict[str, Any]] = {
     "t5-large-4": {**T5, "model": "t5-large", "batch_size": 8, "vram_budget_gib": 4.0},
     "t5-large-24": {**T5, "model": "t5-large", "batch_size": 8, "vram_budget_gib": 24.0},
-    "t5-large-disk": {**T5, "model": "t5-large", "batch_size": 8, "vram_budget_gib": 6.0, "ram_budget_gib": 8.0},
+    "t5-large-disk": {
+        **T5,
+        "model": "t5-large",
+        "batch_size": 8,
+        "vram_budget_gib": 4.0,
+        "ram_budget_gib": 6.0,
+        "disk": tempfile.gettempdir(),
+    },
     "t5-3b-3": {**T5, "model": "t5-3b", "batch_size": 1, "vram_budget_gib": 3.0},
     "t5-3b-6": {**T5, "model": "t5-3b", "batch_size": 1, "vram_budget_gib": 6.0},
     "t5-3b-6-compact": {
@@ -62,7 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-3b-6": {"model": "llama-3.2-3b", "batch_size": 8, "tokens": 1024, "vram_budget_gib": 6.0},
     "llama-3b-24": {"model": "llama-3.2-3b", "batch_size": 8, "tokens": 1024, "vram_budget_gib": 24.0},
     "t4-t5-large": {**T5, "model": "t5-large", "batch_size": 4, **T4},
-    "t4-t5-3b": {**T5, "model": "t5-3b", "batch_size": 1, **T4},
+    "t4-t5-3b": {**T5, "model": "t5-3b", "batch_size": 1, **T4, "disk": tempfile.gettempdir()},
     "tiny": {"model": "t5-tiny", "batch_size": 2, "tokens": 16, "target_tokens": 8, "vram_budget_gib": 2.0},
     **drawn_cases(seed=0, number=6),
 }

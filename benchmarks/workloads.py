@@ -74,6 +74,8 @@ class Workload:
     VRAM)."""
     ram_budget_gib: float = 0.0
     """RAM that offloadkit may plan with; 0: what is available."""
+    disk: str = ""
+    """Folder for what fits no RAM; "": none."""
     precision: str = "exact"
     dtype: str = "bf16"
     """Of offloadkit's working weights."""

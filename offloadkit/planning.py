@@ -10,6 +10,7 @@ import copy
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -112,7 +113,8 @@ def plan(
     rows = subject.rows(batch_size, max_input_length, max_target_length, machine, config)
     made = plan_of(subject.model, subject.layers, config, work=subject.work(rows), hardware=machine, assumed=assumed)
     if not made.fits and made.basis is not None:
-        made = replace(made, basis=replace(made.basis, smaller=tuple(subject.smaller(rows))))
+        other = None if config.disk or machine.device == "cpu" else with_disk(machine, tempfile.gettempdir())
+        made = replace(made, basis=replace(made.basis, smaller=tuple(subject.smaller(rows)), with_disk=other))
     return made
 
 
@@ -183,16 +185,19 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
         card = replace(ASSUMED_CARD, vram_total_bytes=size, vram_free_bytes=size)
         ram = hardware.ram_available_bytes()
         card = replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram)
-        if config.disk is not None:
-            card = replace(
-                card,
-                disk_folder=config.disk,
-                disk_free_bytes=shutil.disk_usage(config.disk).free,
-                disk_read_bytes_per_second=ASSUMED_DISK,
-                disk_write_bytes_per_second=ASSUMED_DISK,
-            )
-        return card, True
+        return (card if config.disk is None else with_disk(card, config.disk)), True
     return hardware.measure(device, folder=config.disk), False
+
+
+def with_disk(machine: Hardware, folder: str) -> Hardware:
+    """The machine with the disk of `folder`, whose rates are assumed."""
+    return replace(
+        machine,
+        disk_folder=folder,
+        disk_free_bytes=shutil.disk_usage(folder).free,
+        disk_read_bytes_per_second=ASSUMED_DISK,
+        disk_write_bytes_per_second=ASSUMED_DISK,
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,19 @@ import pytest
 from offloadkit.config import Placement
 from offloadkit.hardware import Hardware
 from offloadkit.plan import LayerShape, MicroBatch, Pass
-from offloadkit.plan.seconds import CPU_EFFICIENCY, KERNEL_SECONDS, MATMUL_EFFICIENCY, StepModel, pass_seconds
+from offloadkit.plan.seconds import (
+    BACKWARD_LAUNCHES,
+    CPU_EFFICIENCY,
+    FORWARD_LAUNCHES,
+    KERNEL_SECONDS,
+    LAYER_LAUNCHES,
+    MATMUL_EFFICIENCY,
+    NORM_EFFICIENCY,
+    RECOMPUTED_LAUNCHES,
+    STREAMED_LAUNCHES,
+    StepModel,
+    pass_seconds,
+)
 from tests.plan_machines import H200, shape, stage
 
 N = 10**6
@@ -47,26 +59,53 @@ def test_a_pass_takes_what_its_products_and_its_other_operations_take() -> None:
 def test_many_small_operations_take_as_long_as_starting_them() -> None:
     work = Pass(num_operations=1000)
     assert pass_seconds(work, machine(), "bf16") == pytest.approx(1000 * KERNEL_SECONDS)
-    assert pass_seconds(work, machine(launch_seconds=1e-5), "bf16") == pytest.approx(1000 * 1e-5)
+    step = model(machine(launch_seconds=1e-3), forward=work, backward=replace(work, num_operations=2000))
+    plain = 4 * (FORWARD_LAUNCHES + 2 * BACKWARD_LAUNCHES)
+    started = 4 * LAYER_LAUNCHES / 1000
+    assert step.on_large_gpu() == pytest.approx(plain + started, rel=1e-3)
+    seconds = step.seconds([IN_RAM] * 4)
+    assert seconds.step == pytest.approx(plain + started, rel=1e-3)
+    assert seconds.busy["launches"] == pytest.approx(plain + started, rel=1e-3)
+    recomputed = step.seconds([replace(IN_RAM, activations="checkpoint")] * 4).step
+    assert recomputed == pytest.approx(plain + started + 4 * (sum(RECOMPUTED_LAUNCHES) + FORWARD_LAUNCHES), rel=1e-3)
+    streamed = step.seconds([STREAMED] * 4).step
+    assert streamed == pytest.approx(plain + started + 4 * (STREAMED_LAUNCHES[0] + 2 * STREAMED_LAUNCHES[1]), rel=1e-3)
 
 
-def test_the_cpu_step_reads_and_writes_26_bytes_and_uploads_2() -> None:
-    seconds = model(machine(cpu_adamw_bytes_per_second=28e6 / CPU_EFFICIENCY)).seconds([IN_RAM] * 4)
+def test_python_waits_for_a_layers_update() -> None:
+    """A layer's forward is started when it is stepped, and takes longer to start than to compute."""
+    hardware = machine(cpu_adamw_bytes_per_second=26e6 / CPU_EFFICIENCY["exact"], launch_seconds=1 / FORWARD_LAUNCHES)
+    seconds = model(hardware, forward=Pass(num_operations=1)).seconds([IN_RAM] * 4)
+    assert seconds.update_phase == pytest.approx(4 + 1, rel=1e-3)
+
+
+def test_the_cpu_step_reads_and_writes_26_bytes() -> None:
+    seconds = model(machine(cpu_adamw_bytes_per_second=26e6 / CPU_EFFICIENCY["exact"])).seconds([IN_RAM] * 4)
     assert seconds.busy["CPU step"] == pytest.approx(4, rel=1e-3)
     assert seconds.update_phase == pytest.approx(4, rel=1e-3)
     assert seconds.step == pytest.approx(4, rel=1e-3)
 
 
+def test_the_norm_of_what_was_added_in_ram_is_taken_there_first() -> None:
+    hardware = machine(cpu_adamw_bytes_per_second=4e6)
+    through_ram = model(hardware, accumulation=2).seconds([IN_RAM] * 4)
+    in_vram = model(hardware, accumulation=2).seconds([Placement(gradients="vram")] * 4)
+    difference = through_ram.update_phase - in_vram.update_phase
+    assert difference == pytest.approx(4 / NORM_EFFICIENCY, rel=1e-3)  # 4 bytes an element
+
+
 def test_precisions_have_rates_of_their_own() -> None:
     layers = [shape("block.0", N, precision="tiny")]
     batch = MicroBatch((stage("block.0"),), 640)
-    hardware = machine(cpu_tiny_bytes_per_second=1e6 / CPU_EFFICIENCY)
+    hardware = machine(cpu_tiny_bytes_per_second=1e6 / CPU_EFFICIENCY["tiny"])
     step = StepModel(layers, batch, hardware, 1).seconds([IN_RAM]).busy["CPU step"]
     assert step == pytest.approx(layers[0].step_bytes(1) / 1e6, rel=1e-3)
 
 
 def test_forward_hides_under_the_cpu_step_but_for_the_last_layer() -> None:
-    hardware = machine(cpu_adamw_bytes_per_second=28e6 / CPU_EFFICIENCY, bf16_flops_per_second=1 / MATMUL_EFFICIENCY)
+    hardware = machine(
+        cpu_adamw_bytes_per_second=26e6 / CPU_EFFICIENCY["exact"], bf16_flops_per_second=1 / MATMUL_EFFICIENCY
+    )
     seconds = model(hardware, forward=Pass(flops=1)).seconds([IN_RAM] * 4)
     assert seconds.update_phase == pytest.approx(5, rel=1e-3)
     assert seconds.exposed == pytest.approx(1, rel=1e-3)
@@ -138,7 +177,9 @@ def test_accumulation_repeats_forward_and_backward_and_sends_once_from_vram() ->
 def test_layers_outside_the_blocks_wait_where_they_are_computed() -> None:
     outside: dict[str, Any] = {"numel": N, "in_block": False}
     layers: list[LayerShape] = [shape("embed", **outside), shape("block.0", N), shape("head", **outside)]
-    hardware = machine(cpu_adamw_bytes_per_second=28e6 / CPU_EFFICIENCY, bf16_flops_per_second=1 / MATMUL_EFFICIENCY)
+    hardware = machine(
+        cpu_adamw_bytes_per_second=26e6 / CPU_EFFICIENCY["exact"], bf16_flops_per_second=1 / MATMUL_EFFICIENCY
+    )
     one = Pass(flops=1)
     batch = MicroBatch((stage("", forward=one), stage("block.0", forward=one), stage("", forward=one)), 640)
     assert StepModel(layers, batch, hardware, 1).seconds([IN_RAM] * 3).update_phase == pytest.approx(4, rel=1e-3)

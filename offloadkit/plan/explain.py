@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from offloadkit.plan.text import format_bytes
 
 if TYPE_CHECKING:
+    from offloadkit.hardware import Hardware
     from offloadkit.plan.plan import Plan
 
 _NAMES = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
@@ -18,6 +19,7 @@ _LIMITS = {
     "H2D": "the bus to the GPU",
     "D2H": "the bus from the GPU",
     "disk": "the disk",
+    "launches": "starting the GPU's operations, one after the other, from Python",
 }
 _MORE = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Budgets to try, as shares of the present one."""
@@ -30,8 +32,8 @@ def explained(plan: Plan) -> str:
     return "\n".join([*_fit(plan), *_limit(plan), *_help(plan)])
 
 
-def replanned(plan: Plan, *, work: Any = None, **changes: Any) -> Plan:
-    """The plan with fields of its config (vram, ram, precision, ...) or its micro-batch changed."""
+def replanned(plan: Plan, *, work: Any = None, hardware: Hardware | None = None, **changes: Any) -> Plan:
+    """The plan with fields of its config (vram, ram, precision, ...), its micro-batch or its machine changed."""
     from offloadkit.plan.plan import make_plan
 
     assert plan.basis is not None
@@ -43,7 +45,7 @@ def replanned(plan: Plan, *, work: Any = None, **changes: Any) -> Plan:
         frozen=basis.frozen,
         frozen_bytes=basis.frozen_bytes,
         work=work or basis.work,
-        hardware=basis.hardware,
+        hardware=hardware or basis.hardware,
         assumed=basis.assumed,
     )
 
@@ -51,7 +53,7 @@ def replanned(plan: Plan, *, work: Any = None, **changes: Any) -> Plan:
 def nearest_fits(plan: Plan, most: int = 3) -> list[tuple[str, Plan]]:
     """Up to `most` plans that fit, each with what to ask for: those that change the least come first.
 
-    Tried in this order: states in fewer bytes, smaller micro-batches, both, then a larger budget.
+    Tried in this order: states in fewer bytes, smaller micro-batches, both, states on disk, then a larger budget.
     """
     found: list[tuple[str, Plan]] = []
     for words, other in _others(plan):
@@ -75,6 +77,10 @@ def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
     for precision in leaner:
         for words, work in basis.smaller:
             yield f"precision={precision!r}, {words}", replanned(plan, precision=precision, work=work)
+    if basis.with_disk is not None:
+        folder = basis.with_disk.disk_folder
+        on_disk = replanned(plan, hardware=basis.with_disk, disk=folder)
+        yield f"optimizer states on disk (OffloadConfig(disk={folder!r}), or --disk {folder})", on_disk
     yield from _larger(plan)
 
 
@@ -101,12 +107,12 @@ def _fit(plan: Plan) -> Iterator[str]:
 
 
 def limit(plan: Plan) -> tuple[str, float] | None:
-    """What the step waits for most ("GPU", "CPU step", "H2D", "D2H", "disk"), and its share of the step."""
+    """What the step waits for most ("GPU", "CPU step", "H2D", "D2H", "disk", "launches"), and its share of the step."""
     if plan.seconds is None:
         return None
     busy = plan.seconds.busy
     seconds = {"GPU": busy["forward"] + busy["backward"] + busy["GPU step"]}
-    seconds |= {name: busy[name] for name in ("CPU step", "H2D", "D2H", "disk")}
+    seconds |= {name: busy[name] for name in ("CPU step", "H2D", "D2H", "disk", "launches")}
     name = max(seconds, key=lambda name: seconds[name])
     return name, seconds[name] / plan.seconds.step
 

@@ -10,12 +10,9 @@ from offloadkit.plan.shapes import CATEGORIES, LayerShape, tier_bytes
 from offloadkit.plan.work import MicroBatch
 
 MIB = 1 << 20
-WORKSPACE_BYTES = 160 * MIB
-"""cuBLAS's workspaces and small tensors in VRAM: what T5-3B on an H200 allocated beyond its plan, with 8 or 32 rows."""
-FRAGMENT_BYTES = 128 * MIB
-FRAGMENT_SHARE = 0.25
-"""Reserved by torch's allocator beyond the peak of what is allocated: a fixed part, and a share of what is allocated
-for a while and freed again (T5-3B on an H200: 0.25 to 0.86 GiB, predicted within 0.1)."""
+ALLOCATOR_BYTES = 256 * MIB
+"""cuBLAS's workspaces, small tensors, and what torch's allocator reserves beyond the peak of what is allocated, with
+segments that grow (18 cases of benchmarks/results/plans-h200.json: 52 to 374 MiB)."""
 FRAMEWORK_RAM_BYTES = {"cuda": 1600 * MIB, "cpu": 600 * MIB}
 """Python, torch and transformers, with and without CUDA's libraries (resident, measured)."""
 
@@ -27,12 +24,10 @@ class Activations:
     Attributes:
         vram: most that is alive at once, in bytes.
         ram: inputs of offloaded blocks, in bytes.
-        passing: the largest part of `vram` that comes and goes with a single stage.
     """
 
     vram: int = 0
     ram: int = 0
-    passing: int = 0
 
 
 def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
@@ -46,7 +41,7 @@ def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
     Args:
         how: "keep", "checkpoint" or "offload" for each stage.
     """
-    below = peak = in_ram = moving = passing = 0
+    below = peak = in_ram = moving = 0
     for stage, choice in zip(work.stages, how, strict=True):
         if choice == "offload":
             below -= stage.input_bytes
@@ -55,20 +50,14 @@ def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
         if choice == "keep":
             peak = max(peak, below + stage.forward_peak_bytes)
         peak = max(peak, below + stage.kept_bytes + stage.backward_peak_bytes + stage.shared_bytes)
-        passing = max(passing, stage.backward_peak_bytes + (0 if choice == "keep" else stage.kept_bytes))
         below += stage.kept_bytes if choice == "keep" else stage.output_bytes
-    return Activations(peak + moving, in_ram, passing)
+    return Activations(peak + moving, in_ram)
 
 
 def choices(layers: Sequence[LayerShape], placements: Sequence[Placement], work: MicroBatch) -> list[str]:
     """What happens to each stage's activations."""
     of_block = {layer.name: where.activations for layer, where in zip(layers, placements, strict=True)}
     return [of_block.get(stage.block, "keep") if stage.block else "keep" for stage in work.stages]
-
-
-def framework_vram_bytes(context_bytes: int, held: Activations) -> int:
-    """VRAM of the process that no tensor of the run lives in."""
-    return context_bytes + WORKSPACE_BYTES + FRAGMENT_BYTES + int(FRAGMENT_SHARE * held.passing)
 
 
 def run_bytes(
@@ -95,7 +84,7 @@ def run_bytes(
         tiers["ram"]["activations"] = held.ram
         tiers["ram"]["framework"] = FRAMEWORK_RAM_BYTES[device_type]
         if device_type != "cpu":
-            tiers["vram"]["framework"] = framework_vram_bytes(context_bytes, held)
+            tiers["vram"]["framework"] = context_bytes + ALLOCATOR_BYTES
     return {
         tier: {category: parts[category] for category in CATEGORIES if parts.get(category)}
         for tier, parts in tiers.items()

@@ -30,6 +30,8 @@ class Basis:
     """Whether the machine was not measured: its rates are assumptions."""
     smaller: tuple[tuple[str, MicroBatch], ...] = ()
     """Smaller micro-batches that the user could choose, and how: ("batch_size=2", its work)."""
+    with_disk: Hardware | None = None
+    """The machine with a folder that states could go to, where the user has named none; its rates are assumed."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from offloadkit.config import Placement
 from offloadkit.hardware import Hardware
-from offloadkit.plan.memory import FRAMEWORK_RAM_BYTES, Activations, activations, choices, framework_vram_bytes
+from offloadkit.plan.memory import ALLOCATOR_BYTES, FRAMEWORK_RAM_BYTES, Activations, activations, choices
 from offloadkit.plan.seconds import StepModel
 from offloadkit.plan.shapes import LayerShape, buffer_bytes
 from offloadkit.plan.work import MicroBatch
@@ -95,8 +95,7 @@ class Search:
             vram, ram, disk = vram + own[0], ram + own[1], disk + own[2]
         buffers = buffer_bytes(list(zip(self._layers, placements, strict=True)), self._accumulation)
         held = self._activations(tuple(choices(self._layers, placements, self._work)))
-        vram += sum(buffers["vram"].values()) + held.vram
-        vram += framework_vram_bytes(self._hardware.vram_context_bytes, held)
+        vram += sum(buffers["vram"].values()) + held.vram + self._hardware.vram_context_bytes + ALLOCATOR_BYTES
         return vram, ram + sum(buffers["ram"].values()) + held.ram + FRAMEWORK_RAM_BYTES["cuda"], disk
 
     def _bytes_of_layer(self, index: int, where: Placement) -> tuple[int, int, int]:

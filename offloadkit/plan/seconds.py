@@ -12,25 +12,41 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from offloadkit.config import Placement
+from offloadkit.config import Placement, Precision
 from offloadkit.hardware import Hardware
 from offloadkit.plan.shapes import NUM_LANDINGS, NUM_STAGING, NUM_WEIGHT_BUFFERS, LayerShape
 from offloadkit.plan.work import MicroBatch, Pass, Stage
 
-MATMUL_EFFICIENCY = 0.79
+MATMUL_EFFICIENCY = 0.85
 """Share of the measured product's rate that a model's products reach."""
-ELEMENTWISE_EFFICIENCY = 0.6
-"""Share of the VRAM's measured rate that a model's other operations reach (reductions, broadcasts, strides): between
-what T5-3B's (0.5) and a Llama-3.2-3B's (0.7) steps on an H200 imply."""
+ELEMENTWISE_EFFICIENCY = 0.7
+"""Share of the VRAM's measured rate that a model's other operations reach (reductions, broadcasts, strides)."""
 STEP_EFFICIENCY = 0.85
 """The same for the AdamW kernel on the GPU and the copies and norms of gradients."""
 KERNEL_SECONDS = 4e-6
 """Of a kernel that has nothing to do."""
-CPU_EFFICIENCY = 0.87
-"""Share of the CPU step's measured rate that is left while copies and Python go on beside it. These five were fitted to
-T5-3B's steps on an H200 (tests/test_plan_measured.py)."""
+CPU_EFFICIENCY: dict[Precision, float] = {"exact": 0.97, "compact": 0.91, "tiny": 0.87}
+"""Share of the CPU step's measured rate that is left while copies and Python go on beside it; the more a precision is
+bound by arithmetic, the less."""
+ADD_EFFICIENCY = 0.75
+"""Share of the CPU step's rate at which gradients are added in RAM while others arrive."""
+NORM_EFFICIENCY = 0.48
+"""Share of the CPU step's rate at which the norm of gradients in RAM is taken (in fp64)."""
+FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 4.9, 3.9
+"""What Python takes for an operation of forward and of backward, hooks of the engine included, as a multiple of the
+time in which bare kernels can be started."""
+LAYER_LAUNCHES = 28
+"""The same for a flat layer whose update is started."""
+STREAMED_LAUNCHES = (3.6, 0.4)
+"""What it takes beside that in forward and backward, for each operation, where weights are streamed: every tensor that
+autograd saves is looked at."""
+RECOMPUTED_LAUNCHES = (1.4, 4.0)
+"""The same where a block is recomputed, for each operation of its forward; what recomputing takes itself comes on top.
 
-RESOURCES = ("forward", "backward", "GPU step", "CPU step", "H2D", "D2H", "disk")
+These constants were fitted to the steps of benchmarks/results/plans-h200.json."""
+
+_IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", activations="keep", step="gpu")
+RESOURCES = ("forward", "backward", "GPU step", "CPU step", "H2D", "D2H", "disk", "launches")
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,8 @@ class Seconds:
     """A step's prediction. Resources overlap: their seconds do not add up to the step's.
 
     Attributes:
-        busy: by resource: "forward", "backward" and "GPU step" (which share the GPU), "CPU step", "H2D", "D2H", "disk".
+        busy: by resource: "forward", "backward" and "GPU step" (which share the GPU), "CPU step", "H2D", "D2H", "disk",
+            "launches" (Python, starting kernels).
         update_phase, backward_phase: the two parts of `step`; forward and the update are in the first.
     """
 
@@ -54,13 +71,12 @@ class Seconds:
 
 
 def pass_seconds(work: Pass, hardware: Hardware, dtype: str) -> float:
-    """Time on the GPU; products take what computing or reading takes, whichever is longer, and the kernels of a pass
-    cannot follow each other faster than they are started."""
+    """Time on the GPU; products take what computing or reading takes, whichever is longer."""
     flops: float = getattr(hardware, f"{dtype}_flops_per_second")
     memory = hardware.vram_bytes_per_second
     products = max(work.flops / (flops * MATMUL_EFFICIENCY), work.matmul_bytes / memory)
     rest = work.moved_bytes / (memory * ELEMENTWISE_EFFICIENCY)
-    return max(products + rest + work.num_operations * KERNEL_SECONDS, work.num_operations * hardware.launch_seconds)
+    return products + rest + work.num_operations * KERNEL_SECONDS
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,6 @@ class _Layer:
     gradient_bytes: int
     state_bytes: int
     cpu_step: float
-    """The upload of the new weights reads them once more."""
     gpu_step: float
     landing: float
     """A gradient is copied to the landing and read for the norm."""
@@ -81,14 +96,18 @@ class _Layer:
     """Into the fp32 sum, which is read and written."""
     adding_in_ram: float
     """The same; the gradient was written there first."""
+    norm_in_ram: float
+    """Of the sum, which the GPU has never seen."""
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """A stage's seconds, and its flat layers."""
+    """A stage's seconds on the GPU and of Python, and its flat layers."""
 
     forward: float
     backward: float
+    forward_launches: float
+    backward_launches: float
     input_bytes: int
     layers: tuple[_Layer, ...]
 
@@ -107,6 +126,11 @@ class _Queues:
         self.busy[purpose or resource] += seconds
         return end
 
+    def launched(self, seconds: float, ready: float) -> float:
+        """Python has started what the GPU does last, which ends no sooner; when that is."""
+        end = self.free["GPU"] = max(self.free["GPU"], self.take("launches", seconds, ready))
+        return end
+
 
 class StepModel:
     """The step of one model over micro-batches of one shape on one machine, for any placement."""
@@ -114,7 +138,7 @@ class StepModel:
     def __init__(self, layers: Sequence[LayerShape], work: MicroBatch, hardware: Hardware, accumulation: int) -> None:
         self._hardware, self._accumulation = hardware, accumulation
         self._vram = hardware.vram_bytes_per_second * STEP_EFFICIENCY
-        self._dram = hardware.cpu_adamw_bytes_per_second * CPU_EFFICIENCY
+        self._dram = hardware.cpu_adamw_bytes_per_second
         sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
         dtype = max(sizes, key=lambda name: sizes[name])
         members: list[list[_Layer]] = [[] for _ in work.stages]
@@ -122,8 +146,16 @@ class StepModel:
             members[stage].append(self._numbers(index, layer))
         self._units = []
         for of, its_layers in zip(work.stages, members, strict=True):
-            forward, backward = (pass_seconds(done, hardware, dtype) for done in (of.forward, of.backward))
-            self._units.append(_Unit(forward, backward, of.input_bytes if of.block else 0, tuple(its_layers)))
+            self._units.append(
+                _Unit(
+                    pass_seconds(of.forward, hardware, dtype),
+                    pass_seconds(of.backward, hardware, dtype),
+                    of.forward.num_operations * hardware.launch_seconds,
+                    of.backward.num_operations * hardware.launch_seconds,
+                    of.input_bytes if of.block else 0,
+                    tuple(its_layers),
+                )
+            )
 
     def _numbers(self, index: int, layer: LayerShape) -> _Layer:
         gradient, landing = layer.gradient_bytes(self._accumulation), layer.landing_bytes()
@@ -134,11 +166,12 @@ class StepModel:
             landing_bytes=landing,
             gradient_bytes=gradient,
             state_bytes=sum(layer.state_bytes().values()),
-            cpu_step=traffic / self._cpu_step_rate(layer) + layer.weight_bytes() / self._dram,
+            cpu_step=traffic / self._cpu_step_rate(layer),
             gpu_step=traffic / self._vram + KERNEL_SECONDS,
             landing=3 * landing / self._vram,
             adding_in_vram=(8 * layer.numel + landing) / self._vram,
-            adding_in_ram=(8 * layer.numel + 2 * landing) / self._dram,
+            adding_in_ram=(8 * layer.numel + 2 * landing) / (self._dram * ADD_EFFICIENCY),
+            norm_in_ram=gradient / (self._dram * NORM_EFFICIENCY) if self._accumulation > 1 else 0.0,
         )
 
     def _cpu_step_rate(self, layer: LayerShape) -> float:
@@ -148,15 +181,11 @@ class StepModel:
             "compact": machine.cpu_compact_bytes_per_second,
             "tiny": machine.cpu_tiny_bytes_per_second,
         }
-        return CPU_EFFICIENCY * rates[layer.precision]
+        return CPU_EFFICIENCY[layer.precision] * rates[layer.precision]
 
     def on_large_gpu(self) -> float:
         """Seconds of a step where everything is kept in VRAM and nothing is recomputed."""
-        layers = [layer for unit in self._units for layer in unit.layers]
-        compute = sum(unit.forward + unit.backward for unit in self._units) + sum(layer.landing for layer in layers)
-        if self._accumulation > 1:
-            compute += sum(layer.adding_in_vram for layer in layers)
-        return self._accumulation * compute + sum(layer.gpu_step for layer in layers)
+        return self.seconds([_IN_VRAM] * sum(len(unit.layers) for unit in self._units)).step
 
     def seconds(self, placements: Sequence[Placement]) -> Seconds:
         """The step with `placements`, one for each layer."""
@@ -177,15 +206,24 @@ class StepModel:
     def _forward(self, placements: Sequence[Placement], *, updates: bool) -> _Queues:
         """Forward, and beside it the update of the step before: CPU steps, uploads, steps on the GPU."""
         machine, queues = self._hardware, _Queues()
+        streams = any(where.weights == "ram" for where in placements)
+        if updates:
+            layers = (layer for unit in self._units for layer in unit.layers)
+            norm = sum(layer.norm_in_ram for layer in layers if placements[layer.index].gradients == "ram")
+            queues.take("CPU step", norm, 0.0)
         before = 0.0
         ends: list[float] = []
         for unit in self._units:
-            ready, on_gpu, leaves, streamed = 0.0, 0.0, False, False
+            ready, on_gpu, known, leaves, streamed = 0.0, 0.0, 0.0, False, False
+            launches = FORWARD_LAUNCHES + streams * STREAMED_LAUNCHES[0]
+            if any(placements[layer.index].activations != "keep" for layer in unit.layers):
+                launches += RECOMPUTED_LAUNCHES[0]
             for layer in unit.layers:
                 where = placements[layer.index]
                 leaves |= where.activations == "offload"
                 stepped = self._stepped(queues, layer, where) if updates and where.step == "cpu" else 0.0
                 on_gpu += layer.gpu_step if updates and where.step == "gpu" else 0.0
+                known = max(known, stepped)
                 fetched = layer.weight_bytes / machine.h2d_bytes_per_second
                 if where.weights == "ram":
                     streamed = True
@@ -196,7 +234,8 @@ class StepModel:
                     ready = max(ready, queues.take("H2D", fetched, stepped))
             before = max(queues.free["GPU"], ready)
             queues.take("GPU", on_gpu, ready, "GPU step")
-            end = queues.take("GPU", unit.forward, ready, "forward")
+            queues.take("GPU", unit.forward, ready, "forward")
+            end = queues.launched(launches * unit.forward_launches, known)
             if streamed:
                 ends.append(end)
             if leaves:
@@ -214,6 +253,7 @@ class StepModel:
     def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> _Queues:
         """Backward, and beside it recomputation, weights and inputs from RAM, gradients to RAM and their addition."""
         queues, adds = _Queues(), self._accumulation > 1
+        streams = any(where.weights == "ram" for where in placements)
         h2d, d2h = self._bus(placements)
         before, num_streamed = 0.0, 0
         ends: list[float] = []
@@ -232,24 +272,29 @@ class StepModel:
                 ready = max(ready, queues.take("H2D", unit.input_bytes / h2d, before))
             before = max(queues.free["GPU"], ready)
             seconds = unit.backward + sum(layer.landing for layer in unit.layers)
+            launches = (BACKWARD_LAUNCHES + streams * STREAMED_LAUNCHES[1]) * unit.backward_launches
             if any(where.activations != "keep" for where in wheres):
                 seconds += unit.forward
+                launches += (FORWARD_LAUNCHES + RECOMPUTED_LAUNCHES[1]) * unit.forward_launches
             if adds:
                 seconds += sum(
                     layer.adding_in_vram
                     for layer, where in zip(unit.layers, wheres, strict=True)
                     if where.gradients == "vram"
                 )
-            end = queues.take("GPU", seconds, ready, "backward")
+            queues.take("GPU", seconds, ready, "backward")
+            end = queues.launched(launches, 0.0)
             if fetched:
                 ends.append(end)
             for layer, where in zip(unit.layers, wheres, strict=True):
                 if where.gradients == "ram":
-                    free = added[-NUM_STAGING] if len(added) >= NUM_STAGING else 0.0
-                    sent.append(queues.take("D2H", layer.landing_bytes / d2h, max(end, free)))
+                    if len(added) >= NUM_STAGING:  # Python waits until a staging buffer is free
+                        queues.free["launches"] = max(queues.free["launches"], added[-NUM_STAGING])
+                    sent.append(queues.take("D2H", layer.landing_bytes / d2h, max(end, queues.free["launches"])))
                     if adds:
                         added.append(queues.take("CPU step", layer.adding_in_ram, sent[-1]))
         if is_last:
+            queues.launched(LAYER_LAUNCHES * len(placements) * self._hardware.launch_seconds, 0.0)
             self._send_at_boundary(queues, placements, d2h)
         return queues
 
