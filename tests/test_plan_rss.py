@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rss
+from benchmarks import head_and_loss, rss
 
 ROOT = Path(__file__).parent.parent
 MIB = 1 << 20
@@ -56,3 +56,12 @@ def test_a_run_takes_the_ram_that_its_plan_says(tmp_path: Path) -> None:
     assert row["num_parameters"] > 130e6
     assert row["off"] == row["planned_bytes"] / row["peak_ram_bytes"] - 1
     assert abs(row["off"]) < 0.08, row
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_head_and_loss_in_chunks_add_less_ram(tmp_path: Path) -> None:
+    """256 rows of logits are 125 MiB in fp32; the model's own loss holds three such arrays."""
+    whole, chunked = head_and_loss.main(["--tokens", "256", "--out", str(tmp_path / "out.json"), "--commit", "abc"])
+    assert whole["added_bytes"] > 2.5 * 125 * MIB
+    assert chunked["added_bytes"] < 0.6 * whole["added_bytes"]
+    assert chunked["loss"] == pytest.approx(whole["loss"], rel=1e-5)
