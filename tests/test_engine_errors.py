@@ -183,6 +183,15 @@ def test_too_little_ram_is_refused_before_anything_is_allocated(monkeypatch: pyt
     assert model.norm.weight.data_ptr() == address
 
 
+def test_too_little_ram_for_inputs_that_wait_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with OffloadEngine(TinyLM(), OffloadConfig(placement=Placement(activations="offload"))) as engine:
+        monkeypatch.setattr(host_memory, "ram_available_bytes", lambda: 0)
+        with pytest.raises(
+            OffloadkitError, match=r"inputs of recomputed blocks need .* of RAM, 0\.00 GiB are available"
+        ):
+            engine(tokens(1)[0])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offloadkit.errors import ConfigError
+from offloadkit.offload import host_memory
 from offloadkit.offload.host_memory import HostSlab
 from offloadkit.offload.layers import repeated_blocks
 from offloadkit.offload.streams import CopyStream, Event, record_compute
@@ -143,10 +144,7 @@ class OffloadedInputs:
             if slot.slab.num_bytes >= num_bytes:
                 self._free.remove(slot)
                 return slot
-        slab = HostSlab(num_bytes)
-        slab.populate()
-        if self._device.type == "cuda":
-            slab.pin()
+        (slab,) = host_memory.allocate([num_bytes], self._device, "inputs of recomputed blocks")
         return _Offloaded(slab)
 
     def _bring_back(self, packed: torch.Tensor | _Handle) -> torch.Tensor:

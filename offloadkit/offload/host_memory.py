@@ -8,10 +8,8 @@ of forked DataLoader workers, and given back when the last tensor cut from it is
 from __future__ import annotations
 
 import ctypes
-import gc
 import mmap
 import os
-import time
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -81,25 +79,26 @@ def _unpin(address: int, owner: int) -> None:
         _cuda.cudart().cudaHostUnregister(address)
 
 
-def allocate(sizes: Sequence[int], device: torch.device) -> tuple[list[HostSlab], float]:
-    """Slabs of `sizes` bytes, populated, and pinned where `device` is a GPU; and the seconds it took.
+def allocate(sizes: Sequence[int], device: torch.device, what: str) -> list[HostSlab]:
+    """Slabs of `sizes` bytes, populated, and pinned where `device` is a GPU.
+
+    Args:
+        what: needs them, in the plural, for the message.
 
     Raises:
         OffloadkitError: the slabs need more RAM than is available; nothing is allocated then.
     """
-    started = time.perf_counter()
-    gc.collect()  # an engine that an exception left behind may be held by cycles only
     needed, available = sum(sizes), ram_available_bytes()
     if needed > available:
         raise OffloadkitError(
-            f"the optimizer states need {needed / 2**30:.2f} GiB of RAM, {available / 2**30:.2f} GiB are available: "
+            f"{what} need {needed / 2**30:.2f} GiB of RAM, {available / 2**30:.2f} GiB are available: "
             "free RAM, train a smaller model, or freeze part of this one"
         )
     slabs = [HostSlab(size) for size in sizes]
     if device.type != "cuda":
         for slab in slabs:
             slab.populate()
-        return slabs, time.perf_counter() - started
+        return slabs
     _cuda.init()
 
     def pin(slab: HostSlab) -> bool:
@@ -118,4 +117,4 @@ def allocate(sizes: Sequence[int], device: torch.device) -> tuple[list[HostSlab]
             "copies to and from the GPU will be several times slower",
             stacklevel=2,
         )
-    return slabs, time.perf_counter() - started
+    return slabs

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -15,6 +17,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.hardware import trim_heap
 from offloadkit.offload import host_memory
 from offloadkit.offload.activations import OffloadedInputs, checkpoint_activations
+from offloadkit.offload.allocator import let_segments_grow
 from offloadkit.offload.disk import DiskStates, Region, StateFile
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, Slot
@@ -68,6 +71,7 @@ class PlacedModel:
         self._accumulation, self._seed = config.gradient_accumulation, config.seed
         self._folder = config.disk or tempfile.gettempdir()
         self._disk: DiskStates | None = None
+        let_segments_grow(device)
         self._waits = Waits(device)
         self.states, staging = self._allocate(layers)
         trained = {slot.parameter for layer in layers for slot in layer.slots}
@@ -101,7 +105,10 @@ class PlacedModel:
         staging = max(through_ram, default=0)
         on_disk = [sum(shape.state_bytes().values()) for _, shape, placement in placed if placement.states == "disk"]
         shared = [*[staging] * num_staging, *[max(on_disk, default=0)] * (NUM_STATE_BUFFERS if on_disk else 0)]
-        slabs, self.pinning_seconds = host_memory.allocate([*sizes, *shared], self._device)
+        started = time.perf_counter()
+        gc.collect()  # an engine that an exception left behind may be held by cycles only
+        slabs = host_memory.allocate([*sizes, *shared], self._device, "the optimizer states")
+        self.pinning_seconds = time.perf_counter() - started
         own, shared_slabs = slabs[: len(layers)], slabs[len(layers) :]
         regions: Iterator[Region] = iter(())
         if on_disk:
