@@ -133,12 +133,16 @@ class OffloadEngine:
     # ---- one step, in time order -------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; each layer waits for its own update from the last step."""
+        """The model's forward; each layer waits for its own update from the last step.
+
+        Raises:
+            OutOfVramError: the GPU's memory is full; the gradients gathered since the last update are dropped.
+        """
         self._check_open()
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         began = self._clock.start_forward(num_tokens(self.module, kwargs))
-        with explained_shortage(self.plan, self.device), self._placed.in_forward():
+        with explained_shortage(self.plan, self.device, self.drop_gradients), self._placed.in_forward():
             output = self.module(*args, **kwargs)
         self._clock.end_forward(began)
         return output
@@ -152,7 +156,7 @@ class OffloadEngine:
 
         Raises:
             EngineStateError: called again before `step()` without gradient accumulation.
-            OutOfVramError: the GPU's memory is full (forward raises it too); the gradients so far are dropped.
+            OutOfVramError: the GPU's memory is full. Whatever is raised, gradients since the last update are dropped.
             ValueError: the loss is not a scalar.
         """
         self._check_open()
@@ -169,7 +173,7 @@ class OffloadEngine:
         began = self._clock.start_backward(loss)
         self._learn_of_overflow()
         try:
-            with explained_shortage(self.plan, self.device), self._placed.in_backward():
+            with explained_shortage(self.plan, self.device, self.drop_gradients), self._placed.in_backward():
                 loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
                 loss.backward()  # type: ignore[no-untyped-call]
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -159,3 +160,32 @@ def test_one_log_serves_a_second_engine(tmp_path: Path) -> None:
             train(engine, tokens(2))
     telemetry.close()
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("submitted", [False, True], ids=["before the sum is queued", "when it was queued"])
+def test_interrupts_lose_no_staging_buffer(submitted: bool) -> None:
+    """Three of them: with two buffers, the next backward would wait for ever."""
+    config = OffloadConfig(learning_rate=1e-2, gradient_accumulation=2)
+    torch.manual_seed(0)
+    expected = TinyLM()
+    model = copy.deepcopy(expected)
+    with OffloadEngine(expected, config) as engine:
+        train(engine, tokens(4))
+    with OffloadEngine(model, config) as engine:
+        gradients = engine._placed.gradients
+        submit = gradients._submit
+
+        def interrupted(job: Callable[[], None]) -> None:
+            if submitted:
+                submit(job)
+            raise KeyboardInterrupt
+
+        gradients._submit = interrupted
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                engine.backward(engine(tokens(1)[0]))
+        gradients._submit = submit
+        train(engine, tokens(4))
+        engine.synchronize()
+        assert gradients._staging.qsize() == 2
+    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in expected.state_dict().items())

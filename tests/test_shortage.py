@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import OutOfVramError
+from offloadkit.offload import shortage
 from tests.models import TinyLM, tokens, train
 
 
@@ -45,6 +49,36 @@ def test_a_full_gpu_is_explained_and_training_can_go_on(in_backward: bool) -> No
         model.hungry = False
         train(engine, tokens(4)[2:])
     assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in expected.state_dict().items())
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_window_in_which_the_gpu_is_full_is_dropped_as_a_whole(in_backward: bool) -> None:
+    """Its first micro-batch counts for nothing: the two that follow are a window of their own."""
+    config = OffloadConfig(gradient_accumulation=2)
+    torch.manual_seed(0)
+    expected, model = TinyLM(), Hungry()
+    model.load_state_dict(expected.state_dict())
+    with OffloadEngine(expected, config, device="cpu") as engine:
+        train(engine, tokens(5)[3:])
+    with OffloadEngine(model, config, device="cpu") as engine:
+        train(engine, tokens(5)[:1])
+        model.hungry, model.in_backward = True, in_backward
+        with pytest.raises(OutOfVramError):
+            engine.backward(engine(tokens(1)[0]))
+        model.hungry = False
+        train(engine, tokens(5)[3:])
+    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in expected.state_dict().items())
+
+
+@pytest.mark.parametrize(("planned", "used", "budget"), [(800, 850, 700), (800, 1000, 400), (800, 600, 500)])
+def test_a_leaner_plan_gets_less_than_was_planned_and_than_there_was(
+    planned: int, used: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = SimpleNamespace(total_bytes=lambda tier: planned)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: used - 100)
+    monkeypatch.setattr(hardware, "vram_context_bytes", lambda device: 100)
+    assert shortage.leaner_budget(plan, torch.device("cuda")) == budget  # type: ignore[arg-type]
+    assert shortage.leaner_budget(plan, torch.device("cpu")) == 700  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

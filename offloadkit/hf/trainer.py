@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,7 +200,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             num_items = num_targets(self.model, inputs)
         share = self._target_share
         self.current_gradient_accumulation_steps = 1
-        with explained_shortage(self.engine.plan, self.engine.device):  # of a compute_loss of the user's
+        engine = self.engine
+        with explained_shortage(engine.plan, engine.device, engine.drop_gradients):  # in the user's compute_loss
             loss: torch.Tensor = super().training_step(model, inputs, on_device(num_items, self.args.device))
         if not self.accelerator.sync_gradients:
             self.engine.step(boundary=False)
@@ -288,14 +290,20 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             grad_norm = self.engine.grad_norm()
             if grad_norm is not None:
                 logs["grad_norm"] = grad_norm
-            if not abs(logs["loss"]) < float("inf") and self.offload.on_nonfinite == "raise":
-                self.engine.synchronize()
-                raise DataError(
-                    f"the training loss is {logs['loss']} up to step {self.state.global_step} though the gradients are "
-                    "finite: some batch has no target (all its labels are -100). Check the labels, and that inputs are "
-                    "not cut before the targets begin"
-                )
+            if not isfinite(logs["loss"]) and self.offload.on_nonfinite == "raise":
+                self._explain_loss(logs["loss"])
         super().log(logs, *args, **kwargs)
+
+    def _explain_loss(self, loss: float) -> None:
+        """Raise `DataError` unless the steps whose loss is not finite were skipped: fp16 overflowed in them."""
+        assert self.engine is not None
+        self.engine.synchronize()
+        if any(not record.skipped and not isfinite(record.loss) for record in self.telemetry.records):
+            raise DataError(
+                f"the training loss is {loss} up to step {self.state.global_step} though the gradients are finite: "
+                "some batch has no target (all its labels are -100). Check the labels, and that inputs are not cut "
+                "before the targets begin"
+            )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer; before any training the model is moved to the device first."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -251,14 +252,23 @@ class Gradients:
             self._accumulate_in_ram(layer, fresh, again)
 
     def _accumulate_in_ram(self, layer: LayerGradient, fresh: set[int], again: set[int]) -> None:
+        staged: list[torch.Tensor] = []  # whoever takes the buffer out of it gives it back
+        try:
+            if self._staging.empty():  # both buffers are full: the stepping thread gives one back
+                with self._waits.blocking():
+                    staged.append(self._staging.get())
+            else:
+                staged.append(self._staging.get())
+            self._accumulate_through(staged, layer, fresh, again)
+        except BaseException:  # an interrupt: without this, later micro-batches would wait for the buffer for ever
+            self._give_back_staging(staged)
+            raise
+
+    def _accumulate_through(
+        self, staged: list[torch.Tensor], layer: LayerGradient, fresh: set[int], again: set[int]
+    ) -> None:
         assert layer.host is not None
-        host = layer.host
-        if self._staging.empty():  # both buffers are full: the stepping thread gives one back
-            with self._waits.blocking():
-                staged = self._staging.get()
-        else:
-            staged = self._staging.get()
-        piece = staged[: layer.landing_bytes].view(layer.landing_dtype)
+        host, piece = layer.host, staged[0][: layer.landing_bytes].view(layer.landing_dtype)
         self.d2h.wait(record_compute(self._device))
         self.d2h.copy(piece, layer.landing, timed=True)
         arrived = self.d2h.record()
@@ -272,10 +282,14 @@ class Gradients:
                     for start, length in runs(layer.layer, part):
                         cpu.accumulate(host[start : start + length], piece[start : start + length], add=add)
             finally:
-                self._staging.put(staged)
+                self._give_back_staging(staged)
 
         self._submit(add_to_window)
         layer.sent = arrived
+
+    def _give_back_staging(self, staged: list[torch.Tensor]) -> None:
+        with suppress(IndexError):  # it was given back
+            self._staging.put(staged.pop())
 
     def _send(self, layer: LayerGradient, gradient: torch.Tensor) -> None:
         block_sums(gradient, layer.device_blocks, layer.device_sums)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,15 +13,17 @@ from offloadkit.plan import Plan, format_bytes
 
 
 @contextmanager
-def explained_shortage(plan: Plan, device: torch.device) -> Iterator[None]:
+def explained_shortage(plan: Plan, device: torch.device, drop_gradients: Callable[[], None]) -> Iterator[None]:
     """
     Raises:
-        OutOfVramError: in the place of torch's error.
+        OutOfVramError: in the place of torch's error; `drop_gradients` was called.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise OutOfVramError(_explain(plan, device)) from error
+        explained = _explain(plan, device)
+        drop_gradients()
+        raise OutOfVramError(explained) from error
 
 
 def leaner_budget(plan: Plan, device: torch.device) -> int:

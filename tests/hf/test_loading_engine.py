@@ -13,7 +13,9 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.finetune import finetune
 from offloadkit.hf.models import build_model, load_model
+from offloadkit.hf.trainer import OffloadTrainer
 from tests.hf import tiny
+from tests.hf.training import arguments, causal_rows
 
 CONFIGS: dict[str, Any] = {
     "t5": tiny.t5_config(),
@@ -96,3 +98,26 @@ def test_resuming_by_name_goes_on_from_the_checkpoints_weights(tmp_path: Path) -
     resumed = finetune(str(folder), rows, output_dir=tmp_path / "run", epochs=2, resume=True, **options)
     for name, value in straight.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_a_trainer_that_evaluates_before_it_trains_has_all_weights_and_buffers(tmp_path: Path, init: Any) -> None:
+    folder = written(CONFIGS["llama, tied"], tmp_path / "model")
+    torch.manual_seed(0)
+    model, materialise = build_model(folder, init=init)
+    torch.manual_seed(0)
+    whole = load_model(folder, init=init, progress=False)
+    losses = []
+    for one, reader in ((model, materialise), (whole, None)):
+        trainer = OffloadTrainer(
+            model=one,
+            materialise=reader,
+            args=arguments(tmp_path),
+            eval_dataset=causal_rows(),
+            train_dataset=causal_rows(),
+        )
+        losses.append(trainer.evaluate()["eval_loss"])
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[:2] == losses[2:]
+    assert [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta] == []

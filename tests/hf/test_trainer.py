@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, Seq2SeqTrainer, TrainerCallback
 
 from offloadkit.config import OffloadConfig
-from offloadkit.errors import DataError, NonFiniteGradientError
+from offloadkit.errors import DataError, NonFiniteGradientError, OutOfVramError
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
 from tests.hf.training import (
     Row,
@@ -180,3 +180,28 @@ def test_skipped_steps_leave_a_nan_in_the_log(tmp_path: Path) -> None:
         trainer = train(tmp_path, t5(), seq2seq_rows(), NanAtStepTwo, {"offload": offload})
     losses = logged(trainer, "loss")
     assert [loss == loss for loss in losses] == [True, False, True]
+
+
+def test_a_step_that_fp16_overflowed_in_is_no_fault_of_the_labels(tmp_path: Path) -> None:
+    trainer = train(tmp_path, t5(), seq2seq_rows(), NanAtStepTwo, fp16=True)
+    assert [loss == loss for loss in logged(trainer, "loss")] == [True, False, True]
+    assert [record.skipped for record in trainer.telemetry.records] == [False, True, False]
+
+
+def test_a_batch_without_any_target_is_an_error_in_fp16_too(tmp_path: Path) -> None:
+    rows = seq2seq_rows(2)
+    for row in rows:
+        row["labels"][:] = -100
+    with pytest.raises(DataError, match="no target"):
+        train(tmp_path, t5(), rows, fp16=True)
+
+
+class OutOfMemoryInTheLoss(OffloadTrainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        super().compute_loss(*args, **kwargs)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_full_gpu_is_explained_where_the_users_loss_finds_it_too(tmp_path: Path) -> None:
+    with pytest.raises(OutOfVramError, match="Planned were"):
+        train(tmp_path, t5(), seq2seq_rows(), OutOfMemoryInTheLoss)
