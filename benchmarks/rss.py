@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "small": {"shape": {**LLAMA, "num_hidden_layers": 5}, "rows": 1, "tokens": (64, None)},
 }
 """Shapes of models, rows of a micro-batch, tokens of a row, and the dtype in which an fp32 checkpoint is trained.
-"loaded_first" hands `finetune` the whole model in that dtype instead of the checkpoint's folder."""
+"loaded_first" hands `finetune` the whole model, in fp32, instead of the checkpoint's folder."""
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:

@@ -37,7 +37,7 @@ def train(case: dict[str, Any], folder: Path) -> None:
     dtype = case.get("dtype", "fp32")
     model: Any = folder / "checkpoint"
     if case.get("loaded_first"):
-        model = load_model(model, dtype=torch.bfloat16, progress=False)
+        model = load_model(model, progress=False)
     row = {"input": "a" * inputs, "target": "b" * targets} if targets else {"text": "a" * inputs}
     result = offloadkit.finetune(
         model,
