@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,7 +52,7 @@ def test_what_does_not_fit_says_so_and_what_would() -> None:
 
 
 def test_fewer_rows_are_proposed_where_activations_are_too_large() -> None:
-    made = offloadkit.plan("t5-base", vram="2.5GiB", ram="16GiB", batch_size=32)
+    made = offloadkit.plan("t5-base", vram="2.2GiB", ram="16GiB", batch_size=32)
     assert not made.fits
     words = [words for words, _ in nearest_fits(made)]
     assert len(words) == 3
@@ -148,6 +150,19 @@ def test_the_measured_gpu_is_planned_for_where_there_is_one(monkeypatch: pytest.
 def test_a_gpu_without_native_bf16_is_planned_for_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning.hardware, "measure", lambda *_, **__: replace(H200, supports_bf16=False))
     assert offloadkit.plan("t5-small", device=torch.device("cuda", 0)).layers[0].dtype == "fp16"
+
+
+def test_a_refusal_proposes_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    disk = SimpleNamespace(total=500 * GIB, used=0, free=500 * GIB)
+    monkeypatch.setattr(planning.shutil, "disk_usage", lambda folder: disk)
+    monkeypatch.setattr(planning.tempfile, "gettempdir", lambda: str(tmp_path))
+    made = offloadkit.plan("t5-3b", vram="15GiB", ram="11GiB", batch_size=1)
+    assert f"optimizer states on disk (OffloadConfig(disk={str(tmp_path)!r})" in made.explain()
+    wish = OffloadConfig(disk=str(tmp_path))
+    on_disk = offloadkit.plan("t5-3b", vram="15GiB", ram="11GiB", batch_size=1, offload=wish)
+    assert on_disk.fits
+    assert on_disk.total_bytes("disk") > 0
+    assert "OffloadConfig(disk" not in on_disk.explain()
 
 
 # -- the command, and what notebooks show

@@ -86,7 +86,7 @@ def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 def _larger(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """The budgets that the plan itself asks for, which is the leanest there is."""
-    lacking = {tier: plan.total_bytes(tier) for tier in plan.lacking() if tier in ("vram", "ram")}
+    lacking: dict[str, Any] = {tier: plan.total_bytes(tier) for tier in plan.lacking() if tier in ("vram", "ram")}
     if plan.on_cpu:
         lacking = {"ram": plan.total_bytes("ram") + plan.total_bytes("vram")}
     if lacking:
@@ -131,8 +131,8 @@ def _help(plan: Plan) -> Iterator[str]:
     step = plan.seconds.step
     for tier in ("vram", "ram"):
         for factor in _MORE:
-            budget = int(plan.budgets[tier] * factor)
-            other = replanned(plan, **{tier: budget})
+            larger: dict[str, Any] = {tier: int(plan.budgets[tier] * factor)}
+            other = replanned(plan, **larger)
             assert other.seconds is not None
             if other.fits and step / other.seconds.step >= _WORTHWHILE:
                 more, speed = format_bytes(other.total_bytes(tier) - plan.total_bytes(tier)), step / other.seconds.step
@@ -142,8 +142,9 @@ def _help(plan: Plan) -> Iterator[str]:
         other = replanned(plan, precision="compact")
         assert other.seconds is not None
         if other.fits and step / other.seconds.step >= _WORTHWHILE:
-            saved = format_bytes(max(0, plan.total_bytes("ram") - other.total_bytes("ram")))
-            yield f"precision='compact' would save {saved} of RAM: {step / other.seconds.step:.3g}x faster"
+            tier = "disk" if plan.total_bytes("disk") else "ram"
+            saved = format_bytes(max(0, plan.total_bytes(tier) - other.total_bytes(tier)))
+            yield f"precision='compact' would save {saved} of {_NAMES[tier]}: {step / other.seconds.step:.3g}x faster"
 
 
 def _changed(plan: Plan, other: Plan) -> str:
