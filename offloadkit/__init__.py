@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-# offloadkit.plan and offloadkit.finetune are modules too. Importing one binds its name to the module, once; both are
-# imported by the time that the line below binds the names to the functions.
+# offloadkit.plan, offloadkit.finetune and offloadkit.compare are modules too. Importing one binds its name to the
+# module, once; all are imported by the time that the lines below bind the names to the functions.
+from offloadkit.compare import Comparison, Slowdown, Sweep, compare, measure_slowdown, sweep
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Comparison",
     "FinetuneResult",
     "OffloadConfig",
     "OffloadEngine",
@@ -27,11 +29,16 @@ __all__ = [
     "OffloadTrainerMixin",
     "OffloadkitError",
     "Placement",
+    "Slowdown",
     "StepRecord",
+    "Sweep",
     "Telemetry",
     "__version__",
+    "compare",
     "finetune",
+    "measure_slowdown",
     "plan",
+    "sweep",
 ]
 
 _NEED_TRANSFORMERS = ("OffloadTrainer", "OffloadSeq2SeqTrainer", "OffloadTrainerMixin")

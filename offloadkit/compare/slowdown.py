@@ -1,0 +1,114 @@
+"""What offloading costs: the same steps with everything on the GPU, measured where they fit, else predicted."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from offloadkit.compare import forecast
+from offloadkit.compare.comparison import check_counts, forecasts_of, progress, summary
+from offloadkit.compare.runner import Runs
+from offloadkit.compare.work import Work, config_of
+from offloadkit.config import Precision, parse_bytes
+from offloadkit.errors import DoesNotFitError, OffloadkitError
+from offloadkit.hf.folders import writable
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """Seconds of a step with and without offload.
+
+    Attributes:
+        baseline: whether `baseline_seconds` were measured, or predicted by the plan from measured rates.
+        reason: why they had to be predicted; "" where they were measured.
+    """
+
+    offloadkit_seconds: float
+    baseline_seconds: float
+    baseline: Literal["measured", "predicted"]
+    reason: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long a step takes."""
+        return self.offloadkit_seconds / self.baseline_seconds
+
+    def __str__(self) -> str:
+        why = f"; plain training {self.reason}" if self.reason else ""
+        return f"{self.ratio:.3g}x of a GPU that holds everything ({self.baseline}{why})"
+
+
+def measure_slowdown(
+    model: str,
+    *,
+    batch_size: int = 8,
+    max_input_length: int = 512,
+    max_target_length: int = 128,
+    gradient_accumulation: int = 1,
+    precision: Precision = "exact",
+    vram: int | str | None = None,
+    ram: int | str | None = None,
+    steps: int = 4,
+    timeout: float = 600,
+    output_dir: str | os.PathLike[str] | None = None,
+) -> Slowdown:
+    """Run a few steps of offloadkit within `vram` and `ram`, and, where the GPU itself has room, of plain training
+    without limits and with the same attention; each in a fresh process. Arguments: as `compare`.
+
+    Args:
+        output_dir: keeps what was measured for the next time; None keeps nothing.
+
+    Raises:
+        ConfigError, ModelNotFoundError, ModelAccessError, ModelError, OutputError: as `compare`.
+        DoesNotFitError: it cannot be trained within these limits.
+        OffloadkitError: offloadkit's own run failed.
+    """
+    counts = {"batch_size": batch_size, "max_input_length": max_input_length, "max_target_length": max_target_length}
+    check_counts(counts | {"gradient_accumulation": gradient_accumulation, "steps": steps})
+    config_of(model)
+    limited = Work(
+        model=model,
+        batch_size=batch_size,
+        input_length=max_input_length,
+        target_length=max_target_length,
+        accumulation=gradient_accumulation,
+        precision=precision,
+        vram=None if vram is None else parse_bytes(vram),
+        ram=None if ram is None else parse_bytes(ram),
+        our_attention=True,
+        steps=steps,
+        warmup=1,
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        return _slowdown(limited, Runs(Path(scratch) if output_dir is None else writable(output_dir), timeout))
+
+
+def _slowdown(limited: Work, runs: Runs) -> Slowdown:
+    free = replace(limited, vram=None, ram=None)
+    within, without = forecasts_of([limited, free], runs)
+    for made in (within, without):
+        if isinstance(made, dict):
+            raise OffloadkitError(made["reason"])
+    assert not isinstance(within, dict)
+    assert not isinstance(without, dict)
+    if within.reason:
+        raise DoesNotFitError(within.reason)
+    say = progress(f"{limited.model}, offloadkit")
+    ours = runs.row({"mode": "measure", "engine": "offloadkit", "work": asdict(limited)}, limited.ram)
+    say(summary(ours))
+    if ours["status"] != "measured":
+        raise (DoesNotFitError if ours["status"] == "does not fit" else OffloadkitError)(ours["reason"])
+    reason = forecast.hopeless("baseline", without, recomputed=False)
+    if reason is None:
+        say = progress(f"{limited.model}, all on the GPU")
+        plain = runs.row({"mode": "measure", "engine": "baseline", "work": asdict(free)})
+        say(summary(plain))
+        if plain["status"] == "measured":
+            return Slowdown(ours["step_seconds"], plain["step_seconds"], "measured")
+        reason = plain["reason"]
+    if within.large_gpu_seconds is None:
+        raise OffloadkitError(f"plain training cannot be measured ({reason}), nor predicted for this model")
+    return Slowdown(ours["step_seconds"], within.large_gpu_seconds, "predicted", reason)

@@ -1,0 +1,99 @@
+"""Steps, timed on the device's own time line."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+
+from offloadkit.compare.memory import DeviceMemory
+from offloadkit.compare.work import Batch, Work
+
+
+class Engine(Protocol):
+    """What the measuring loop calls."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The loss of one micro-batch."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the micro-batch's share of the gradients."""
+
+    def step(self, is_boundary: bool) -> None:
+        """After each backward; updates the weights where `is_boundary`."""
+
+    def settle(self) -> None:
+        """Wait for everything that a step left running."""
+
+
+class Clock:
+    """Marks on the device's time line (CUDA events on the current stream), read after everything has run."""
+
+    def __init__(self, on_cuda: bool) -> None:
+        self._on_cuda = on_cuda
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Now, on the device."""
+        if self._on_cuda:
+            event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """From each mark to the next."""
+        pairs = itertools.pairwise(self._marks)
+        return [a.elapsed_time(b) / 1000 if self._on_cuda else b - a for a, b in pairs]
+
+
+def timed_steps(
+    engine: Engine, batches: list[Batch], work: Work, device: torch.device, vram: DeviceMemory
+) -> dict[str, Any]:
+    """Train for one first step, `work.warmup` more, one that fills the pipeline, and `work.steps` that are timed.
+
+    A step's time is that from its end to the end of the one before: nothing is synchronised in between, so what an
+    engine hides under the next forward stays hidden, and what it does not is counted. `settled_seconds` is the mean
+    with everything waited for at the end.
+    """
+    on_cuda = device.type == "cuda"
+    losses: list[torch.Tensor] = []
+
+    def train_step() -> None:
+        for index, batch in enumerate(batches, start=1):
+            loss = engine.forward(batch)
+            engine.backward(loss)
+            losses.append(loss.detach())
+            del loss
+            engine.step(index == len(batches))
+        vram.sample()
+
+    began = time.perf_counter()
+    train_step()
+    engine.settle()
+    first_step_seconds = time.perf_counter() - began
+    for _ in range(work.warmup):
+        train_step()
+    engine.settle()
+    clock = Clock(on_cuda)
+    began = time.perf_counter()
+    for _ in range(1 + work.steps):
+        train_step()
+        clock.mark()
+    engine.settle()
+    settled_seconds = (time.perf_counter() - began) / (1 + work.steps)
+    each = clock.seconds()
+    return {
+        "step_seconds": median(each),
+        "all_step_seconds": each,
+        "settled_seconds": settled_seconds,
+        "first_step_seconds": first_step_seconds,
+        "last_loss": float(losses[-1]),
+        "vram_bytes": vram.peak_bytes,
+        "vram_source": vram.source,
+        "max_reserved_bytes": torch.cuda.max_memory_reserved() if on_cuda else 0,
+    }

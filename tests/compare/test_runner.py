@@ -1,0 +1,127 @@
+"""Fresh processes: limits of time and RAM, crashes, errors, and what is kept of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offloadkit.compare import engines, memory, runner, steps, worker
+from offloadkit.compare.words import duration, text_table
+from offloadkit.compare.work import Work, plain_model, random_batches
+from offloadkit.errors import DoesNotFitError
+
+CPU = torch.device("cpu")
+TINY = Work("t5-tiny", batch_size=2, input_length=8, target_length=4, steps=1, warmup=0)
+
+
+def test_a_task_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    began = time.monotonic()
+    row = runner.in_fresh_process({"mode": "plan", "works": []}, timeout=0.3, ram=None, log=tmp_path / "log")
+    assert row == {"status": "failed", "reason": "took more than 0.3 s"}
+    assert time.monotonic() - began < 5
+
+
+def test_an_error_in_a_task_is_a_row_and_its_log_stays(tmp_path: Path) -> None:
+    task = {"mode": "measure", "engine": "no-such-engine", "work": asdict(TINY)}
+    row = runner.Runs(tmp_path, timeout=100).row(task)
+    assert row["status"] == "failed"
+    assert row["reason"] == "KeyError: 'no-such-engine'"
+    (log,) = (tmp_path / "logs").iterdir()
+    assert "Traceback" in log.read_text()
+
+
+def test_a_process_that_dies_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.sys, "executable", "/bin/false")
+    row = runner.in_fresh_process({}, timeout=10, ram=None, log=tmp_path / "log")
+    assert row == {"status": "failed", "reason": "exit 1: it printed nothing"}
+
+
+def test_a_peak_that_was_not_seen_counts(tmp_path: Path) -> None:
+    assert runner._within({"status": "measured"}, 200, 100)["status"] == "does not fit"
+    assert runner._within({"status": "measured"}, 50, 100) == {"status": "measured"}
+    assert runner._within({"status": "measured"}, 200, None) == {"status": "measured"}
+
+
+def test_a_row_that_was_written_by_halves_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "in_fresh_process", lambda task, **_: {"status": "measured", "number": 1})
+    runs = runner.Runs(tmp_path, timeout=1)
+    assert runs.row({"mode": "plan"}) == {"status": "measured", "number": 1}
+    (path,) = (tmp_path / "rows").iterdir()
+    path.write_text(path.read_text()[:20])
+    assert "kept" not in runs.row({"mode": "plan"})
+    assert runs.row({"mode": "plan"})["kept"]
+    assert json.loads(path.read_text())["environment"]["torch"] == torch.__version__
+
+
+def test_ram_of_children_counts() -> None:
+    child = "import time; kept = bytearray(64 << 20); print(len(kept), flush=True); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        seen = memory.tree_ram_bytes(process.pid)
+        runner._end(process)  # type: ignore[arg-type]
+    assert 64 << 20 < seen < 256 << 20
+    assert memory.tree_ram_bytes(process.pid) == 0
+
+
+def test_a_full_gpu_says_what_it_needs_at_least() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.00 GiB. GPU 0 has ...")
+    wrapped = RuntimeError("deepspeed failed")
+    wrapped.__cause__ = error
+    row = worker.why(wrapped, 11 << 30)
+    assert row["status"] == "does not fit"
+    assert row["reason"] == "does not fit: needs more than 30 GiB of VRAM, has 11 GiB"
+
+
+def test_a_refused_plan_does_not_fit_and_another_error_failed() -> None:
+    refused = DoesNotFitError("the plan does not fit: needs 38 GiB of VRAM, has 11 GiB\nx would fit")
+    assert worker.why(refused, None) == {
+        "status": "does not fit",
+        "reason": "does not fit: needs 38 GiB of VRAM, has 11 GiB",
+    }
+    assert worker.why(ValueError(""), None) == {"status": "failed", "reason": "ValueError: "}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_baseline_trains_in_every_dtype(dtype: str, recomputed: bool, one_thread: None) -> None:
+    work = Work("t5-tiny", batch_size=2, input_length=8, target_length=4, accumulation=2, recomputed=recomputed)
+    engine: Any = engines.Baseline(work, dtype, CPU)
+    before = [weight.clone() for weight in engine._masters]
+    row = steps.timed_steps(engine, random_batches(work, CPU), work, CPU, memory.DeviceMemory(CPU))
+    assert len(row["all_step_seconds"]) == work.steps
+    assert 4 < row["last_loss"] < 8
+    moved = [(after - first).abs().max() for after, first in zip(engine._masters, before, strict=True)]
+    assert max(moved) > 1e-5
+    assert max(moved) < 1e-3  # ten updates of at most 1e-5
+    for weight, master in zip(engine._weights, engine._masters, strict=True):
+        assert weight.equal(master.to(weight.dtype))
+
+
+def test_both_engines_get_the_same_rows_and_a_baseline_of_our_attention() -> None:
+    first, again = random_batches(TINY, CPU), random_batches(TINY, CPU)
+    assert all(tensor.equal(again[0][name]) for name, tensor in first[0].items())
+    ours: Any = plain_model(Work("t5-tiny", 1, 8, 4, our_attention=True), "fp32", CPU, CPU)
+    assert ours.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0453, "45.3 ms"), (8.34, "8.34 s"), (125, "2 min 05 s"), (4680, "78 min"), (8400, "2 h 20 min"), (7200, "2 h")],
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_remark_widens_no_column() -> None:
+    lines = text_table(["a", "b", "c"], [["1", "2", "3"], ["10", "a remark that is long"]], 1)
+    assert lines == ["a   b  c", "--  -  -", "1   2  3", "10  a remark that is long"]

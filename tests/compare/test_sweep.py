@@ -1,0 +1,199 @@
+"""`sweep`: sizes timed and trained, sizes that fail, rows that are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.text import Text
+from transformers import ByT5Tokenizer, T5ForConditionalGeneration
+
+from offloadkit.compare import forecast, learning, sweep, sweeping
+from offloadkit.compare.work import config_of
+from offloadkit.errors import ConfigError, DataError, ModelError
+from offloadkit.hf.data import load_dataset_like
+from tests.compare.made_up import GIB, at_batch
+
+Task = dict[str, Any]
+Answers = Callable[[Callable[[Task], dict[str, Any]]], list[Task]]
+SHORT: dict[str, Any] = {"max_input_length": 12, "max_target_length": 6}
+PAIRS = [{"input": f"{number}", "target": f"{number % 7}"} for number in range(24)]
+
+
+def never(task: Task) -> dict[str, Any]:
+    raise AssertionError(f"run again: {task}")
+
+
+def test_sizes_are_timed_and_the_largest_is_tried(
+    tmp_path: Path, in_this_process: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeping, "MOST_TIMES_LARGER", 2)
+    result = sweep("t5-tiny", batch_sizes=(2, 4), gradient_accumulation=(1, 2), **SHORT, steps=1, output_dir=tmp_path)
+    assert [(row["batch_size"], row["accumulation"], row["status"]) for row in result.rows] == [
+        (2, 1, "measured"),
+        (4, 1, "measured"),
+        (2, 2, "measured"),
+        (4, 2, "measured"),
+    ]
+    for row in result.rows:
+        rows = row["batch_size"] * row["accumulation"]
+        assert row["sample_seconds"] == row["step_seconds"] / rows
+        assert row["tokens_per_second"] == pytest.approx(18 * rows / row["step_seconds"])
+        assert row["epoch_seconds"] == pytest.approx(row["step_seconds"] * 10_000 / rows)
+    assert result.largest["batch_size"] == 8
+    assert result.largest["is_most"]
+    assert result.largest["status"] == "measured"
+    assert "at least 8 by the plan, and it runs in" in result.explain()
+    assert [task["mode"] for task in in_this_process] == ["plan", *["measure"] * 4, "largest", "measure"]
+    saved = json.loads((tmp_path / "sweep.json").read_text())
+    assert set(saved["knees"]) == {"1", "2"}
+    assert (tmp_path / "sweep.png").stat().st_size > 10_000
+    assert (tmp_path / "sweep.svg").exists()
+
+
+def test_a_size_that_fails_shows_its_reason_and_the_sweep_goes_on(tmp_path: Path, answers: Answers) -> None:
+    def answer(task: Task) -> dict[str, Any]:
+        if task["mode"] == "plan":
+            lacking = {"vram": (13 * GIB, 11 * GIB)}
+            made = [at_batch(w["batch_size"], lacking=lacking if w["batch_size"] == 64 else {}) for w in task["works"]]
+            return {"status": "measured", "forecasts": [forecast.as_row(each) for each in made]}
+        if task["mode"] == "largest":
+            return {"status": "measured", "batch_size": 32}
+        size = task["work"]["batch_size"]
+        if size == 4:
+            return {"status": "failed", "reason": "took more than 9 s"}
+        seconds = max(0.4, 0.025 * size)
+        return {"status": "measured", "step_seconds": seconds, "vram_bytes": GIB * size, "peak_ram_bytes": GIB}
+
+    asked = answers(answer)
+    result = sweep("t5-3b", batch_sizes=(1, 4, 16, 32, 64), vram="11GiB", ram="64GiB", output_dir=tmp_path)
+    assert [row["status"] for row in result.rows] == ["measured", "failed", "measured", "measured", "does not fit"]
+    knee, predicted = result.knee(), result.predicted_knee()
+    assert knee is not None
+    assert predicted is not None
+    assert knee.size == pytest.approx(16)
+    assert predicted.size == pytest.approx(0.42 / 0.026)
+    text = str(result)
+    assert "Batch 4 x 1: took more than 9 s" in text
+    assert "Batch 64 x 1: does not fit: needs 13 GiB of VRAM, has 11 GiB" in text
+    assert "The largest batch that fits is 32 by the plan, and it runs in 32 GiB of VRAM" in text
+    assert all(line in result._repr_html_() for line in ("took more than 9 s", "larger batches are almost free"))
+    shown = [item.get_text() for item in result.chart().findobj(Text) if isinstance(item, Text)]
+    assert "does not fit" in shown
+    assert "knee: 16" in shown
+    assert any("Until about batch 16 the optimizer on the CPU" in item for item in shown)
+
+    del asked[:]
+    sweep("t5-3b", batch_sizes=(1, 4, 16, 32, 64), vram="11GiB", ram="64GiB", output_dir=tmp_path)
+    assert [task["work"]["batch_size"] for task in asked] == [4]
+
+
+def test_the_largest_batch_by_the_plan_is_found_to_an_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(work: forecast.Work, device: object) -> forecast.Forecast:
+        return at_batch(work.batch_size, lacking={"vram": (2, 1)} if work.batch_size > 77 else {})
+
+    monkeypatch.setattr(forecast, "forecast", planned)
+    work: Any = forecast.Work("t5-3b", 1, 512, 128)
+    cpu: Any = None
+    assert 70 <= (forecast.largest_batch(work, 512, cpu) or 0) <= 77
+    assert forecast.largest_batch(work, 64, cpu) == 64
+    monkeypatch.setattr(forecast, "forecast", lambda work, device: at_batch(1, lacking={"vram": (2, 1)}))
+    assert forecast.largest_batch(work, 64, cpu) is None
+
+
+def test_training_on_own_rows_measures_the_held_out_loss(tmp_path: Path, in_this_process: list[Task]) -> None:
+    result = sweep(
+        "t5-tiny",
+        PAIRS,
+        eval_dataset=PAIRS[:8],
+        tokenizer="byte",
+        batch_sizes=(4, 16),
+        scale_learning_rate=("none", "sqrt"),
+        learning_rate=1e-3,
+        **SHORT,
+        output_dir=tmp_path,
+    )
+    assert [(row["batch_size"], row["scaling"], row["learning_rate"]) for row in result.rows] == [
+        (4, "none", 1e-3),
+        (16, "none", 1e-3),
+        (16, "sqrt", 2e-3),
+    ]
+    assert [row["num_steps"] for row in result.rows] == [6, 1, 1]
+    assert [row["num_samples"] for row in result.rows] == [24, 16, 16]
+    losses = [row["eval_loss"] for row in result.rows]
+    assert len(set(losses)) > 1
+    assert all(0 < loss < 20 for loss in losses)
+    assert all(row["tokens_per_second"] > 0 for row in result.rows)
+    assert "the held-out loss is" in result.explain()
+    shown = [item.get_text() for item in result.chart().findobj(Text) if isinstance(item, Text)]
+    assert "learning rate scaled (sqrt)" in shown
+    assert not list(tmp_path.glob("tmp*")), "trained models are not kept"
+
+
+def test_a_model_and_a_tokenizer_are_handed_to_other_processes_and_left_alone(tmp_path: Path, answers: Answers) -> None:
+    model = T5ForConditionalGeneration(config_of("t5-tiny"))  # type: ignore[arg-type]
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    seen: list[Task] = []
+
+    def answer(task: Task) -> dict[str, Any]:
+        seen.append(task)
+        told = task["finetune"]
+        assert T5ForConditionalGeneration.from_pretrained(told["model"]).num_parameters() == model.num_parameters()
+        assert (Path(told["tokenizer"]) / "tokenizer_config.json").exists()
+        assert len(load_dataset_like(told["train_dataset"])) == len(PAIRS)
+        return {"status": "failed", "reason": "seen"}
+
+    answers(answer)
+    rows = sweep(model, PAIRS, tokenizer=ByT5Tokenizer(), batch_sizes=(2, 64), output_dir=tmp_path, seed=3).rows
+    assert [row["reason"] for row in rows] == ["seen", "does not fit: 24 samples are less than one step of 64"]
+    assert seen[0]["finetune"]["seed"] == 3
+    assert seen[0]["finetune"]["max_steps"] == 12
+    assert all(weight.equal(before[name]) for name, weight in model.state_dict().items())
+
+
+def test_the_config_of_a_model_is_enough_for_timing(tmp_path: Path) -> None:
+    model = T5ForConditionalGeneration(config_of("t5-tiny"))  # type: ignore[arg-type]
+    folder = learning.config_folder(model, tmp_path)
+    assert config_of(folder).d_model == 64
+    assert learning.config_folder(model, tmp_path) == folder
+    with pytest.raises(ModelError, match="is no model"):
+        learning.config_folder(3, tmp_path)
+
+
+def test_learning_rates_are_scaled_from_the_smallest_step() -> None:
+    made = learning.learning_rates(1e-3, [16, 64], ["none", "sqrt", "linear"])
+    assert made == [(16, "none", 1e-3), (64, "none", 1e-3), (64, "sqrt", 2e-3), (64, "linear", 4e-3)]
+    assert learning.learning_rates(1.0, [1, 4], ["linear"]) == [(1, "none", 1.0), (4, "linear", 4.0)]
+    assert learning.base_rate(None, "random") == 5e-4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"batch_sizes": (1, 1)}, "batch_sizes must be some different whole numbers"),
+        ({"batch_sizes": 4}, "batch_sizes must be some different whole numbers"),
+        ({"gradient_accumulation": (0,)}, "gradient_accumulation must be some different whole numbers"),
+        ({"scale_learning_rate": ("log",)}, "scale_learning_rate must be some of 'none', 'sqrt', 'linear'"),
+        ({"scale_learning_rate": ("sqrt",)}, "scale_learning_rate needs a train_dataset"),
+        ({"eval_dataset": PAIRS}, "eval_dataset needs a train_dataset"),
+        ({"init": "random"}, "init needs a train_dataset"),
+        ({"max_input_length": 0}, "max_input_length must be a whole number >= 1, got 0"),
+        ({"num_samples": 0}, "num_samples must be a whole number >= 1"),
+        ({"train_dataset": PAIRS, "max_steps": 3}, "sweep sets max_steps of finetune by itself"),
+        ({"train_dataset": PAIRS, "callbacks": [object()]}, "callbacks=.* goes to another process"),
+        ({"train_dataset": PAIRS, "tokenizer": "byte", "learning_rate": -1}, "learning_rate must be a positive number"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(wrong: dict[str, Any], message: str, tmp_path: Path, answers: Answers) -> None:
+    answers(never)
+    with pytest.raises(ConfigError, match=message):
+        sweep("t5-tiny", **{"output_dir": tmp_path, **wrong})
+
+
+def test_a_dataset_without_rows_is_refused(tmp_path: Path, answers: Answers) -> None:
+    answers(never)
+    with pytest.raises(DataError, match="empty"):
+        sweep("t5-tiny", [], output_dir=tmp_path)
