@@ -57,6 +57,8 @@ class TrainingRun:
         from offloadkit.hf.stop_point import StopPoint
 
         telemetry, full, tried = Telemetry(), "", ""
+        if retry_leaner and self.args.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.args.device)  # `leaner_budget` reads this run's
         while True:
             model, materialise = self._load(checkpoint, _loading_device(sizes, self.args))
             if full:

@@ -1,0 +1,52 @@
+"""A GPU that is really full in mid-training: `finetune` goes on by a leaner plan with the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import ByT5Tokenizer, T5Config
+
+import offloadkit
+from tests.hf.tiny import save_config
+
+ROWS = [{"input": f"{number} " * 100, "target": f"{number} " * 20} for number in range(64)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    shape: dict[str, Any] = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
+    config = T5Config(**shape, vocab_size=384, decoder_start_token_id=0, dropout_rate=0.1)
+    config.architectures = ["T5ForConditionalGeneration"]
+    save_config(config, tmp_path / "model")
+    ByT5Tokenizer().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def whole_card() -> Iterator[None]:
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def finetune(folder: str, output: Path, **options: Any) -> offloadkit.FinetuneResult:
+    defaults: dict[str, Any] = {"init": "random", "tokenizer": "byte", "max_steps": 4, "batch_size": 8}
+    defaults |= {"gradient_accumulation": 2, "max_input_length": 512, "max_target_length": 128, "save_strategy": "no"}
+    return offloadkit.finetune(folder, ROWS, output_dir=output, **(defaults | options))
+
+
+def test_the_weights_are_those_of_a_run_with_enough_memory(folder: str, tmp_path: Path, whole_card: None) -> None:
+    whole = finetune(folder, tmp_path / "whole")
+    expected = {name: weight.cpu().clone() for name, weight in whole.model.state_dict().items()}
+    allocated = whole.steps[-1].bytes["vram"]["process peak allocated"]
+    del whole
+    room = 0.85 * allocated / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(room)
+    with pytest.warns(RuntimeWarning, match="memory is full: .*Training goes on by a leaner plan"):
+        result = finetune(folder, tmp_path / "retried", retry_leaner=True)
+    weights = result.model.state_dict()
+    assert [name for name, weight in expected.items() if not torch.equal(weight, weights[name].cpu())] == []
