@@ -70,7 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-3b-6": {"model": "llama-3.2-3b", "batch_size": 8, "tokens": 1024, "vram_budget_gib": 6.0},
     "llama-3b-24": {"model": "llama-3.2-3b", "batch_size": 8, "tokens": 1024, "vram_budget_gib": 24.0},
     "t4-t5-large": {**T5, "model": "t5-large", "batch_size": 4, **T4},
-    "t4-t5-3b": {**T5, "model": "t5-3b", "batch_size": 1, **T4, "disk": tempfile.gettempdir()},
+    "t4-t5-3b": {**T5, "model": "t5-3b", "batch_size": 1, "precision": "compact", **T4, "disk": tempfile.gettempdir()},
     "tiny": {"model": "t5-tiny", "batch_size": 2, "tokens": 16, "target_tokens": 8, "vram_budget_gib": 2.0},
     **drawn_cases(seed=0, number=6),
 }

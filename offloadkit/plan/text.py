@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from offloadkit.plan.plan import Plan
 
 _TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
+_WHERE = {"vram": "in VRAM", "ram": "in RAM", "disk": "on disk"}
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -52,7 +53,7 @@ def _placed(plan: Plan) -> list[str]:
     states: Counter[str] = Counter(where.states for where in plan.placements)
     steppers = {"vram": "the GPU", "ram": "the CPU", "disk": "the CPU"}
     lines = [
-        f"  optimizer states{share(states[tier], number)} in {_TIERS[tier]}, stepped by {steppers[tier]}"
+        f"  optimizer states{share(states[tier], number)} {_WHERE[tier]}, stepped by {steppers[tier]}"
         for tier in ("vram", "ram", "disk")
         if states[tier]
     ]
