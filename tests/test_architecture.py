@@ -30,7 +30,7 @@ ROWS = [
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 # Public functions whose work lies higher: (module, part), imported in the function that is called.
 DOORS = {("hardware", "measuring")}
-WIDGETS_SEE = {"widgets", "plan", "telemetry", "errors"}
+MONITOR_SEES = {"monitor", "plan", "telemetry", "errors"}
 ENTRY_POINTS = {"__init__", "__main__"}
 
 NUMERIC_CORE = {name for row in ROWS[:6] for name in row}
@@ -91,33 +91,33 @@ def own_imports(path: Path) -> Iterator[tuple[int, str]]:
 
 def allowed(importer: str, imported: str) -> bool:
     """Whether `importer` may import `imported`, both parts of the package."""
-    if importer == "widgets":
-        return imported in WIDGETS_SEE
-    if imported == "widgets":
+    if importer == "monitor":
+        return imported in MONITOR_SEES
+    if imported == "monitor":
         return RANK[importer] >= RANK["finetune"]
     return imported in RANK and RANK[imported] <= RANK[importer]
 
 
 def test_every_module_has_a_place_in_the_order() -> None:
-    unplaced = {part_of(path) for path in FILES} - set(RANK) - ENTRY_POINTS - {"widgets"}
+    unplaced = {part_of(path) for path in FILES} - set(RANK) - ENTRY_POINTS - {"monitor"}
     assert not unplaced, f"say in tests/test_architecture.py (ROWS) whom these may import: {sorted(unplaced)}"
 
 
 @pytest.mark.parametrize(
     "wrong",
-    ["config hardware", "plan offload", "optim engine", "engine hf", "hf finetune", "demo cli", "widgets engine"],
+    ["config hardware", "plan offload", "optim engine", "engine hf", "hf finetune", "demo cli", "monitor engine"],
 )
 def test_no_arrow_runs_back(wrong: str) -> None:
     importer, imported = wrong.split()
     assert not allowed(importer, imported)
-    assert importer == "widgets" or allowed(imported, importer)
+    assert importer == "monitor" or allowed(imported, importer)
 
 
 def test_imports_run_one_way() -> None:
     wrong = [
         f"{path.relative_to(PACKAGE)}:{line} imports {imported or 'the package itself'}"
         for path in FILES
-        if part_of(path) in RANK or part_of(path) == "widgets"
+        if part_of(path) in RANK or part_of(path) == "monitor"
         for line, imported in own_imports(path)
         if not allowed(part_of(path), imported) and (part_of(path), imported) not in DOORS
     ]

@@ -1,0 +1,49 @@
+"""Colours that colour-blind people can tell apart (Okabe and Ito), on light and on dark."""
+
+from __future__ import annotations
+
+BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, YELLOW = (
+    "#0072B2",
+    "#56B4E9",
+    "#009E73",
+    "#E69F00",
+    "#D55E00",
+    "#CC79A7",
+    "#F0E442",
+)
+GREY, PALE = "#8C8C8C", "#BDBDBD"
+
+COLOURS = {
+    "working weights": BLUE,
+    "weight buffers": SKY,
+    "frozen weights": GREY,
+    "gradients": VERMILION,
+    "master weights": GREEN,
+    "exp_avg, exp_avg_sq": ORANGE,
+    "state buffers": YELLOW,
+    "activations": PURPLE,
+    "framework": PALE,
+    "other": GREY,
+    "forward": BLUE,
+    "backward": SKY,
+    "wait for bus": VERMILION,
+    "wait for CPU step": ORANGE,
+    "step on the GPU": GREEN,
+    "data and the rest": PALE,
+    "CPU step": ORANGE,
+    "H2D": VERMILION,
+    "D2H": VERMILION,
+}
+"""Of memory's categories, and of the parts of a step; what is busy has the colour of the wait for it."""
+
+_WHITE_ON = {BLUE, GREEN, VERMILION, GREY}
+
+
+def colour(name: str) -> str:
+    """Of a category or a part, unknown ones grey."""
+    return COLOURS.get(name, GREY)
+
+
+def ink_on(background: str) -> str:
+    """Black or white, whichever is read more easily."""
+    return "#FFFFFF" if background in _WHITE_ON else "#000000"

@@ -1,0 +1,273 @@
+"""What a monitor shows, as numbers: from the plan and what the records of the steps added up to. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from offloadkit.monitor.history import History, Point
+from offloadkit.plan import Plan
+from offloadkit.plan.seconds import KERNEL_SECONDS, STEP_EFFICIENCY
+from offloadkit.plan.shapes import CATEGORIES
+from offloadkit.telemetry import StepRecord
+
+State = Literal["waiting", "running", "stopping", "finished", "stopped", "failed"]
+Parts = tuple[tuple[str, float], ...]
+"""Names and seconds."""
+
+OTHER = "other"
+"""Measured memory beyond all categories that are known."""
+_LAST = ("framework", "activations")
+"""Estimated categories: of a measured size they take what the others, which the engine allocates, leave."""
+_TIERS = {"vram": "VRAM", "ram": "RAM"}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One tier's bytes.
+
+    Attributes:
+        name: "VRAM" or "RAM".
+        parts: bytes by category; they add up to `used`, or to `planned` while nothing was measured.
+        used: what the process really has; None while nothing was measured.
+        budget: what it may have; None where that is not known.
+    """
+
+    name: str
+    parts: tuple[tuple[str, int], ...]
+    used: int | None
+    planned: int
+    budget: int | None
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """A step's seconds over a step's where everything is in VRAM.
+
+    Attributes:
+        step_seconds: of a step here: measured, or the plan's while there was none (`is_planned`).
+        baseline: whether the other step was "measured", or is "predicted" from the computing measured here and an
+            AdamW step in VRAM.
+        parts: seconds that the two differ by, by what they are spent on; one that offloading saves is negative.
+    """
+
+    step_seconds: float
+    baseline_seconds: float
+    baseline: Literal["measured", "predicted"]
+    parts: Parts = ()
+    is_planned: bool = False
+
+    @property
+    def factor(self) -> float:
+        return self.step_seconds / self.baseline_seconds
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Everything that is drawn. Times are in seconds, sizes in bytes; None is what is not known (yet).
+
+    Attributes:
+        split: where a typical step's time went; the parts add up to the step's.
+        beside: how long the CPU's step and each direction of the bus worked in a step, beside what is in `split`.
+        loss_curve: at most 300 points that keep the extremes; `loss_trend` is the running mean.
+        eta_seconds: at the mean of all steps so far, evaluations and checkpoints included.
+        why_no_slowdown: what is missing for a slowdown; "" where there is one.
+        num_skipped: steps whose gradients were not finite.
+    """
+
+    state: State
+    steps_done: int
+    total_steps: int | None
+    elapsed_seconds: float
+    eta_seconds: float | None
+    loss: float | None
+    loss_curve: tuple[Point, ...]
+    loss_trend: tuple[Point, ...]
+    step_seconds: float | None
+    split: Parts
+    beside: Parts
+    tokens_per_second: float | None
+    memory: tuple[Memory, ...]
+    slowdown: Slowdown | None
+    why_no_slowdown: str
+    num_skipped: int
+
+
+def figures(
+    history: History,
+    plan: Plan | None = None,
+    *,
+    total_steps: int | None = None,
+    baseline_seconds: float | None = None,
+    state: State = "running",
+) -> Figures:
+    """What there is to show.
+
+    Args:
+        baseline_seconds: a step's, measured where everything is in VRAM.
+    """
+    typical = history.typical()
+    seconds = mean(typical)
+    newest = history.newest
+    done = newest.step if newest else 0
+    slow, why = slowdown(seconds, plan, baseline_seconds)
+    tokens = [record.num_tokens or 0 for record in typical]
+    mean_step = history.mean_step_seconds()
+    left = None if total_steps is None or mean_step is None else max(0, total_steps - done) * mean_step
+    return Figures(
+        state=state,
+        steps_done=done,
+        total_steps=total_steps,
+        elapsed_seconds=history.elapsed_seconds,
+        eta_seconds=left,
+        loss=history.loss.newest_mean(),
+        loss_curve=history.loss.points(),
+        loss_trend=history.loss.trend(),
+        step_seconds=seconds.get("step"),
+        split=split(seconds),
+        beside=beside(seconds),
+        tokens_per_second=sum(tokens) / (len(typical) * seconds["step"]) if any(tokens) and seconds["step"] else None,
+        memory=memory(newest.bytes if newest else None, plan),
+        slowdown=slow,
+        why_no_slowdown=why,
+        num_skipped=history.num_skipped,
+    )
+
+
+def mean(records: Sequence[StepRecord]) -> dict[str, float]:
+    """Mean seconds by phase; a phase that did not occur in a step counts as nothing."""
+    phases = dict.fromkeys(phase for record in records for phase in record.seconds)
+    return {phase: sum(record.seconds.get(phase, 0.0) for record in records) / len(records) for phase in phases}
+
+
+def split(seconds: Mapping[str, float]) -> Parts:
+    """Where the time of a step went, from its phases (see `StepRecord`): computing, standing still, and the rest.
+
+    Forward that begins before the last gradient is in RAM waits for the bus first, and for the CPU after it.
+    """
+    if not seconds.get("step"):
+        return ()
+    get = {phase: seconds.get(phase, 0.0) for phase in (*seconds, *_PHASES)}
+    gap = max(0.0, get["step"] - get["forward"] - get["backward"])
+    tail = min(get["forward_wait"], max(0.0, get["gradient_tail"] - gap))
+    forward_waits = get["forward_wait"] + get["forward_bus_wait"] + get["forward_gpu_step_wait"]
+    parts = {
+        "forward": get["forward"] - forward_waits,
+        "backward": get["backward"] - get["backward_wait"] - get["backward_bus_wait"],
+        "wait for bus": get["forward_bus_wait"] + get["backward_bus_wait"] + tail,
+        "wait for CPU step": get["forward_wait"] + get["backward_wait"] - tail,
+        "step on the GPU": get["forward_gpu_step_wait"],
+        "data and the rest": gap,
+    }
+    return tuple((name, max(0.0, number)) for name, number in parts.items())
+
+
+_PHASES = (
+    "forward",
+    "backward",
+    "gradient_tail",
+    "forward_wait",
+    "backward_wait",
+    "forward_bus_wait",
+    "backward_bus_wait",
+    "forward_gpu_step_wait",
+)
+
+
+def beside(seconds: Mapping[str, float]) -> Parts:
+    """What worked meanwhile, and how long."""
+    names = {"CPU step": "cpu_step", "H2D": "h2d", "D2H": "d2h"}
+    return tuple((name, seconds[phase]) for name, phase in names.items() if phase in seconds)
+
+
+def memory(measured: Mapping[str, Mapping[str, int]] | None, plan: Plan | None) -> tuple[Memory, ...]:
+    """VRAM and RAM; only RAM, which both are in, where there is no GPU.
+
+    Args:
+        measured: a record's bytes.
+    """
+    tiers = measured or (plan.tiers if plan else {})
+    known = {tier: _known(tiers.get(tier, {})) for tier in _TIERS}
+    used = {tier: tiers.get(tier, {}).get("process") for tier in _TIERS}
+    no_gpu = plan is not None and plan.on_cpu if measured is None else used["vram"] is None
+    if no_gpu:
+        both = [*known["ram"].items(), *known.pop("vram").items()]
+        known["ram"] = {name: sum(size for other, size in both if other == name) for name, _ in both}
+    budgets = plan.budgets if plan else {}
+    found = []
+    for tier, sizes in known.items():
+        have = used[tier]
+        parts = sizes if have is None else divided(sizes, have)
+        in_order = sorted(parts.items(), key=lambda part: _place(part[0]))
+        if parts:
+            found.append(Memory(_TIERS[tier], tuple(in_order), have, sum(sizes.values()), budgets.get(tier)))
+    return tuple(found)
+
+
+def divided(known: Mapping[str, int], used: int) -> dict[str, int]:
+    """`used` bytes by category: what the engine allocates first, then the estimates, the rest is `OTHER`."""
+    parts, left = {}, used
+    for name in sorted(known, key=lambda name: _LAST.index(name) if name in _LAST else -1):
+        parts[name] = min(known[name], left)
+        left -= parts[name]
+    if left:
+        parts[OTHER] = left
+    return {name: size for name, size in parts.items() if size}
+
+
+def _known(categories: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in categories.items() if not name.startswith("process") and size}
+
+
+def _place(category: str) -> int:
+    return CATEGORIES.index(category) if category in CATEGORIES else len(CATEGORIES)
+
+
+def slowdown(
+    seconds: Mapping[str, float], plan: Plan | None, baseline_seconds: float | None
+) -> tuple[Slowdown | None, str]:
+    """The slowdown, or why it is not known.
+
+    Predicted, the baseline's step is the computing and the rest measured here, without what is recomputed, and AdamW at
+    the rate of VRAM.
+    """
+    step = seconds.get("step")
+    if not step:
+        if plan is not None and plan.seconds is not None and plan.large_gpu_seconds:
+            return Slowdown(plan.seconds.step, plan.large_gpu_seconds, "predicted", is_planned=True), ""
+        return None, "no step was timed yet"
+    parts = dict(split(seconds))
+    gpu_step = gpu_step_seconds(plan)
+    if baseline_seconds is None and gpu_step is None:
+        return None, "the plan knows no machine, and no baseline was measured"
+    recomputed = parts["forward"] * recomputed_share(plan)
+    extra = {
+        "wait for bus": parts["wait for bus"],
+        "wait for CPU step": parts["wait for CPU step"],
+        "recomputed activations": recomputed,
+        "step on the GPU": parts["step on the GPU"] - (gpu_step or 0.0),
+    }
+    total = step - sum(extra.values()) if baseline_seconds is None else baseline_seconds
+    if baseline_seconds is not None:
+        extra["other differences"] = step - baseline_seconds - sum(extra.values())
+    named = tuple((name, number) for name, number in extra.items() if abs(number) > 1e-3 * step)
+    return Slowdown(step, total, "predicted" if baseline_seconds is None else "measured", named), ""
+
+
+def gpu_step_seconds(plan: Plan | None) -> float | None:
+    """AdamW on a GPU that holds all states: its traffic at the rate of VRAM; None without a machine."""
+    machine = plan.basis.hardware if plan is not None and plan.basis is not None else None
+    if plan is None or machine is None:
+        return None
+    traffic = sum(layer.step_bytes(plan.accumulation) for layer in plan.layers)
+    return traffic / (machine.vram_bytes_per_second * STEP_EFFICIENCY) + len(plan.layers) * KERNEL_SECONDS
+
+
+def recomputed_share(plan: Plan | None) -> float:
+    """Share of forward that backward computes once more, taken by the elements of the repeated blocks."""
+    if plan is None:
+        return 0.0
+    blocks = [(layer.numel, where) for layer, where in zip(plan.layers, plan.placements, strict=True) if layer.in_block]
+    again = sum(numel for numel, where in blocks if where.activations != "keep")
+    return again / max(1, sum(numel for numel, _ in blocks))

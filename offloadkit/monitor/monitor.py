@@ -1,0 +1,220 @@
+"""`Monitor`: hears of each step, and has one thread that draws what it heard a few times a second."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, Protocol, Self
+
+from offloadkit.errors import ConfigError
+from offloadkit.monitor.figures import Figures, State
+from offloadkit.monitor.figures import figures as compute_figures
+from offloadkit.monitor.history import History
+from offloadkit.monitor.notebook import NotebookDisplay, running_shell
+from offloadkit.monitor.stop import Stop
+from offloadkit.plan import Plan
+from offloadkit.telemetry import StepRecord, Telemetry
+
+DISPLAYS = ("auto", "notebook", "terminal", "none")
+_SHORTEST, _LONGEST = 0.25, 0.5
+"""Seconds between two drawings."""
+_SHARE = 0.004
+"""Of a core's time that drawing may take, as far as the seconds above allow."""
+
+
+class Display(Protocol):
+    """Where figures are shown."""
+
+    def open(self, figures: Figures) -> None: ...
+
+    def update(self, figures: Figures, *, heeded: bool) -> None:
+        """Args:
+        heeded: whether the training loop asks for `stop_requested`.
+        """
+
+    def close(self, figures: Figures) -> None: ...
+
+
+class Monitor:
+    """Shows a training run live: memory, time and slowdown, loss; in a notebook or on a terminal.
+
+    with Monitor(engine.plan, engine.telemetry, total_steps=1000) as monitor:
+        for batch in batches:
+            engine.backward(engine(**batch).loss)
+            engine.step()
+            if monitor.stop_requested:
+                break
+        engine.synchronize()
+
+    It draws on a thread of its own; on the training thread it only keeps each record. Nothing that goes wrong in
+    drawing reaches the training: the reason is printed once.
+
+    Attributes:
+        telemetry: whose records are drawn.
+        plan, total_steps, baseline_seconds: may be set while it runs; None is not known.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | None = None,
+        telemetry: Telemetry | None = None,
+        *,
+        total_steps: int | None = None,
+        baseline_seconds: float | None = None,
+        display: Literal["auto", "notebook", "terminal", "none"] = "auto",
+    ) -> None:
+        """
+        Args:
+            telemetry: what the engine reports to; None makes one, to be given to the engine.
+            total_steps: how many there will be, for the time that is left.
+            baseline_seconds: of a step with everything in VRAM, measured; None: predicted from what is measured here.
+            display: "auto" takes the notebook or the terminal that it runs in, and prints a line now and then
+                elsewhere; "none" shows nothing.
+
+        Raises:
+            ConfigError: an argument without a meaning.
+        """
+        if display not in DISPLAYS:
+            raise ConfigError(f"display must be one of {', '.join(map(repr, DISPLAYS))}, got {display!r}")
+        if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
+            raise ConfigError(
+                f"total_steps must be a whole number >= 1, or None where it is not known: {total_steps!r}"
+            )
+        if baseline_seconds is not None and not 0 < baseline_seconds < float("inf"):
+            raise ConfigError(f"baseline_seconds must be a positive number, or None: {baseline_seconds!r}")
+        self.plan, self.telemetry = plan, telemetry or Telemetry()
+        self.total_steps, self.baseline_seconds = total_steps, baseline_seconds
+        self._wanted = display
+        self._display: Display | None = None
+        self._stop = Stop()
+        self._new: deque[StepRecord] = deque()
+        self._history = History()
+        self._lock = threading.Lock()
+        self._state: State = "waiting"
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._unsubscribe: Callable[[], None] = lambda: None
+
+    # ---- for the training loop -----------------------------------------------------------------------------------
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the user wants to stop, by the button or an interrupt: finish, save and end.
+
+        A loop that asks after each step is asked to stop by an interrupt, and broken off only by a second one.
+        """
+        return self._stop.requested
+
+    def request_stop(self) -> None:
+        """As the button. May be called on any thread."""
+        self._stop.request()
+
+    def start(self) -> Self:
+        """Begin to show; on the thread that trains."""
+        if self._thread is None and not self._ended.is_set():
+            self._unsubscribe = self.telemetry.subscribe(self._new.append)
+            self._stop.catch_interrupts()
+            self._try(self._open_display)
+            self._thread = threading.Thread(target=self._refresh, name="offloadkit-monitor", daemon=True)
+            self._thread.start()
+        return self
+
+    def close(self, state: Literal["finished", "stopped", "failed"] | None = None) -> None:
+        """Show the end, and leave the summary. Later calls do nothing.
+
+        Args:
+            state: how it ended; None: "stopped" where that was requested, else "finished".
+        """
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._unsubscribe()
+        self._stop.let_interrupts_go()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+        self._state = state or ("stopped" if self._stop.wished else "finished")
+        display, self._display = self._display, None
+        if display is not None:
+            self._try(lambda: display.close(self.figures()))
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self.close("stopped" if interrupted else "failed" if kind is not None else None)
+
+    # ---- drawing -------------------------------------------------------------------------------------------------
+
+    def figures(self) -> Figures:
+        """What is shown now, as numbers."""
+        with self._lock:
+            while self._new:
+                self._history.add(self._new.popleft())
+            return compute_figures(
+                self._history,
+                self.plan,
+                total_steps=self.total_steps,
+                baseline_seconds=self.baseline_seconds,
+                state=self._present_state(),
+            )
+
+    def _present_state(self) -> State:
+        if self._ended.is_set():
+            return self._state
+        if self._stop.wished:
+            return "stopping"
+        return "running" if self._history.num_steps else "waiting"
+
+    def _open_display(self) -> None:
+        self._display = self._chosen_display()
+        if self._display is not None:
+            self._display.open(self.figures())
+
+    def _chosen_display(self) -> Display | None:
+        if self._wanted == "none":
+            return None
+        from offloadkit.monitor.terminal import LogLines, TerminalDisplay
+
+        shell = running_shell()
+        if self._wanted == "notebook" or (self._wanted == "auto" and shell is not None):
+            try:
+                if shell is None:
+                    raise RuntimeError("this is no notebook")
+                return NotebookDisplay(shell, self._stop.request)
+            except (ImportError, RuntimeError) as error:
+                _say(f"no widgets, because {error}; a line is printed now and then instead")
+                return LogLines()
+        return TerminalDisplay() if sys.stdout.isatty() else LogLines()
+
+    def _refresh(self) -> None:
+        """What the thread does: draw when there is something new."""
+        pause, shown = _SHORTEST, self._present_state()
+        while not self._ended.wait(pause):
+            if not self._new and self._present_state() == shown:
+                continue
+            began = time.thread_time()
+            self._try(self._draw)
+            shown = self._present_state()
+            pause = min(_LONGEST, max(_SHORTEST, (time.thread_time() - began) / _SHARE))
+
+    def _draw(self) -> None:
+        drawn, display = self.figures(), self._display
+        if display is not None:
+            display.update(drawn, heeded=self._stop.heeded or self._history.num_steps < 3)
+
+    def _try(self, draw: Callable[[], None]) -> None:
+        """Draw; what goes wrong is said, and nothing is drawn from then on."""
+        try:
+            draw()
+        except Exception as error:
+            self._display = None
+            _say(f"nothing is drawn any more, because of {type(error).__name__}: {error}")
+
+
+def _say(reason: str) -> None:
+    """To stderr: a warning may have been made an error, which would stop the training."""
+    print(f"offloadkit.Monitor: {reason}. The training goes on.", file=sys.stderr, flush=True)

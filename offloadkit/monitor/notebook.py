@@ -1,0 +1,111 @@
+"""The monitor in a notebook: one HTML widget and a button, both of ipywidgets' core (7.7 and 8).
+
+At the end the widgets give way to plain HTML, which stays in the saved notebook. ipykernel handles what widgets send
+between cells. While a cell runs, only a front end with subshells (JupyterLab 4.4, ipykernel 7) gets a click through;
+elsewhere the button says so and the kernel's interrupt does the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+from offloadkit.monitor import words
+from offloadkit.monitor.figures import Figures
+from offloadkit.monitor.page import page
+
+_VIEW = "application/vnd.jupyter.widget-view+json"
+_NO_WIDGETS = "offloadkit.Monitor: no widget is shown here; the training goes on, and its summary follows at the end."
+_BLOCKED = (
+    "The button cannot work here: the running cell blocks the kernel. Interrupt the kernel (■) instead: it finishes "
+    "the step and saves, a second interrupt breaks off."
+)
+_MAYBE = "If the button does not answer, interrupt the kernel (■): it finishes the step and saves."
+_UNHEEDED = "This loop does not ask for stop_requested: an interrupt (■) breaks it off at once."
+
+
+def running_shell() -> Any:
+    """The IPython shell of the notebook that this runs in; None elsewhere."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell if getattr(shell, "kernel", None) is not None else None
+
+
+class NotebookDisplay:
+    """Shows figures in the running cell's output."""
+
+    def __init__(self, shell: Any, stop: Callable[[], None]) -> None:
+        """
+        Args:
+            stop: what the button does.
+
+        Raises:
+            ImportError: no ipywidgets.
+        """
+        import ipywidgets
+
+        self._ident = f"okm{uuid4().hex[:10]}"
+        self._kernel, self._stop = shell.kernel, stop
+        self._html = ipywidgets.HTML()
+        self._button = ipywidgets.Button(
+            description="Stop and save", icon="stop", tooltip="Finishes the step under way, then saves"
+        )
+        self._button.on_click(self._clicked)
+        if self._button.comm is not None:
+            # ipykernel 7.4 takes a click to the thread that drew the button, which the cell blocks, and not to the
+            # subshell that the front end sent it to; other releases do not look at this.
+            self._button.comm._reply_subshell_for = lambda data, subshell: subshell
+        self._box = ipywidgets.VBox([self._html, self._button])
+
+    def open(self, figures: Figures) -> None:
+        """Publish the widgets, on the thread of the cell."""
+        self.update(figures, heeded=True)
+        view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+        _publish({_VIEW: view, "text/plain": _NO_WIDGETS}, self._ident)
+
+    def update(self, figures: Figures, *, heeded: bool) -> None:
+        """Draw; on any thread."""
+        note, works = self._button_works(heeded)
+        self._html.value = page(figures, self._ident, "" if figures.state == "stopping" else note)
+        if figures.state == "stopping":
+            self._say("Stopping …", works=False)
+        else:
+            self._say("Stop and save", works=works)
+
+    def close(self, figures: Figures) -> None:
+        """Put the static summary in the widgets' place, and let go of them."""
+        summary = {"text/html": page(figures, self._ident), "text/plain": words.summary(figures)}
+        _publish(summary, self._ident, update=True)
+        for widget in (self._box, self._html, self._button):
+            for part in (widget.layout, getattr(widget, "style", None), widget):
+                if part is not None:
+                    part.close()
+
+    def _say(self, description: str, *, works: bool) -> None:
+        if self._button.description != description:
+            self._button.description = description
+        if self._button.disabled is works:
+            self._button.disabled = not works
+
+    def _button_works(self, heeded: bool) -> tuple[str, bool]:
+        """What to say of the button, and whether it may be pressed."""
+        if not heeded:
+            return _UNHEEDED, False
+        threads = getattr(self._kernel, "shell_channel_thread", None)
+        if threads is None:
+            return _BLOCKED, False
+        return ("" if threads.manager.list_subshell() else _MAYBE), True
+
+    def _clicked(self, _: Any) -> None:
+        self._stop()
+        self._say("Stopping …", works=False)
+
+
+def _publish(bundle: dict[str, Any], ident: str, *, update: bool = False) -> None:
+    """An output of the running cell, by MIME type; or a new content for the one that was published as `ident`."""
+    import IPython.display
+
+    display: Any = IPython.display.display
+    display(bundle, raw=True, display_id=ident, update=update)

@@ -1,0 +1,137 @@
+"""The monitor on a terminal: the same figures in a few lines that are redrawn; lines for a log where none can be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from offloadkit.monitor import words
+from offloadkit.monitor.colours import colour, ink_on
+from offloadkit.monitor.figures import Figures, Memory
+from offloadkit.plan import format_bytes
+from offloadkit.plan.text import format_seconds
+
+_NAME = 6
+_SPARKS = "▁▂▃▄▅▆▇█"
+_LINE_SECONDS = 30.0
+
+
+class TerminalDisplay:
+    """Redraws itself in place; what is printed meanwhile goes above it."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._live = Live(console=self._console, auto_refresh=False)
+
+    def open(self, figures: Figures) -> None:
+        self._live.start()
+        self.update(figures, heeded=True)
+
+    def update(self, figures: Figures, *, heeded: bool) -> None:
+        """Draw; on any thread."""
+        self._live.update(view(figures, self._console.width), refresh=True)
+
+    def close(self, figures: Figures) -> None:
+        """Leave the last view on the screen."""
+        try:
+            self.update(figures, heeded=True)
+        finally:
+            self._live.stop()
+
+
+class LogLines:
+    """A line now and then, where nothing can be redrawn."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def open(self, figures: Figures) -> None:
+        """Nothing yet."""
+
+    def update(self, figures: Figures, *, heeded: bool) -> None:
+        """Print a line when the last one is long past."""
+        if figures.steps_done and time.monotonic() >= self._next:
+            self._next = time.monotonic() + _LINE_SECONDS
+            print(words.line(figures), flush=True)
+
+    def close(self, figures: Figures) -> None:
+        """The summary."""
+        print(words.summary(figures), flush=True)
+
+
+def view(figures: Figures, width: int) -> Group:
+    """Some fifteen lines of at most `width` columns."""
+    room = max(20, min(width, 100) - _NAME)
+    lines = [_head(figures), _key_figures(figures)]
+    for tier in figures.memory:
+        lines += _memory(tier, room)
+    if figures.split:
+        timed = [(name, seconds, format_seconds(seconds)) for name, seconds in figures.split if seconds > 0]
+        total = sum(seconds for _, seconds, _ in timed)
+        lines += [_named("step", _bar([(n, s) for n, s, _ in timed], total, room)), _legend(timed)]
+        busy = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in figures.beside)
+        lines.append(_named("busy", Text(busy)))
+    if len(figures.loss_curve) > 1:
+        lines.append(_named("loss", Text(sparks([loss for _, loss in figures.loss_curve], room), style="bright_blue")))
+    lines.append(Text(words.slowdown(figures)))
+    return Group(*lines)
+
+
+def _head(figures: Figures) -> Text:
+    text = Text.assemble((words.progress(figures), "bold"), f"  {words.STATES[figures.state]}  ")
+    if figures.total_steps:
+        done = round(20 * min(1.0, figures.steps_done / figures.total_steps))
+        text.append("━" * done, "bright_blue").append("━" * (20 - done), "dim")
+    return text
+
+
+def _key_figures(figures: Figures) -> Text:
+    parts: list[Any] = []
+    for name, value, note in words.tiles(figures):
+        said = f" ({note})" if name == "slowdown" else ""
+        parts += [(f"{name} ", "dim"), (value, "bold"), f"{said}   "]
+    return Text.assemble(*parts)
+
+
+def _memory(tier: Memory, room: int) -> list[Text]:
+    full = max(tier.used or 0, tier.planned, tier.budget or 0, 1)
+    if tier.budget is not None and tier.budget > 3 * max(tier.used or 0, tier.planned):
+        full = max(tier.used or 0, tier.planned, 1)
+    parts = [(name, size, format_bytes(size)) for name, size in tier.parts]
+    bar = _bar([(name, float(size)) for name, size, _ in parts], full, room)
+    return [_named(tier.name, bar), _named("", Text(words.memory(tier), style="dim")), _legend(parts)]
+
+
+def _named(name: str, content: Text) -> Text:
+    return Text.assemble((f"{name:{_NAME}}", "bold"), content)
+
+
+def _bar(parts: Iterable[tuple[str, float]], full: float, room: int) -> Text:
+    """Numbered segments; what is left of `full` is dotted."""
+    text, filled, drawn = Text(), 0.0, 0
+    for number, (name, size) in enumerate(parts, 1):
+        filled += size
+        width = round(room * min(1.0, filled / full)) - drawn
+        label = f"{number}" if width > 1 else ""
+        text.append(f"{label:^{width}}" if width > 0 else "", f"{ink_on(colour(name))} on {colour(name)}")
+        drawn += width
+    return text.append("·" * (room - drawn), "dim")
+
+
+def _legend(parts: Iterable[tuple[str, float, str]]) -> Text:
+    text = Text(" " * _NAME)
+    for number, (name, _, label) in enumerate(parts, 1):
+        text.append(f" {number} ", f"{ink_on(colour(name))} on {colour(name)}").append(f" {name} {label}  ")
+    return text
+
+
+def sparks(values: list[float], room: int) -> str:
+    """The newest values as one line of bars; the lowest is the flattest."""
+    values = values[:: max(1, -(-len(values) // room))]
+    low, high = min(values), max(values)
+    return "".join(_SPARKS[int(7 * (value - low) / (high - low or 1.0))] for value in values)

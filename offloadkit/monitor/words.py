@@ -1,0 +1,104 @@
+"""Figures in words, the same in a notebook and on a terminal."""
+
+from __future__ import annotations
+
+from offloadkit.monitor.figures import Figures, Memory
+from offloadkit.plan import format_bytes
+from offloadkit.plan.text import format_seconds
+
+STATES = {
+    "waiting": "waiting for the first step",
+    "running": "training",
+    "stopping": "stopping after this step",
+    "finished": "finished",
+    "stopped": "stopped",
+    "failed": "failed",
+}
+
+
+def duration(seconds: float) -> str:
+    """ "1:02:03", "2:03" or "45 s"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def progress(figures: Figures) -> str:
+    """ "step 320 of 1,000"."""
+    of = f" of {figures.total_steps:,}" if figures.total_steps else ""
+    return f"step {figures.steps_done:,}{of}"
+
+
+def tiles(figures: Figures) -> list[tuple[str, str, str]]:
+    """The key figures: name, value, and what is to be known of it."""
+    slow = figures.slowdown
+    skipped = f"{figures.num_skipped} skipped" if figures.num_skipped else ""
+    basis = "" if slow is None else "as planned" if slow.is_planned else f"{slow.baseline} baseline"
+    rate = figures.tokens_per_second
+    ended = figures.state in ("finished", "stopped", "failed")
+    left = figures.eta_seconds
+    return [
+        ("slowdown", "–" if slow is None else f"{slow.factor:.2f}×", basis or "not known"),
+        ("step", "–" if figures.step_seconds is None else format_seconds(figures.step_seconds), "wall time"),
+        ("tokens/s", "–" if rate is None else f"{rate:,.0f}", "padding included"),
+        ("took", duration(figures.elapsed_seconds), "wall time")
+        if ended
+        else ("time left", "–" if left is None else duration(left), f"{duration(figures.elapsed_seconds)} so far"),
+        ("loss", "–" if figures.loss is None else f"{figures.loss:.4g}", skipped or "running mean"),
+    ]
+
+
+def slowdown(figures: Figures) -> str:
+    """What a step costs more than one without offloading, what of that is measured, and what it is made of."""
+    slow = figures.slowdown
+    if slow is None:
+        return f"Slowdown not known: {figures.why_no_slowdown}."
+    here, there = format_seconds(slow.step_seconds), format_seconds(slow.baseline_seconds)
+    if slow.is_planned:
+        return f"Planned: {here} a step, {slow.factor:.2f}× the {there} without offloading."
+    basis = "measured" if slow.baseline == "measured" else "predicted: the computing measured here, and AdamW in VRAM"
+    more = ", ".join(f"{name} {_signed(seconds)}" for name, seconds in slow.parts) or "nothing that could be measured"
+    return f"{here} a step, {slow.factor:.2f}× the {there} without offloading ({basis}). The difference: {more}."
+
+
+def _signed(seconds: float) -> str:
+    return ("+" if seconds >= 0 else "−") + format_seconds(abs(seconds))
+
+
+def memory(tier: Memory) -> str:
+    """ "5.87 GiB measured, 5.61 GiB planned, budget 6 GiB"."""
+    words = [] if tier.used is None else [f"{format_bytes(tier.used)} used"]
+    words.append(f"{format_bytes(tier.planned)} planned")
+    if tier.budget is not None:
+        words.append(f"budget {format_bytes(tier.budget)}")
+    return ", ".join(words)
+
+
+def line(figures: Figures) -> str:
+    """One line for a log."""
+    words = [progress(figures)]
+    if figures.loss is not None:
+        words.append(f"loss {figures.loss:.4g}")
+    if figures.step_seconds is not None:
+        words.append(f"{format_seconds(figures.step_seconds)} a step")
+    if figures.tokens_per_second is not None:
+        words.append(f"{figures.tokens_per_second:,.0f} tokens/s")
+    if figures.slowdown is not None and not figures.slowdown.is_planned:
+        words.append(f"slowdown {figures.slowdown.factor:.2f}× ({figures.slowdown.baseline} baseline)")
+    words += [f"{tier.name} {format_bytes(tier.used)}" for tier in figures.memory if tier.used is not None]
+    if figures.eta_seconds is not None and figures.state == "running":
+        words.append(f"{duration(figures.eta_seconds)} left")
+    return "  ".join(words)
+
+
+def summary(figures: Figures) -> str:
+    """Several lines of plain text: what stays where no picture can be shown."""
+    lines = [f"{STATES[figures.state]}: {line(figures)}", slowdown(figures)]
+    if figures.split:
+        shown = [f"{name} {format_seconds(seconds)}" for name, seconds in figures.split if seconds > 0]
+        lines.append("a step: " + ", ".join(shown))
+    lines += [f"{tier.name}: {memory(tier)}" for tier in figures.memory]
+    return "\n".join(lines)

@@ -1,0 +1,321 @@
+"""The monitor beside a training run: what it hears, how it is asked to stop, and that it never harms."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from offloadkit.config import OffloadConfig
+from offloadkit.engine import OffloadEngine
+from offloadkit.errors import ConfigError
+from offloadkit.monitor import Monitor
+from offloadkit.monitor import monitor as monitor_module
+from offloadkit.monitor.figures import Figures
+from offloadkit.monitor.stop import Stop
+from offloadkit.monitor.terminal import TerminalDisplay
+from tests.models import TinyLM, tokens
+from tests.monitor.records import record
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "offloadkit-monitor"]
+
+
+class Watched:
+    """A display that keeps what it is given."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.shown: list[tuple[str, Figures]] = []
+        self.heeded: list[bool] = []
+        self.fails = fails
+
+    def open(self, figures: Figures) -> None:
+        self.shown.append(("open", figures))
+
+    def update(self, figures: Figures, *, heeded: bool) -> None:
+        self.shown.append(("update", figures))
+        self.heeded.append(heeded)
+        if self.fails:
+            raise ZeroDivisionError("a display that breaks")
+
+    def close(self, figures: Figures) -> None:
+        self.shown.append(("close", figures))
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    display = Watched()
+    monkeypatch.setattr(Monitor, "_chosen_display", lambda self: display)
+    return display
+
+
+def wait_for(true: Any) -> None:
+    end = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_a_real_run_is_watched_from_its_first_step_to_its_last(watched: Watched) -> None:
+    with OffloadEngine(TinyLM(), OffloadConfig(learning_rate=1e-3), device="cpu") as engine:
+        with Monitor(engine.plan, engine.telemetry, total_steps=8, baseline_seconds=1e-3) as monitor:
+            for batch in tokens(8):
+                engine.backward(engine(batch))
+                engine.step()
+            engine.synchronize()
+        newest = engine.telemetry.records[-1]
+    kind, last = watched.shown[-1]
+    assert (kind, last.state, last.steps_done) == ("close", "finished", 8)
+    assert watched.shown[0][1].state == "waiting"
+    assert last.loss_curve[-1] == (8, newest.loss)
+    assert last.memory[0].used == newest.bytes["ram"]["process"]
+    assert last.slowdown is not None
+    assert last.slowdown.factor == pytest.approx((last.step_seconds or 0) / 1e-3)
+    assert monitor.figures() == last
+    assert not threads()
+
+
+def test_it_draws_while_the_run_goes_on_and_only_when_there_is_news(watched: Watched) -> None:
+    with Monitor(total_steps=10) as monitor:
+        assert threads() == ["offloadkit-monitor"]
+        time.sleep(0.6)
+        assert len(watched.shown) == 1, "nothing new was drawn"
+        monitor.telemetry.add(record(1))
+        wait_for(lambda: len(watched.shown) == 2)
+        assert watched.shown[-1][1].steps_done == 1
+    assert not threads()
+
+
+def test_two_to_four_drawings_a_second(watched: Watched) -> None:
+    with Monitor() as monitor:
+        for step in range(1, 161):
+            monitor.telemetry.add(record(step))
+            time.sleep(0.0125)
+        number = len(watched.shown) - 1
+    assert 3 <= number <= 9, number
+
+
+def test_the_training_thread_only_keeps_the_record(watched: Watched) -> None:
+    with Monitor() as monitor:
+        seconds = []
+        for _ in range(20):
+            began = time.thread_time()
+            for step in range(1, 101):
+                monitor.telemetry.add(record(step))
+            seconds.append((time.thread_time() - began) / 100)
+        assert min(seconds) < 5e-5
+
+
+def test_a_display_that_breaks_is_named_once_and_the_training_goes_on(
+    watched: Watched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched.fails = True
+    with Monitor() as monitor:
+        monitor.telemetry.add(record(1))
+        wait_for(lambda: len(watched.shown) == 2)
+        monitor.telemetry.add(record(2))
+        time.sleep(0.6)
+    assert [kind for kind, _ in watched.shown] == ["open", "update"]
+    said = capsys.readouterr().err
+    assert said.count("nothing is drawn any more, because of ZeroDivisionError: a display that breaks") == 1
+    assert "The training goes on" in said
+    assert monitor.figures().steps_done == 2
+
+
+@pytest.mark.parametrize("moment", ["open", "close"])
+def test_a_display_that_breaks_at_either_end_harms_nobody(
+    moment: str, watched: Watched, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(figures: Figures) -> None:
+        raise OSError("no display")
+
+    monkeypatch.setattr(watched, moment, breaks)
+    with Monitor() as monitor:
+        monitor.telemetry.add(record(1))
+    assert "because of OSError: no display" in capsys.readouterr().err
+    assert not threads()
+
+
+def test_a_monitor_closed_in_mid_run_hears_no_more(watched: Watched) -> None:
+    monitor = Monitor().start()
+    monitor.telemetry.add(record(1))
+    monitor.close()
+    monitor.close()
+    monitor.telemetry.add(record(2))
+    assert monitor.figures().steps_done == 1
+    assert monitor.start() is monitor
+    assert not threads()
+    assert [kind for kind, _ in watched.shown].count("close") == 1
+
+
+def test_two_monitors_of_one_run(watched: Watched) -> None:
+    with Monitor() as first, Monitor(telemetry=first.telemetry) as second:
+        first.telemetry.add(record(1))
+        assert len(threads()) == 2
+    assert first.figures().steps_done == second.figures().steps_done == 1
+    assert not threads()
+
+
+def test_a_failing_run_is_shown_as_failed(watched: Watched) -> None:
+    with pytest.raises(KeyError), Monitor():
+        raise KeyError("the data")
+    assert watched.shown[-1][1].state == "failed"
+    assert not threads()
+
+
+def test_ten_runs_leave_no_thread_and_no_subscriber(watched: Watched) -> None:
+    telemetry = Monitor().telemetry
+    for step in range(10):
+        with Monitor(telemetry=telemetry):
+            telemetry.add(record(step + 1))
+    assert not threads()
+    assert not telemetry._subscribers
+
+
+def test_stopping_is_asked_for_and_shown(watched: Watched) -> None:
+    with Monitor() as monitor:
+        assert not monitor.stop_requested
+        monitor.telemetry.add(record(1))
+        monitor.request_stop()
+        assert monitor.stop_requested
+        wait_for(lambda: watched.shown[-1][1].state == "stopping")
+    assert watched.shown[-1][1].state == "stopped"
+
+
+def test_a_loop_that_never_asks_is_told_apart(watched: Watched) -> None:
+    with Monitor() as monitor:
+        for step in range(1, 5):
+            monitor.telemetry.add(record(step))
+        wait_for(lambda: watched.heeded == [False])
+        assert not monitor.stop_requested
+        monitor.telemetry.add(record(5))
+        wait_for(lambda: watched.heeded == [False, True])
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+    assert Stop._active == []
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.05)
+
+
+@pytest.mark.usefixtures("interrupts", "watched")
+def test_an_interrupt_finishes_the_step_and_a_second_one_breaks_off() -> None:
+    monitor = Monitor(display="none")
+
+    def run() -> None:
+        with monitor:
+            assert not monitor.stop_requested
+            interrupt()
+            assert monitor.stop_requested
+            interrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert monitor.figures().state == "stopped"
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_an_interrupt_of_a_loop_that_never_asks_breaks_it_off() -> None:
+    def run() -> None:
+        with Monitor(display="none"):
+            interrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_an_interrupt_reaches_both_of_two_monitors() -> None:
+    with Monitor(display="none") as first, Monitor(display="none") as second:
+        assert not first.stop_requested
+        assert not second.stop_requested
+        interrupt()
+        assert first.stop_requested
+        assert second.stop_requested
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_on_another_thread_interrupts_are_left_alone() -> None:
+    def run() -> None:
+        with Monitor(display="none") as monitor:
+            assert not monitor.stop_requested
+            found.append(signal.getsignal(signal.SIGINT))
+
+    found: list[Any] = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"display": "browser"}, "display must be one of 'auto', 'notebook', 'terminal', 'none', got 'browser'"),
+        ({"total_steps": 0}, "total_steps must be a whole number >= 1"),
+        ({"total_steps": 2.5}, "total_steps must be a whole number >= 1"),
+        ({"baseline_seconds": -1.0}, "baseline_seconds must be a positive number"),
+        ({"baseline_seconds": float("nan")}, "baseline_seconds must be a positive number"),
+    ],
+)
+def test_arguments_without_a_meaning_are_refused(arguments: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Monitor(**arguments)
+
+
+def test_without_a_terminal_there_are_lines_and_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    with Monitor(total_steps=4, baseline_seconds=0.5) as monitor:
+        for step in range(1, 5):
+            monitor.telemetry.add(record(step))
+        time.sleep(0.6)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step 4 of 4  loss 1  1 s a step  640 tokens/s  slowdown 2.00× (measured baseline)")
+    assert lines[1].startswith("finished: step 4 of 4")
+    assert "\x1b" not in "".join(lines)
+
+
+def test_a_notebook_display_outside_of_a_notebook_says_so_and_prints_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with Monitor(display="notebook") as monitor:
+        monitor.telemetry.add(record(1))
+    said = capsys.readouterr()
+    assert said.err.count("no widgets, because this is no notebook; a line is printed now and then instead") == 1
+    assert "finished: step 1" in said.out
+
+
+def test_without_ipywidgets_the_reason_is_shown_and_lines_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(monitor_module, "running_shell", lambda: object())
+    monkeypatch.setitem(__import__("sys").modules, "ipywidgets", None)
+    with Monitor() as monitor:
+        monitor.telemetry.add(record(1))
+    said = capsys.readouterr()
+    assert said.err.count("no widgets, because import of ipywidgets halted") == 1
+    assert "finished: step 1" in said.out
+
+
+def test_a_terminal_is_redrawn_and_keeps_the_last_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(record=True, width=90, force_terminal=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    monkeypatch.setattr(Monitor, "_chosen_display", lambda self: TerminalDisplay(console))
+    with Monitor(total_steps=3) as monitor:
+        for step in range(1, 4):
+            monitor.telemetry.add(record(step))
+        time.sleep(0.4)
+    text = console.export_text()
+    assert "step 3 of 3  finished" in text
+    assert "VRAM" in text

@@ -1,0 +1,163 @@
+"""The monitor in a real kernel: what its widgets show while a cell trains, and what stays in the notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbclient = pytest.importorskip("nbclient")
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("ipykernel")
+
+SETUP = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from offloadkit.config import OffloadConfig
+from offloadkit.engine import OffloadEngine
+from offloadkit.monitor import Monitor
+from tests.models import TinyLM, tokens
+
+def train(num_steps, pause=0.0, asks=True, **arguments):
+    with OffloadEngine(TinyLM(), OffloadConfig(learning_rate=1e-3), device="cpu") as engine:
+        with Monitor(engine.plan, engine.telemetry, total_steps=num_steps, **arguments) as monitor:
+            for batch in tokens(num_steps):
+                engine.backward(engine(batch))
+                engine.step()
+                time.sleep(pause)
+                if asks and monitor.stop_requested:
+                    break
+            engine.synchronize()
+    return monitor
+"""
+
+
+class Client(nbclient.NotebookClient):  # type: ignore[misc]
+    """Keeps every value that the HTML widget had, and may interrupt the kernel when it has seen some."""
+
+    def __init__(self, *cells: str, interrupt_after: int | None = None) -> None:
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (SETUP, *cells)])
+        super().__init__(notebook, timeout=120, kernel_name="python3")
+        self.values: list[str] = []
+        self.states: list[dict[str, Any]] = []
+        self._interrupt_after = interrupt_after
+        self._button = ""
+
+    def handle_comm_msg(self, outs: Any, msg: Any, cell_index: int) -> None:
+        super().handle_comm_msg(outs, msg, cell_index)
+        state = msg["content"].get("data", {}).get("state", {})
+        self.states.append(state)
+        if "okm" in state.get("value", ""):
+            self.values.append(state["value"])
+            if len(self.values) == self._interrupt_after:
+                asyncio.ensure_future(self.km.signal_kernel(signal.SIGINT))  # noqa: RUF006
+
+    def run(self) -> list[Any]:
+        """The outputs of the last cell."""
+        self.execute()
+        return list(self.nb.cells[-1].outputs)
+
+
+@pytest.fixture(autouse=True)
+def this_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of the interpreter that runs the tests, whatever is installed beside it."""
+    folder = tmp_path / "kernels" / "python3"
+    folder.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": argv, "display_name": "python", "language": "python"}
+    (folder / "kernel.json").write_text(__import__("json").dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+
+
+def test_bars_move_while_the_cell_runs_and_a_summary_stays() -> None:
+    client = Client("train(60, pause=0.03, baseline_seconds=0.01); None")
+    (output,) = client.run()
+    assert len(client.values) >= 4
+    assert len(set(client.values)) >= 4
+    assert "waiting for the first step" in client.values[0]
+    assert "training" in client.values[-1]
+    assert "measured baseline" in client.values[-1]
+    assert list(output["data"]) == ["text/html", "text/plain"], "the widgets gave way to plain HTML"
+    assert "step 60 of 60" in output["data"]["text/html"]
+    assert "<svg" in output["data"]["text/html"]
+    assert output["data"]["text/plain"].startswith("finished: step 60 of 60")
+
+
+def test_an_interrupt_finishes_the_step_and_the_cell_ends_without_an_error() -> None:
+    client = Client("m = train(2000, pause=0.03)\nprint(m.figures().state, m.figures().steps_done)", interrupt_after=3)
+    outputs = client.run()
+    text = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+    state, steps = text.split()
+    assert state == "stopped"
+    assert 1 <= int(steps) < 1000
+    assert any("stopping" in value for value in client.values) or "stopped" in str(outputs)
+
+
+def test_a_loop_that_never_asks_is_told_how_to_break_it_off() -> None:
+    client = Client("train(40, pause=0.03, asks=False); None")
+    client.run()
+    assert any("does not ask for stop_requested" in value for value in client.values)
+    assert any(state.get("disabled") is True for state in client.states)
+
+
+def test_a_button_that_cannot_work_says_so() -> None:
+    """A kernel without subshells handles clicks when the cell is over."""
+    old = """
+from types import SimpleNamespace
+from offloadkit.monitor import monitor
+monitor.running_shell = lambda: SimpleNamespace(kernel=object())
+train(20, pause=0.03); None
+"""
+    client = Client(old)
+    client.run()
+    assert "The button cannot work here" in client.values[-1]
+    assert any(state.get("disabled") is True for state in client.states)
+
+
+class Clicking(Client):
+    """Presses the button on a subshell, as JupyterLab does, when it has seen some drawings."""
+
+    def handle_comm_msg(self, outs: Any, msg: Any, cell_index: int) -> None:
+        super().handle_comm_msg(outs, msg, cell_index)
+        if msg["content"].get("data", {}).get("state", {}).get("_model_name") == "ButtonModel":
+            self._button = msg["content"]["comm_id"]
+        if len(self.values) == 3:
+            self.values.append("")
+            asyncio.ensure_future(self._click())  # noqa: RUF006
+
+    async def _click(self) -> None:
+        session = self.kc.session
+        self.kc.control_channel.send(session.msg("create_subshell_request"))
+        reply = await self.kc.control_channel.get_msg(timeout=10)
+        content = {"comm_id": self._button, "data": {"method": "custom", "content": {"event": "click"}}}
+        message = session.msg("comm_msg", content)
+        message["header"]["subshell_id"] = reply["content"]["subshell_id"]
+        self.kc.shell_channel.send(message)
+
+
+def test_the_button_is_heard_where_the_front_end_sends_it_past_the_running_cell() -> None:
+    pytest.importorskip("ipykernel.subshell_manager")
+    client = Clicking("m = train(4000, pause=0.02)\nprint(m.figures().state, m.figures().steps_done)")
+    outputs = client.run()
+    state, steps = "".join(output["text"] for output in outputs if output["output_type"] == "stream").split()
+    assert state == "stopped"
+    assert int(steps) < 2000
+
+
+def test_ten_runs_leave_no_widgets_behind() -> None:
+    count = """
+from ipywidgets.widgets import widget
+def number():
+    return len(widget._instances) if hasattr(widget, "_instances") else len(widget.Widget.widgets)
+before = number()
+for _ in range(10):
+    train(2)
+print(number() - before)
+"""
+    outputs = Client(count).run()
+    assert outputs[-1]["text"].strip() == "0"
+    assert sum(output["output_type"] == "display_data" for output in outputs) == 10

@@ -1,0 +1,207 @@
+"""What is drawn: well-formed, named for those who do not see it, and safe whatever the names."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from offloadkit.monitor import words
+from offloadkit.monitor.colours import COLOURS, ink_on
+from offloadkit.monitor.figures import Figures, Memory, figures
+from offloadkit.monitor.history import History
+from offloadkit.monitor.page import STYLE, page
+from offloadkit.monitor.svg import ticks
+from offloadkit.monitor.terminal import sparks, view
+from tests.monitor.records import GIB, record
+
+SVG = "{http://www.w3.org/2000/svg}"
+HOSTILE = """<script>alert("1")</script>&'"""
+
+
+def shown(number: int = 60, **changes: object) -> Figures:
+    history = History()
+    for step in range(1, number + 1):
+        history.add(record(step, 3 / step))
+    made = figures(history, total_steps=100, baseline_seconds=0.5)
+    vram, ram = made.memory
+    memory = (replace(vram, budget=11 * GIB), replace(ram, budget=500 * GIB))
+    return replace(made, **({"memory": memory} | changes))  # type: ignore[arg-type]
+
+
+def parsed(html: str) -> ElementTree.Element:
+    return ElementTree.fromstring(html)
+
+
+def words_in(element: ElementTree.Element) -> str:
+    return " ".join(text for text in element.itertext() if text != STYLE)
+
+
+def test_the_page_is_well_formed_and_has_every_figure() -> None:
+    text = words_in(parsed(page(shown(), "a1", "a note")))
+    for wanted in (
+        "step 60 of 100",
+        "2.00×",
+        "measured baseline",
+        "640",
+        "time left",
+        "VRAM",
+        "8 GiB used, 7 GiB planned, budget 11 GiB",
+        "working weights",
+        "other",
+        "RAM",
+        "budget 500 GiB →",
+        "forward",
+        "backward",
+        "wait for bus",
+        "wait for CPU step",
+        "data and the rest",
+        "CPU step",
+        "H2D",
+        "D2H",
+        "600 ms busy",
+        "Loss",
+        "a note",
+    ):
+        assert wanted in text, wanted
+
+
+def test_every_chart_has_a_role_a_title_and_a_description() -> None:
+    charts = parsed(page(shown(), "a1")).findall(f".//{SVG}svg")
+    assert len(charts) == 4
+    for chart in charts:
+        assert chart.get("role") == "img"
+        title, description = chart.find(f"{SVG}title"), chart.find(f"{SVG}desc")
+        assert title is not None
+        assert description is not None
+        assert chart.get("aria-labelledby") == f"{title.get('id')} {description.get('id')}"
+        assert len(title.text or "") > 5
+        assert len(description.text or "") > 20
+
+
+def test_two_monitors_share_no_id() -> None:
+    def ids(ident: str) -> set[str]:
+        return set(re.findall(r' id="([^"]+)"', page(shown(), ident)))
+
+    assert len(ids("a1")) == 4 * 2 + 2
+    assert not ids("a1") & ids("b2")
+
+
+def test_hostile_names_are_text() -> None:
+    memory = (Memory(HOSTILE, ((HOSTILE, GIB),), GIB, GIB, None),)
+    html = page(shown(memory=memory, split=((HOSTILE, 1.0),), why_no_slowdown=HOSTILE, slowdown=None), "a1", HOSTILE)
+    root = parsed(html)
+    assert not root.findall(".//script")
+    assert words_in(root).count(HOSTILE) >= 5
+    assert "<script" not in html
+
+
+def test_nothing_is_fetched_and_nothing_runs() -> None:
+    html = page(shown(), "a1")
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|<script|<img|<link|@import| on\w+=", html)
+    assert set(re.findall(r"url\(([^)]*)\)", html)) <= {"#a1-m0-h", "#a1-m1-h"}
+
+
+def test_segments_and_legend_have_the_same_numbers() -> None:
+    root = parsed(page(shown(), "a1"))
+    vram = root.findall(f".//{SVG}svg")[0]
+    numbers = [text.text for text in vram.findall(f"{SVG}text") if (text.text or "").isdigit()]
+    assert numbers == ["1", "2", "3", "4"]
+    legend = root.findall(".//div[@class='okm-legend']")[0]
+    assert [key.text for key in legend.iter("i")] == numbers
+
+
+def test_marks_lie_where_their_sizes_are() -> None:
+    vram, far = (replace(tier, used=5 * GIB) for tier in shown().memory)
+    drawn = page(shown(memory=(vram,)), "a1")
+    full = 11 * 1.02
+    assert f"M{600 * 11 / full:.1f} 5" in drawn
+    assert f"M{600 * 7 / full:.1f} 16" in drawn
+    assert 'stroke-dasharray="4 3"' not in page(shown(memory=(far,)), "a1"), "a budget far away is named at the edge"
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 20])
+def test_a_run_that_has_just_begun_can_be_drawn(number: int) -> None:
+    history = History()
+    for step in range(1, number + 1):
+        history.add(record(step, bytes={}))
+    made = figures(history)
+    parsed(page(made, "a1"))
+    assert words.line(made).startswith(f"step {number}")
+    assert rendered(made)
+
+
+@pytest.mark.parametrize("loss", [0.0, 1e-30, -5.0, 1e30])
+def test_a_loss_that_does_not_move_can_be_drawn(loss: float) -> None:
+    parsed(page(shown(loss_curve=((1, loss), (2, loss)), loss_trend=()), "a1"))
+
+
+def test_ticks_are_few_and_round() -> None:
+    assert ticks(0.13, 2.9, 4) == [1.0, 2.0]
+    assert ticks(1, 420, 6) == [100, 200, 300, 400]
+    assert len(ticks(0, 1, 5)) == 6
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("colour", sorted(set(COLOURS.values())))
+def test_numbers_stand_out_from_their_segments(colour: str) -> None:
+    bright, dark = sorted((luminance(colour), luminance(ink_on(colour))), reverse=True)
+    assert (bright + 0.05) / (dark + 0.05) >= 3
+
+
+def test_the_slowdown_is_said_to_be_measured_or_predicted() -> None:
+    made = shown()
+    assert made.slowdown is not None
+    assert "2.00× the 500 ms without offloading (measured)" in words.slowdown(made)
+    predicted = replace(made.slowdown, baseline="predicted")
+    assert "(predicted: the computing measured here, and AdamW in VRAM)" in words.slowdown(shown(slowdown=predicted))
+    assert words.slowdown(shown(slowdown=replace(predicted, is_planned=True))).startswith("Planned: ")
+    assert "not known: because" in words.slowdown(shown(slowdown=None, why_no_slowdown="because"))
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.4, "0 s"), (59.7, "1:00"), (125, "2:05"), (3723, "1:02:03")])
+def test_durations(seconds: float, said: str) -> None:
+    assert words.duration(seconds) == said
+
+
+def rendered(made: Figures, width: int = 80) -> str:
+    console = Console(record=True, width=width, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(view(made, width))
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_a_terminal_shows_the_same_figures(width: int) -> None:
+    text = rendered(shown(), width)
+    for wanted in ("step 60 of 100", "2.00×", "measured baseline", "VRAM", "8 GiB used", "wait for CPU step", "H2D"):
+        assert wanted in text, wanted
+    assert len(text.splitlines()) <= 24
+    assert max(map(len, text.splitlines())) <= width
+    bar = next(line for line in text.splitlines() if line.startswith("VRAM"))
+    assert [character for character in bar if character.isdigit()] == ["1", "2", "3", "4"]
+
+
+def test_sparks_go_from_low_to_high() -> None:
+    assert sparks([3.0, 2.0, 1.0], 10) == "█▄▁"
+    assert len(sparks([1.0] * 95, 10)) <= 10
+
+
+def test_drawing_takes_a_few_milliseconds() -> None:
+    made = shown(2000)
+    best = min(_seconds(made) for _ in range(20))
+    assert best < 0.006, f"{1e3 * best:.1f} ms"
+
+
+def _seconds(made: Figures) -> float:
+    began = time.thread_time()
+    page(made, "a1")
+    return time.thread_time() - began
