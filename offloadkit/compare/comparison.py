@@ -186,7 +186,7 @@ def compare(
         if row["status"] == "measured":
             row["seconds"] = row["step_seconds"] * num_samples / each.rows
         rows.append(row)
-    remarks = list(_remarks(work, runs.environment["gpu"] == "none"))
+    remarks = list(_remarks(work, rows, on_cpu=runs.environment["gpu"] == "none"))
     result = Comparison(
         rows, num_samples, counts | {"precision": precision}, work.vram, work.ram, runs.environment, folder, remarks
     )
@@ -266,9 +266,14 @@ def progress(title: str) -> Callable[[str], None]:
     return lambda text: print(text, flush=True)
 
 
-def _remarks(work: Work, on_cpu: bool) -> Iterator[str]:
+def _remarks(work: Work, rows: Sequence[Row], *, on_cpu: bool) -> Iterator[str]:
+    """What the figures do not say by themselves."""
+    for row in rows:
+        if row["status"] == "measured" and work.vram is not None and row["vram_bytes"] > work.vram:
+            over, who = format_bytes(row["vram_bytes"] - work.vram), f"{row['model']}, {LABELS[row['engine']]}"
+            yield f"{who}: {over} over the limit, held by CUDA's libraries beside torch."
     if on_cpu and work.vram is not None:
-        yield f"There is no GPU here: {format_bytes(work.vram)} of VRAM limit nothing."
+        yield f"There is no GPU here for {format_bytes(work.vram)} of VRAM to limit."
     if on_cpu:
         yield 'Without a GPU, "all on the GPU" is plain training on the CPU.'
 

@@ -33,7 +33,7 @@ def test_each_engine_runs_in_a_process_of_its_own_and_its_row_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: Answers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(comparison.importlib.util, "find_spec", lambda name: None)
-    result = compare(("t5-tiny",), **TINY, output_dir=tmp_path)
+    result = compare(("t5-tiny",), **TINY, vram="1GiB", output_dir=tmp_path)
     baseline, ours, deepspeed = result.rows
     for row in (baseline, ours):
         assert row["status"] == "measured"
@@ -53,7 +53,8 @@ def test_each_engine_runs_in_a_process_of_its_own_and_its_row_is_kept(
     assert "[3/3] t5-tiny, DeepSpeed ... deepspeed is not installed" in capsys.readouterr().out
 
     answers(never)
-    again = compare(("t5-tiny",), **TINY, output_dir=tmp_path)
+    assert "There is no GPU here for 1 GiB of VRAM to limit." in str(result)
+    again = compare(("t5-tiny",), **TINY, vram="1GiB", output_dir=tmp_path)
     assert [row.get("step_seconds") for row in again.rows] == [row.get("step_seconds") for row in result.rows]
     with pytest.raises(AssertionError, match="run again"):
         compare(("t5-tiny",), **{**TINY, "batch_size": 3}, output_dir=tmp_path)
@@ -96,6 +97,13 @@ def test_deepspeed_goes_to_stage_3_where_stage_2_does_not_fit(
     assert [tried["variant"] for tried in row["tried"]] == ["ZeRO-2", "ZeRO-2, activations recomputed"]
     tried = [(task["engine"], task["work"]["recomputed"]) for task in asked[1:]]
     assert tried == [("zero2", False), ("zero2", True), ("zero3", True)]
+
+
+def test_memory_past_the_limit_is_remarked_on(tmp_path: Path, answers: Answers) -> None:
+    over = {**FIGURES, "vram_bytes": 11 * GIB + (100 << 20)}
+    answers(lambda task: forecasts(task) if task["mode"] == "plan" else over)
+    result = compare(("t5-3b",), ("offloadkit",), vram="11GiB", output_dir=tmp_path)
+    assert "t5-3b, offloadkit: 100 MiB over the limit, held by CUDA's libraries beside torch." in str(result)
 
 
 def test_what_arithmetic_shows_not_to_fit_is_not_run(tmp_path: Path, answers: Answers) -> None:
