@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from offloadkit.compare.work import TINY, config_of
@@ -18,7 +19,6 @@ from offloadkit.errors import ConfigError
 from offloadkit.finetune import LEARNING_RATES, finetune
 from offloadkit.hf.data import load_dataset_like
 from offloadkit.hf.models import check_kind, load_config
-from offloadkit.telemetry import mean_seconds
 
 SCALINGS: dict[str, Callable[[float], float]] = {"none": lambda ratio: 1.0, "sqrt": math.sqrt, "linear": float}
 """What the learning rate is multiplied by where a step has `ratio` times the rows of the smallest one."""
@@ -150,7 +150,8 @@ def finetuned(task: dict[str, Any]) -> dict[str, Any]:
         )
     tokens = [step.num_tokens for step in result.steps if step.num_tokens]
     vram = [step.bytes.get("vram", {}).get("process reserved", 0) for step in result.steps]
-    seconds = mean_seconds(result.steps)["step"]
+    settled = result.steps[len(result.steps) // 10 :]  # the first tenth warms up
+    seconds = median(step.seconds["step"] for step in settled)
     context = hardware.vram_context_bytes(hardware.default_device())
     return {
         "step_seconds": seconds,

@@ -21,7 +21,7 @@ SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#cc79a7", "D")
 def sweep_chart(result: Sweep) -> Chart:
     """Step, epoch and VRAM against the batch size; the held-out loss where it was measured; what it means below."""
     learns = any("eval_loss" in row for row in result.rows)
-    sentences = [line for text in result.explain().splitlines() for line in textwrap.wrap(text, 165)]
+    sentences = [line for text in result.explain().splitlines() for line in textwrap.wrap(text, 165 + 55 * learns)]
     figure = Chart(figsize=(4 * (3 + learns), 4.1 + 0.19 * len(sentences)), layout="constrained", facecolor="white")
     panels: Any = figure.subplots(1, 3 + learns, squeeze=False)[0]
     for axes in panels:
