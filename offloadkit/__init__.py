@@ -11,6 +11,7 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError
 from offloadkit.finetune import FinetuneResult, finetune
+from offloadkit.monitor import Monitor
 from offloadkit.planning import plan
 from offloadkit.telemetry import StepRecord, Telemetry
 
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Comparison",
     "FinetuneResult",
+    "Monitor",
     "OffloadConfig",
     "OffloadEngine",
     "OffloadSeq2SeqTrainer",

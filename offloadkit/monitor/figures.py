@@ -70,7 +70,8 @@ class Figures:
     Attributes:
         split: where a typical step's time went; the parts add up to the step's.
         beside: how long the CPU's step and each direction of the bus worked in a step, beside what is in `split`.
-        loss_curve: at most 300 points that keep the extremes; `loss_trend` is the running mean.
+        loss: the running mean's end, or the newest while there is none.
+        loss_curve: at most 300 points that keep the extremes; `loss_trend` is the running mean, of a longer run.
         eta_seconds: at the mean of all steps so far, evaluations and checkpoints included.
         why_no_slowdown: what is missing for a slowdown; "" where there is one.
         num_skipped: steps whose gradients were not finite.
@@ -113,6 +114,7 @@ def figures(
     done = newest.step if newest else 0
     slow, why = slowdown(seconds, plan, baseline_seconds)
     tokens = [record.num_tokens or 0 for record in typical]
+    trend = history.loss.trend()
     mean_step = history.mean_step_seconds()
     left = None if total_steps is None or mean_step is None else max(0, total_steps - done) * mean_step
     return Figures(
@@ -121,9 +123,9 @@ def figures(
         total_steps=total_steps,
         elapsed_seconds=history.elapsed_seconds,
         eta_seconds=left,
-        loss=history.loss.newest_mean(),
+        loss=trend[-1][1] if trend else history.loss.newest(),
         loss_curve=history.loss.points(),
-        loss_trend=history.loss.trend(),
+        loss_trend=trend,
         step_seconds=seconds.get("step"),
         split=split(seconds),
         beside=beside(seconds),
@@ -246,7 +248,7 @@ def slowdown(
         "wait for bus": parts["wait for bus"],
         "wait for CPU step": parts["wait for CPU step"],
         "recomputed activations": recomputed,
-        "step on the GPU": parts["step on the GPU"] - (gpu_step or 0.0),
+        "AdamW in VRAM": parts["step on the GPU"] - (gpu_step or 0.0),
     }
     total = step - sum(extra.values()) if baseline_seconds is None else baseline_seconds
     if baseline_seconds is not None:

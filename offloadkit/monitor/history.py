@@ -12,7 +12,7 @@ from offloadkit.telemetry import StepRecord
 Point = tuple[int, float]
 """A step and its loss."""
 
-NUM_RECENT = 50
+NUM_RECENT = 20
 """Steps that a typical one is the mean of."""
 MAX_POINTS = 300
 _MAX_WARM_UP = 5
@@ -77,12 +77,9 @@ class LossCurve:
             found.append((max(bucket.lowest[0], bucket.highest[0]), total / number))
         return tuple(found)
 
-    def newest_mean(self) -> float | None:
-        """The trend's end, or the newest bucket's mean."""
-        if not self._buckets:
-            return None
-        trend = self.trend()
-        return trend[-1][1] if trend else self._buckets[-1].total / self._buckets[-1].number
+    def newest(self) -> float | None:
+        """The newest bucket's mean; None before there is one."""
+        return self._buckets[-1].total / self._buckets[-1].number if self._buckets else None
 
 
 class History:

@@ -57,7 +57,7 @@ class NotebookDisplay:
             # ipykernel 7.4 takes a click to the thread that drew the button, which the cell blocks, and not to the
             # subshell that the front end sent it to; other releases do not look at this.
             self._button.comm._reply_subshell_for = lambda data, subshell: subshell
-        self._box = ipywidgets.VBox([self._html, self._button])
+        self._box = ipywidgets.VBox([self._button, self._html])
 
     def open(self, figures: Figures) -> None:
         """Publish the widgets, on the thread of the cell."""

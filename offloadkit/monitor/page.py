@@ -34,7 +34,7 @@ STYLE = "".join(
             "font:13px/1.45 system-ui,sans-serif}"
         ),
         ".okm *{box-sizing:border-box}",
-        ".okm svg{margin:2px 0 0;overflow:visible}",
+        ".okm svg{margin:5px 0 0;overflow:visible}",
         ".okm .okm-line{stroke:var(--okm-line)}",
         ".okm .okm-dot{fill:var(--okm-line)}",
         ".okm .okm-head{display:flex;flex-wrap:wrap;gap:2px 14px;align-items:baseline}",

@@ -30,7 +30,7 @@ def chart(height: int, title: str, description: str, content: str, ident: str) -
     """
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" role="img" '
-        f'aria-labelledby="{ident}-t {ident}-d" style="display:block;height:auto" font-size="11" '
+        f'aria-labelledby="{ident}-t {ident}-d" style="display:block;height:auto" font-size="12" '
         f'font-family="system-ui,sans-serif" fill="currentColor"><title id="{ident}-t">{escape(title)}</title>'
         f'<desc id="{ident}-d">{escape(description)}</desc>{content}</svg>'
     )
@@ -63,7 +63,7 @@ def stack(x: float, y: float, scale: float, height: float, parts: Sequence[tuple
             )
         if width >= 14:
             drawn.append(
-                f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}" text-anchor="middle" font-size="11" '
+                f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}" text-anchor="middle" font-size="12" '
                 f'font-weight="600" fill="{ink_on(fill)}" pointer-events="none">{number}</text>'
             )
         x += width
@@ -83,8 +83,9 @@ def memory_chart(tier: Memory, ident: str) -> str:
     far = tier.budget is not None and tier.budget > _FAR * most
     full = most if tier.budget is None or far else max(most, tier.budget * 1.02)
     scale = WIDTH / full
-    drawn = [_hatching(f"{ident}-h"), f'<rect y="18" width="{WIDTH}" height="26" opacity="0.08"/>']
-    drawn.append(stack(0, 18, scale, 26, [(n, s, format_bytes(s)) for n, s in tier.parts], f"{ident}-h"))
+    top = 3 if tier.budget is None else 18
+    drawn = [_hatching(f"{ident}-h"), f'<rect y="{top}" width="{WIDTH}" height="26" opacity="0.08"/>']
+    drawn.append(stack(0, top, scale, 26, [(n, s, format_bytes(s)) for n, s in tier.parts], f"{ident}-h"))
     if tier.budget is not None:
         label = f"budget {format_bytes(tier.budget)}"
         if far:
@@ -93,11 +94,11 @@ def memory_chart(tier: Memory, ident: str) -> str:
             at = tier.budget * scale
             drawn.append(_mark(at, 5, 49, label, 12, dashed=True))
     at = tier.planned * scale
-    drawn.append(_mark(at, 16, 50, "", 0, dashed=False))
-    drawn.append(f'<path d="M{at - 5:.1f} 53h10l-5 -8z"/>')
-    drawn.append(_beside(at, 60, f"planned {format_bytes(tier.planned)}"))
+    drawn.append(_mark(at, top - 2, top + 32, "", 0, dashed=False))
+    drawn.append(f'<path d="M{at - 5:.1f} {top + 35}h10l-5 -8z"/>')
+    drawn.append(_beside(at, top + 42, f"planned {format_bytes(tier.planned)}"))
     description = f"{words.memory(tier)}. " + ", ".join(f"{name} {format_bytes(size)}" for name, size in tier.parts)
-    return chart(66, f"{tier.name} by category", description, "".join(drawn), ident)
+    return chart(top + 48, f"{tier.name} by category", description, "".join(drawn), ident)
 
 
 def _mark(x: float, top: float, bottom: float, label: str, foot: float, *, dashed: bool) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -67,13 +66,13 @@ class LogLines:
 def view(figures: Figures, width: int) -> Group:
     """Some fifteen lines of at most `width` columns."""
     room = max(20, min(width, 100) - _NAME)
-    lines = [_head(figures), _key_figures(figures)]
+    lines = [_head(figures), *_key_figures(figures, width)]
     for tier in figures.memory:
         lines += _memory(tier, room)
     if figures.split:
         timed = [(name, seconds, format_seconds(seconds)) for name, seconds in figures.split if seconds > 0]
         total = sum(seconds for _, seconds, _ in timed)
-        lines += [_named("step", _bar([(n, s) for n, s, _ in timed], total, room)), _legend(timed)]
+        lines += [_named("step", _bar([(n, s) for n, s, _ in timed], total, room)), *_legend(timed, room)]
         busy = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in figures.beside)
         lines.append(_named("busy", Text(busy)))
     if len(figures.loss_curve) > 1:
@@ -90,12 +89,12 @@ def _head(figures: Figures) -> Text:
     return text
 
 
-def _key_figures(figures: Figures) -> Text:
-    parts: list[Any] = []
+def _key_figures(figures: Figures, width: int) -> list[Text]:
+    parts = []
     for name, value, note in words.tiles(figures):
         said = f" ({note})" if name == "slowdown" else ""
-        parts += [(f"{name} ", "dim"), (value, "bold"), f"{said}   "]
-    return Text.assemble(*parts)
+        parts.append(Text.assemble((f"{name} ", "dim"), (value, "bold"), said))
+    return _in_lines(parts, width)
 
 
 def _memory(tier: Memory, room: int) -> list[Text]:
@@ -104,7 +103,7 @@ def _memory(tier: Memory, room: int) -> list[Text]:
         full = max(tier.used or 0, tier.planned, 1)
     parts = [(name, size, format_bytes(size)) for name, size in tier.parts]
     bar = _bar([(name, float(size)) for name, size, _ in parts], full, room)
-    return [_named(tier.name, bar), _named("", Text(words.memory(tier), style="dim")), _legend(parts)]
+    return [_named(tier.name, bar), _named("", Text(words.memory(tier), style="dim")), *_legend(parts, room)]
 
 
 def _named(name: str, content: Text) -> Text:
@@ -123,11 +122,23 @@ def _bar(parts: Iterable[tuple[str, float]], full: float, room: int) -> Text:
     return text.append("·" * (room - drawn), "dim")
 
 
-def _legend(parts: Iterable[tuple[str, float, str]]) -> Text:
-    text = Text(" " * _NAME)
-    for number, (name, _, label) in enumerate(parts, 1):
-        text.append(f" {number} ", f"{ink_on(colour(name))} on {colour(name)}").append(f" {name} {label}  ")
-    return text
+def _legend(parts: Iterable[tuple[str, float, str]], room: int) -> list[Text]:
+    entries = [
+        Text.assemble((f" {number} ", f"{ink_on(colour(name))} on {colour(name)}"), f" {name} {label}")
+        for number, (name, _, label) in enumerate(parts, 1)
+    ]
+    return [_named("", line) for line in _in_lines(entries, room)]
+
+
+def _in_lines(entries: Iterable[Text], room: int) -> list[Text]:
+    """Side by side, as many as a line of `room` columns takes."""
+    lines: list[Text] = []
+    for entry in entries:
+        if lines and len(lines[-1]) + 3 + len(entry) <= room:
+            lines[-1].append("   ").append_text(entry)
+        else:
+            lines.append(entry)
+    return lines
 
 
 def sparks(values: list[float], room: int) -> str:

@@ -47,7 +47,11 @@ def tiles(figures: Figures) -> list[tuple[str, str, str]]:
         ("took", duration(figures.elapsed_seconds), "wall time")
         if ended
         else ("time left", "–" if left is None else duration(left), f"{duration(figures.elapsed_seconds)} so far"),
-        ("loss", "–" if figures.loss is None else f"{figures.loss:.4g}", skipped or "running mean"),
+        (
+            "loss",
+            "–" if figures.loss is None else f"{figures.loss:.4g}",
+            skipped or ("running mean" if figures.loss_trend else "newest"),
+        ),
     ]
 
 

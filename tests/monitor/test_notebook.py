@@ -15,12 +15,13 @@ nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
 
 SETUP = f"""
-import sys, time
+import runpy, sys, time
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.monitor import Monitor
-from tests.models import TinyLM, tokens
+models = runpy.run_path({str(Path(__file__).parents[1] / "models.py")!r})  # some package may be called tests
+TinyLM, tokens = models["TinyLM"], models["tokens"]
 
 def train(num_steps, pause=0.0, asks=True, **arguments):
     with OffloadEngine(TinyLM(), OffloadConfig(learning_rate=1e-3), device="cpu") as engine:
