@@ -30,24 +30,30 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update.LayerState, "step", slow)
 
 
-def records(num_steps: int = 4, **options: Any) -> list[StepRecord]:
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def records(num_steps: int = 4, device: str = "cpu", **options: Any) -> list[StepRecord]:
     config = OffloadConfig(learning_rate=1e-3, **options)
-    with OffloadEngine(TinyLM(), config, device="cpu") as engine:
-        train(engine, tokens(num_steps * config.gradient_accumulation))
+    with OffloadEngine(TinyLM(), config, device=device) as engine:
+        train(engine, tokens(num_steps * config.gradient_accumulation, device))
         return list(engine.telemetry.records)
 
 
 @pytest.mark.usefixtures("slow_steps")
-def test_a_slow_cpu_step_is_what_forward_waited_for() -> None:
-    last = records()[-1]
+def test_a_slow_cpu_step_is_what_forward_waited_for(device: str) -> None:
+    last = records(device=device)[-1]
     seconds = last.seconds
     assert seconds["forward_wait"] > 2 * PAUSE
     assert 0 <= seconds["forward"] - seconds["forward_wait"] < PAUSE + seconds["forward"] / 2
     assert seconds["forward_wait"] <= seconds["forward"] <= seconds["step"]
 
 
-def test_copies_in_both_directions_are_timed() -> None:
-    for record in records():
+@pytest.mark.parametrize("weights", ["vram", "ram"])
+def test_copies_in_both_directions_are_timed(device: str, weights: Any) -> None:
+    for record in records(8, device, placement=Placement(weights=weights))[2:]:
         assert 0 < record.seconds["h2d"] < record.seconds["step"]
         assert 0 < record.seconds["d2h"] < record.seconds["step"]
 
@@ -109,3 +115,11 @@ def test_an_event_that_is_past_is_waited_for_without_marks() -> None:
     with waits.during("backward"):
         waits.delay(Event(None))
     assert waits.take() == {}
+
+
+@pytest.mark.gpu
+def test_the_vram_of_the_process_is_torchs_and_the_context() -> None:
+    (last, *_) = reversed(records(device="cuda"))
+    vram = last.bytes["vram"]
+    assert vram["process peak allocated"] <= vram["process reserved"] <= vram["process"]
+    assert 0 <= vram["process"] - vram["process reserved"] <= 1 << 30
