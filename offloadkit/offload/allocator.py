@@ -21,5 +21,5 @@ def let_segments_grow(device: torch.device) -> None:
         return
     settings: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if settings is None:  # torch 2.8 and older
-        settings = torch.cuda.memory._set_allocator_settings  # type: ignore[attr-defined]
+        settings = torch.cuda.memory._set_allocator_settings
     settings("expandable_segments:True")
