@@ -88,6 +88,25 @@ def test_a_region_that_was_not_read_ahead_takes_the_place_of_one_that_was(tmp_pa
         states.give_back(index)
 
 
+def pages_of_files() -> int:
+    """Bytes of mapped files that count as this process's RAM."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile"))
+    return int(line.split()[1]) * 1024
+
+
+def test_master_weights_on_disk_take_no_ram_once_written(tmp_path: Path) -> None:
+    config = OffloadConfig(working_dtype="fp16", placement=ON_DISK, disk=str(tmp_path))
+    model = TinyLM(width=256, hidden=8192)
+    before = pages_of_files()
+    engine = OffloadEngine(model, config, device="cpu")
+    masters = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert masters > 60 * 2**20
+    assert pages_of_files() - before < masters / 4
+    state = engine.state_dict()["optimizer"]["blocks.0.up.weight"]["remainder"]
+    assert torch.count_nonzero(state) > 0.9 * state.numel()
+    engine.close()
+
+
 def test_nothing_is_left_on_disk(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):

@@ -75,6 +75,13 @@ class StateFile:
         """uint8 view of a region, through the page cache; not to be used while the region is read or written."""
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self._sizes[index], offset=self._starts[index])
 
+    def forget_pages(self, index: int) -> None:
+        """Write what was written to the mapped region, and keep none of it in RAM."""
+        start, size = self._starts[index], _whole_pages(self._sizes[index])
+        self._mapping.flush(start, size)
+        self._mapping.madvise(mmap.MADV_DONTNEED, start, size)
+        os.posix_fadvise(self._file, start, size, os.POSIX_FADV_DONTNEED)
+
     def read(self, index: int, slab: HostSlab) -> list[Future[None]]:
         """Start reading a region into the beginning of `slab`; the futures' `result()` raises what went wrong."""
         return self._start(os.preadv, index, slab)
@@ -163,6 +170,10 @@ class Region:
     def mapped(self) -> torch.Tensor:
         """uint8 view, for use between steps."""
         return self._states.file.mapped(self._index)
+
+    def forget_pages(self) -> None:
+        """Keep nothing of `mapped` in RAM."""
+        self._states.file.forget_pages(self._index)
 
     def prefetch(self) -> None:
         """Start reading, where a buffer is free."""

@@ -171,6 +171,8 @@ class LayerState:
             self.weights.start(self.weights.flat)
         else:
             self.weights.start(self.flat.weights)
+        if self._region is not None:
+            self._region.forget_pages()
 
     def take_over(self, slots: Sequence[Slot], *, keep_remainder: bool = False) -> None:
         """The weights of `slots`, written from outside, become the master weights, to which the remainder adds nothing,
