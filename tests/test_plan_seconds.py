@@ -13,12 +13,14 @@ from offloadkit.plan import LayerShape, MicroBatch, Pass
 from offloadkit.plan.seconds import (
     BACKWARD_LAUNCHES,
     CPU_EFFICIENCY,
+    DISK_OVERLAP,
     FORWARD_LAUNCHES,
     KERNEL_SECONDS,
     LAYER_LAUNCHES,
     MATMUL_EFFICIENCY,
     NORM_EFFICIENCY,
     RECOMPUTED_LAUNCHES,
+    STEP_LAUNCHES,
     STREAMED_LAUNCHES,
     StepModel,
     pass_seconds,
@@ -76,7 +78,17 @@ def test_python_waits_for_a_layers_update() -> None:
     """A layer's forward is started when it is stepped, and takes longer to start than to compute."""
     hardware = machine(cpu_adamw_bytes_per_second=26e6 / CPU_EFFICIENCY["exact"], launch_seconds=1 / FORWARD_LAUNCHES)
     seconds = model(hardware, forward=Pass(num_operations=1)).seconds([IN_RAM] * 4)
-    assert seconds.update_phase == pytest.approx(4 + 1, rel=1e-3)
+    assert seconds.update_phase == pytest.approx(4 * (1 + STEP_LAUNCHES / FORWARD_LAUNCHES) + 1, rel=1e-3)
+
+
+def test_with_two_cores_python_and_the_cpu_step_take_turns() -> None:
+    hardware = machine(cpu_adamw_bytes_per_second=26e6 / CPU_EFFICIENCY["exact"], launch_seconds=1e-3)
+    hidden, in_turn = (
+        model(replace(hardware, num_cores=num_cores), forward=Pass(num_operations=200)).seconds([IN_RAM] * 4)
+        for num_cores in (3, 2)
+    )
+    launches = 4 * FORWARD_LAUNCHES * 200 / 1000
+    assert in_turn.update_phase - hidden.update_phase == pytest.approx(launches * 3 / 4, rel=1e-2)
 
 
 def test_the_cpu_step_reads_and_writes_26_bytes() -> None:
@@ -159,8 +171,8 @@ def test_both_directions_share_the_bus_in_backward() -> None:
 def test_states_on_disk_are_read_and_written() -> None:
     hardware = machine(disk_read_bytes_per_second=10e6, disk_write_bytes_per_second=5e6)
     seconds = model(hardware).seconds([Placement(states="disk")] * 4)
-    assert seconds.busy["disk"] == pytest.approx(4 * (1 + 2), rel=1e-3)
-    assert seconds.step == pytest.approx(12, rel=1e-3)
+    assert seconds.busy["disk"] == pytest.approx(DISK_OVERLAP * 4 * (1 + 2), rel=1e-3)
+    assert seconds.step == pytest.approx(DISK_OVERLAP * 12, rel=1e-3)
 
 
 def test_accumulation_repeats_forward_and_backward_and_sends_once_from_vram() -> None:

@@ -17,9 +17,9 @@ from offloadkit.hardware import Hardware
 from offloadkit.plan.shapes import NUM_LANDINGS, NUM_STAGING, NUM_WEIGHT_BUFFERS, LayerShape
 from offloadkit.plan.work import MicroBatch, Pass, Stage
 
-MATMUL_EFFICIENCY = 0.85
+MATMUL_EFFICIENCY = 0.9
 """Share of the measured product's rate that a model's products reach."""
-ELEMENTWISE_EFFICIENCY = 0.7
+ELEMENTWISE_EFFICIENCY = 0.77
 """Share of the VRAM's measured rate that a model's other operations reach (reductions, broadcasts, strides)."""
 STEP_EFFICIENCY = 0.85
 """The same for the AdamW kernel on the GPU and the copies and norms of gradients."""
@@ -30,13 +30,17 @@ CPU_EFFICIENCY: dict[Precision, float] = {"exact": 0.97, "compact": 0.91, "tiny"
 bound by arithmetic, the less."""
 ADD_EFFICIENCY = 0.75
 """Share of the CPU step's rate at which gradients are added in RAM while others arrive."""
+DISK_OVERLAP = 0.8
+"""Of the times that states take to be read and to be written, as much remains when both are under way."""
+FEW_CORES = 2
+"""With no more than these the CPU's step takes them from Python, which starts the GPU's operations."""
 NORM_EFFICIENCY = 0.48
 """Share of the CPU step's rate at which the norm of gradients in RAM is taken (in fp64)."""
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 4.9, 3.9
 """What Python takes for an operation of forward and of backward, hooks of the engine included, as a multiple of the
 time in which bare kernels can be started."""
-LAYER_LAUNCHES = 28
-"""The same for a flat layer whose update is started."""
+LAYER_LAUNCHES, STEP_LAUNCHES = 28, 50
+"""The same for a flat layer whose update is started, and for one whose update the CPU computes."""
 STREAMED_LAUNCHES = (3.6, 0.4)
 """What it takes beside that in forward and backward, for each operation, where weights are streamed: every tensor that
 autograd saves is looked at."""
@@ -115,7 +119,8 @@ class _Unit:
 class _Queues:
     """When each resource is free again, and how long it has worked for what."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_cores: int) -> None:
+        self._launches = "CPU step" if num_cores <= FEW_CORES else "launches"
         self.free: defaultdict[str, float] = defaultdict(float)
         self.busy: defaultdict[str, float] = defaultdict(float)
 
@@ -128,8 +133,16 @@ class _Queues:
 
     def launched(self, seconds: float, ready: float) -> float:
         """Python has started what the GPU does last, which ends no sooner; when that is."""
-        end = self.free["GPU"] = max(self.free["GPU"], self.take("launches", seconds, ready))
+        end = self.free["GPU"] = max(self.free["GPU"], self.take(self._launches, seconds, ready, "launches"))
         return end
+
+    def python_waits(self, until: float) -> None:
+        """Nothing is started before `until`."""
+        self.free[self._launches] = max(self.free[self._launches], until)
+
+    def python_goes_on(self) -> float:
+        """When Python is free again."""
+        return self.free[self._launches]
 
 
 class StepModel:
@@ -166,7 +179,7 @@ class StepModel:
             landing_bytes=landing,
             gradient_bytes=gradient,
             state_bytes=sum(layer.state_bytes().values()),
-            cpu_step=traffic / self._cpu_step_rate(layer),
+            cpu_step=traffic / self._cpu_step_rate(layer) + STEP_LAUNCHES * self._hardware.launch_seconds,
             gpu_step=traffic / self._vram + KERNEL_SECONDS,
             landing=3 * landing / self._vram,
             adding_in_vram=(8 * layer.numel + landing) / self._vram,
@@ -205,7 +218,7 @@ class StepModel:
 
     def _forward(self, placements: Sequence[Placement], *, updates: bool) -> _Queues:
         """Forward, and beside it the update of the step before: CPU steps, uploads, steps on the GPU."""
-        machine, queues = self._hardware, _Queues()
+        machine, queues = self._hardware, _Queues(self._hardware.num_cores)
         streams = any(where.weights == "ram" for where in placements)
         if updates:
             layers = (layer for unit in self._units for layer in unit.layers)
@@ -247,12 +260,12 @@ class StepModel:
         read = 0.0
         if where.states == "disk":
             speeds = (self._hardware.disk_read_bytes_per_second, self._hardware.disk_write_bytes_per_second)
-            read = queues.take("disk", sum(layer.state_bytes / speed for speed in speeds), 0.0)
+            read = queues.take("disk", DISK_OVERLAP * sum(layer.state_bytes / speed for speed in speeds), 0.0)
         return queues.take("CPU step", layer.cpu_step, read)
 
     def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> _Queues:
         """Backward, and beside it recomputation, weights and inputs from RAM, gradients to RAM and their addition."""
-        queues, adds = _Queues(), self._accumulation > 1
+        queues, adds = _Queues(self._hardware.num_cores), self._accumulation > 1
         streams = any(where.weights == "ram" for where in placements)
         h2d, d2h = self._bus(placements)
         before, num_streamed = 0.0, 0
@@ -289,8 +302,8 @@ class StepModel:
             for layer, where in zip(unit.layers, wheres, strict=True):
                 if where.gradients == "ram":
                     if len(added) >= NUM_STAGING:  # Python waits until a staging buffer is free
-                        queues.free["launches"] = max(queues.free["launches"], added[-NUM_STAGING])
-                    sent.append(queues.take("D2H", layer.landing_bytes / d2h, max(end, queues.free["launches"])))
+                        queues.python_waits(added[-NUM_STAGING])
+                    sent.append(queues.take("D2H", layer.landing_bytes / d2h, max(end, queues.python_goes_on())))
                     if adds:
                         added.append(queues.take("CPU step", layer.adding_in_ram, sent[-1]))
         if is_last:

@@ -39,12 +39,13 @@ def finetune(folder: str, output: Path, **options: Any) -> offloadkit.FinetuneRe
 
 
 def test_the_weights_are_those_of_a_run_with_enough_memory(folder: str, tmp_path: Path, whole_card: None) -> None:
+    offloadkit.hardware.measure()  # takes more VRAM for a moment than this model
     torch.cuda.reset_peak_memory_stats()
     whole = finetune(folder, tmp_path / "whole")
     expected = {name: weight.cpu().clone() for name, weight in whole.model.state_dict().items()}
     allocated = whole.steps[-1].bytes["vram"]["process peak allocated"]
     del whole
-    room = 0.8 * allocated / torch.cuda.get_device_properties(0).total_memory
+    room = 0.85 * allocated / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(room)
     with pytest.warns(RuntimeWarning, match="memory is full: .*Training goes on by a leaner plan"):
