@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.workloads import LLAMA_SHAPES
+from benchmarks.workloads import LLAMA_SHAPES, is_t5, model_config
 from offloadkit.config import OffloadConfig
 from offloadkit.hardware import Hardware
 from offloadkit.offload.layers import flat_layers
@@ -89,6 +89,27 @@ def llama(batch_size: int, tokens: int, **values: Any) -> tuple[list[LayerShape]
     compute_loss_in_chunks(model)
     ids = (batch_size, tokens)
     return _shapes(model), trace_micro_batch(model, _tokens(input_ids=ids, labels=ids))
+
+
+def of_workload(values: dict[str, Any]) -> tuple[list[LayerShape], MicroBatch]:
+    """Layers and work of a `benchmarks.workloads.Workload`, as JSON carries it."""
+    from transformers import LlamaForCausalLM, T5ForConditionalGeneration
+
+    from offloadkit.hf.chunked_loss import compute_loss_in_chunks
+
+    config, is_encoder_decoder = model_config(values["model"]), is_t5(values["model"])
+    if is_encoder_decoder:
+        config._attn_implementation = "eager"
+    with torch.device("meta"):
+        model = (T5ForConditionalGeneration if is_encoder_decoder else LlamaForCausalLM)(config).bfloat16().train()
+    layers = flat_layers(model, OffloadConfig(working_dtype=values.get("dtype", "bf16")))
+    for layer in layers:
+        for slot in layer.slots:
+            slot.parameter.data = slot.parameter.data.to(layer.dtype)
+    compute_loss_in_chunks(model)
+    rows, tokens = values["batch_size"], values["tokens"]
+    shapes = {"input_ids": (rows, tokens), "labels": (rows, values["target_tokens"] or tokens)}
+    return [layer.shape() for layer in layers], trace_micro_batch(model, _tokens(**shapes))
 
 
 LLAMA_8B = LLAMA_SHAPES["llama-3.1-8b"]
