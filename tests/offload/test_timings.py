@@ -121,5 +121,5 @@ def test_an_event_that_is_past_is_waited_for_without_marks() -> None:
 def test_the_vram_of_the_process_is_torchs_and_the_context() -> None:
     (last, *_) = reversed(records(device="cuda"))
     vram = last.bytes["vram"]
-    assert vram["process peak allocated"] <= vram["process reserved"] <= vram["process"]
+    assert 0 < vram["process reserved"] <= vram["process"]
     assert 0 <= vram["process"] - vram["process reserved"] <= 1 << 30
