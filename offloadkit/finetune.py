@@ -19,7 +19,14 @@ What the arguments of `finetune` take:
 - `retry_leaner`: where the GPU's memory is full, say so, write a checkpoint of the last finished step and, once, go on
   from it by a plan with less in VRAM; the weights come out as if there had been room. (The loss and seconds that are
   handed back are then those since the checkpoint, as with `resume`.)
-- `resume`: go on from the newest complete checkpoint in `output_dir`; one is written after each epoch.
+- `resume`: go on from the newest complete checkpoint in `output_dir`; one is written after each epoch, and when
+  training is stopped.
+- `monitor`: show memory, time, slowdown and loss live, in a notebook or on a terminal (see `Monitor`); False shows a
+  progress bar there. Elsewhere a line is printed now and then. Shown or not, an interrupt (in a notebook the stop
+  button too) finishes the step under way, writes a checkpoint, evaluates and saves; a second one breaks off.
+- `baseline`: "measure" first runs a few steps without offloading, in a fresh process and with micro-batches as long as
+  the data's, and the monitor compares with that where it fits on the GPU; "predict" compares with the computing
+  measured in the run itself and a predicted AdamW step in VRAM.
 - `precision` of the optimizer states, `vram` and `ram` that may be used ("8GiB"; None: what is free): they go before
   those of `offload`, which says what `TrainingArguments` do not say.
 - `training_arguments`: anything else that `transformers.Seq2SeqTrainingArguments` takes.
@@ -40,6 +47,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from offloadkit import hardware
+from offloadkit.baseline import measured_baseline
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.bars import bars_where_live
@@ -47,10 +55,12 @@ from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
 from offloadkit.hf.evaluation import Sample, predict, share_correct
 from offloadkit.hf.folders import check_same_model, newest_checkpoint, put_in_place, writable
 from offloadkit.hf.models import check_kind, load_config, load_tokenizer
+from offloadkit.monitor import Monitor
+from offloadkit.monitor.monitor import can_be_drawn
 from offloadkit.plan import Dtype, Plan
 from offloadkit.planning import auto_batch_size, check_rows, default_dtype, with_wishes
 from offloadkit.telemetry import StepRecord
-from offloadkit.training import TrainingRun, checked_plan
+from offloadkit.training import TrainingRun, checked_plan, errors_hold_nothing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainingArguments
@@ -98,6 +108,7 @@ class FinetuneResult:
         )
 
 
+@errors_hold_nothing()
 @bars_where_live()
 def finetune(
     model: str | os.PathLike[str] | PreTrainedModel,
@@ -120,6 +131,8 @@ def finetune(
     seed: int = 0,
     resume: bool = False,
     retry_leaner: bool = False,
+    monitor: bool = True,
+    baseline: Literal["predict", "measure"] = "predict",
     offload: OffloadConfig | None = None,
     **training_arguments: Any,
 ) -> FinetuneResult:
@@ -134,7 +147,7 @@ def finetune(
         NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
     """
     _check(batch_size, epochs, max_steps, gradient_accumulation, learning_rate, init, seed)
-    _check_switches(resume=resume, retry_leaner=retry_leaner)
+    _check_switches(baseline, resume=resume, retry_leaner=retry_leaner, monitor=monitor)
     dtype = _working_dtype(offload, training_arguments)
     offload = with_wishes(offload, vram=vram, ram=ram, precision=precision, working_dtype=dtype)
     output = writable(output_dir)
@@ -150,18 +163,18 @@ def finetune(
     }
     args = _training_arguments(own, training_arguments, dtype, eval_dataset is not None)
     sizes = checked_plan(model, args, offload, lengths)
-
-    config = load_config(model, init=init) if isinstance(model, str | os.PathLike) else model.config
-    words = load_tokenizer(model, tokenizer)
-    data, evaluation = _prepare(train_dataset, eval_dataset, words, config, lengths)
+    words, config, data, evaluation = _read(model, init, tokenizer, train_dataset, eval_dataset, lengths)
     checkpoint = _checkpoint(output, config) if resume else None
-    run = TrainingRun(model, init, args, offload, lengths, words, data, evaluation)
+    watch = _monitor(sizes, model, data, args, dtype, output, shown=monitor, measured=baseline == "measure")
+    run = TrainingRun(model, init, args, offload, lengths, words, data, evaluation, watch)
     trainer, sizes, metrics = run.train(sizes, checkpoint, retry_leaner=retry_leaner)
     with closing(trainer):  # whatever happens, the engine's memory is given back
         return _result(trainer, sizes, metrics, words, evaluation, output)
 
 
-def _check_switches(**switches: Any) -> None:
+def _check_switches(baseline: Any, **switches: Any) -> None:
+    if baseline not in ("predict", "measure"):
+        raise ConfigError(f"baseline must be 'predict' or 'measure', got {baseline!r}")
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be True or False, got {value!r}")
@@ -217,6 +230,27 @@ def _rows(
     if batch_size != "auto":
         return batch_size
     return auto_batch_size(model, **lengths, offload=offload, device=_device(given))
+
+
+def _read(
+    model: Any, init: str, tokenizer: Any, train_dataset: Any, eval_dataset: Any, lengths: dict[str, Any]
+) -> tuple[Any, Any, PreparedData, PreparedData | None]:
+    """Tokenizer, config, and both datasets, tokenised."""
+    config = load_config(model, init=init) if isinstance(model, str | os.PathLike) else model.config
+    words = load_tokenizer(model, tokenizer)
+    return words, config, *_prepare(train_dataset, eval_dataset, words, config, lengths)
+
+
+def _monitor(
+    sizes: Plan, model: Any, data: PreparedData, args: Any, dtype: Dtype, output: Path, *, shown: bool, measured: bool
+) -> Monitor:
+    """Of the run; the step without offloading is measured now, if that is wished."""
+    seconds = None
+    if measured:
+        rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        shape: dict[str, Any] = {"batch_size": rows, "accumulation": accumulation, "dtype": dtype}
+        seconds = measured_baseline(model, data, **shape, folder=output / "baseline")
+    return Monitor(sizes, baseline_seconds=seconds, display="auto" if shown and can_be_drawn() else "none")
 
 
 def _prepare(

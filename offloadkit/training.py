@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+import traceback
 import warnings
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +21,11 @@ from offloadkit.errors import OutOfVramError
 from offloadkit.hf.data import PreparedData, with_decoder_inputs
 from offloadkit.hf.models import build_model, load_model
 from offloadkit.hf.weight_files import Materialise
+from offloadkit.monitor import Monitor
 from offloadkit.offload.layers import flat_layers
 from offloadkit.offload.shortage import leaner_budget
 from offloadkit.plan import Plan, format_bytes
 from offloadkit.planning import check_fits, plan
-from offloadkit.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Seq2SeqTrainingArguments
@@ -45,6 +48,8 @@ class TrainingRun:
     tokenizer: Any
     data: PreparedData
     evaluation: PreparedData | None
+    monitor: Monitor
+    """Watches every attempt, from its first step on; its `telemetry` holds what all of them recorded."""
 
     def train(
         self, sizes: Plan, checkpoint: Path | None, *, retry_leaner: bool
@@ -54,9 +59,17 @@ class TrainingRun:
         Raises:
             OutOfVramError: the GPU's memory is full, and a leaner plan was not wished, is not there, or was not enough.
         """
+        with ExitStack() as opened:
+            opened.push(self.monitor)  # ends it; it begins when the weights are in place
+            return self._attempts(sizes, checkpoint, retry_leaner=retry_leaner)
+
+    def _attempts(
+        self, sizes: Plan, checkpoint: Path | None, *, retry_leaner: bool
+    ) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
+        from offloadkit.hf.progress import AsksTheMonitor
         from offloadkit.hf.stop_point import StopPoint
 
-        telemetry, full, tried = Telemetry(), "", ""
+        full = tried = ""
         if retry_leaner and self.args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.args.device)  # `leaner_budget` reads this run's
         while True:
@@ -66,13 +79,16 @@ class TrainingRun:
             elif sizes.layers != tuple(layer.shape() for layer in flat_layers(model, self.offload)):
                 # The rows made it another model: one with a head of as many classes as they have.
                 sizes = checked_plan(model, self.args, self.offload, self.lengths)
-            trainer, stop_point = self._trainer(model, materialise, sizes, telemetry), StopPoint()
+            trainer, stop_point = self._trainer(model, materialise, sizes), StopPoint()
             trainer.add_callback(stop_point)
+            trainer.add_callback(asks := AsksTheMonitor(self.monitor))
+            self.monitor.plan = sizes
             with ExitStack() as opened:
                 opened.enter_context(closing(trainer))
                 try:
                     output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
                     opened.pop_all()
+                    self._end(trainer, stopped=asks.stopped)
                     seconds = output.metrics["train_runtime"]
                     return trainer, sizes, {"train_loss": output.training_loss, "train_seconds": seconds}
                 except OutOfVramError as error:
@@ -83,6 +99,13 @@ class TrainingRun:
                 checkpoint = self._to_go_on_from(trainer, stop_point, checkpoint)
             del trainer, model, materialise
             gc.collect()
+
+    def _end(self, trainer: OffloadSeq2SeqTrainer, *, stopped: bool) -> None:
+        """The monitor's last view; and where to go on from a training that was stopped."""
+        self.monitor.close("stopped" if stopped else "finished")
+        if stopped:
+            done, checkpoint = trainer.state.global_step, f"checkpoint-{trainer.state.global_step}"
+            print(f"stopped after step {done} of {trainer.state.max_steps}: resume=True goes on from {checkpoint}")
 
     def _to_go_on_from(self, trainer: Any, stop_point: StopPoint, began_from: Path | None) -> Path | None:
         """A checkpoint of the last finished step; None: from the beginning."""
@@ -108,9 +131,7 @@ class TrainingRun:
         sizes_tried = f"the first was planned with {format_bytes(before)} of VRAM, this one with {format_bytes(after)}"
         return leaner, f". This was the second attempt: {sizes_tried}{resume}"
 
-    def _trainer(
-        self, model: PreTrainedModel, materialise: Materialise | None, sizes: Plan, telemetry: Telemetry
-    ) -> OffloadSeq2SeqTrainer:
+    def _trainer(self, model: PreTrainedModel, materialise: Materialise | None, sizes: Plan) -> OffloadSeq2SeqTrainer:
         from offloadkit.hf.progress import show_progress
         from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 
@@ -121,13 +142,13 @@ class TrainingRun:
             plan=sizes,
             args=self.args,
             offload=self.offload,
-            telemetry=telemetry,
+            telemetry=self.monitor.telemetry,
             train_dataset=self.data.dataset,
             eval_dataset=None if self.evaluation is None else self.evaluation.dataset,
             data_collator=with_decoder_inputs(self.data.collator, model) if smooths else self.data.collator,
             processing_class=self.tokenizer,
         )
-        show_progress(trainer)
+        show_progress(trainer, monitored=self.monitor.is_drawn)
         return trainer
 
     def _load(self, checkpoint: Path | None, device: torch.device) -> tuple[PreTrainedModel, Materialise | None]:
@@ -170,3 +191,25 @@ def _loading_device(sizes: Plan, args: Seq2SeqTrainingArguments) -> torch.device
     free = hardware.vram_bytes(args.device)[0]
     fits = 4 * sizes.num_parameters + sizes.total_bytes("vram") < 0.9 * free
     return args.device if fits else torch.device("cpu")
+
+
+@contextmanager
+def errors_hold_nothing() -> Iterator[None]:
+    """Clear the frames of an error that passes, and of those behind it: a notebook remembers its last error, and with
+    its frames the weights and activations that they hold. (A debugger finds no local variables in them afterwards.)"""
+    outside = sys.exception()
+    try:
+        yield
+    except BaseException as error:
+        behind: list[BaseException | None] = [error]
+        seen = [None, outside]
+        while behind:
+            each = behind.pop()
+            if each not in seen and each is not None:
+                seen.append(each)
+                traceback.clear_frames(each.__traceback__)
+                behind += [each.__cause__, each.__context__]
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        raise

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from offloadkit import hardware
 from offloadkit.compare.work import Work, model_to_plan
 from offloadkit.config import OffloadConfig
 from offloadkit.plan import Plan, format_bytes
 from offloadkit.plan.memory import activations
-from offloadkit.planning import default_dtype, plan
+from offloadkit.planning import plan
 
 TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
 _SURE_SHARE = 0.8
@@ -57,11 +56,10 @@ def forecast(work: Work, device: torch.device) -> Forecast:
         ModelError, ModelNotFoundError, ModelAccessError, DownloadError: the model will not do.
     """
     model, task = model_to_plan(work.model)
-    dtype = default_dtype(on_gpu=device.type == "cuda", native_bf16=hardware.supports_bf16(device))
     config = OffloadConfig(
         gradient_accumulation=work.accumulation,
         precision=work.precision,
-        working_dtype=dtype,
+        working_dtype=work.dtype_on(device),
         vram=work.vram,
         ram=work.ram,
     )

@@ -15,6 +15,10 @@ from offloadkit.compare.work import Work, config_of
 from offloadkit.config import Precision, parse_bytes
 from offloadkit.errors import DoesNotFitError, OffloadkitError
 from offloadkit.hf.folders import writable
+from offloadkit.plan import Dtype
+
+_STEPS = 4
+_TIMEOUT = 600.0
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,8 @@ def measure_slowdown(
     precision: Precision = "exact",
     vram: int | str | None = None,
     ram: int | str | None = None,
-    steps: int = 4,
-    timeout: float = 600,
+    steps: int = _STEPS,
+    timeout: float = _TIMEOUT,
     output_dir: str | os.PathLike[str] | None = None,
 ) -> Slowdown:
     """Run a few steps of offloadkit within `vram` and `ram`, and, where the GPU itself has room, of plain training
@@ -101,14 +105,56 @@ def _slowdown(limited: Work, runs: Runs) -> Slowdown:
     say(summary(ours))
     if ours["status"] != "measured":
         raise (DoesNotFitError if ours["status"] == "does not fit" else OffloadkitError)(ours["reason"])
-    reason = forecast.hopeless("baseline", without, recomputed=False)
-    if reason is None:
-        say = progress(f"{limited.model}, all on the GPU")
-        plain = runs.row({"mode": "measure", "engine": "baseline", "work": asdict(free)})
-        say(summary(plain))
-        if plain["status"] == "measured":
-            return Slowdown(ours["step_seconds"], plain["step_seconds"], "measured")
-        reason = plain["reason"]
+    seconds, reason = _plain(free, without, runs)
+    if seconds is not None:
+        return Slowdown(ours["step_seconds"], seconds, "measured")
     if within.large_gpu_seconds is None:
         raise OffloadkitError(f"plain training cannot be measured ({reason}), nor predicted for this model")
     return Slowdown(ours["step_seconds"], within.large_gpu_seconds, "predicted", reason)
+
+
+def measure_baseline(
+    model: str,
+    *,
+    batch_size: int,
+    max_input_length: int,
+    max_target_length: int,
+    gradient_accumulation: int,
+    dtype: Dtype,
+    output_dir: Path,
+) -> tuple[float | None, str]:
+    """The seconds of `measure_slowdown`'s baseline alone; None, and why, where it cannot be measured.
+
+    Args:
+        dtype: of the working weights.
+        output_dir: keeps what was measured for the next time; it exists.
+
+    Raises:
+        ModelNotFoundError, ModelAccessError, ModelError: as `compare`.
+    """
+    config_of(model)
+    work = Work(
+        model=model,
+        batch_size=batch_size,
+        input_length=max_input_length,
+        target_length=max_target_length,
+        accumulation=gradient_accumulation,
+        dtype=dtype,
+        our_attention=True,
+        steps=_STEPS,
+        warmup=1,
+    )
+    runs = Runs(output_dir, _TIMEOUT)
+    (made,) = forecasts_of([work], runs)
+    return (None, made["reason"]) if isinstance(made, dict) else _plain(work, made, runs)
+
+
+def _plain(work: Work, made: forecast.Forecast, runs: Runs) -> tuple[float | None, str]:
+    """Seconds of a step of plain training, or None and why it cannot be measured."""
+    reason = forecast.hopeless("baseline", made, recomputed=False)
+    if reason is not None:
+        return None, reason
+    say = progress(f"{work.model}, all on the GPU")
+    row = runs.row({"mode": "measure", "engine": "baseline", "work": asdict(work)})
+    say(summary(row))
+    return (row["step_seconds"], "") if row["status"] == "measured" else (None, row["reason"])

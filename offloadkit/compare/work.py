@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from offloadkit import hardware
 from offloadkit.hf.building import Task, auto_class_of, build, completed, draw_lazily, infer_task
 from offloadkit.hf.models import EAGER_ATTENTION, load_config
 from offloadkit.hf.weight_files import Materialise, become
+from offloadkit.plan import Dtype
+from offloadkit.planning import default_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -51,6 +54,8 @@ class Work:
     accumulation: int = 1
     precision: Literal["exact", "compact", "tiny"] = "exact"
     """Of offloadkit's optimizer states; the others know fp32 alone."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Of the working weights; None: what `finetune` takes on this device."""
     recomputed: bool = False
     """Activation checkpointing of the engines that do not plan."""
     our_attention: bool = False
@@ -62,6 +67,11 @@ class Work:
     """Timed, after one and `warmup` others."""
     warmup: int = 2
     seed: int = 0
+
+    def dtype_on(self, device: torch.device) -> Dtype:
+        """Of the working weights on `device`."""
+        default = default_dtype(on_gpu=device.type == "cuda", native_bf16=hardware.supports_bf16(device))
+        return self.dtype or default
 
     @property
     def rows(self) -> int:

@@ -22,7 +22,6 @@ from offloadkit.compare.steps import timed_steps
 from offloadkit.compare.work import Work, random_batches
 from offloadkit.errors import DoesNotFitError, OffloadkitError
 from offloadkit.plan import format_bytes
-from offloadkit.planning import default_dtype
 
 Row = dict[str, Any]
 
@@ -71,7 +70,7 @@ def measured(work: Work, engine_name: str) -> Row:
     device = hardware.default_device()
     vram = DeviceMemory(device)
     torch.manual_seed(work.seed)
-    dtype = default_dtype(on_gpu=device.type == "cuda", native_bf16=hardware.supports_bf16(device))
+    dtype = work.dtype_on(device)
     began = time.perf_counter()
     engine: Any = ENGINES[engine_name](work, dtype, device)
     engine.settle()

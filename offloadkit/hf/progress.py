@@ -1,9 +1,9 @@
-"""What training shows while it runs: a bar on a terminal or in a notebook, a line now and then elsewhere."""
+"""What training shows while it runs: the monitor; without it a bar where one can be redrawn, or a line now and then."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
@@ -13,24 +13,42 @@ from offloadkit.hf.bars import is_live
 _SHOWN = {"loss": "loss", "grad_norm": "norm", "learning_rate": "lr"}
 
 
-def show_progress(trainer: Trainer) -> None:
-    """Put `TrainingProgress` in the place of the Trainer's own bar and printed dicts."""
+class Watching(Protocol):
+    """What a `Monitor` is to the Trainer's loop."""
+
+    total_steps: int | None
+    steps_before: int
+
+    @property
+    def stop_requested(self) -> bool: ...
+
+    def start(self) -> Any: ...
+
+
+def show_progress(trainer: Trainer, *, monitored: bool = False) -> None:
+    """Put `TrainingProgress` in the place of the Trainer's own bar and printed dicts.
+
+    Args:
+        monitored: a monitor shows the steps.
+    """
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(TrainingProgress(bar=not trainer.args.disable_tqdm and is_live()))
+    bar = not trainer.args.disable_tqdm and is_live()
+    trainer.add_callback(TrainingProgress("monitor" if monitored else "bar" if bar else "lines"))
 
 
 class TrainingProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Steps done, loss, gradient norm, learning rate, and evaluation losses."""
+    """Steps done, loss, gradient norm, learning rate, and evaluation losses; these alone where a monitor shows all
+    else."""
 
-    def __init__(self, *, bar: bool) -> None:
+    def __init__(self, steps: Literal["bar", "lines", "monitor"]) -> None:
         self._bar: Any = None
-        self._shows_bar = bar
+        self._steps = steps
         self._began = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = time.perf_counter()
-        if self._shows_bar:
+        if self._steps == "bar":
             self._bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", unit="step")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -43,7 +61,7 @@ class TrainingProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._say(f"  after step {state.global_step}: evaluation loss {logs['eval_loss']:.4f}")
         elif "loss" in logs and self._bar is not None:
             self._bar.set_postfix_str(_numbers(logs))
-        elif "loss" in logs:
+        elif "loss" in logs and self._steps == "lines":
             seconds = time.perf_counter() - self._began
             self._say(f"  step {state.global_step}/{state.max_steps}  {_numbers(logs)}  {seconds:.0f} s")
 
@@ -57,6 +75,43 @@ class TrainingProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
             tqdm.write(line)
         else:
             print(line, flush=True)
+
+
+class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Starts the monitor when the weights are in place, and heeds its wish to stop: a checkpoint of the step under way
+    is written, as an uninterrupted run would write it there, and training ends.
+
+    Added after the callbacks that decide by `TrainingArguments` what happens at a step's and an epoch's end.
+
+    Attributes:
+        stopped: whether training ended by that wish.
+    """
+
+    def __init__(self, monitor: Watching) -> None:
+        self._monitor = monitor
+        self.stopped = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._monitor.total_steps, self._monitor.steps_before = state.max_steps, state.global_step
+        self._monitor.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self._monitor.stop_requested or state.global_step >= state.max_steps:
+            return
+        self.stopped = control.should_training_stop = True
+        control.should_save = not float(state.epoch).is_integer()
+        args.save_only_model = False  # from weights alone nothing goes on
+        if args.save_total_limit == 1:
+            args.save_total_limit = 2  # else the best model's checkpoint, where there is one, would be the one kept
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self.stopped:
+            return
+        # The Trainer ends the epoch that is broken off, too. Evaluating draws random numbers: in mid-epoch the
+        # checkpoint is there already, and at an epoch's end it comes after the evaluation, as in a run that goes on.
+        at_the_end = float(state.epoch).is_integer()
+        control.should_evaluate = control.should_evaluate and at_the_end
+        control.should_save = at_the_end
 
 
 def _numbers(logs: dict[str, Any]) -> str:

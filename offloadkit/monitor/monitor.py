@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, Protocol, Self
 
 from offloadkit.errors import ConfigError
@@ -55,6 +56,7 @@ class Monitor:
     Attributes:
         telemetry: whose records are drawn.
         plan, total_steps, baseline_seconds: may be set while it runs; None is not known.
+        steps_before: steps of the run that were done before those that telemetry counts: of one that goes on.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Monitor:
             raise ConfigError(f"baseline_seconds must be a positive number, or None: {baseline_seconds!r}")
         self.plan, self.telemetry = plan, telemetry or Telemetry()
         self.total_steps, self.baseline_seconds = total_steps, baseline_seconds
+        self.steps_before = 0
         self._wanted = display
         self._display: Display | None = None
         self._stop = Stop()
@@ -108,6 +111,11 @@ class Monitor:
         """
         return self._stop.requested
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether it shows anything."""
+        return self._wanted != "none"
+
     def request_stop(self) -> None:
         """As the button. May be called on any thread."""
         self._stop.request()
@@ -115,7 +123,7 @@ class Monitor:
     def start(self) -> Self:
         """Begin to show; on the thread that trains."""
         if self._thread is None and not self._ended.is_set():
-            self._unsubscribe = self.telemetry.subscribe(self._new.append)
+            self._unsubscribe = self.telemetry.subscribe(self._hear)
             self._stop.catch_interrupts()
             self._try(self._open_display)
             self._thread = threading.Thread(target=self._refresh, name="offloadkit-monitor", daemon=True)
@@ -161,6 +169,10 @@ class Monitor:
                 baseline_seconds=self.baseline_seconds,
                 state=self._present_state(),
             )
+
+    def _hear(self, record: StepRecord) -> None:
+        """Keep a record; all that is done on the thread that trains."""
+        self._new.append(replace(record, step=record.step + self.steps_before) if self.steps_before else record)
 
     def _present_state(self) -> State:
         if self._ended.is_set():
@@ -213,6 +225,11 @@ class Monitor:
         except Exception as error:
             self._display = None
             _say(f"nothing is drawn any more, because of {type(error).__name__}: {error}")
+
+
+def can_be_drawn() -> bool:
+    """Whether there is a notebook or a terminal to draw in."""
+    return running_shell() is not None or sys.stdout.isatty()
 
 
 def _say(reason: str) -> None:
