@@ -1,4 +1,4 @@
-"""The command line: `offloadkit demo | doctor | plan | train`. Errors of ours print as one message."""
+"""The command line: `offloadkit demo | doctor | plan | train | compare | sweep`; errors of ours are one message."""
 
 from __future__ import annotations
 
@@ -82,6 +82,9 @@ def plan(
     max_input_length: Annotated[int | None, typer.Option(help="Tokens of input a row.")] = None,
     max_target_length: Annotated[int | None, typer.Option(help="Tokens of target a row.")] = None,
     gradient_accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches an update.")] = 1,
+    disk: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="On a local disk, for optimizer states that fit no RAM.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Working weights: auto, bf16, fp16 or fp32.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -100,6 +103,7 @@ def plan(
         "precision": precision,
         "gradient_accumulation": gradient_accumulation,
         "working_dtype": dtype,
+        "disk": disk,
     }
     planned = plan_model(
         model,
@@ -138,6 +142,9 @@ def train(
     precision: Annotated[str, typer.Option(help="Of the optimizer states: exact, compact or tiny.")] = "exact",
     vram: Annotated[str | None, typer.Option(help="VRAM to use, e.g. 8GiB. Left out: what is free.")] = None,
     ram: Annotated[str | None, typer.Option(help="RAM to use. Left out: what is available.")] = None,
+    disk: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="On a local disk, for optimizer states that fit no RAM.")
+    ] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights.")] = False,
     seed: Annotated[int, typer.Option(help="Of the order, dropout and random weights.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
@@ -146,9 +153,10 @@ def train(
     ] = False,
 ) -> None:
     """Train MODEL on DATASET with the optimizer in host RAM."""
+    from offloadkit.config import OffloadConfig
     from offloadkit.finetune import finetune
 
-    wishes: Any = {"precision": precision, "vram": vram, "ram": ram}
+    wishes: Any = {"precision": precision, "vram": vram, "ram": ram, "offload": OffloadConfig(disk=disk)}
     result = finetune(
         model,
         dataset,
@@ -167,3 +175,100 @@ def train(
         **wishes,
     )
     typer.echo(result)
+
+
+@app.command()
+@_readable
+def compare(
+    models: Annotated[
+        list[str] | None, typer.Argument(help="Presets, folders, hub names. Left out: T5, all sizes.")
+    ] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="baseline, offloadkit, deepspeed; again for more.")] = None,
+    num_samples: Annotated[int, typer.Option(help="What the seconds are for.")] = 1000,
+    batch_size: Annotated[int, typer.Option(help="Rows in a micro-batch.")] = 8,
+    max_input_length: Annotated[int, typer.Option(help="Tokens of input a row.")] = 512,
+    max_target_length: Annotated[int, typer.Option(help="Tokens of target a row.")] = 128,
+    gradient_accumulation: Annotated[int, typer.Option(help="Micro-batches an update.")] = 1,
+    precision: Annotated[str, typer.Option(help="Of offloadkit's optimizer states: exact, compact or tiny.")] = "exact",
+    vram: Annotated[str | None, typer.Option(help="Most VRAM of each process, e.g. 11GiB.")] = None,
+    ram: Annotated[str | None, typer.Option(help="Most RAM of each process.")] = None,
+    steps: Annotated[int, typer.Option(help="Timed, after four that warm up.")] = 6,
+    timeout: Annotated[float, typer.Option(help="Seconds for one process.")] = 600,
+    output: Annotated[Path, typer.Option(help="Folder for the table, the chart and the rows.")] = Path(
+        "offloadkit-compare"
+    ),
+) -> None:
+    """Draw how long offloadkit, plain training and DeepSpeed take for each of MODELS. Running again goes on."""
+    from offloadkit.compare.comparison import ENGINES, T5_MODELS
+    from offloadkit.compare.comparison import compare as compare_models
+
+    options: Any = {"precision": precision, "vram": vram, "ram": ram, "steps": steps, "timeout": timeout}
+    result = compare_models(
+        models or T5_MODELS,
+        engine or ENGINES,
+        num_samples=num_samples,
+        batch_size=batch_size,
+        max_input_length=max_input_length,
+        max_target_length=max_target_length,
+        gradient_accumulation=gradient_accumulation,
+        output_dir=output,
+        **options,
+    )
+    typer.echo(str(result))
+
+
+@app.command()
+@_readable
+def sweep(
+    model: Annotated[str, typer.Argument(help="Preset, folder, or hub name.")],
+    dataset: Annotated[
+        str | None, typer.Argument(help="Train each size on these rows. Left out: time random ones.")
+    ] = None,
+    eval_dataset: Annotated[str | None, typer.Option(help="Whose loss is measured after training.")] = None,
+    batch_sizes: Annotated[str, typer.Option(help="Rows in a micro-batch, with commas.")] = "1,2,4,8,16,32,64",
+    gradient_accumulation: Annotated[str, typer.Option(help="Micro-batches an update, with commas.")] = "1",
+    scale_learning_rate: Annotated[str, typer.Option(help="none, sqrt, linear, with commas.")] = "none",
+    learning_rate: Annotated[float | None, typer.Option(help="Of the smallest step.")] = None,
+    num_samples: Annotated[
+        int | None, typer.Option(help="Of an epoch; with a dataset: that each size trains on.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub name; 'byte': one token a byte.")] = None,
+    max_input_length: Annotated[int | None, typer.Option(help="Tokens of input a row.")] = None,
+    max_target_length: Annotated[int | None, typer.Option(help="Tokens of target a row.")] = None,
+    precision: Annotated[str, typer.Option(help="Of the optimizer states: exact, compact or tiny.")] = "exact",
+    vram: Annotated[str | None, typer.Option(help="Most VRAM of each process, e.g. 11GiB.")] = None,
+    ram: Annotated[str | None, typer.Option(help="Most RAM of each process.")] = None,
+    steps: Annotated[int, typer.Option(help="Timed, after four that warm up.")] = 6,
+    timeout: Annotated[float, typer.Option(help="Seconds for one process.")] = 600,
+    output: Annotated[Path, typer.Option(help="Folder for the table, the chart and the rows.")] = Path(
+        "offloadkit-sweep"
+    ),
+) -> None:
+    """Measure what larger batches cost; with DATASET, what they do to the held-out loss. Running again goes on."""
+    from offloadkit.compare.sweeping import sweep as sweep_sizes
+
+    options: Any = {"precision": precision, "vram": vram, "ram": ram, "steps": steps, "timeout": timeout}
+    result = sweep_sizes(
+        model,
+        dataset,
+        eval_dataset=eval_dataset,
+        batch_sizes=_numbers(batch_sizes, "--batch-sizes"),
+        gradient_accumulation=_numbers(gradient_accumulation, "--gradient-accumulation"),
+        scale_learning_rate=scale_learning_rate.split(","),
+        learning_rate=learning_rate,
+        num_samples=num_samples,
+        tokenizer=tokenizer,
+        max_input_length=max_input_length,
+        max_target_length=max_target_length,
+        output_dir=output,
+        **options,
+    )
+    typer.echo(str(result))
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    """ "1,2,4" as numbers."""
+    parts = text.split(",")
+    if not all(part.strip().isdigit() for part in parts):
+        raise typer.BadParameter(f"{text!r} is no list of whole numbers such as 1,2,4", param_hint=option)
+    return [int(part) for part in parts]

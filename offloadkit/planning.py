@@ -20,7 +20,7 @@ from torch import nn
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig, parse_bytes
-from offloadkit.errors import ConfigError, DoesNotFitError
+from offloadkit.errors import ConfigError, DoesNotFitError, OutputError
 from offloadkit.hardware import Hardware
 from offloadkit.hf.chunked_loss import compute_loss_in_chunks
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
@@ -102,6 +102,7 @@ def plan(
 
     Raises:
         ConfigError: a wish has no meaning.
+        OutputError: the folder for states on disk is not there, or is full.
         ModelError, ModelNotFoundError, ModelAccessError: as `finetune`.
     """
     check_kind(model)
@@ -190,7 +191,13 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
 
 
 def with_disk(machine: Hardware, folder: str) -> Hardware:
-    """The machine with the disk of `folder`, whose rates are assumed."""
+    """The machine with the disk of `folder`, whose rates are assumed.
+
+    Raises:
+        OutputError: there is no such folder.
+    """
+    if not os.path.isdir(folder):
+        raise OutputError(f"{folder} is no folder: name one on a local disk, for optimizer states")
     return replace(
         machine,
         disk_folder=folder,

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner, Result
 
 import offloadkit
+from offloadkit import OffloadConfig
 from offloadkit.cli import app
+from offloadkit.compare import comparison, forecast, runner, sweeping
+from tests.compare.made_up import T5_3B
 
 
 def run(*arguments: str) -> Result:
@@ -80,10 +85,129 @@ def test_switches_of_train_are_those_of_finetune(monkeypatch: pytest.MonkeyPatch
     ]
 
 
+def test_a_folder_for_states_on_disk_is_told_to_plan_and_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[OffloadConfig] = []
+    monkeypatch.setattr(sys.modules["offloadkit.finetune"], "finetune", lambda *_, offload, **__: told.append(offload))
+    for given in ((), ("--disk", str(tmp_path))):
+        assert run("train", "model", "data.jsonl", *given).exit_code == 0
+    assert [config.disk for config in told] == [None, str(tmp_path)]
+    small = (
+        "plan",
+        "t5-large",
+        "--vram",
+        "2GiB",
+        "--ram",
+        "5.5GiB",
+        "--batch-size",
+        "1",
+        "--precision",
+        "tiny",
+        "--dtype",
+        "bf16",
+    )
+    refused = run(*small)
+    assert refused.exit_code == 1
+    assert "or --disk " in refused.stdout
+    planned = run(*small, "--disk", str(tmp_path), "--json")
+    assert planned.exit_code == 0, planned.output
+    assert json.loads(planned.stdout)["tiers"]["disk"]
+
+
+@pytest.mark.parametrize("vram", [(), ("--vram", "8GiB")])
+def test_a_folder_for_states_that_is_not_there_is_refused(vram: tuple[str, ...]) -> None:
+    done = run("plan", "t5-small", "--disk", "/no/such", *vram)
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: /no/such is no folder: ")
+
+
+def answered(task: dict[str, Any], **_: Any) -> dict[str, Any]:
+    """A fresh process in which everything fits."""
+    if task["mode"] == "plan":
+        made = forecast.as_row(replace(T5_3B, limits={"vram": 139 << 30, "ram": 64 << 30}))
+        return {"status": "measured", "forecasts": [made] * len(task["works"])}
+    if task["mode"] == "largest":
+        return {"status": "measured", "batch_size": 8}
+    return {"status": "measured", "step_seconds": 0.5, "vram_bytes": 1 << 30, "peak_ram_bytes": 1 << 30}
+
+
+def test_compare_measures_the_models_and_engines_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(runner, "in_fresh_process", lambda task, **_: (asked.append(task), answered(task))[1])
+    engines = ("--engine", "baseline", "--engine", "offloadkit")
+    sizes = ("--batch-size", "2", "--max-input-length", "64", "--num-samples", "100", "--vram", "11GiB")
+    done = run("compare", "t5-small", "t5-tiny", *engines, *sizes, "--output", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    works = [(task["engine"], task["work"]["model"]) for task in asked[1:]]
+    assert works == [(engine, model) for model in ("t5-small", "t5-tiny") for engine in ("baseline", "offloadkit")]
+    work = asked[1]["work"]
+    assert (work["batch_size"], work["input_length"], work["vram"]) == (2, 64, 11 << 30)
+    assert "100 samples, 2 x (64+128) tokens a step" in done.stdout
+    assert (tmp_path / "out" / "comparison.png").is_file()
+
+
+def test_compare_without_names_is_the_chart_of_all_sizes_of_t5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(comparison, "compare", lambda models, engines, **_: told.append((models, engines)))
+    assert run("compare", "--output", str(tmp_path)).exit_code == 0
+    assert told == [(comparison.T5_MODELS, comparison.ENGINES)]
+
+
+def test_sweep_times_each_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(runner, "in_fresh_process", lambda task, **_: (asked.append(task), answered(task))[1])
+    grid = ("--batch-sizes", "1,2,4", "--gradient-accumulation", "1,2")
+    done = run("sweep", "t5-tiny", *grid, "--max-input-length", "64", "--output", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    timed = [(task["work"]["batch_size"], task["work"]["accumulation"]) for task in asked if task["mode"] == "measure"]
+    assert timed[:6] == [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
+    assert "a sample" in done.stdout
+    assert (tmp_path / "out" / "sweep.json").is_file()
+
+
+def test_sweep_of_a_dataset_tells_what_training_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(sweeping, "sweep", lambda *names, **options: told.append((names, options)))
+    learning = ("--eval-dataset", "held.jsonl", "--scale-learning-rate", "none,sqrt", "--learning-rate", "0.001")
+    done = run("sweep", "t5-small", "rows.jsonl", *learning, "--tokenizer", "byte", "--output", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    ((names, options),) = told
+    assert names == ("t5-small", "rows.jsonl")
+    assert (options["eval_dataset"], options["scale_learning_rate"]) == ("held.jsonl", ["none", "sqrt"])
+    assert (options["learning_rate"], options["tokenizer"], options["batch_sizes"][-1]) == (0.001, "byte", 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("compare", "t5-tiny", "--engine", "fly"), "no engine 'fly': choose of 'baseline', 'offloadkit', 'deepspeed'"),
+        (("compare", "no-model"), "no model 'no-model'"),
+        (("compare", "t5-tiny", "--batch-size", "0"), "batch_size must be a whole number >= 1, got 0"),
+        (("compare", "t5-tiny", "--vram", "much"), "cannot read 'much' as a size"),
+        (("sweep", "t5-tiny", "--batch-sizes", "2,2"), "batch_sizes must be some different whole numbers"),
+        (("sweep", "t5-tiny", "--scale-learning-rate", "cubic"), "scale_learning_rate must be some of 'none'"),
+        (("sweep", "t5-tiny", "--eval-dataset", "held.jsonl"), "eval_dataset needs a train_dataset"),
+    ],
+)
+def test_compare_and_sweep_refuse_what_has_no_meaning(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = run(*arguments, "--output", str(tmp_path / "out"))
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"error: {message}")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ("train", "only-a-model"),
+        ("sweep", "t5-tiny", "--batch-sizes", "1,x"),
+        ("sweep", "t5-tiny", "--gradient-accumulation", ""),
+        ("compare", "t5-tiny", "--steps", "few"),
         ("train", "m", "d", "--batch-size", "many"),
         ("plan", "t5-small", "--colour"),
         ("fly",),
@@ -96,4 +220,4 @@ def test_wrong_usage_exits_with_two(arguments: tuple[str, ...]) -> None:
 def test_the_module_is_the_command() -> None:
     command, root = [sys.executable, "-m", "offloadkit", "--help"], Path(offloadkit.__file__).parents[1]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
-    assert all(command in done.stdout for command in ("demo", "plan", "train"))
+    assert all(command in done.stdout for command in ("demo", "plan", "train", "compare", "sweep"))
