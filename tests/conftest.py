@@ -1,4 +1,4 @@
-"""What every test gets: `gpu` tests are skipped where there is no CUDA device."""
+"""How the tests run: the whole suite in two processes without a GPU, `gpu` tests only with one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,26 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+
+if IS_WORKER:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the other core is the other worker's
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run the whole suite in two processes where pytest-xdist is installed; `-n 0` runs it in one.
+
+    Chosen tests, a debugger and a GPU (whose memory tests measure, and fill) have one process.
+    """
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    if IS_WORKER or not whole or config.option.usepdb or getattr(config.option, "numprocesses", 0) is not None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        config.option.numprocesses, config.option.dist = 2, "worksteal"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
