@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -14,40 +13,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from benchmarks.workloads import (
-    LEARNING_RATE,
-    MAX_GRAD_NORM,
-    Batch,
     Workload,
     build_lazily,
     checkpoint_activations,
     use_our_compute,
 )
+from offloadkit.compare.engines import AllOnDevice, DeepSpeedZero, synchronize
+from offloadkit.compare.steps import Engine as MeasuredEngine
+from offloadkit.compare.work import LEARNING_RATE, MAX_GRAD_NORM, Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Engine(Protocol):
+class Engine(MeasuredEngine, Protocol):
     """What the measuring loop calls. `seconds` holds parts of the construction that are worth a column of their own."""
 
     seconds: dict[str, float]
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """The loss of one micro-batch."""
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the micro-batch's share of the gradients."""
-
-    def step(self, is_boundary: bool) -> None:
-        """After each backward; updates the weights where `is_boundary`."""
-
-    def settle(self) -> None:
-        """Wait for everything that a step left running."""
-
-
-class _EngineLoop:
-    """DeepSpeed's loop, which offloadkit shares."""
-
+class _OffloadkitLoop:
     engine: Any
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -60,8 +45,6 @@ class _EngineLoop:
     def step(self, is_boundary: bool) -> None:
         self.engine.step()
 
-
-class _OffloadkitLoop(_EngineLoop):
     def settle(self) -> None:
         self.engine.synchronize()
 
@@ -146,7 +129,7 @@ class Planned(_OffloadkitLoop):
         }
 
 
-class OnGpu:
+class OnGpu(AllOnDevice):
     """Plain HuggingFace: everything on the device, bf16 weights, fp32 master weights, fused AdamW, clipping."""
 
     our_compute = False
@@ -155,33 +138,8 @@ class OnGpu:
         checkpoint_activations(model, work)
         if self.our_compute:
             use_our_compute(model, work)
-        self.model, self.num_micro_batches = model.to(device), work.accumulation
-        self.weights = list(model.parameters())
-        self.masters = [weight.detach().float().requires_grad_() for weight in self.weights]
-        self.optimizer = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+        super().__init__(model.to(device), work.accumulation, device)  # type: ignore[arg-type]
         self.seconds: dict[str, float] = {}
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = self.model(**batch).loss
-        return loss
-
-    def backward(self, loss: torch.Tensor) -> None:
-        (loss / self.num_micro_batches).backward()
-
-    def step(self, is_boundary: bool) -> None:
-        if not is_boundary:
-            return
-        torch.nn.utils.clip_grad_norm_(self.weights, MAX_GRAD_NORM)
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            master.grad = None if weight.grad is None else weight.grad.float()
-            weight.grad = None
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        with torch.no_grad():
-            torch._foreach_copy_(self.weights, self.masters)
-
-    def settle(self) -> None:
-        _synchronize()
 
 
 class OnGpuOurCompute(OnGpu):
@@ -225,7 +183,7 @@ class TorchaoOffload:
             self.optimizer.zero_grad()
 
     def settle(self) -> None:
-        _synchronize()
+        synchronize(self.device)
 
 
 class TorchaoOffloadFp32(TorchaoOffload):
@@ -234,39 +192,13 @@ class TorchaoOffloadFp32(TorchaoOffload):
     master_weights = True
 
 
-class DeepSpeedOffload(_EngineLoop):
+class DeepSpeedOffload(DeepSpeedZero):
     """DeepSpeed ZeRO with the optimizer (stage 3: the weights too) in pinned RAM, overlapped copies, clipping."""
-
-    stage = 2
 
     def __init__(self, model: PreTrainedModel, work: Workload, device: torch.device) -> None:
         checkpoint_activations(model, work)
-        join_group_of_one()
         self.seconds = {"compile": build_deepspeed_adam()}
-        import deepspeed
-
-        on_cpu = {"device": "cpu", "pin_memory": True}
-        zero: dict[str, Any] = {
-            "stage": self.stage,
-            "contiguous_gradients": True,
-            "overlap_comm": True,
-            "offload_optimizer": on_cpu,
-        }
-        if self.stage == 3:
-            zero["offload_param"] = on_cpu
-        config = {
-            "train_micro_batch_size_per_gpu": work.batch_size,
-            "gradient_accumulation_steps": work.accumulation,
-            "bf16": {"enabled": True},
-            "zero_optimization": zero,
-            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.0}},
-            "gradient_clipping": MAX_GRAD_NORM,
-            "steps_per_print": 10**9,
-        }
-        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-
-    def settle(self) -> None:
-        _synchronize()
+        super().__init__(model, "bf16", work.batch_size, work.accumulation, device)
 
 
 class DeepSpeedStage3(DeepSpeedOffload):
@@ -291,14 +223,6 @@ def weights_start_on(engine: str, work: Workload, device: torch.device) -> torch
     return torch.device("cpu") if engine == "zero3" or work.vram_cap_gib else device
 
 
-def join_group_of_one() -> None:
-    """Set the variables that torch.distributed reads, for a world of this one process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
 def build_deepspeed_adam() -> float:
     """Have DeepSpeed compile its CPU Adam now, once a machine, so that no timing holds it. Seconds it took."""
     started = time.perf_counter()
@@ -307,8 +231,3 @@ def build_deepspeed_adam() -> float:
 
     CPUAdamBuilder().load(verbose=False)
     return time.perf_counter() - started
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -16,7 +16,10 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offloadkit.compare.steps import Clock
 
 Row = dict[str, Any]
 GIB = 1 << 30
@@ -162,32 +165,6 @@ def load_from_disk(name: str, folder: str, work: Any, device: Any) -> Any:
     return model.train()
 
 
-class Clock:
-    """Marks on the device's time line (CUDA events on the current stream), read after everything has run."""
-
-    def __init__(self, on_cuda: bool) -> None:
-        self.on_cuda = on_cuda
-        self.marks: list[tuple[str, Any]] = []
-
-    def mark(self, name: str) -> None:
-        """Here ends the phase `name`."""
-        if self.on_cuda:
-            import torch
-
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append((name, event))
-        else:
-            self.marks.append((name, time.perf_counter()))
-
-    def phases(self) -> list[tuple[str, float]]:
-        """(name, seconds since the mark before), in order; the first mark only starts the clock."""
-        seconds = []
-        for (_, before), (name, after) in itertools.pairwise(self.marks):
-            seconds.append((name, before.elapsed_time(after) / 1000 if self.on_cuda else after - before))
-        return seconds
-
-
 def run_steps(engine: Any, steps: Iterator[list[Any]], work: Any, device: Any, vram: Any) -> Row:
     """Train for one first step, `work.warmup` more, and `work.steps` that are timed.
 
@@ -196,6 +173,8 @@ def run_steps(engine: Any, steps: Iterator[list[Any]], work: Any, device: Any, v
     `settled_seconds` is the mean with everything waited for at the end.
     """
     import torch
+
+    from offloadkit.compare.steps import Clock
 
     on_cuda = device.type == "cuda"
     losses: list[list[torch.Tensor]] = []

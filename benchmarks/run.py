@@ -5,7 +5,6 @@
     python -m benchmarks.run loader --model t5-base
 
 The table goes to the screen, all figures with machine, versions, commit and date to a JSON file in benchmarks/results.
-This program imports no torch: it stays small, so that the processes it starts begin small.
 """
 
 from __future__ import annotations
@@ -127,37 +126,13 @@ def save_model(folder: Path, work: dict[str, Any], options: argparse.Namespace) 
 
 def run_task(task: dict[str, Any], options: argparse.Namespace) -> Row:
     """Measure one task in a fresh process; what goes wrong there becomes the row's `failed`."""
+    from offloadkit.compare.runner import in_fresh_process
+
+    asked: Row = {key: value for key, value in task.items() if key != "folder"}
     with tempfile.TemporaryDirectory() as scratch:
-        task_path, row_path = Path(scratch) / "task.json", Path(scratch) / "row.json"
-        task_path.write_text(json.dumps(task))
-        row: Row = {**{key: value for key, value in task.items() if key not in ("folder",)}}
-        log = None if options.verbose else (Path(scratch) / "log").open("w+b")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.measure", str(task_path), str(row_path)],
-            cwd=ROOT,
-            stdout=log,
-            stderr=subprocess.STDOUT if log else None,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(options.timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
-            return {**row, "failed": f"took more than {options.timeout} s"}
-        if row_path.exists():
-            return {**row, **json.loads(row_path.read_text())}
-        reason = f"killed by signal {-status} (out of RAM?)" if status < 0 else f"exit status {status}"
-        return {**row, "failed": f"{reason}: {last_line(log)}"}
-
-
-def last_line(log: Any) -> str:
-    """The last line a process printed, if any."""
-    if log is None:
-        return ""
-    log.seek(0)
-    lines = log.read().decode(errors="replace").strip().splitlines()
-    return lines[-1][:200] if lines else ""
+        log = None if options.verbose else Path(scratch) / "log"
+        row = in_fresh_process(task, timeout=options.timeout, ram=None, log=log, module="benchmarks.measure")
+    return asked | ({"failed": row["reason"]} if "status" in row else row)
 
 
 def write_results(options: argparse.Namespace, rows: list[Row]) -> Path:

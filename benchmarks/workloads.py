@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offloadkit.compare.work import Batch
 from offloadkit.hf.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -47,11 +48,6 @@ LLAMA_SHAPES: dict[str, dict[str, int | bool]] = {
     },
 }
 MODELS = (*T5_MODELS, *LLAMA_SHAPES)
-
-LEARNING_RATE = 1e-5
-MAX_GRAD_NORM = 1.0
-
-Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

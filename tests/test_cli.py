@@ -112,7 +112,7 @@ def test_a_folder_for_states_on_disk_is_told_to_plan_and_training(
     assert "or --disk " in refused.stdout
     planned = run(*small, "--disk", str(tmp_path), "--json")
     assert planned.exit_code == 0, planned.output
-    assert json.loads(planned.stdout)["tiers"]["disk"]
+    assert json.loads(planned.stdout)["bytes"]["disk"]
 
 
 @pytest.mark.parametrize("vram", [(), ("--vram", "8GiB")])

@@ -79,24 +79,23 @@ class Offloadkit:
         }
 
 
-class Baseline:
-    """Plain HuggingFace: everything on the device, fp32 master weights beside those of 16 bits, AdamW, clipping."""
+class AllOnDevice:
+    """A model on the device as plain HuggingFace trains it: fp32 master weights beside those of 16 bits, AdamW,
+    clipping."""
 
-    def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
-        cap_vram(work.vram, device)
-        self._model, self._device = plain_model(work, dtype, device, device), device
-        self._loss_scale = FP16_LOSS_SCALE if dtype == "fp16" else 1.0
-        self._num_micro_batches = work.accumulation
-        self._weights: list[torch.Tensor] = [weight for weight in self._model.parameters() if weight.requires_grad]
+    def __init__(self, model: Any, accumulation: int, device: torch.device) -> None:
+        self._model, self._num_micro_batches, self._device = model, accumulation, device
+        self._weights: list[torch.Tensor] = [weight for weight in model.parameters() if weight.requires_grad]
+        dtypes = {weight.dtype for weight in self._weights}
+        self._loss_scale = FP16_LOSS_SCALE if torch.float16 in dtypes else 1.0
         self._masters = self._weights
-        if dtype != "fp32":
+        if dtypes != {torch.float32}:
             self._masters = [weight.detach().float().requires_grad_() for weight in self._weights]
         self._optimizer = torch.optim.AdamW(self._masters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The loss of one micro-batch."""
-        model: Any = self._model
-        loss: torch.Tensor = model(**batch).loss
+        loss: torch.Tensor = self._model(**batch).loss
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -122,31 +121,38 @@ class Baseline:
 
     def settle(self) -> None:
         """Wait for the device."""
-        _synchronize(self._device)
+        synchronize(self._device)
 
     def row(self) -> dict[str, Any]:
         """How large the model is."""
         return {"num_parameters": sum(weight.numel() for weight in self._model.parameters())}
 
 
-class DeepSpeedOffload:
-    """DeepSpeed ZeRO with the optimizer (stage 3: the weights too) in pinned RAM, overlapped copies, clipping."""
+class Baseline(AllOnDevice):
+    """The same within the work's limits."""
+
+    def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
+        cap_vram(work.vram, device)
+        super().__init__(plain_model(work, dtype, device, device), work.accumulation, device)
+
+
+class DeepSpeedZero:
+    """A model under DeepSpeed ZeRO with the optimizer (stage 3: the weights too) in pinned RAM, overlapped copies,
+    clipping."""
 
     stage = 2
 
-    def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
+    def __init__(self, model: Any, dtype: str, batch_size: int, accumulation: int, device: torch.device) -> None:
         import deepspeed
 
-        cap_vram(work.vram, device)
-        model = plain_model(work, dtype, torch.device("cpu") if self.stage == 3 else device, device)
         self._num_parameters = sum(weight.numel() for weight in model.parameters())
         join_group_of_one()
         on_cpu = {"device": "cpu", "pin_memory": True}
         zero: dict[str, Any] = {"stage": self.stage, "contiguous_gradients": True, "overlap_comm": True}
         zero |= {"offload_optimizer": on_cpu} | ({"offload_param": on_cpu} if self.stage == 3 else {})
         config = {
-            "train_micro_batch_size_per_gpu": work.batch_size,
-            "gradient_accumulation_steps": work.accumulation,
+            "train_micro_batch_size_per_gpu": batch_size,
+            "gradient_accumulation_steps": accumulation,
             "bf16": {"enabled": dtype == "bf16"},
             "fp16": {"enabled": dtype == "fp16"},
             "zero_optimization": zero,
@@ -172,11 +178,20 @@ class DeepSpeedOffload:
 
     def settle(self) -> None:
         """Wait for the device."""
-        _synchronize(self._device)
+        synchronize(self._device)
 
     def row(self) -> dict[str, Any]:
         """How large the model is."""
         return {"num_parameters": self._num_parameters}
+
+
+class DeepSpeedOffload(DeepSpeedZero):
+    """The same within the work's limits."""
+
+    def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
+        cap_vram(work.vram, device)
+        model = plain_model(work, dtype, torch.device("cpu") if self.stage == 3 else device, device)
+        super().__init__(model, dtype, work.batch_size, work.accumulation, device)
 
 
 class DeepSpeedStage3(DeepSpeedOffload):
@@ -202,6 +217,7 @@ def join_group_of_one() -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that was started on `device`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

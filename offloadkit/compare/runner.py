@@ -86,21 +86,28 @@ def environment() -> dict[str, str]:
     return found
 
 
-def in_fresh_process(task: Task, *, timeout: float, ram: int | None, log: Path) -> Row:
-    """Do one task; whatever happens to the process, there is a row. Its output goes to `log`.
+def in_fresh_process(
+    task: Task, *, timeout: float, ram: int | None, log: Path | None, module: str = "offloadkit.compare.worker"
+) -> Row:
+    """Do one task; whatever happens to the process, there is a row.
 
     The limit on RAM is held by looking ten times a second, because making cgroups takes rights that users do not have.
+
+    Args:
+        log: the file that takes its output; None: as this process's own.
+        module: what is run, with two arguments: the file that holds the task, and the one that the row belongs in.
     """
-    with tempfile.TemporaryDirectory() as scratch, log.open("wb") as output:
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as opened:
+        output = opened.enter_context(log.open("wb")) if log is not None else None
         task_path, row_path = Path(scratch) / "task.json", Path(scratch) / "row.json"
         task_path.write_text(json.dumps(task))
         began = time.monotonic()
         process = subprocess.Popen(
-            [sys.executable, "-m", "offloadkit.compare.worker", str(task_path), str(row_path)],
+            [sys.executable, "-m", module, str(task_path), str(row_path)],
             env=_environment_of_worker(),
             stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.STDOUT if output else None,
             start_new_session=True,
         )
         try:
@@ -112,8 +119,9 @@ def in_fresh_process(task: Task, *, timeout: float, ram: int | None, log: Path) 
         seconds = time.monotonic() - began
         if row_path.exists():
             row: Row = json.loads(row_path.read_text())
-            return _within(row, max(peak, row.get("peak_ram_bytes", 0)), ram) | {"process_seconds": seconds}
-    reason = f"killed by signal {-process.returncode}" if process.returncode < 0 else f"exit {process.returncode}"
+            return {"process_seconds": seconds} | _within(row, max(peak, row.get("peak_ram_bytes", 0)), ram)
+    status = process.returncode
+    reason = f"killed by signal {-status} (out of RAM?)" if status < 0 else f"exit {status}"
     return {"status": "failed", "reason": f"{reason}: {last_line(log)}"}
 
 
@@ -133,7 +141,8 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, ram: int | None) ->
             process.wait(_LOOK_SECONDS)
             return peak, None
         except subprocess.TimeoutExpired:
-            peak = max(peak, tree_ram_bytes(process.pid))
+            if ram is not None:
+                peak = max(peak, tree_ram_bytes(process.pid))
         if ram is not None and peak > ram:
             return peak, too_much_ram(ram)
         if time.monotonic() > end:
@@ -142,7 +151,7 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, ram: int | None) ->
 
 def _within(row: Row, peak: int, ram: int | None) -> Row:
     """The row, unless a short peak went past the limit unseen."""
-    if row["status"] == "measured" and ram is not None and peak > ram:
+    if ram is not None and peak > ram and row["status"] == "measured":
         return too_much_ram(ram)
     return row
 
@@ -162,7 +171,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def last_line(log: Path) -> str:
+def last_line(log: Path | None) -> str:
     """The last line that a process printed, if any."""
+    if log is None:
+        return "see what it printed"
     lines = log.read_text(errors="replace").strip().splitlines()
     return lines[-1][:200] if lines else "it printed nothing"

@@ -34,21 +34,21 @@ class Clock:
 
     def __init__(self, on_cuda: bool) -> None:
         self._on_cuda = on_cuda
-        self._marks: list[Any] = []
+        self._marks: list[tuple[str, Any]] = []
 
-    def mark(self) -> None:
-        """Now, on the device."""
+    def mark(self, name: str) -> None:
+        """Here, on the device, ends the phase `name`."""
         if self._on_cuda:
             event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
-            self._marks.append(event)
+            self._marks.append((name, event))
         else:
-            self._marks.append(time.perf_counter())
+            self._marks.append((name, time.perf_counter()))
 
-    def seconds(self) -> list[float]:
-        """From each mark to the next."""
+    def phases(self) -> list[tuple[str, float]]:
+        """(name, seconds since the mark before), in order; the first mark only starts the clock."""
         pairs = itertools.pairwise(self._marks)
-        return [a.elapsed_time(b) / 1000 if self._on_cuda else b - a for a, b in pairs]
+        return [(name, a.elapsed_time(b) / 1000 if self._on_cuda else b - a) for (_, a), (name, b) in pairs]
 
 
 def timed_steps(
@@ -83,10 +83,10 @@ def timed_steps(
     began = time.perf_counter()
     for _ in range(1 + work.steps):
         train_step()
-        clock.mark()
+        clock.mark("step")
     engine.settle()
     settled_seconds = (time.perf_counter() - began) / (1 + work.steps)
-    each = clock.seconds()
+    each = [seconds for _, seconds in clock.phases()]
     return {
         "step_seconds": median(each),
         "all_step_seconds": each,
