@@ -20,7 +20,7 @@ from torch import nn
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
-from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OffloadkitError
+from offloadkit.errors import EngineStateError, NonFiniteGradientError, OffloadkitError
 from offloadkit.offload.layers import Newcomers, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.past import Past
 from offloadkit.offload.placed import PlacedModel
@@ -31,7 +31,7 @@ from offloadkit.offload.step_clock import StepClock, num_tokens
 from offloadkit.offload.streams import record_compute
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.optimizer import OffloadAdamW, check_precision
+from offloadkit.optim.optimizer import OffloadAdamW, check_saved_run
 from offloadkit.plan import Plan
 from offloadkit.telemetry import Telemetry
 
@@ -76,7 +76,7 @@ class OffloadEngine:
             ModelError: nothing can be trained, a parameter's dtype is not supported, or the plan is another model's.
             ConfigError: the plan was made with another accumulation, recomputation or placement.
             EngineStateError: another engine that is still open trains this model.
-            OffloadkitError: not enough RAM, or a disk that will not do.
+            OffloadkitError: not enough RAM, a disk that will not do, or a GPU that is full (`OutOfVramError`).
         """
         other = _open_engines.get(model, lambda: None)()
         if other is not None:
@@ -90,18 +90,19 @@ class OffloadEngine:
         self.plan = plan or plan_of(model, layers, self.config)
         check_plan(self.plan, layers, self.config)
         self._start_threads()
-        self._placed = PlacedModel(
-            model,
-            layers,
-            self.plan,
-            self.config,
-            self.device,
-            materialise=materialise,
-            ram_watch=self._ram_watch,
-            submit=self._thread.submit,
-            settle=weakref.WeakMethod(self._settle),
-            undo=self._undo,
-        )
+        with explained_shortage(self.plan, self.device):
+            self._placed = PlacedModel(
+                model,
+                layers,
+                self.plan,
+                self.config,
+                self.device,
+                materialise=materialise,
+                ram_watch=self._ram_watch,
+                submit=self._thread.submit,
+                settle=weakref.WeakMethod(self._settle),
+                undo=self._undo,
+            )
         self.pinning_seconds = self._placed.pinning_seconds
         self.optimizer = OffloadAdamW(
             param_groups or [{"params": [p for p in model.parameters() if p in trained]}],
@@ -136,15 +137,17 @@ class OffloadEngine:
         """The model's forward; each layer waits for its own update from the last step.
 
         Raises:
-            OutOfVramError: the GPU's memory is full; the gradients gathered since the last update are dropped.
+            OutOfVramError: the GPU's memory is full; gradients gathered since the last update are dropped, if this
+                forward was to be followed by a backward.
         """
         self._check_open()
         if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
-        began = self._clock.start_forward(num_tokens(self.module, kwargs))
+            with explained_shortage(self.plan, self.device):
+                return self.module(*args, **kwargs)
+        began = self._clock.start_forward()
         with explained_shortage(self.plan, self.device, self.drop_gradients), self._placed.in_forward():
             output = self.module(*args, **kwargs)
-        self._clock.end_forward(began)
+        self._clock.end_forward(began, num_tokens(self.module, kwargs))
         return output
 
     def backward(self, loss: torch.Tensor, *, scale_by_accumulation: bool = True) -> None:
@@ -196,25 +199,28 @@ class OffloadEngine:
             EngineStateError: no `backward` since the last call.
             NonFiniteGradientError: the gradients of the step before held NaN or Inf (`on_nonfinite="raise"`).
             ModelError: parameters were added, replaced or unfrozen since the engine was built.
-            OutOfRamError: the system is about to run out of RAM.
+            OutOfRamError: the system is about to run out of RAM; nothing was done, `step` may be called again.
+            OutOfVramError: the GPU's memory is full; the window's gradients are dropped.
         """
         self._check_open()
         if self._stepped and not (boundary and self._num_backwards):
             raise EngineStateError("step() was called before backward(): call engine.backward(loss) first")
-        self._stepped = True
         if not (self._num_backwards >= self.config.gradient_accumulation if boundary is None else boundary):
+            self._stepped = True
             return False
         self._newcomers.check()
         self._ram_watch.check()
         self._read_past()
         self._placed.take_over_outside_writes()
-        self._num_updates += 1
         try:
-            update = self._new_update()
+            with explained_shortage(self.plan, self.device):
+                update = self._new_update()
             self._thread.start(update)
         except BaseException:  # an interrupt: nobody is left waiting for an update that is not under way
             self._placed.forget_pending()
+            self.drop_gradients()
             raise
+        self._num_updates, self._stepped = self._num_updates + 1, True
         self._past.add(update)
         self._newest, self._overflow_known = update, False
         self._clock.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy())
@@ -227,7 +233,7 @@ class OffloadEngine:
         layers = self._placed.start_update()
         options = [GroupOptions.of(group) for group in self.optimizer.param_groups]
         done = record_compute(self.device)
-        update = Update(self._num_updates, layers, options, self.config.max_grad_norm, done)
+        update = Update(self._num_updates + 1, layers, options, self.config.max_grad_norm, done)
         if self.loss_scale is not None:
             update.loss_scale, update.scale_may_fall = self.loss_scale.scale, self.loss_scale.can_fall
         return update
@@ -309,14 +315,8 @@ class OffloadEngine:
             ValueError: the saved states have another precision. Nothing is loaded then either.
         """
         self.synchronize()
-        names = {slot.name for slot in self._placed.slots()}
-        if names != set(state["optimizer"]):
-            differing = sorted(names ^ set(state["optimizer"]))
-            raise ModelError(f"the saved run has other parameters than this model: {', '.join(differing[:5])} differ")
-        if len(state["param_groups"]) != len(self.optimizer.param_groups):
-            raise ModelError(f"the saved run has {len(state['param_groups'])} parameter groups, this one has others")
-        for slot in self._placed.slots():
-            check_precision(self.optimizer.state[slot.parameter], state["optimizer"][slot.name])
+        states = {slot.name: self.optimizer.state[slot.parameter] for slot in self._placed.slots()}
+        check_saved_run(state, states, len(self.optimizer.param_groups))
         self.module.load_state_dict(state["module"])
         self._placed.take_over_outside_writes(keep_remainder=True)
         for slot in self._placed.slots():

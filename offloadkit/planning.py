@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from offloadkit.hardware import Hardware
 from offloadkit.hf.chunked_loss import compute_loss_in_chunks
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
 from offloadkit.hf.models import EAGER_ATTENTION, Task, check_kind, infer_task, load_config, meta_model
+from offloadkit.offload.disk import unfit_for_states
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of
 from offloadkit.offload.micro_batch import trace_micro_batch
 from offloadkit.plan import Dtype, MicroBatch, Plan
@@ -114,7 +116,8 @@ def plan(
     rows = subject.rows(batch_size, max_input_length, max_target_length, machine, config)
     made = plan_of(subject.model, subject.layers, config, work=subject.work(rows), hardware=machine, assumed=assumed)
     if not made.fits and made.basis is not None:
-        other = None if config.disk or machine.device == "cpu" else with_disk(machine, tempfile.gettempdir())
+        folder = next((name for name in (tempfile.gettempdir(), ".") if not unfit_for_states(Path(name))), None)
+        other = with_disk(machine, folder) if folder and not config.disk and machine.device != "cpu" else None
         made = replace(made, basis=replace(made.basis, smaller=tuple(subject.smaller(rows)), with_disk=other))
     return made
 

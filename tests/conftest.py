@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def temporary_files_may_be_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where /tmp is a tmpfs, tests of states on disk run all the same."""
+    disk = sys.modules.get("offloadkit.offload.disk")
+    if disk is not None:
+        monkeypatch.setattr(disk, "RAM_FILE_SYSTEMS", set())
 
 
 @pytest.fixture

@@ -122,6 +122,13 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         engine_on(tmp_path)
 
 
+def test_a_folder_in_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_file_system", lambda folder: "tmpfs")
+    monkeypatch.setattr(disk, "RAM_FILE_SYSTEMS", {"tmpfs"})
+    with pytest.raises(OutputError, match=r"it is in RAM itself \(tmpfs\). Name a folder on a local disk"):
+        engine_on(tmp_path)
+
+
 def test_a_network_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_file_system", lambda folder: "nfs4")
     with pytest.raises(OutputError, match=r"is a network mount \(nfs4\). Name a folder on a local disk"):

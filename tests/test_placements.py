@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import weakref
 from dataclasses import replace
@@ -16,6 +17,7 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.streaming import WeightRing
+from offloadkit.offload.streams import Event
 from offloadkit.plan import Plan, possible, tier_bytes
 from tests.hf.tiny import llama_config, t5_config
 from tests.models import TinyLM, tokens
@@ -155,6 +157,53 @@ def test_offloaded_inputs_are_let_go() -> None:
     assert [reference() for reference in inputs] == [None] * 4
     engine.backward(loss)
     engine.close()
+
+
+def test_offloaded_inputs_are_let_go_however_far_python_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when no copy is done yet: what was let go is waited for on the device, not on the host."""
+    monkeypatch.setattr(Event, "done", lambda event: False)
+    engine = OffloadEngine(TinyLM(depth=12), OffloadConfig(placement=Placement(activations="offload")), device="cpu")
+    inputs = engine._placed._offloaded
+    loss = engine(tokens(1)[0])
+    assert len(inputs._order) == 12
+    assert len(inputs._copying) <= 2
+    engine.backward(loss)
+    assert inputs._copying == []
+    engine.close()
+
+
+def test_an_input_fetched_ahead_and_not_used_is_kept_until_it_is_there() -> None:
+    engine = OffloadEngine(TinyLM(), OffloadConfig(placement=Placement(activations="offload")), device="cpu")
+    inputs = engine._placed._offloaded
+    loss = engine(tokens(1)[0])
+    ahead = inputs._fetch(inputs._order[0])
+    del loss
+    assert inputs._order == []
+    assert any(memory is ahead for memory, _ in inputs._copying)
+    engine.close()
+
+
+def test_landings_are_those_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5's two last norms are one layer, which waits through all of the decoder's backward. No copy is done soon."""
+    monkeypatch.setattr(Event, "done", lambda event: False)
+    from transformers import T5ForConditionalGeneration
+
+    config = t5_config(num_layers=3, attn_implementation="eager", tie_word_embeddings=False, d_model=64)
+    model = T5ForConditionalGeneration(config)
+    layers = flat_layers(model, OffloadConfig())
+    base = plan_of(model, layers, OffloadConfig())
+    by_gpu = Placement(gradients="vram", states="vram", step="gpu")
+    placements = tuple(by_gpu if not layer.in_block else Placement() for layer in base.layers)
+    plan = replace(base, placements=placements, tiers=tier_bytes(base.layers, placements, 1))
+    for made in (base, plan):
+        engine = OffloadEngine(copy.deepcopy(model), OffloadConfig(), device="cpu", plan=made)
+        engine.backward(engine(**batches("t5", 1, "cpu")[0]).loss)
+        gradients = engine._placed.gradients
+        taken = sum(buffer.numel() for buffer, _ in gradients._pool._free)
+        taken += sum(layer.own_buffer.numel() for layer in gradients.layers if layer.own_buffer is not None)
+        sums = sum(layer.sums_bytes() for layer in made.layers)
+        assert taken == made.tiers["vram"]["gradients"] - sums
+        engine.close()
 
 
 @pytest.mark.gpu

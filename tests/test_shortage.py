@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
-from offloadkit.errors import OutOfVramError
+from offloadkit.errors import OutOfRamError, OutOfVramError
 from offloadkit.offload import shortage
+from offloadkit.offload.placed import PlacedModel
 from tests.models import TinyLM, tokens, train
 
 
@@ -90,3 +92,74 @@ def test_a_gpu_that_is_really_full() -> None:
     engine = OffloadEngine(Grows(1000, 1000), OffloadConfig(), device="cuda")
     with engine, pytest.raises(OutOfVramError, match="the GPU's memory is full: torch held up to"):
         engine(torch.zeros(10, 1000, device="cuda"))
+
+
+def test_a_gpu_that_is_full_in_evaluation_is_explained_and_no_gradient_is_lost() -> None:
+    model = Hungry()
+    with OffloadEngine(model, OffloadConfig(), device="cpu") as engine:
+        engine.backward(engine(tokens(1)[0]))
+        model.hungry = True
+        with torch.no_grad(), pytest.raises(OutOfVramError, match="memory is full"):
+            engine(tokens(1)[0])
+        model.hungry = False
+        assert engine.step()
+
+
+def test_a_gpu_that_is_full_while_the_engine_is_built_or_steps_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PlacedModel, "_allocate", full)
+        with pytest.raises(OutOfVramError, match="memory is full"):
+            OffloadEngine(TinyLM(), OffloadConfig(), device="cpu")
+    with OffloadEngine(TinyLM(), OffloadConfig(), device="cpu") as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(PlacedModel, "start_update", full)
+            engine.backward(engine(tokens(1)[0]))
+            with pytest.raises(OutOfVramError, match="memory is full"):
+                engine.step()
+        train(engine, tokens(1))
+
+
+def test_the_error_keeps_no_activations() -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+    model = Hungry()
+    model.blocks[0].register_forward_hook(lambda block, args, output: kept.append(weakref.ref(output)))
+    model.hungry = True
+    with OffloadEngine(model, OffloadConfig(), device="cpu") as engine:
+        with pytest.raises(OutOfVramError) as raised:
+            engine(tokens(1)[0])
+        assert kept[0]() is None
+        assert raised.value.__cause__ is not None
+
+
+def test_tokens_of_a_forward_that_failed_are_in_no_record() -> None:
+    model = Hungry()
+    with OffloadEngine(model, OffloadConfig(), device="cpu") as engine:
+        model.hungry = True
+        with pytest.raises(OutOfVramError):
+            engine(batch=tokens(1)[0])
+        model.hungry = False
+        engine.backward(engine(batch=tokens(1)[0]))
+        engine.step()
+        engine.synchronize()
+        once = engine.telemetry.records[-1].num_tokens
+        engine.backward(engine(batch=tokens(1)[0]))
+        engine.step()
+        engine.synchronize()
+        assert engine.telemetry.records[-1].num_tokens == once
+
+
+def test_a_step_refused_for_want_of_ram_may_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with OffloadEngine(TinyLM(), OffloadConfig(), device="cpu") as engine:
+        engine.backward(engine(tokens(1)[0]))
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._ram_watch, "check", _no_ram)
+            with pytest.raises(OutOfRamError):
+                engine.step()
+        assert engine.step()
+
+
+def _no_ram() -> None:
+    raise OutOfRamError("no RAM left")

@@ -102,7 +102,8 @@ class OffloadedInputs:
         self._device, self._waits = device, waits
         self.d2h, self.h2d = CopyStream(device), CopyStream(device)
         self._free: list[_Offloaded] = []
-        self._leaving: list[tuple[torch.Tensor, Event]] = []
+        self._copying: list[tuple[torch.Tensor, Event]] = []
+        """VRAM that a copy still reads or writes, and the copy's end."""
         self._order: list[_Offloaded] = []
 
     def checkpoint(
@@ -118,7 +119,7 @@ class OffloadedInputs:
             return _checkpoint(weights, forward, *args, **kwargs)
 
     def _send(self, tensor: torch.Tensor) -> _Handle:
-        self._leaving = [(kept, event) for kept, event in self._leaving if not event.done()]
+        self._let_go(1)
         slot = self._take(tensor.numel() * tensor.element_size())
         tensor = tensor.detach().contiguous()
         slot.put(tensor)
@@ -127,15 +128,26 @@ class OffloadedInputs:
             self.d2h.wait(slot.returned)
         self.d2h.copy(slot.host, tensor.view(-1), timed=True)
         slot.arrived = self.d2h.record()
-        self._leaving.append((tensor, slot.arrived))
+        self._copying.append((tensor, slot.arrived))
         self._order.append(slot)
         handle = _Handle(slot)
         weakref.finalize(handle, self._give_back, slot).atexit = False
         return handle
 
+    def _let_go(self, num_left: int) -> None:
+        """Give back the VRAM of all but the newest `num_left` inputs on their way; their memory is written again behind
+        the copies, which the device waits for: Python may be far ahead of it."""
+        self._copying = [(memory, event) for memory, event in self._copying if not event.done()]
+        while len(self._copying) > num_left:
+            _, event = self._copying.pop(0)
+            self._waits.delay(event)
+
     def _give_back(self, slot: _Offloaded) -> None:
-        """Autograd let go of the input: backward is past it, or its graph was dropped."""
+        """Autograd let go of the input: backward is past it, or its graph was dropped (and what was fetched ahead is
+        not read)."""
         self._order.remove(slot)
+        if slot.device is not None and slot.returned is not None:
+            self._copying.append((slot.device, slot.returned))
         slot.device = None
         self._free.append(slot)
 
@@ -151,6 +163,7 @@ class OffloadedInputs:
         """The input of the block that backward has reached; the one before it is fetched meanwhile."""
         if isinstance(packed, torch.Tensor):
             return packed
+        self._let_go(0)
         saved = packed.slot
         here = self._fetch(saved)
         at = self._order.index(saved)

@@ -36,6 +36,7 @@ NETWORK_FILE_SYSTEMS = {
     "lustre",
     "afs",
 }
+RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 _PAGE = 4096
 _CHUNK = 16 * 2**20
 _NUM_THREADS = 4
@@ -219,11 +220,10 @@ def unnamed_file(folder: Path, num_bytes: int) -> tuple[int, bool]:
 
 
 def _file_for_states(folder: Path, num_bytes: int) -> tuple[int, bool]:
-    kind = _file_system(folder)
-    if kind in NETWORK_FILE_SYSTEMS:
+    unfit = unfit_for_states(folder)
+    if unfit:
         raise OutputError(
-            f"optimizer states cannot lie in {folder}: it is a network mount ({kind}). Name a folder on a local disk: "
-            "OffloadConfig(disk=...)"
+            f"optimizer states cannot lie in {folder}: {unfit}. Name a folder on a local disk: OffloadConfig(disk=...)"
         )
     try:
         free = shutil.disk_usage(folder).free
@@ -235,6 +235,14 @@ def _file_for_states(folder: Path, num_bytes: int) -> tuple[int, bool]:
         f"the optimizer states need {num_bytes / 2**30:.2f} GiB of disk and {folder} has "
         f"{free / 2**30:.2f} GiB free: free some, or name another folder: OffloadConfig(disk=...)"
     )
+
+
+def unfit_for_states(folder: Path) -> str:
+    """Why states cannot lie in `folder`, by its file system; "" where they can."""
+    kind = _file_system(folder)
+    if kind in NETWORK_FILE_SYSTEMS:
+        return f"it is a network mount ({kind})"
+    return f"it is in RAM itself ({kind})" if kind in RAM_FILE_SYSTEMS else ""
 
 
 def _file_system(folder: Path) -> str:

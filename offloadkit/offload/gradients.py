@@ -28,7 +28,7 @@ from offloadkit.offload.waits import Waits
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim import cpu
 from offloadkit.optim.gradient_norm import NORM_BLOCK, block_sums, norm_blocks
-from offloadkit.plan import NUM_LANDINGS
+from offloadkit.plan import NUM_LANDINGS, is_small
 
 
 class LandingPool:
@@ -156,8 +156,10 @@ class Gradients:
         self._accumulation = accumulation
         self._submit, self._got_gradient, self._waits = submit, got_gradient, waits
         self._device = layers[0].weights.device
-        passing = [layer.landing_bytes for layer in layers if not layer.layer.shared]
-        self._pool = LandingPool(self._device, max(passing, default=0), waits)
+        passing = [layer for layer in layers if self._passes(layer)]
+        sizes = [layer.landing_bytes for layer in passing]
+        self._pool = LandingPool(self._device, max(sizes, default=0), waits)
+        self._pooled = {layer for layer in passing if not is_small(layer.landing_bytes, sizes)}
         self.d2h = CopyStream(self._device)
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in staging:
@@ -169,6 +171,10 @@ class Gradients:
                 self._of_slot[slot] = (gradient, index)
                 parameter: Any = slot.parameter
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._taker(slot)))
+
+    def _passes(self, layer: LayerGradient) -> bool:
+        """Whether the gradient of a micro-batch leaves its landing as soon as it is complete."""
+        return not layer.layer.shared and (not layer.on_device or self._accumulation > 1)
 
     def _taker(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         def take(parameter: torch.Tensor) -> None:
@@ -306,9 +312,9 @@ class Gradients:
             self._waits.delay(layer.sent)
 
     def _take_buffer(self, layer: LayerGradient) -> torch.Tensor:
-        """Where the gradient of a micro-batch lands: a buffer of the pool, or the layer's own where it stays there
-        until the boundary, or, of a tied weight, until the end of backward."""
-        if not layer.layer.shared and (not layer.on_device or self._accumulation > 1):
+        """Where the gradient of a micro-batch lands: a buffer of the pool, or the layer's own where it is small, stays
+        there until the boundary, or, of a tied weight, until the end of backward."""
+        if layer in self._pooled:
             return self._pool.take()
         if layer.own_buffer is None:
             layer.own_buffer = torch.zeros(layer.landing_bytes, dtype=torch.uint8, device=self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,9 @@ from offloadkit.plan import Plan, format_bytes
 
 
 @contextmanager
-def explained_shortage(plan: Plan, device: torch.device, drop_gradients: Callable[[], None]) -> Iterator[None]:
+def explained_shortage(
+    plan: Plan, device: torch.device, drop_gradients: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """
     Raises:
         OutOfVramError: in the place of torch's error; `drop_gradients` was called.
@@ -22,6 +25,7 @@ def explained_shortage(plan: Plan, device: torch.device, drop_gradients: Callabl
         yield
     except torch.OutOfMemoryError as error:
         explained = _explain(plan, device)
+        traceback.clear_frames(error.__traceback__)  # whoever keeps the error would keep the activations
         drop_gradients()
         raise OutOfVramError(explained) from error
 

@@ -40,17 +40,18 @@ class StepClock:
         self._now = _Window(time.perf_counter())
         self._past: list[_Window] = []
 
-    def start_forward(self, num_tokens: int | None) -> Event:
+    def start_forward(self) -> Event:
         """Forward begins; returns the mark for `end_forward`."""
         now = self._now
         if now.last_backward is not None:
             now.other_seconds += time.perf_counter() - now.last_backward
             now.last_backward = None
-        if num_tokens is not None:
-            now.num_tokens = (now.num_tokens or 0) + num_tokens
         return record_compute(self._device, timing=True)
 
-    def end_forward(self, began: Event) -> None:
+    def end_forward(self, began: Event, num_tokens: int | None) -> None:
+        """Forward over `num_tokens` positions has come to its end."""
+        if num_tokens is not None:
+            self._now.num_tokens = (self._now.num_tokens or 0) + num_tokens
         self._now.forwards.append((began, record_compute(self._device, timing=True)))
 
     def start_backward(self, loss: torch.Tensor) -> Event:

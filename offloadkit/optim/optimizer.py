@@ -126,6 +126,22 @@ class OffloadAdamW(torch.optim.Optimizer):
             loss_scale.load_state_dict(state_dict["loss_scale"])
 
 
+def check_saved_run(saved: dict[str, Any], states: dict[str, dict[str, torch.Tensor]], num_groups: int) -> None:
+    """Whether `OffloadEngine.state_dict()` is of a run with these states, by parameter name, and groups.
+
+    Raises:
+        ModelError: the parameter names or the number of groups differ.
+        ValueError: as `check_precision`.
+    """
+    if states.keys() != saved["optimizer"].keys():
+        differing = sorted(states.keys() ^ saved["optimizer"].keys())
+        raise ModelError(f"the saved run has other parameters than this model: {', '.join(differing[:5])} differ")
+    if len(saved["param_groups"]) != num_groups:
+        raise ModelError(f"the saved run has {len(saved['param_groups'])} parameter groups, this one has {num_groups}")
+    for name, own in states.items():
+        check_precision(own, saved["optimizer"][name])
+
+
 def check_precision(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
     """
     Raises:

@@ -14,6 +14,7 @@ from offloadkit.plan.shapes import (
     NUM_WEIGHT_BUFFERS,
     Dtype,
     LayerShape,
+    is_small,
     possible,
     tier_bytes,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "Plan",
     "Stage",
     "format_bytes",
+    "is_small",
     "make_plan",
     "possible",
     "tier_bytes",

@@ -20,6 +20,9 @@ TINY_BLOCK = 256
 
 NUM_LANDINGS = 2
 """Layers whose gradients may be in VRAM at once: one being written, the other on its way to RAM."""
+SMALL_LANDING = 64
+"""A layer whose gradient is so many times smaller than the largest one has a landing of its own: it may stay there for
+long (a last norm that waits for another one)."""
 NUM_WEIGHT_BUFFERS = 3
 """Buffers in VRAM through which weights that live in RAM pass: the layer in use, the one before and the next."""
 NUM_STAGING = 2
@@ -149,15 +152,27 @@ def tier_bytes(
     }
 
 
+def is_small(landing_bytes: int, sizes: Sequence[int]) -> bool:
+    """Whether a gradient has a landing of its own, among gradients of these sizes."""
+    return landing_bytes * SMALL_LANDING <= max(sizes)
+
+
+def pool_of_landings(sizes: Sequence[int]) -> int:
+    """How many landings gradients of these sizes share, each as large as the largest gradient."""
+    return min(NUM_LANDINGS, sum(not is_small(size, sizes) for size in sizes))
+
+
 def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> dict[str, dict[str, int]]:
     """Bytes of what layers share, by tier and category: landings, weight buffers, staging, buffers of states.
 
-    A tied weight's landing is taken until the end of backward; of the others the largest `NUM_LANDINGS` are there.
+    A tied weight's landing is taken until the end of backward, and small layers have their own; for the others there
+    are `NUM_LANDINGS` of the largest one's size.
     """
     through_ram = [layer for layer, where in placed if where.gradients == "ram"]
     landing = [layer for layer, _ in placed] if accumulation > 1 else through_ram
-    sizes = sorted((layer.landing_bytes() for layer in landing if not layer.shared), reverse=True)
-    landings = sum(sizes[:NUM_LANDINGS]) + sum(layer.landing_bytes() for layer in landing if layer.shared)
+    sizes = [layer.landing_bytes() for layer in landing if not layer.shared]
+    landings, own = pool_of_landings(sizes), sum(layer.landing_bytes() for layer in landing if layer.shared)
+    landings_bytes = landings * max(sizes, default=0) + own + sum(size for size in sizes if is_small(size, sizes))
     streamed: dict[str, int] = defaultdict(int)  # a block has a flat layer for each of its dtypes
     for layer, where in placed:
         if where.weights == "ram":
@@ -165,6 +180,6 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
     on_disk = [sum(layer.state_bytes().values()) for layer, where in placed if where.states not in ("vram", "ram")]
     staging = max((layer.landing_bytes() for layer in through_ram), default=0) if accumulation > 1 else 0
     return {
-        "vram": {"gradients": landings, "weight buffers": NUM_WEIGHT_BUFFERS * max(streamed.values(), default=0)},
+        "vram": {"gradients": landings_bytes, "weight buffers": NUM_WEIGHT_BUFFERS * max(streamed.values(), default=0)},
         "ram": {"gradients": NUM_STAGING * staging, "state buffers": NUM_STATE_BUFFERS * max(on_disk, default=0)},
     }
