@@ -83,7 +83,7 @@ class TrainingRun:
             trainer.add_callback(stop_point)
             trainer.add_callback(asks := AsksTheMonitor(self.monitor))
             self.monitor.plan = sizes
-            with ExitStack() as opened:
+            with closing(asks), ExitStack() as opened:
                 opened.enter_context(closing(trainer))
                 try:
                     output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration, TrainerCallback
+from transformers.utils import logging
 
 import offloadkit
 from offloadkit import Monitor, hardware
@@ -113,6 +114,20 @@ def test_the_monitor_takes_the_place_of_bar_and_lines(
     assert "training:" not in shown.err
     assert "  step " not in shown.out
     assert "after step 3: evaluation loss" in shown.out
+
+
+def test_files_are_written_without_bars_beside_it(
+    by_name: str, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    seen: list[bool] = []
+    at_step(2, monkeypatch, lambda: seen.append(logging.is_progress_bar_enabled()))
+    finetune(by_name)
+    assert (seen, logging.is_progress_bar_enabled()) == ([False], True)
+    fails(monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        finetune(by_name)
+    assert logging.is_progress_bar_enabled()
 
 
 def test_without_it_there_are_lines(by_name: str, watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:

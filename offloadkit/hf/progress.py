@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import Any, Literal, Protocol
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from offloadkit.hf.bars import is_live
+from offloadkit.hf.quiet import progress_bars
 
 _SHOWN = {"loss": "loss", "grad_norm": "norm", "learning_rate": "lr"}
 
@@ -21,6 +23,9 @@ class Watching(Protocol):
 
     @property
     def stop_requested(self) -> bool: ...
+
+    @property
+    def is_drawn(self) -> bool: ...
 
     def start(self) -> Any: ...
 
@@ -81,7 +86,8 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Starts the monitor when the weights are in place, and heeds its wish to stop: a checkpoint of the step under way
     is written, as an uninterrupted run would write it there, and training ends.
 
-    Added after the callbacks that decide by `TrainingArguments` what happens at a step's and an epoch's end.
+    Added after the callbacks that decide by `TrainingArguments` what happens at a step's and an epoch's end. Beside a
+    monitor that is drawn, libraries show no bars (of files written) until `close`.
 
     Attributes:
         stopped: whether training ended by that wish.
@@ -89,10 +95,17 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, monitor: Watching) -> None:
         self._monitor = monitor
+        self._quiet = ExitStack()
         self.stopped = False
+
+    def close(self) -> None:
+        """Bars as they were."""
+        self._quiet.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._monitor.total_steps, self._monitor.steps_before = state.max_steps, state.global_step
+        if self._monitor.is_drawn:
+            self._quiet.enter_context(progress_bars(False))
         self._monitor.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
