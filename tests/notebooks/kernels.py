@@ -1,0 +1,80 @@
+"""Notebooks run in kernels of a chosen interpreter, with the tiny model and without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+
+REPOSITORY = Path(__file__).parents[2]
+NOTEBOOKS = REPOSITORY / "notebooks"
+NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+MONITOR = "okm"
+"""Class of the monitor's HTML element."""
+
+
+def kernel_folder(folder: Path, interpreter: str = sys.executable, **environment: str) -> Path:
+    """Write a kernel named python3 of `interpreter`; returns what JUPYTER_PATH is to be."""
+    own = {"OFFLOADKIT_TINY": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(folder / "ipython")}
+    spec = {
+        "argv": [interpreter, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "display_name": "Python 3",
+        "language": "python",
+        "env": own | {"PYTHONPATH": str(REPOSITORY)} | environment,
+    }
+    (folder / "kernels" / "python3").mkdir(parents=True)
+    (folder / "kernels" / "python3" / "kernel.json").write_text(json.dumps(spec))
+    return folder
+
+
+class Watched(nbclient.NotebookClient):  # type: ignore[misc]
+    """Runs a notebook in a folder, and keeps every value that the monitor's HTML widget had."""
+
+    def __init__(self, notebook: Path, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        resources = {"metadata": {"path": str(folder)}}
+        read = nbformat.read(notebook, as_version=4)
+        super().__init__(read, timeout=240, kernel_name="python3", resources=resources)
+        self.values: list[str] = []
+
+    def handle_comm_msg(self, outs: Any, msg: Any, cell_index: int) -> None:
+        super().handle_comm_msg(outs, msg, cell_index)
+        value = msg["content"].get("data", {}).get("state", {}).get("value", "")
+        if isinstance(value, str) and f'class="{MONITOR}"' in value:
+            self.values.append(value)
+
+    def outputs(self, cell: str) -> list[Any]:
+        """Of the cell with this id."""
+        (found,) = (each for each in self.nb.cells if each.get("id") == cell)
+        return list(found.outputs)
+
+    def text(self, cell: str) -> str:
+        """What the cell printed, and its results as plain text."""
+        parts = [o["text"] if o["output_type"] == "stream" else plain(o) for o in self.outputs(cell)]
+        return "".join(parts)
+
+    def data(self, cell: str, kind: str) -> str:
+        """The cell's only output of this MIME type that is not another's progress bar."""
+        (found,) = (o["data"][kind] for o in self.outputs(cell) if kind in o.get("data", {}))
+        return str(found)
+
+
+def plain(output: Any) -> str:
+    return str(output.get("data", {}).get("text/plain", ""))
+
+
+def shown_losses(values: list[str]) -> list[float]:
+    """What stood in the monitor's tile named loss, one after the other."""
+    found = [re.search(r"<span>loss</span><b>([\d.]+)</b>", value) for value in values]
+    return [float(match[1]) for match in found if match]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """This process's, with the kernels in `folder`."""
+    return {**os.environ, "JUPYTER_PATH": str(folder)}

@@ -1,0 +1,149 @@
+"""Every notebook runs from top to bottom as it is, with the tiny model, and shows what it is there to show."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+
+from tests.notebooks.kernels import NAMES, NOTEBOOKS, Watched, kernel_folder, shown_losses  # noqa: E402
+
+NUM_AT_ONCE = 2
+"""Notebooks that run beside each other: most of their time is importing, on one core."""
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Watched]:
+    """All of them, each in a folder of its own."""
+    folder = tmp_path_factory.mktemp("notebooks")
+    clients = {name: Watched(NOTEBOOKS / f"{name}.ipynb", folder / name) for name in NAMES}
+
+    async def run_all() -> None:
+        places = asyncio.Semaphore(NUM_AT_ONCE)
+
+        async def run(client: Watched) -> None:
+            async with places:
+                await client.async_execute()
+
+        longest_first = sorted(clients, key=lambda name: name not in ("03_batch_size", "02_the_blog_chart"))
+        await asyncio.gather(*(run(clients[name]) for name in longest_first))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("JUPYTER_PATH", str(kernel_folder(folder / "jupyter")))
+        asyncio.run(run_all())
+    return clients
+
+
+def test_there_are_five() -> None:
+    assert [name[:2] for name in NAMES] == ["01", "02", "03", "04", "05"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_is_valid_begins_with_the_same_installation_and_keeps_no_bars(name: str) -> None:
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    first = nbformat.read(NOTEBOOKS / "01_finetune_t5.ipynb", as_version=4).cells[1]
+    assert code[0].source == first.source
+    assert "%pip install -q" in first.source
+    assert "widgets" not in notebook.metadata
+    outputs = [output for cell in code for output in cell.outputs]
+    assert not any("application/vnd.jupyter.widget-view+json" in output.get("data", {}) for output in outputs)
+    assert not any(output["output_type"] == "error" for output in outputs)
+
+
+def test_finetune_is_planned_watched_tried_and_saved(executed: dict[str, Watched]) -> None:
+    ran = executed["01_finetune_t5"]
+    assert "968,704 parameters" in ran.text("plan")
+    assert len(set(ran.values)) >= 3, "the monitor was drawn while it trained"
+    losses = shown_losses(ran.values)
+    assert losses[-1] < 0.8 * losses[0]
+    assert re.search(r"\d\.\d\d×</b><span>(predicted|measured) baseline", ran.values[-1])
+    (summary,) = (o["data"] for o in ran.outputs("train") if 'class="okm"' in o.get("data", {}).get("text/html", ""))
+    assert "step 40 of 40" in summary["text/html"]
+    assert "<svg" in summary["text/html"]
+    assert re.search(r"slowdown \d\.\d\d× \((predicted|measured) baseline\)", summary["text/plain"])
+    assert re.search(r"RAM: [\d.]+ [MG]iB used, [\d.]+ [MG]iB planned, budget", summary["text/plain"])
+    assert "eval_loss" in ran.text("train")
+    assert ran.text("generate").count(" -> ") == 4
+    assert "model.safetensors" in ran.text("save")
+    assert "writes the same: True" in ran.text("save")
+
+
+def test_the_blog_chart_has_a_row_for_each_engine(executed: dict[str, Watched]) -> None:
+    ran = executed["02_the_blog_chart"]
+    rows = re.findall(r"<tr>(.*?)</tr>", ran.data("table", "text/html"))
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
+    assert [row[:2] for row in cells[1:3]] == [["t5-tiny", "all on the GPU"], ["t5-tiny", "offloadkit"]]
+    assert cells[3][1] == "DeepSpeed"
+    for row in cells[1:3]:
+        assert re.fullmatch(r"[\d.]+ m?s", row[3]), row
+        assert re.fullmatch(r"[\d.]+ [MG]iB", row[6]), row
+    assert float(cells[1][7]) == 1.0
+    assert float(cells[2][7]) > 0.2
+    chart = ran.data("chart", "image/svg+xml")
+    for shown in ("all on the GPU", "offloadkit", "DeepSpeed", "time for 1,000 samples", "limit 11 GiB"):
+        assert f"<!-- {shown}" in chart or f", {shown} -->" in chart, shown
+
+
+def test_the_sweep_names_the_knee_and_what_bounds_each_side(executed: dict[str, Watched]) -> None:
+    ran = executed["03_batch_size"]
+    words = ran.text("table")
+    assert re.search(r"^ +1 +1 +[\d.]+ ms", words, re.MULTILINE)
+    assert re.search(r"^ +8 +1 +[\d.]+ ms", words, re.MULTILINE)
+    assert "bounds the step" in words
+    assert re.search(r"has the knee at batch \d+.*: (the same size|one size away|2 sizes away)", words)
+    assert re.search(r"largest batch that fits is (at least )?\d+ by the plan, and it runs in", words)
+    learned = ran.text("learn-table")
+    assert re.search(r"held-out loss is \d\.\d+ at 8 rows a step", learned)
+    assert re.search(r"At 32 rows and the learning rate scaled \(sqrt\) it is \d+\.\d+ \([+-]", learned)
+    assert "<!-- rows of a micro-batch -->" in ran.data("chart", "image/svg+xml")
+    assert "held-out loss" in ran.data("learn-chart", "image/svg+xml")
+
+
+def test_a_step_its_memory_and_its_master_weights_are_shown(executed: dict[str, Watched]) -> None:
+    ran = executed["04_how_offloading_works"]
+    for cell in ("timeline", "memory"):
+        assert num_colours(ran.data(cell, "image/png")) > 50, f"{cell} is drawn"
+    assert {"'forward'", "'cpu_step'", "'d2h'"} <= set(re.findall(r"'\w+'", ran.text("train")))
+    split = ran.text("split")
+    rows = re.findall(r"^ *(\S+)  ([0-9a-f]{8}) = +(\S+)  ([0-9a-f]{4}) +([+-]\d+) +(\S+)$", split, re.MULTILINE)
+    assert len(rows) == 6
+    for master, bits, _, high, rest, joined in rows:
+        assert (int(high, 16) << 16) + int(rest) == int(bits, 16)
+        assert joined == master
+    (everything,) = re.findall(r"of ([\d,]+) weights come back bit for bit: ([\d,]+)", split)
+    assert everything[0] == everything[1]
+    assert re.search(r"moves [1-6] of these 6 masters, and\n0 of the 6 bf16 weights", split)
+
+
+def test_a_plain_module_learns_and_is_timed_every_ten_steps(executed: dict[str, Watched]) -> None:
+    ran = executed["05_your_own_module"]
+    lines = re.findall(r"^step +(\d+)  loss (\d\.\d+) +([\d.]+) ms a step$", ran.text("loop"), re.MULTILINE)
+    assert [int(step) for step, _, _ in lines] == [10, 20, 30, 40]
+    assert all(float(milliseconds) > 0.1 for _, _, milliseconds in lines)
+    assert float(lines[-1][1]) < 0.9 * float(lines[0][1])
+    untrained, trained = re.findall(r"\d\.\d+", ran.text("after"))
+    assert float(trained) < 0.9 * float(untrained)
+
+
+def num_colours(png: str) -> int:
+    """Different colours of a picture, smoothed edges included."""
+    from matplotlib.image import imread
+
+    pixels = imread(io.BytesIO(base64.b64decode(png)), format="png").reshape(-1, 4)
+    return len({tuple(pixel) for pixel in pixels[::7].tolist()})
+
+
+def test_nothing_is_written_beside_the_notebook_but_what_it_says(executed: dict[str, Watched]) -> None:
+    for name, ran in executed.items():
+        folder = Path(ran.resources["metadata"]["path"])
+        assert all(path.name.startswith("offloadkit-") for path in folder.iterdir()), name
