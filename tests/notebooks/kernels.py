@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,16 @@ import nbformat
 REPOSITORY = Path(__file__).parents[2]
 NOTEBOOKS = REPOSITORY / "notebooks"
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+LAUNCHER = (sys.executable, "-m", "ipykernel_launcher")
 MONITOR = "okm"
 """Class of the monitor's HTML element."""
 
 
-def kernel_folder(folder: Path, interpreter: str = sys.executable, **environment: str) -> Path:
-    """Write a kernel named python3 of `interpreter`; returns what JUPYTER_PATH is to be."""
+def kernel_folder(folder: Path, launcher: Sequence[str] = LAUNCHER, **environment: str) -> Path:
+    """Write a kernel named python3 that `launcher` starts; returns what JUPYTER_PATH is to be."""
     own = {"OFFLOADKIT_TINY": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(folder / "ipython")}
     spec = {
-        "argv": [interpreter, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "argv": [*launcher, "-f", "{connection_file}"],
         "display_name": "Python 3",
         "language": "python",
         "env": own | {"PYTHONPATH": str(REPOSITORY)} | environment,
