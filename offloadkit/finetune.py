@@ -282,10 +282,10 @@ def _result(
     evaluation: PreparedData | None,
     output: Path,
 ) -> FinetuneResult:
-    """Evaluate what was trained, and save it."""
+    """Save what was trained, and evaluate it: in this order, so that an evaluation that fails loses nothing."""
     trained: Any = trainer.model
-    samples = _evaluate(trainer, tokenizer, evaluation, metrics)
     _save(trained, tokenizer, output / "model")
+    samples = _evaluate(trainer, tokenizer, evaluation, metrics)
     steps = list(trainer.telemetry.records)
     return FinetuneResult(trained, tokenizer, sizes, metrics, trainer.state.log_history, samples, steps, output)
 

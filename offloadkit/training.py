@@ -87,10 +87,9 @@ class TrainingRun:
                 opened.enter_context(closing(trainer))
                 try:
                     output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-                    opened.pop_all()
                     self._end(trainer, stopped=asks.stopped)
-                    seconds = output.metrics["train_runtime"]
-                    return trainer, sizes, {"train_loss": output.training_loss, "train_seconds": seconds}
+                    opened.pop_all()
+                    return trainer, sizes, self._metrics(trainer, output)
                 except OutOfVramError as error:
                     if full or not retry_leaner:
                         raise OutOfVramError(f"{error}{tried or _ONCE_MORE}") from error
@@ -99,6 +98,12 @@ class TrainingRun:
                 checkpoint = self._to_go_on_from(trainer, stop_point, checkpoint)
             del trainer, model, materialise
             gc.collect()
+
+    def _metrics(self, trainer: Any, output: Any) -> dict[str, float]:
+        """Of this attempt. (transformers 5.17 divides its loss by the steps before a checkpoint too.)"""
+        num_steps = max(1, trainer.state.global_step - self.monitor.steps_before)
+        mean_loss = trainer._total_loss_scalar / num_steps
+        return {"train_loss": mean_loss, "train_seconds": output.metrics["train_runtime"]}
 
     def _end(self, trainer: OffloadSeq2SeqTrainer, *, stopped: bool) -> None:
         """The monitor's last view; and where to go on from a training that was stopped."""
@@ -112,6 +117,7 @@ class TrainingRun:
         again = began_from is not None or isinstance(self.model, str | os.PathLike)
         if again and not stop_point.any_step_finished(trainer):
             return began_from
+        self.args.ignore_data_skip = False  # the batches that are left, not those of the epoch's beginning
         return stop_point.save(trainer)  # of a model that was handed over, the engine has changed the weights already
 
     def _leaner(self, model: Any, sizes: Plan, full: str, checkpoint: Path | None) -> tuple[Plan, str]:

@@ -130,7 +130,18 @@ def test_resume_goes_on_from_the_newest_complete_checkpoint(tmp_path: Path) -> N
     (tmp_path / "run" / "checkpoint-4" / "trainer_state.json").unlink()
     result = finetune(t5(), PAIRS, output_dir=tmp_path / "run", resume=True, **options)
     assert len(result.steps) == 4
+    assert result.metrics["train_loss"] == pytest.approx(sum(step.loss for step in result.steps) / 4, rel=1e-4)
     assert all(torch.equal(whole[name], weight) for name, weight in result.model.state_dict().items())
+
+
+def test_a_model_whose_evaluation_fails_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no prediction")
+
+    monkeypatch.setattr(sys.modules["offloadkit.finetune"], "predict", fails)
+    with pytest.raises(RuntimeError, match="no prediction"):
+        finetune(t5(), PAIRS, eval_dataset=PAIRS[:4], output_dir=tmp_path / "run", max_steps=2, save_strategy="no")
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
 def test_an_earlier_model_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
