@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from typing import Any, Literal, Protocol
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from offloadkit.hf.bars import is_live
 from offloadkit.hf.quiet import progress_bars
@@ -36,7 +37,7 @@ def show_progress(trainer: Trainer, *, monitored: bool = False) -> None:
     Args:
         monitored: a monitor shows the steps.
     """
-    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)  # another one in a notebook
     trainer.remove_callback(PrinterCallback)
     bar = not trainer.args.disable_tqdm and is_live()
     trainer.add_callback(TrainingProgress("monitor" if monitored else "bar" if bar else "lines"))

@@ -72,6 +72,7 @@ def test_finetune_is_planned_watched_tried_and_saved(executed: dict[str, Watched
     assert "<svg" in summary["text/html"]
     assert re.search(r"slowdown \d\.\d\d× \((predicted|measured) baseline\)", summary["text/plain"])
     assert re.search(r"RAM: [\d.]+ [MG]iB used, [\d.]+ [MG]iB planned, budget", summary["text/plain"])
+    assert not any("<progress" in o.get("data", {}).get("text/html", "") for o in ran.outputs("train")), "two bars"
     assert "eval_loss" in ran.text("train")
     assert ran.text("generate").count(" -> ") == 4
     assert "model.safetensors" in ran.text("save")
