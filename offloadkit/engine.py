@@ -48,6 +48,7 @@ class OffloadEngine:
         device: where the model computes.
         plan: the sizes of everything and where they live.
         telemetry: a record of every step.
+        num_updates: updates so far, those of the run that it goes on with included; telemetry numbers steps by it.
         loss_scale: what the next loss is multiplied by; None without fp16 working weights.
         pinning_seconds: how long RAM took to be populated and pinned.
     """
@@ -127,7 +128,7 @@ class OffloadEngine:
         self._past = Past(self._clock, self.telemetry, self.plan, self.device, self.config.on_nonfinite)
         self.loss_scale = LossScale(self.config.loss_scale) if fp16 else None
         self._newest: Update | None = None
-        self._num_updates = self._num_backwards = 0
+        self.num_updates = self._num_backwards = 0
         self._stepped = self._overflow_known = self._open = True
         _open_engines[self.module] = weakref.ref(self)
 
@@ -220,7 +221,7 @@ class OffloadEngine:
             self._placed.forget_pending()
             self.drop_gradients()
             raise
-        self._num_updates, self._stepped = self._num_updates + 1, True
+        self.num_updates, self._stepped = self.num_updates + 1, True
         self._past.add(update)
         self._newest, self._overflow_known = update, False
         self._clock.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy())
@@ -233,7 +234,7 @@ class OffloadEngine:
         layers = self._placed.start_update()
         options = [GroupOptions.of(group) for group in self.optimizer.param_groups]
         done = record_compute(self.device)
-        update = Update(self._num_updates + 1, layers, options, self.config.max_grad_norm, done)
+        update = Update(self.num_updates + 1, layers, options, self.config.max_grad_norm, done)
         if self.loss_scale is not None:
             update.loss_scale, update.scale_may_fall = self.loss_scale.scale, self.loss_scale.can_fall
         return update
@@ -303,7 +304,7 @@ class OffloadEngine:
             "param_groups": [
                 {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
             ],
-            "num_updates": self._num_updates,
+            "num_updates": self.num_updates,
             "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
         }
 
@@ -323,7 +324,7 @@ class OffloadEngine:
             self.optimizer.load_parameter_state(slot.parameter, state["optimizer"][slot.name])
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update(saved)
-        self._num_updates = state["num_updates"]
+        self.num_updates = state["num_updates"]
         if self.loss_scale is not None and state.get("loss_scale"):
             self.loss_scale.load_state_dict(state["loss_scale"])
 

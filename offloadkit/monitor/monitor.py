@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal, Protocol, Self
 
 from offloadkit.errors import ConfigError
@@ -56,7 +55,7 @@ class Monitor:
     Attributes:
         telemetry: whose records are drawn.
         plan, total_steps, baseline_seconds: may be set while it runs; None is not known.
-        steps_before: steps of the run that were done before those that telemetry counts: of one that goes on.
+        steps_before: steps of the run that were done before this attempt at it.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class Monitor:
 
     def _hear(self, record: StepRecord) -> None:
         """Keep a record; all that is done on the thread that trains."""
-        self._new.append(replace(record, step=record.step + self.steps_before) if self.steps_before else record)
+        self._new.append(record)
 
     def _present_state(self) -> State:
         if self._ended.is_set():

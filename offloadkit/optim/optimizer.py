@@ -17,6 +17,7 @@ class Run(Protocol):
     """What the optimizer asks of the engine that drives it."""
 
     loss_scale: LossScale | None
+    num_updates: int
 
     def step(self, *, boundary: bool | None = None) -> bool: ...
     def synchronize(self) -> None: ...
@@ -78,10 +79,12 @@ class OffloadAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, settled first, with "loss_scale" where there is one; the tensors are the live states."""
-        self._engine().synchronize()
-        loss_scale = self._engine().loss_scale
-        return super().state_dict() | ({} if loss_scale is None else {"loss_scale": loss_scale.state_dict()})
+        """As torch's, settled first, with "num_updates", and "loss_scale" where there is one; the tensors are the live
+        states."""
+        run = self._engine()
+        run.synchronize()
+        more = {} if run.loss_scale is None else {"loss_scale": run.loss_scale.state_dict()}
+        return super().state_dict() | {"num_updates": run.num_updates} | more
 
     @torch.no_grad()
     def load_parameter_state(self, parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
@@ -121,9 +124,10 @@ class OffloadAdamW(torch.optim.Optimizer):
             self.load_parameter_state(parameter, state)
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        loss_scale = self._engine().loss_scale
-        if loss_scale is not None and "loss_scale" in state_dict:
-            loss_scale.load_state_dict(state_dict["loss_scale"])
+        run = self._engine()
+        run.num_updates = state_dict.get("num_updates", run.num_updates)
+        if run.loss_scale is not None and "loss_scale" in state_dict:
+            run.loss_scale.load_state_dict(state_dict["loss_scale"])
 
 
 def check_saved_run(saved: dict[str, Any], states: dict[str, dict[str, torch.Tensor]], num_groups: int) -> None:
