@@ -11,7 +11,9 @@ from offloadkit.hf.quiet import progress_bars
 
 def is_live() -> bool:
     """Whether what is printed over is seen printed over: a terminal, or a notebook's cell."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
+    ipython = sys.modules.get("IPython")  # ipykernel may be imported outside of a kernel, as nbclient's users do
+    shell = ipython.get_ipython() if ipython is not None else None
+    return sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import datasets
@@ -11,7 +12,7 @@ import pytest
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers.utils import logging
 
-from offloadkit.hf.bars import bars_where_live
+from offloadkit.hf.bars import bars_where_live, is_live
 from offloadkit.hf.progress import show_progress
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 from tests.hf.training import arguments, seq2seq_rows, t5
@@ -73,6 +74,15 @@ def bars() -> tuple[bool, bool, bool]:
     """Whether bars of datasets, of the hub's client and of transformers are shown."""
     disabled = datasets.are_progress_bars_disabled(), are_progress_bars_disabled()
     return not disabled[0], not disabled[1], logging.is_progress_bar_enabled()
+
+
+def test_a_kernel_is_live_and_its_library_alone_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = SimpleNamespace(kernel=None)
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert not is_live()
+    shell.kernel = object()
+    assert is_live()
 
 
 def test_bars_of_the_libraries_are_for_terminals_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
