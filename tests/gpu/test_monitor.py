@@ -37,7 +37,8 @@ def others_bytes() -> int:
 
 def test_its_figures_are_what_nvml_proc_and_the_clock_say() -> None:
     reserved = others_bytes()  # the driver's own, which mem_get_info leaves out
-    config = T5Config(d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8, vocab_size=384)
+    shape = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 384}
+    config = T5Config(**shape, decoder_start_token_id=0)
     tokens = torch.randint(3, 384, (8, 256), device="cuda")
     with offloadkit.OffloadEngine(T5ForConditionalGeneration(config)) as engine:
         monitor = offloadkit.Monitor(engine.plan, engine.telemetry, total_steps=60, display="none").start()
