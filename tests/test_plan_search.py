@@ -98,6 +98,26 @@ def test_states_go_to_disk_where_ram_is_short(small_batch: Model) -> None:
     assert not plan(small_batch, replace(with_disk, disk_free_bytes=GIB), **wishes).fits
 
 
+def test_what_fits_nowhere_is_planned_with_what_can_be_had() -> None:
+    """Not as the run that lacks the fewest bytes of both: RAM can be added to a machine, VRAM not to a card."""
+    layers = [shape(f"block.{index}", 2**27) for index in range(8)]
+    work = MicroBatch(tuple(stage(layer.name, kept=2**28) for layer in layers), 640)
+
+    def short(vram: str, ram: str, **disk: Any) -> Plan:
+        return make_plan(layers, OffloadConfig(vram=vram, ram=ram), work=work, hardware=replace(H200, **disk))
+
+    small = short("6GiB", "9GiB")
+    assert set(small.lacking()) == {"ram"}
+    assert small.total_bytes("vram") > 5 * GIB  # the room that there is holds states
+    assert "needs" in small.explain().splitlines()[0]
+    assert "VRAM" not in small.explain().splitlines()[0]
+    tiny = short("1GiB", "2GiB")
+    assert tiny.lacking()["vram"] < GIB * 2
+    assert {where.weights for where in tiny.placements} == {"ram"}
+    disk: Any = {"disk_free_bytes": GIB, "disk_read_bytes_per_second": 1e9, "disk_write_bytes_per_second": 1e9}
+    assert set(short("6GiB", "9GiB", **disk).lacking()) == {"disk"}
+
+
 def test_asked_for_recomputation_is_given(small_batch: Model) -> None:
     made = plan(small_batch, vram="64GiB", activation_checkpointing=True)
     assert {where.activations for where, layer in zip(made.placements, made.layers, strict=True) if layer.in_block} == {

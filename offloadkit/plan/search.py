@@ -222,20 +222,23 @@ class Search:
         return placements if vram <= room.vram and ram <= room.ram and disk <= room.disk else None
 
     def _leanest(self, room: _Room) -> tuple[Placement, ...]:
-        """The placements that lack the fewest bytes."""
+        """Where nothing fits: the placements that lack the least VRAM (a card does not grow), of these those that lack
+        it in the fewest other tiers, then the fewest bytes. Room that is left in VRAM is used."""
         num_blocks, num_layers = len(self._blocks), len(self._layers)
+        on_disk = num_layers if room.disk else 0
         extremes = [
-            Counts(num_blocks, offloaded, streamed, states, num_layers if room.disk else 0)
-            for offloaded in {0, num_blocks}
-            for streamed in {0, num_blocks}
-            for states in _grid(num_layers)
+            Counts(num_blocks, offloaded, streamed, 0, on_disk)
+            for offloaded in (0, num_blocks)
+            for streamed in _grid(num_blocks)
         ]
+        filled = [replace(counts, states_in_vram=max(0, self._most_states(counts, room))) for counts in extremes]
 
-        def lacking(placements: tuple[Placement, ...]) -> int:
-            vram, ram, disk = self.bytes(placements)
-            return max(0, vram - room.vram) + max(0, ram - room.ram) + max(0, disk - room.disk)
+        def lacking(placements: tuple[Placement, ...]) -> tuple[int, int, int]:
+            needs = zip(self.bytes(placements), (room.vram, room.ram, room.disk), strict=True)
+            vram, *others = (max(0, need - have) for need, have in needs)
+            return vram, sum(map(bool, others)), sum(others)
 
-        return min(map(self.placements, extremes), key=lacking)
+        return min(map(self.placements, [*extremes, *filled]), key=lacking)
 
 
 @dataclass(frozen=True)
