@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import pytest
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
+
+from tests.notebooks.kernels import kernel_folder  # noqa: E402
 
 SETUP = f"""
 import runpy, sys, time
@@ -40,9 +42,9 @@ def train(num_steps, pause=0.0, asks=True, **arguments):
 class Client(nbclient.NotebookClient):  # type: ignore[misc]
     """Keeps every value that the HTML widget had, and may interrupt the kernel when it has seen some."""
 
-    def __init__(self, *cells: str, interrupt_after: int | None = None) -> None:
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (SETUP, *cells)])
-        super().__init__(notebook, timeout=120, kernel_name="python3")
+    def __init__(self, kernel: Any, cell: str, interrupt_after: int | None = None) -> None:
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+        super().__init__(notebook, km=kernel, timeout=120)
         self.values: list[str] = []
         self.states: list[dict[str, Any]] = []
         self._interrupt_after = interrupt_after
@@ -58,24 +60,26 @@ class Client(nbclient.NotebookClient):  # type: ignore[misc]
                 asyncio.ensure_future(self.km.signal_kernel(signal.SIGINT))  # noqa: RUF006
 
     def run(self) -> list[Any]:
-        """The outputs of the last cell."""
-        self.execute()
-        return list(self.nb.cells[-1].outputs)
+        """The outputs of the cell."""
+        self.execute(cleanup_kc=False)
+        self.kc.stop_channels()
+        return list(self.nb.cells[0].outputs)
 
 
-@pytest.fixture(autouse=True)
-def this_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel of the interpreter that runs the tests, whatever is installed beside it."""
-    folder = tmp_path / "kernels" / "python3"
-    folder.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    spec = {"argv": argv, "display_name": "python", "language": "python"}
-    (folder / "kernel.json").write_text(__import__("json").dumps(spec))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One kernel, of the interpreter that runs the tests, whatever is installed beside it; SETUP has run."""
+    folder = tmp_path_factory.mktemp("jupyter")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("JUPYTER_PATH", str(kernel_folder(folder)))
+        first = Client(None, SETUP)
+        first.run()
+        yield first.km
+        first._cleanup_kernel()
 
 
-def test_bars_move_while_the_cell_runs_and_a_summary_stays() -> None:
-    client = Client("train(60, pause=0.03, baseline_seconds=0.01); None")
+def test_bars_move_while_the_cell_runs_and_a_summary_stays(kernel: Any) -> None:
+    client = Client(kernel, "train(60, pause=0.03, baseline_seconds=0.01); None")
     (output,) = client.run()
     assert len(client.values) >= 4
     assert len(set(client.values)) >= 4
@@ -88,8 +92,10 @@ def test_bars_move_while_the_cell_runs_and_a_summary_stays() -> None:
     assert output["data"]["text/plain"].startswith("finished: step 60 of 60")
 
 
-def test_an_interrupt_finishes_the_step_and_the_cell_ends_without_an_error() -> None:
-    client = Client("m = train(2000, pause=0.03)\nprint(m.figures().state, m.figures().steps_done)", interrupt_after=3)
+def test_an_interrupt_finishes_the_step_and_the_cell_ends_without_an_error(kernel: Any) -> None:
+    client = Client(
+        kernel, "m = train(2000, pause=0.03)\nprint(m.figures().state, m.figures().steps_done)", interrupt_after=3
+    )
     outputs = client.run()
     text = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
     state, steps = text.split()
@@ -98,22 +104,23 @@ def test_an_interrupt_finishes_the_step_and_the_cell_ends_without_an_error() -> 
     assert any("stopping" in value for value in client.values) or "stopped" in str(outputs)
 
 
-def test_a_loop_that_never_asks_is_told_how_to_break_it_off() -> None:
-    client = Client("train(40, pause=0.03, asks=False); None")
+def test_a_loop_that_never_asks_is_told_how_to_break_it_off(kernel: Any) -> None:
+    client = Client(kernel, "train(40, pause=0.03, asks=False); None")
     client.run()
     assert any("does not ask for stop_requested" in value for value in client.values)
     assert any(state.get("disabled") is True for state in client.states)
 
 
-def test_a_button_that_cannot_work_says_so() -> None:
+def test_a_button_that_cannot_work_says_so(kernel: Any) -> None:
     """A kernel without subshells handles clicks when the cell is over."""
     old = """
 from types import SimpleNamespace
 from offloadkit.monitor import monitor
-monitor.running_shell = lambda: SimpleNamespace(kernel=object())
-train(20, pause=0.03); None
+found, monitor.running_shell = monitor.running_shell, lambda: SimpleNamespace(kernel=object())
+train(20, pause=0.03)
+monitor.running_shell = found
 """
-    client = Client(old)
+    client = Client(kernel, old)
     client.run()
     assert "The button cannot work here" in client.values[-1]
     assert any(state.get("disabled") is True for state in client.states)
@@ -140,16 +147,16 @@ class Clicking(Client):
         self.kc.shell_channel.send(message)
 
 
-def test_the_button_is_heard_where_the_front_end_sends_it_past_the_running_cell() -> None:
+def test_the_button_is_heard_where_the_front_end_sends_it_past_the_running_cell(kernel: Any) -> None:
     pytest.importorskip("ipykernel.subshell_manager")
-    client = Clicking("m = train(4000, pause=0.02)\nprint(m.figures().state, m.figures().steps_done)")
+    client = Clicking(kernel, "m = train(4000, pause=0.02)\nprint(m.figures().state, m.figures().steps_done)")
     outputs = client.run()
     state, steps = "".join(output["text"] for output in outputs if output["output_type"] == "stream").split()
     assert state == "stopped"
     assert int(steps) < 2000
 
 
-def test_ten_runs_leave_no_widgets_behind() -> None:
+def test_ten_runs_leave_no_widgets_behind(kernel: Any) -> None:
     count = """
 from ipywidgets.widgets import widget
 def number():
@@ -159,6 +166,6 @@ for _ in range(10):
     train(2)
 print(number() - before)
 """
-    outputs = Client(count).run()
+    outputs = Client(kernel, count).run()
     assert outputs[-1]["text"].strip() == "0"
     assert sum(output["output_type"] == "display_data" for output in outputs) == 10
