@@ -16,6 +16,7 @@ pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
 from tests.notebooks.kernels import REPOSITORY, Watched, kernel_folder, shown_losses
+from tests.test_packaging import quick_compiler
 
 WIDGETS = "ipywidgets==7.7.1"
 OF_COLAB = [WIDGETS, "ipython==7.34.0", "ipykernel==6.17.1"]
@@ -91,13 +92,18 @@ def test_the_first_cell_installs_and_everything_runs(
     before = versions(colab)
     assert any(WIDGETS.replace("==", " ") in line for line in before)
 
-    kernels = kernel_folder(tmp_path / "jupyter", [str(colab), "-m", "google.colab._shell"], PYTHONPATH="")
+    compiler = quick_compiler(tmp_path)
+    kernels = kernel_folder(
+        tmp_path / "jupyter", [str(colab), "-m", "google.colab._shell"], PYTHONPATH="", CC=str(compiler)
+    )
     monkeypatch.setenv("JUPYTER_PATH", str(kernels))
     ran = Watched(REPOSITORY / "notebooks" / "01_finetune_t5.ipynb", checkout / "notebooks")
     ran.execute()
 
     assert versions(colab) == before
-    assert Path(place_of_package(colab)).is_relative_to(colab.parents[1])
+    installed = Path(place_of_package(colab))
+    assert installed.is_relative_to(colab.parents[1])
+    assert len(list(installed.parent.glob("optim/_cpu_adamw*.so"))) == (shutil.which("cc") is not None)
     losses = shown_losses(ran.values)
     assert losses[-1] < 0.8 * losses[0]
     assert re.search(r"\d\.\d\d×</b><span>(predicted|measured) baseline", ran.values[-1])
