@@ -30,6 +30,12 @@ NUM_STAGING = 2
 NUM_STATE_BUFFERS = 3
 """Buffers in RAM through which states on disk pass: one being read, one being stepped, one being written."""
 
+NUM_STEP_BUFFERS = 3
+"""Buffers in VRAM through which states in RAM pass where the GPU steps them: one being fetched, one being stepped, one
+being sent back."""
+STEP_CHUNK = 1 << 23
+"""Elements of a flat layer that pass through one of them at a time, at most; a multiple of 256."""
+
 DEFAULT_PLACEMENT = Placement()
 
 CATEGORIES = (
@@ -97,13 +103,23 @@ class LayerShape:
         """Memory traffic of AdamW: the gradient is read, states and working weights are read and written."""
         return self.gradient_bytes(accumulation) + 2 * (sum(self.state_bytes().values()) + self.weight_bytes())
 
+    def passing_bytes(self, placement: Placement, accumulation: int) -> int:
+        """What a full chunk takes of a step buffer: the states, and of weights and gradient what lives in RAM."""
+        chunk = replace(self, numel=min(STEP_CHUNK, self.numel))
+        passing = sum(chunk.state_bytes().values())
+        if placement.weights == "ram":
+            passing += chunk.weight_bytes()
+        if placement.gradients == "ram":
+            passing += chunk.gradient_bytes(accumulation)
+        return passing
+
     def ram_bytes(self, placement: Placement, accumulation: int) -> dict[str, int]:
         """Pinned RAM by category."""
-        gradients = self.sums_bytes()
-        if placement.step == "cpu" or placement.gradients == "ram":
-            gradients += self.gradient_bytes(accumulation)
-        parts = {"gradients": gradients}
-        if placement.step == "cpu":  # a copy of resident weights, or the only ones
+        parts = {"gradients": self.sums_bytes()}
+        on_cpu = cpu_can_step(placement)
+        if on_cpu:
+            parts["gradients"] += self.gradient_bytes(accumulation)
+        if on_cpu or placement.weights == "ram":  # a copy of resident weights, or the only ones
             parts["working weights"] = self.weight_bytes()
         if placement.states == "ram":
             parts |= self.state_bytes()
@@ -119,6 +135,16 @@ class LayerShape:
         if placement.gradients == "vram":
             parts["gradients"] += self.gradient_bytes(accumulation)
         return parts
+
+
+def cpu_can_step(placement: Placement) -> bool:
+    """Whether gradients and weights reach RAM."""
+    return placement.step == "cpu" or (placement.states == "ram" and placement.gradients == "ram")
+
+
+def gpu_can_step(placement: Placement) -> bool:
+    """Whether the states are in VRAM, or may pass through it with what else the step needs."""
+    return placement.step == "gpu" or (placement.states == "ram" and placement.gradients == "ram")
 
 
 def aligned(num_bytes: int) -> int:
@@ -166,7 +192,8 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
     """Bytes of what layers share, by tier and category: landings, weight buffers, staging, buffers of states.
 
     A tied weight's landing is taken until the end of backward, and small layers have their own; for the others there
-    are `NUM_LANDINGS` of the largest one's size.
+    are `NUM_LANDINGS` of the largest one's size. Where the GPU steps a layer whose states are in RAM, the step buffers
+    are wide enough for every layer that it might step too.
     """
     through_ram = [layer for layer, where in placed if where.gradients == "ram"]
     landing = [layer for layer, _ in placed] if accumulation > 1 else through_ram
@@ -180,6 +207,18 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
     on_disk = [sum(layer.state_bytes().values()) for layer, where in placed if where.states not in ("vram", "ram")]
     staging = max((layer.landing_bytes() for layer in through_ram), default=0) if accumulation > 1 else 0
     return {
-        "vram": {"gradients": landings_bytes, "weight buffers": NUM_WEIGHT_BUFFERS * max(streamed.values(), default=0)},
+        "vram": {
+            "gradients": landings_bytes,
+            "weight buffers": NUM_WEIGHT_BUFFERS * max(streamed.values(), default=0),
+            "state buffers": NUM_STEP_BUFFERS * step_buffer_bytes(placed, accumulation),
+        },
         "ram": {"gradients": NUM_STAGING * staging, "state buffers": NUM_STATE_BUFFERS * max(on_disk, default=0)},
     }
+
+
+def step_buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> int:
+    """Bytes of one step buffer; 0 where the GPU steps no layer whose states are in RAM."""
+    if not any(where.states == "ram" and where.step == "gpu" for _, where in placed):
+        return 0
+    passing = [item for item in placed if item[1].states == "ram" and gpu_can_step(item[1])]
+    return max(layer.passing_bytes(where, accumulation) for layer, where in passing)
