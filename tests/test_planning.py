@@ -33,8 +33,9 @@ def test_a_card_that_is_not_here_is_planned_for() -> None:
     assert "available" in text
     assert "not measured" in text
     assert max(map(len, text.splitlines())) <= 80
-    assert "limits the step" in made.explain()
-    assert "more VRAM would keep" in made.explain()
+    explained = made.explain()
+    assert "limits the step" in explained
+    assert "more VRAM would keep" in explained
 
 
 def test_what_does_not_fit_says_so_and_what_would() -> None:
@@ -60,7 +61,7 @@ def test_fewer_rows_are_proposed_where_activations_are_too_large() -> None:
 
 
 def test_the_batch_size_is_chosen_before_what_lives_where() -> None:
-    sizes = [offloadkit.plan("t5-large", vram=f"{vram}GiB", ram="30GiB").num_tokens for vram in (2, 4, 8, 24)]
+    sizes = [offloadkit.plan("t5-base", vram=f"{vram}GiB", ram="30GiB").num_tokens for vram in (2, 3, 4, 24)]
     rows = [tokens // 640 for tokens in sizes if tokens]
     assert rows == sorted(rows)
     assert rows[0] < rows[-1] == 32
@@ -173,17 +174,17 @@ def run(*arguments: str) -> Any:
 
 
 def test_the_command_exits_with_one_where_it_does_not_fit() -> None:
-    done = run("t5-large", "--vram", "6GiB", "--ram", "2GiB", "--batch-size", "1")
+    done = run("t5-base", "--vram", "2GiB", "--ram", "1GiB", "--batch-size", "1")
     assert done.exit_code == 1
     assert "does not fit: needs" in done.stdout
-    assert run("t5-large", "--vram", "6GiB", "--ram", "16GiB", "--batch-size", "1").exit_code == 0
+    assert run("t5-base", "--vram", "2GiB", "--ram", "16GiB", "--batch-size", "1").exit_code == 0
 
 
 def test_the_command_prints_json() -> None:
-    done = run("t5-large", "--vram", "6GiB", "--ram", "16GiB", "--precision", "compact", "--json")
+    done = run("t5-base", "--vram", "2GiB", "--ram", "16GiB", "--precision", "compact", "--json")
     facts = json.loads(done.stdout)
     assert facts["fits"]
-    assert facts["total_bytes"]["vram"] == sum(facts["bytes"]["vram"].values()) <= 6 * GIB
+    assert facts["total_bytes"]["vram"] == sum(facts["bytes"]["vram"].values()) <= 2 * GIB
     assert facts["step_seconds"] > 0
     assert {"name", "num_parameters", "weights", "states", "activations"} <= set(facts["layers"][0])
     assert facts["checkpoint_bytes"] > 0
