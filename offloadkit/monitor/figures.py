@@ -8,7 +8,7 @@ from typing import Literal
 
 from offloadkit.monitor.history import History, Point
 from offloadkit.plan import Plan
-from offloadkit.plan.seconds import KERNEL_SECONDS, STEP_EFFICIENCY
+from offloadkit.plan.costs import KERNEL_SECONDS, STEP_EFFICIENCY
 from offloadkit.plan.shapes import CATEGORIES
 from offloadkit.telemetry import StepRecord
 
