@@ -125,6 +125,10 @@ class OffloadConfig:
     activation_checkpointing: bool = False
     """Recompute each layer's activations in backward: less VRAM, about a third more compute."""
 
+    compile_blocks: bool = False
+    """Compile what the model's repeated blocks compute (`torch.compile`), once for all equal ones: faster steps, other
+    roundings, and a first step that takes minutes on a machine that has not compiled them before."""
+
     placement: Placement | None = None
     """One placement for all layers; None lets the plan decide."""
 
@@ -156,8 +160,9 @@ class OffloadConfig:
             raise ConfigError(f'loss_scale must be "dynamic" or a positive number, got {scale!r}')
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}")
-        if not isinstance(self.activation_checkpointing, bool):
-            raise ConfigError(f"activation_checkpointing must be True or False, got {self.activation_checkpointing!r}")
+        for name in ("activation_checkpointing", "compile_blocks"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("vram", "ram"):
             if (budget := getattr(self, name)) is not None:
                 if not isinstance(budget, int | str) or isinstance(budget, bool):

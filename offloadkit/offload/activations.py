@@ -28,6 +28,8 @@ def checkpoint_activations(
     choices: Mapping[nn.Module, Checkpoint],
     weights: Mapping[nn.Module, Sequence[LayerWeights]],
     offloaded: OffloadedInputs,
+    *,
+    compiled: bool = False,
 ) -> Callable[[], None]:
     """Have backward recompute the activations of the blocks in `choices`; returns what switches it off again.
 
@@ -36,6 +38,7 @@ def checkpoint_activations(
 
     Args:
         weights: by block, what a recomputation needs in VRAM.
+        compiled: the blocks run compiled, past HuggingFace's switch (which would have T5 compute other gradients too).
 
     Raises:
         ConfigError: the model has no repeated blocks to recompute.
@@ -52,14 +55,17 @@ def checkpoint_activations(
         run = offloaded.checkpoint if choices[block] == "offload" else _checkpoint
         return lambda forward, *args, **kwargs: run(weights.get(block, ()), forward, *args, **kwargs)
 
-    if getattr(model, "supports_gradient_checkpointing", False):
+    if getattr(model, "supports_gradient_checkpointing", False) and not compiled:
         return _as_huggingface_does(model, blocks, choices, recompute)
+    before = {block: vars(block).get("forward") for block in choices}
     for block in choices:
         block.forward = partial(recompute(block), block.forward)
 
     def restore() -> None:
-        for block in choices:
+        for block, forward in before.items():
             del block.forward
+            if forward is not None:
+                block.forward = forward
 
     return restore
 

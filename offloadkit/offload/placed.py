@@ -18,6 +18,7 @@ from offloadkit.hardware import trim_heap
 from offloadkit.offload import host_memory
 from offloadkit.offload.activations import OffloadedInputs, checkpoint_activations
 from offloadkit.offload.allocator import let_segments_grow
+from offloadkit.offload.compiled import compile_blocks
 from offloadkit.offload.disk import DiskStates, Region, StateFile
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, Slot
@@ -82,6 +83,9 @@ class PlacedModel:
         for layer in streamed:
             undo.callback(layer.rest)  # however the engine ends, what is in RAM is what the model has
         self._offloaded = OffloadedInputs(device, self._waits)
+        if config.compile_blocks:
+            tied = {owner for layer in layers for slot in layer.slots if slot.shared for owner, _ in slot.owners}
+            undo.callback(compile_blocks(module, tied))
         self._checkpoint_blocks(config, undo)
         self.gates = Gates(module, weights, settle)
         self.gradients = Gradients(
@@ -92,8 +96,8 @@ class PlacedModel:
             got_gradient=self.gates.got_gradient,
             waits=self._waits,
         )
-        tied = TiedUses(list(layers), self.gradients.land)
-        for let_go in (self.gates.remove, self.gradients.remove, tied.remove):
+        uses = TiedUses(list(layers), self.gradients.land)
+        for let_go in (self.gates.remove, self.gradients.remove, uses.remove):
             undo.callback(let_go)
 
     def _allocate(self, layers: Sequence[FlatLayer]) -> tuple[list[LayerState], list[torch.Tensor]]:
@@ -145,7 +149,9 @@ class PlacedModel:
                 if state.placement.activations != "keep":
                     choices[block] = state.placement.activations
         if choices or config.activation_checkpointing:
-            undo.callback(checkpoint_activations(self.module, choices, weights, self._offloaded))
+            undo.callback(
+                checkpoint_activations(self.module, choices, weights, self._offloaded, compiled=config.compile_blocks)
+            )
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
