@@ -23,12 +23,20 @@ from offloadkit.offload.disk import DiskStates, Region, StateFile
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, Slot
 from offloadkit.offload.ram_watch import RamWatch
+from offloadkit.offload.state_ring import StateRing
 from offloadkit.offload.states import LayerState, Materialise
 from offloadkit.offload.streaming import StreamedWeights, WeightRing
 from offloadkit.offload.streams import BusyTime
 from offloadkit.offload.waits import Waits
 from offloadkit.offload.weights import Gates, LayerWeights, PendingUpdate, TiedUses, move_rest
-from offloadkit.plan import NUM_STAGING, NUM_STATE_BUFFERS, NUM_WEIGHT_BUFFERS, Plan
+from offloadkit.plan import (
+    NUM_STAGING,
+    NUM_STATE_BUFFERS,
+    NUM_STEP_BUFFERS,
+    NUM_WEIGHT_BUFFERS,
+    Plan,
+    step_buffer_bytes,
+)
 
 
 class PlacedModel:
@@ -70,6 +78,7 @@ class PlacedModel:
         self.module, self._plan, self._device = module, plan, device
         self._materialise, self._ram_watch = materialise, ram_watch
         self._accumulation, self._seed = config.gradient_accumulation, config.seed
+        self._may_switch = config.placement is None
         self._folder = config.disk or tempfile.gettempdir()
         self._disk: DiskStates | None = None
         let_segments_grow(device)
@@ -118,6 +127,8 @@ class PlacedModel:
         if on_disk:
             self._disk = DiskStates(StateFile(self._folder, on_disk), shared_slabs[num_staging:])
             regions = iter([Region(self._disk, index) for index in range(len(on_disk))])
+        step_buffer = step_buffer_bytes([item[1:] for item in placed], self._accumulation)
+        ring = StateRing(self._device, step_buffer, NUM_STEP_BUFFERS) if step_buffer else None
         states = []
         for (layer, _, placement), slab in zip(placed, own, strict=True):
             region = next(regions) if placement.states == "disk" else None
@@ -129,6 +140,8 @@ class PlacedModel:
                 self._device,
                 self._waits,
                 region=region,
+                ring=ring,
+                may_switch=self._may_switch,
                 seed=self._seed,
             )
             state.take_parameters(self._materialise)
@@ -175,9 +188,7 @@ class PlacedModel:
     def settle(self) -> None:
         """Have the newest weights where they live, the copies of an update that is done included."""
         for state in self.states:
-            state.weights.settle()
-            if state.uploaded is not None:
-                state.uploaded.synchronize()
+            state.settle()
         if self._disk is not None:
             self._disk.synchronize()
 

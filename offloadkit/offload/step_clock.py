@@ -89,7 +89,7 @@ class StepClock:
 
 def _is_past(window: _Window) -> bool:
     assert window.update is not None
-    if not window.update.done.is_set() or not window.update.h2d.done():
+    if not window.update.done.is_set() or not all(busy.done() for _, busy in window.update.busy):
         return False
     return all(end.done() for _, end in window.forwards + window.backwards) and all(b.done() for _, b in window.busy)
 
@@ -104,8 +104,10 @@ def _record(window: _Window, memory: dict[str, dict[str, int]]) -> StepRecord:
         **update.seconds,
         "forward_wait": 0.0,
         "other": window.other_seconds,
-        "h2d": update.h2d.seconds(),
+        "h2d": 0.0,
     }
+    for name, busy in update.busy:
+        seconds[name] = seconds.get(name, 0.0) + busy.seconds()
     for name, busy in window.busy:
         seconds[name] = seconds.get(name, 0.0) + busy.seconds()
         if name == "d2h" and busy.last is not None and window.backwards:

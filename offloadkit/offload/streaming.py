@@ -30,12 +30,14 @@ class StreamedWeights(LayerWeights):
     Attributes:
         host: 1-D pinned tensor, `layer.numel` elements; the parameters are views of it between steps.
         copied: the end of the newest copy out of `host`, which is not written before that.
+        written: the end of the newest copy into `host`, where the GPU stepped it.
     """
 
     def __init__(self, layer: FlatLayer, host: torch.Tensor, device: torch.device, waits: Waits) -> None:
         super().__init__(layer, device, waits)
         self.host = host
         self.copied: Event | None = None
+        self.written: Event | None = None
         self.block: StreamedBlock | None = None
         self._host_views: list[torch.Tensor] = []
         self._views: dict[int, list[torch.Tensor]] = {}
@@ -76,6 +78,8 @@ class StreamedWeights(LayerWeights):
 
     def settle(self) -> None:
         self.wait()
+        if self.written is not None:
+            self.written.synchronize()
         assert self.block is not None
         self.block.ring.evict(self.block)
 
@@ -257,6 +261,8 @@ class WeightRing:
         if buffer.left is not None:
             self.h2d.wait(buffer.left)
         for layer, memory in _parts(block, buffer.memory):
+            if layer.written is not None:
+                self.h2d.wait(layer.written)
             self.h2d.copy(memory, layer.host.view(torch.uint8), timed=self.in_forward or self.in_backward)
         buffer.holds, buffer.arrived = block, self.h2d.record()
         for layer in block.layers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -124,6 +125,20 @@ class CopyStream:
                 into.copy_(source, non_blocking=True)
         if began is not None:
             self._busy.add(began, self.record(timing=True))
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        """`copy` of (into, source) pairs, timed as one; returns their end."""
+        began = self.record(timing=True)
+        if self.stream is None:
+            for into, source in pairs:
+                self.copy(into, source)
+        else:
+            with torch.cuda.stream(self.stream):
+                for into, source in pairs:
+                    into.copy_(source, non_blocking=True)
+        ended = self.record(timing=True)
+        self._busy.add(began, ended)
+        return ended
 
 
 def compute_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -105,7 +105,7 @@ class LayerShape:
 
     def passing_bytes(self, placement: Placement, accumulation: int) -> int:
         """What a full chunk takes of a step buffer: the states, and of weights and gradient what lives in RAM."""
-        chunk = replace(self, numel=min(STEP_CHUNK, self.numel))
+        chunk = replace(self, numel=chunk_numel(self.numel))
         passing = sum(chunk.state_bytes().values())
         if placement.weights == "ram":
             passing += chunk.weight_bytes()
@@ -145,6 +145,11 @@ def cpu_can_step(placement: Placement) -> bool:
 def gpu_can_step(placement: Placement) -> bool:
     """Whether the states are in VRAM, or may pass through it with what else the step needs."""
     return placement.step == "gpu" or (placement.states == "ram" and placement.gradients == "ram")
+
+
+def chunk_numel(numel: int) -> int:
+    """Elements of a layer's chunks; the last one may be shorter."""
+    return min(STEP_CHUNK, numel)
 
 
 def aligned(num_bytes: int) -> int:
