@@ -106,7 +106,7 @@ class OffloadedInputs:
 
     def __init__(self, device: torch.device, waits: Waits) -> None:
         self._device, self._waits = device, waits
-        self.d2h, self.h2d = CopyStream(device), CopyStream(device)
+        self.d2h, self.h2d = CopyStream(device, "D2H"), CopyStream(device, "H2D")
         self._free: list[_Offloaded] = []
         self._copying: list[tuple[torch.Tensor, Event]] = []
         """VRAM that a copy still reads or writes, and the copy's end."""
@@ -132,7 +132,7 @@ class OffloadedInputs:
         self.d2h.wait(record_compute(self._device))
         if slot.returned is not None:
             self.d2h.wait(slot.returned)
-        self.d2h.copy(slot.host, tensor.view(-1), timed=True)
+        self.d2h.copy(slot.host, tensor.view(-1), "inputs", timed=True)
         slot.arrived = self.d2h.record()
         self._copying.append((tensor, slot.arrived))
         self._order.append(slot)
@@ -186,7 +186,7 @@ class OffloadedInputs:
             self.h2d.wait(record_compute(self._device))  # its memory may just have been freed by the compute stream
             assert saved.arrived is not None
             saved.arrived.delay(self.h2d.stream)
-            self.h2d.copy(saved.device.view(-1), saved.host, timed=True)
+            self.h2d.copy(saved.device.view(-1), saved.host, "inputs", timed=True)
             saved.returned = self.h2d.record()
         return saved.device
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from offloadkit.errors import ModelError
+from offloadkit.offload import trace
 from offloadkit.offload.layers import FlatLayer, Slot
 from offloadkit.offload.streams import CopyStream, Event, record_compute
 from offloadkit.offload.waits import Waits
@@ -160,7 +161,7 @@ class Gradients:
         sizes = [layer.landing_bytes for layer in passing]
         self._pool = LandingPool(self._device, max(sizes, default=0), waits)
         self._pooled = {layer for layer in passing if not is_small(layer.landing_bytes, sizes)}
-        self.d2h = CopyStream(self._device)
+        self.d2h = CopyStream(self._device, "D2H")
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in staging:
             self._staging.put(buffer)
@@ -238,6 +239,8 @@ class Gradients:
         self.d2h.synchronize()
 
     def _finish(self, layer: LayerGradient) -> None:
+        if (tracing := trace.active()) is not None:
+            tracing.has_gradients_of(layer.layer.name)
         layer.complete = True
         fresh = layer.received - layer.window
         again = layer.received & layer.window
@@ -276,7 +279,7 @@ class Gradients:
         assert layer.host is not None
         host, piece = layer.host, staged[0][: layer.landing_bytes].view(layer.landing_dtype)
         self.d2h.wait(record_compute(self._device))
-        self.d2h.copy(piece, layer.landing, timed=True)
+        self.d2h.copy(piece, layer.landing, layer.layer.name, timed=True)
         arrived = self.d2h.record()
         self._release(layer, arrived)
         layer.sums_on_host = True

@@ -122,7 +122,7 @@ class StateRing:
         Args:
             num_bytes: of one buffer.
         """
-        self.h2d, self.d2h = CopyStream(device), CopyStream(device)
+        self.h2d, self.d2h = CopyStream(device, "H2D"), CopyStream(device, "D2H")
         memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
         self._buffers = [_Buffer(memory, {}) for memory in memories]
         self._num_fetched = 0
@@ -178,7 +178,7 @@ class StateRing:
         """Copy from VRAM to RAM among the layer's other arrays."""
         if after is not None:
             self.d2h.wait(after)
-        self.d2h.copy(into, source)
+        self.d2h.copy(into, source, "weights")
         layer.drained = self.d2h.record()
 
     def _step_chunk(
@@ -202,7 +202,9 @@ class StateRing:
         stepped = stream.record()
         self._under_way.append(stepped)
         self.d2h.wait(stepped)
-        drained = self.d2h.copy_all([(part, here[name]) for name, part in chunk.host.items() if name != "gradient"])
+        drained = self.d2h.copy_all(
+            [(part, here[name]) for name, part in chunk.host.items() if name != "gradient"], "states"
+        )
         buffer.free = drained
         if self.fill_with_nan:
             with self.d2h.as_current():
@@ -228,7 +230,7 @@ class StateRing:
             if event is not None:
                 self.h2d.wait(event)
         here = buffer.parts(chunk)
-        buffer.arrived = self.h2d.copy_all([(here[name], chunk.host[name]) for name in names])
+        buffer.arrived = self.h2d.copy_all([(here[name], chunk.host[name]) for name in names], "states")
         return buffer
 
     def _hold_back(self) -> None:

@@ -4,7 +4,7 @@ processor."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -147,8 +147,7 @@ class LayerState:
                 layer, torch.zeros_like(weights, device=device) if by_cpu else weights, waits
             )
         host = slab.cut(layer.numel, gradient_dtype(layer, accumulation)) if by_cpu else None
-        sums = slab.cut(layer.num_norm_blocks, torch.float64)
-        self.gradient = LayerGradient(self.weights, host, sums, on_device=placement.gradients == "vram")
+        self.gradient = LayerGradient(self.weights, host, on_device=placement.gradients == "vram")
         self.ring, self._passing = ring, self._passing_states(host) if ring is not None else None
         self.on_gpu = placement.step == "gpu"
         self.switchable = may_switch and by_cpu and self._passing is not None
@@ -250,7 +249,7 @@ class LayerState:
                 flat = _flat_state(self.layer, self.flat.weights, slab.cut)
                 adamw_step(flat, self.gradient.host, segments, grad_scale)
         if isinstance(self.weights, ResidentWeights):
-            stream.copy(self.weights.flat, self.flat.weights, timed=True)
+            stream.copy(self.weights.flat, self.flat.weights, self.layer.name, timed=True)
             self.uploaded = stream.record()
 
     def _step_on_gpu(self, segments: Sequence[Segment], grad_scale: float, stream: CopyStream) -> None:
@@ -270,6 +269,12 @@ class LayerState:
             self.uploaded, self._copy_is_stale = stepped, self.gradient.host is not None
         else:
             self.uploaded = streamed.written = passing.drained
+
+    def step_bytes(self) -> int:
+        """Memory traffic of a step on the CPU: the gradient is read, weights and states are read and written."""
+        sizes = (getattr(getattr(self.flat, field.name), "nbytes", 0) for field in fields(self.flat))
+        gradient = 0 if self.gradient.host is None else self.gradient.host.nbytes
+        return gradient + 2 * int(sum(sizes))
 
     def prefetch(self) -> None:
         """Start fetching what the next `step` needs first: states from disk, states from RAM that the GPU steps, or

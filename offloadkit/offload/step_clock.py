@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offloadkit.offload import trace
 from offloadkit.offload.streams import BusyTime, Event, record_compute
 from offloadkit.offload.update import Update
 from offloadkit.telemetry import StepRecord
@@ -46,12 +47,14 @@ class StepClock:
         if now.last_backward is not None:
             now.other_seconds += time.perf_counter() - now.last_backward
             now.last_backward = None
+        _traced("forward")
         return record_compute(self._device, timing=True)
 
     def end_forward(self, began: Event, num_tokens: int | None) -> None:
         """Forward over `num_tokens` positions has come to its end."""
         if num_tokens is not None:
             self._now.num_tokens = (self._now.num_tokens or 0) + num_tokens
+        _traced("")
         self._now.forwards.append((began, record_compute(self._device, timing=True)))
 
     def start_backward(self, loss: torch.Tensor) -> Event:
@@ -59,9 +62,11 @@ class StepClock:
         copy = torch.empty((), dtype=torch.float32, pin_memory=self._device.type == "cuda")
         copy.copy_(loss.detach().reshape(()), non_blocking=True)
         self._now.losses.append(copy)
+        _traced("backward")
         return record_compute(self._device, timing=True)
 
     def end_backward(self, began: Event) -> None:
+        _traced("")
         self._now.backwards.append((began, record_compute(self._device, timing=True)))
         self._now.last_backward = time.perf_counter()
 
@@ -85,6 +90,11 @@ class StepClock:
         while self._past and _is_past(self._past[0]):
             records.append(_record(self._past.pop(0), memory()))
         return records
+
+
+def _traced(phase: str) -> None:
+    if (tracing := trace.active()) is not None:
+        tracing.phase(phase)
 
 
 def _is_past(window: _Window) -> bool:

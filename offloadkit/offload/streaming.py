@@ -177,7 +177,7 @@ class WeightRing:
         self._blocks = [StreamedBlock(group, self) for group in by_block.values()]
         size = max(sum(_num_bytes(layer.host) for layer in block.layers) for block in self._blocks)
         self._buffers = [_Buffer(torch.zeros(size, dtype=torch.uint8, device=device)) for _ in range(num_buffers)]
-        self.h2d = CopyStream(device)
+        self.h2d = CopyStream(device, "H2D")
         self._current: _Buffer | None = None
         self._follows: dict[tuple[bool, StreamedBlock], StreamedBlock] = {}
         self._num_uses = 0
@@ -263,7 +263,9 @@ class WeightRing:
         for layer, memory in _parts(block, buffer.memory):
             if layer.written is not None:
                 self.h2d.wait(layer.written)
-            self.h2d.copy(memory, layer.host.view(torch.uint8), timed=self.in_forward or self.in_backward)
+            self.h2d.copy(
+                memory, layer.host.view(torch.uint8), layer.layer.name, timed=self.in_forward or self.in_backward
+            )
         buffer.holds, buffer.arrived = block, self.h2d.record()
         for layer in block.layers:
             layer.copied = buffer.arrived

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+from offloadkit.offload import trace
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 
@@ -83,9 +85,14 @@ class BusyTime:
 
 
 class CopyStream:
-    """A stream for copies in one direction, beside the compute stream."""
+    """A stream for copies in one direction, or for the GPU's steps, beside the compute stream.
 
-    def __init__(self, device: torch.device) -> None:
+    Attributes:
+        track: what a trace calls it.
+    """
+
+    def __init__(self, device: torch.device, track: str) -> None:
+        self.track = track
         self.stream: torch.cuda.Stream | None = _cuda.Stream(device) if device.type == "cuda" else None
         self._busy = BusyTime()
 
@@ -111,34 +118,49 @@ class CopyStream:
         busy, self._busy = self._busy, BusyTime()
         return busy
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, *, timed: bool = False) -> None:
+    def copy(self, into: torch.Tensor, source: torch.Tensor, name: str = "", *, timed: bool = False) -> None:
         """Copy `source` to `into`: contiguous tensors of one dtype and size.
 
-        Without a GPU not by a torch operation: those of a second thread start an OpenMP team of their own, beside which
-        the main thread's forward and backward take a third longer.
+        Args:
+            name: in a trace.
         """
-        began = self.record(timing=True) if timed else None
+        if timed or trace.active() is not None:
+            self.copy_all([(into, source)], name, timed=timed)
+        else:
+            self._put(into, source)
+
+    def copy_all(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], name: str = "", *, timed: bool = True
+    ) -> Event:
+        """`copy` of (into, source) pairs, timed as one; returns their end."""
+        began = self.record(timing=True)
+        for into, source in pairs:
+            self._put(into, source)
+        ended = self.record(timing=True)
+        if timed:
+            self._busy.add(began, ended)
+        tracing = trace.active()
+        if tracing is not None:
+            tracing.device(self.track, name, began, ended, sum(into.nbytes for into, _ in pairs))
+        return ended
+
+    @contextmanager
+    def traced(self, name: str) -> Iterator[None]:
+        """What goes to this stream while it is open is a range of a trace."""
+        tracing = trace.active()
+        began = None if tracing is None else self.record(timing=True)
+        yield
+        if tracing is not None:
+            tracing.device(self.track, name, began, self.record(timing=True))
+
+    def _put(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Without a GPU not by a torch operation: those of a second thread start an OpenMP team of their own, beside
+        which the main thread's forward and backward take a third longer."""
         if self.stream is None:
             ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
         else:
             with torch.cuda.stream(self.stream):
                 into.copy_(source, non_blocking=True)
-        if began is not None:
-            self._busy.add(began, self.record(timing=True))
-
-    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """`copy` of (into, source) pairs, timed as one; returns their end."""
-        began = self.record(timing=True)
-        if self.stream is None:
-            for into, source in pairs:
-                self.copy(into, source)
-        else:
-            with torch.cuda.stream(self.stream):
-                for into, source in pairs:
-                    into.copy_(source, non_blocking=True)
-        ended = self.record(timing=True)
-        self._busy.add(began, ended)
-        return ended
 
 
 def compute_stream(device: torch.device) -> torch.cuda.Stream | None:

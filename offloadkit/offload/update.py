@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 
+from offloadkit.offload import trace
 from offloadkit.offload.gradients import take_sums
 from offloadkit.offload.split import Split, Took
 from offloadkit.offload.states import GroupOptions, LayerState
@@ -95,7 +96,7 @@ class StepThread:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.h2d, self.kernels = CopyStream(device), CopyStream(device)
+        self.h2d, self.kernels = CopyStream(device, "H2D"), CopyStream(device, "step on the GPU")
         self.split = Split()
         self.error: BaseException | None = None
         self._worker = _Worker("offloadkit-step", device, self._failed)
@@ -147,7 +148,8 @@ class StepThread:
             assert state.gradient.sent is not None
             state.gradient.sent.synchronize()
         arrived = time.perf_counter()
-        update.norm = _norm(update) / update.loss_scale
+        with trace.host("norm", "norm"):
+            update.norm = _norm(update) / update.loss_scale
         update.norm_known.set()
         normed = time.perf_counter()
         update.seconds = {"gradient_wait": arrived - started, "norm": normed - arrived}
@@ -183,7 +185,8 @@ class StepThread:
         for index, (state, slots, pending) in enumerate(layers):
             for coming, _, _ in layers[index + 1 : index + 1 + NUM_STATE_BUFFERS]:
                 coming.prefetch()
-            state.step(slots, update.options, scale, self.h2d)
+            with trace.host("CPU step", state.layer.name, state.step_bytes):
+                state.step(slots, update.options, scale, self.h2d)
             pending.record(state.uploaded)
 
     def _queue_on_gpu(self, update: Update, layers: Sequence[Stepped], queued: threading.Event) -> None:
@@ -192,7 +195,8 @@ class StepThread:
             self.kernels.wait(update.compute_done)
             scale, began = update.grad_scale(), self.kernels.record(timing=True)
             for state, slots, pending in sorted(layers, key=lambda item: item[0].passes):
-                state.step(slots, update.options, scale, self.kernels)
+                with self.kernels.traced(state.layer.name):
+                    state.step(slots, update.options, scale, self.kernels)
                 pending.record(state.uploaded)
             update.gpu = began, self.kernels.record(timing=True)
             busy = BusyTime()

@@ -17,6 +17,7 @@ from torch.utils import dlpack
 
 from offloadkit.errors import EngineStateError
 from offloadkit.hardware import trim_heap
+from offloadkit.offload import trace
 from offloadkit.offload.layers import DTYPES, FlatLayer, Slot, stays_fp32
 from offloadkit.offload.streams import Event
 from offloadkit.offload.waits import Waits
@@ -200,6 +201,8 @@ class Gates:
                 self._ran.add(module)
                 self._asked.setdefault(weight, len(self._asked))
                 weight.use()
+                if (tracing := trace.active()) is not None:
+                    tracing.asks_for(weight.layer.name)
 
         def wait(module: nn.Module, *args: Any) -> None:
             for weight in self._layers_of.get(module, ()):
