@@ -6,17 +6,20 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import re
 import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import offloadkit
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, OutOfVramError
@@ -96,10 +99,9 @@ def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
 
 def graphs(printed: str) -> list[str]:
     """What was compiled, by the lines that said so."""
-    ends = [line.removeprefix("compiled ").partition(" in ")[0] for line in printed.splitlines() if " in " in line]
-    begins = [line.removeprefix("compiling ").partition(":")[0] for line in printed.splitlines() if ": this" in line]
-    assert begins == ends
-    return begins
+    begun = re.findall(r"^compiling (.*): this step waits for it$", printed, re.MULTILINE)
+    assert begun == re.findall(r"^compiled (.*) in \d+\.\d s$", printed, re.MULTILINE)
+    return begun
 
 
 def mixed(kind: str) -> Plan:
@@ -261,6 +263,19 @@ def test_afterwards_the_model_is_as_it_was_and_can_go(device: str) -> None:
     del model, batch
     gc.collect()
     assert gone() is None
+
+
+def test_finetune_compiles_and_evaluates_without(
+    tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import T5ForConditionalGeneration
+
+    rows = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(4)]
+    run: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "use_cpu": device == "cpu", "output_dir": tmp_path}
+    model = T5ForConditionalGeneration(t5_config(num_layers=1))
+    result = offloadkit.finetune(model, rows, eval_dataset=rows, tokenizer="byte", compile_blocks=True, **run)
+    assert graphs(capsys.readouterr().out) == ["1 x T5Block", "1 x T5Block"]
+    assert result.metrics["eval_loss"] > 0
 
 
 def test_a_model_without_blocks_is_refused() -> None:
