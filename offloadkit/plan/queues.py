@@ -21,8 +21,8 @@ class Queues:
 
     def take(self, resource: str, seconds: float, ready: float, purpose: str | None = None) -> float:
         """Work that can start at `ready`; the time of its end."""
-        end = max(self.free[resource], ready) + seconds
-        self.free[resource] = end
+        began = self.free[resource]
+        end = self.free[resource] = (began if began > ready else ready) + seconds
         self.busy[purpose or resource] += seconds
         return end
 

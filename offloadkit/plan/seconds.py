@@ -115,6 +115,16 @@ class StepModel:
         """Seconds of a step where everything is kept in VRAM and nothing is recomputed."""
         return self.seconds([_IN_VRAM] * sum(len(unit.layers) for unit in self._units)).step
 
+    def gpu_share(self) -> float:
+        """Share of the layers with states in RAM that the GPU steps where both processors are done together: as long as
+        the CPU steps its layers, states of the others and the stepped weights are on the bus."""
+        layers = [layer for unit in self._units for layer in unit.layers]
+        weights = sum(layer.weight_bytes for layer in layers)
+        states = sum(layer.state_bytes for layer in layers)
+        h2d, _ = both_ways(states, states, self._hardware)
+        cpu = max(0.0, sum(layer.cpu_step for layer in layers) - weights / h2d)
+        return cpu / (cpu + states / h2d) if cpu else 0.0
+
     def seconds(self, placements: Sequence[Placement]) -> Seconds:
         """The step with `placements`, one for each layer."""
         others = self._accumulation - 1
@@ -143,13 +153,11 @@ class StepModel:
         before = 0.0
         ends: list[float] = []
         for unit in self._units:
-            ready, on_gpu, known, leaves, streamed = 0.0, 0.0, 0.0, False, False
-            launches = FORWARD_LAUNCHES + streams * STREAMED_LAUNCHES[0]
-            if any(placements[layer.index].activations != "keep" for layer in unit.layers):
-                launches += RECOMPUTED_LAUNCHES[0]
+            ready, on_gpu, known, again, leaves, streamed = 0.0, 0.0, 0.0, False, False, False
             for layer in unit.layers:
                 where, stepped = placements[layer.index], 0.0
-                leaves |= where.activations == "offload"
+                if where.activations != "keep":
+                    again, leaves = True, where.activations == "offload"
                 if updates and where.step == "cpu":
                     stepped = self._stepped(queues, layer, where, bus)
                     known = max(known, stepped)
@@ -172,6 +180,7 @@ class StepModel:
             before = max(queues.free["GPU"], ready)
             queues.take("GPU", on_gpu, ready, "GPU step")
             queues.take("GPU", unit.forward, ready, "forward")
+            launches = FORWARD_LAUNCHES + streams * STREAMED_LAUNCHES[0] + again * RECOMPUTED_LAUNCHES[0]
             end = queues.launched(launches * unit.forward_launches, known)
             if streamed:
                 ends.append(end)
@@ -231,34 +240,34 @@ class StepModel:
         sent: list[float] = []
         added: list[float] = []
         for unit in reversed(self._units):
-            wheres = [placements[layer.index] for layer in unit.layers]
             ready = sent[-NUM_LANDINGS] if len(sent) >= NUM_LANDINGS else 0.0
-            fetched = [layer for layer, where in zip(unit.layers, wheres, strict=True) if where.weights == "ram"]
+            fetched, again, leaves, seconds = 0, False, False, unit.backward
+            for layer in unit.layers:
+                where = placements[layer.index]
+                if where.weights == "ram":
+                    fetched += layer.weight_bytes
+                if where.activations != "keep":
+                    again, leaves = True, where.activations == "offload"
+                seconds += layer.landing
+                if adds and where.gradients == "vram":
+                    seconds += layer.adding_in_vram
             if fetched:
                 num_streamed += 1
                 if num_streamed > NUM_WEIGHT_BUFFERS:  # else it is there since forward
-                    num_bytes = sum(layer.weight_bytes for layer in fetched)
-                    ready = max(ready, queues.take("H2D", num_bytes / h2d, max(before, ends[-NUM_WEIGHT_BUFFERS])))
-            if any(where.activations == "offload" for where in wheres):
+                    ready = max(ready, queues.take("H2D", fetched / h2d, max(before, ends[-NUM_WEIGHT_BUFFERS])))
+            if leaves:
                 ready = max(ready, queues.take("H2D", unit.input_bytes / h2d, before))
             before = max(queues.free["GPU"], ready)
-            seconds = unit.backward + sum(layer.landing for layer in unit.layers)
             launches = (BACKWARD_LAUNCHES + streams * STREAMED_LAUNCHES[1]) * unit.backward_launches
-            if any(where.activations != "keep" for where in wheres):
+            if again:
                 seconds += unit.forward
                 launches += (FORWARD_LAUNCHES + RECOMPUTED_LAUNCHES[1]) * unit.forward_launches
-            if adds:
-                seconds += sum(
-                    layer.adding_in_vram
-                    for layer, where in zip(unit.layers, wheres, strict=True)
-                    if where.gradients == "vram"
-                )
             queues.take("GPU", seconds, ready, "backward")
             end = queues.launched(launches, 0.0)
             if fetched:
                 ends.append(end)
-            for layer, where in zip(unit.layers, wheres, strict=True):
-                if where.gradients == "ram":
+            for layer in unit.layers:
+                if placements[layer.index].gradients == "ram":
                     if len(added) >= NUM_STAGING:  # Python waits until a staging buffer is free
                         queues.python_waits(added[-NUM_STAGING])
                     sent.append(queues.take("D2H", layer.landing_bytes / d2h, max(end, queues.python_goes_on())))

@@ -190,7 +190,8 @@ def is_small(landing_bytes: int, sizes: Sequence[int]) -> bool:
 
 def pool_of_landings(sizes: Sequence[int]) -> int:
     """How many landings gradients of these sizes share, each as large as the largest gradient."""
-    return min(NUM_LANDINGS, sum(not is_small(size, sizes) for size in sizes))
+    largest = sizes and [max(sizes)]
+    return min(NUM_LANDINGS, sum(not is_small(size, largest) for size in sizes))
 
 
 def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> dict[str, dict[str, int]]:
@@ -204,7 +205,8 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
     landing = [layer for layer, _ in placed] if accumulation > 1 else through_ram
     sizes = [layer.landing_bytes() for layer in landing if not layer.shared]
     landings, own = pool_of_landings(sizes), sum(layer.landing_bytes() for layer in landing if layer.shared)
-    landings_bytes = landings * max(sizes, default=0) + own + sum(size for size in sizes if is_small(size, sizes))
+    largest = max(sizes, default=0)
+    landings_bytes = landings * largest + own + sum(size for size in sizes if is_small(size, [largest]))
     streamed: dict[str, int] = defaultdict(int)  # a block has a flat layer for each of its dtypes
     for layer, where in placed:
         if where.weights == "ram":
@@ -226,4 +228,8 @@ def step_buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulati
     if not any(where.states == "ram" and where.step == "gpu" for _, where in placed):
         return 0
     passing = [item for item in placed if item[1].states == "ram" and gpu_can_step(item[1])]
-    return max(layer.passing_bytes(where, accumulation) for layer, where in passing)
+    kinds = {  # a model has few, and is planned over and over
+        (layer.numel, layer.dtype, layer.shared, layer.precision, where.weights, where.gradients): (layer, where)
+        for layer, where in passing
+    }
+    return max(layer.passing_bytes(where, accumulation) for layer, where in kinds.values())
