@@ -155,14 +155,11 @@ def finetune(
     offload = with_wishes(offload, working_dtype=dtype, **wishes)
     output = writable(output_dir)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    own = {
-        "output_dir": str(output),
-        "num_train_epochs": epochs,
-        "max_steps": max_steps or -1,
+    own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
+    own |= {
         "per_device_train_batch_size": _rows(model, batch_size, lengths, offload, training_arguments),
         "gradient_accumulation_steps": gradient_accumulation,
         "learning_rate": learning_rate or LEARNING_RATES[init],
-        "seed": seed,
     }
     args = _training_arguments(own, training_arguments, dtype, eval_dataset is not None)
     sizes = checked_plan(model, args, offload, lengths)

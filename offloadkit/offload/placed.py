@@ -112,7 +112,10 @@ class PlacedModel:
     def _allocate(self, layers: Sequence[FlatLayer]) -> tuple[list[LayerState], list[torch.Tensor]]:
         """The layers' states, and the staging buffers for accumulation in RAM."""
         placed = list(zip(layers, self._plan.layers, self._plan.placements, strict=True))
-        sizes = [sum(shape.ram_bytes(placement, self._accumulation).values()) for _, shape, placement in placed]
+        sizes = [  # the norm's sums have a place of their own
+            sum(shape.ram_bytes(placement, self._accumulation).values()) - shape.sums_bytes()
+            for _, shape, placement in placed
+        ]
         through_ram = [shape.landing_bytes() for _, shape, placement in placed if placement.gradients == "ram"]
         num_staging = NUM_STAGING if self._accumulation > 1 and through_ram else 0
         staging = max(through_ram, default=0)
