@@ -184,7 +184,8 @@ def test_an_input_fetched_ahead_and_not_used_is_kept_until_it_is_there() -> None
 
 
 def test_landings_are_those_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T5's two last norms are one layer, which waits through all of the decoder's backward. No copy is done soon."""
+    """T5's two last norms are one layer, which waits through all of the decoder's backward. No copy is done soon. Beside
+    the landings autograd has a layer's gradients."""
     monkeypatch.setattr(Event, "done", lambda event: False)
     from transformers import T5ForConditionalGeneration
 
@@ -202,7 +203,8 @@ def test_landings_are_those_that_were_planned(monkeypatch: pytest.MonkeyPatch) -
         taken = sum(buffer.numel() for buffer, _ in gradients._pool._free)
         taken += sum(layer.own_buffer.numel() for layer in gradients.layers if layer.own_buffer is not None)
         sums = sum(layer.sums_bytes() for layer in made.layers)
-        assert taken == made.tiers["vram"]["gradients"] - sums
+        autograds = max(layer.landing_bytes() for layer in made.layers if not layer.shared)
+        assert taken + autograds == made.tiers["vram"]["gradients"] - sums
         engine.close()
 
 

@@ -19,7 +19,8 @@ TINY_BLOCK = 256
 """Elements of an 8-bit moment that share one fp32 scale."""
 
 NUM_LANDINGS = 2
-"""Layers whose gradients may be in VRAM at once: one being written, the other on its way to RAM."""
+"""Layers whose gradients may be in VRAM at once: autograd's until the last of a layer is there, and those in a landing,
+on their way to RAM."""
 SMALL_LANDING = 64
 """A layer whose gradient is so many times smaller than the largest one has a landing of its own: it may stay there for
 long (a last norm that waits for another one)."""
@@ -191,22 +192,23 @@ def is_small(landing_bytes: int, sizes: Sequence[int]) -> bool:
 def pool_of_landings(sizes: Sequence[int]) -> int:
     """How many landings gradients of these sizes share, each as large as the largest gradient."""
     largest = sizes and [max(sizes)]
-    return min(NUM_LANDINGS, sum(not is_small(size, largest) for size in sizes))
+    return min(NUM_LANDINGS - 1, sum(not is_small(size, largest) for size in sizes))
 
 
 def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> dict[str, dict[str, int]]:
     """Bytes of what layers share, by tier and category: landings, weight buffers, staging, buffers of states.
 
-    A tied weight's landing is taken until the end of backward, and small layers have their own; for the others there
-    are `NUM_LANDINGS` of the largest one's size. Where the GPU steps a layer whose states are in RAM, the step buffers
-    are wide enough for every layer that it might step too.
+    A tied weight's landing is taken until the end of backward, and small layers have their own; the others share one of
+    the largest one's size. Beside it autograd has the gradients of one layer, whoever steps it. Where the GPU steps a
+    layer whose states are in RAM, the step buffers are wide enough for every layer that it might step too.
     """
     through_ram = [layer for layer, where in placed if where.gradients == "ram"]
     landing = [layer for layer, _ in placed] if accumulation > 1 else through_ram
     sizes = [layer.landing_bytes() for layer in landing if not layer.shared]
     landings, own = pool_of_landings(sizes), sum(layer.landing_bytes() for layer in landing if layer.shared)
     largest = max(sizes, default=0)
-    landings_bytes = landings * largest + own + sum(size for size in sizes if is_small(size, [largest]))
+    autograds = max((layer.landing_bytes() for layer, _ in placed if not layer.shared), default=0)
+    landings_bytes = autograds + landings * largest + own + sum(size for size in sizes if is_small(size, [largest]))
     streamed: dict[str, int] = defaultdict(int)  # a block has a flat layer for each of its dtypes
     for layer, where in placed:
         if where.weights == "ram":
