@@ -117,14 +117,14 @@ def mixed(kind: str) -> Plan:
     [
         ("lm", (7, 7, 7), ["4 x Residual"]),
         ("llama", (7, 5, 7), ["3 x LlamaDecoderLayer", "3 x LlamaDecoderLayer"]),
-        ("t5", (7, 7), ["1 x T5Block", "1 x T5Block", "1 x T5Block", "1 x T5Block"]),
+        ("t5", (7, 7), ["1 x T5Block", "1 x T5Block"]),
     ],
 )
 def test_equal_blocks_share_one_graph_and_no_placement_changes_a_number(
     kind: str, lengths: tuple[int, ...], expected_graphs: list[str], device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also where their weights are elsewhere in every step. The second length is compiled for every length; T5's first
-    block has a bias of its own in both stacks."""
+    block holds an embedding in both stacks, and is not compiled."""
     work = batches(kind, device, lengths)
     expected = trained(kind, work, device)
     assert graphs(capsys.readouterr().out) == expected_graphs
@@ -272,7 +272,7 @@ def test_finetune_compiles_and_evaluates_without(
 
     rows = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(4)]
     run: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "use_cpu": device == "cpu", "output_dir": tmp_path}
-    model = T5ForConditionalGeneration(t5_config(num_layers=1))
+    model = T5ForConditionalGeneration(t5_config(num_layers=2))
     result = offloadkit.finetune(model, rows, eval_dataset=rows, tokenizer="byte", compile_blocks=True, **run)
     assert graphs(capsys.readouterr().out) == ["1 x T5Block", "1 x T5Block"]
     assert result.metrics["eval_loss"] > 0
