@@ -29,8 +29,10 @@ from offloadkit.offload.streaming import WeightRing
 from offloadkit.offload.streams import CopyStream, Event
 from offloadkit.plan import Plan, possible, shapes, tier_bytes
 from tests.models import TinyLM, tokens, train
+from tests.simulated_streams import Simulation
 
 LEAST_RAM = Placement(gradients="vram", step="gpu")
+IN_VRAM = Placement(gradients="vram", states="vram", step="gpu")
 STREAMED = [Placement(weights=w, gradients=g, step="gpu") for w, g in product(("vram", "ram"), repeat=2)]  # type: ignore[arg-type]
 DTYPES = ["bf16", "fp16", "fp32"]
 
@@ -286,7 +288,7 @@ def test_random_delays_on_threads_and_streams_change_no_number(device: str, monk
     expected = trained(device, steps, **options)
     plan = mixed(
         OffloadConfig(**options),
-        [*STREAMED, Placement(), Placement(weights="ram"), Placement(gradients="vram", states="vram", step="gpu")],
+        [*STREAMED, Placement(), Placement(weights="ram"), IN_VRAM],
     )
 
     def pause() -> None:
@@ -310,10 +312,63 @@ def test_random_delays_on_threads_and_streams_change_no_number(device: str, monk
     assert_equal(expected, trained(device, steps, plan, **options), plan.placements)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_streams_that_run_late_change_no_number(seed: int, accumulation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams as threads: a wait that is missing shows without a GPU too."""
+    options: dict[str, Any] = {"working_dtype": DTYPES[seed], "gradient_accumulation": accumulation}
+    expected = trained("cpu", 10, **options)
+    placements = [*STREAMED, Placement(), Placement(weights="ram"), IN_VRAM]
+    random.Random(seed).shuffle(placements)
+    plan = mixed(OffloadConfig(**options), placements)
+    monkeypatch.setattr(StateRing, "fill_with_nan", False)  # which is no operation of a stream here
+    monkeypatch.setattr(Split, "correct", at_random(seed))
+    simulation = Simulation(monkeypatch, seed=seed, longest=1e-3)
+    try:
+        assert_equal(expected, trained("cpu", 10, plan, **options), placements)
+    finally:
+        simulation.close()
+    assert simulation.errors == []
+    assert simulation.num_operations > 1000
+
+
+@pytest.mark.parametrize("placement", [LEAST_RAM, STREAMED[2]], ids=["weights in vram", "weights in ram"])
+def test_what_is_still_on_its_way_to_ram_is_waited_for(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk in all, which the next step fetches before anything else; and weights that are saved at once."""
+    monkeypatch.setattr(shapes, "STEP_CHUNK", 1 << 23)
+    monkeypatch.setattr(StateRing, "fill_with_nan", False)
+    config, part = OffloadConfig(learning_rate=1e-2), "blocks.1"
+    plan = mixed(config, [IN_VRAM])
+    placements = tuple(
+        placement if layer.name == part else where for layer, where in zip(plan.layers, plan.placements, strict=True)
+    )
+    plan = replace(plan, placements=placements, tiers=tier_bytes(plan.layers, placements, 1))
+    results: list[list[torch.Tensor]] = []
+    for is_late in (False, True):
+        simulation = Simulation(monkeypatch, seed=0, longest=0.0) if is_late else None
+        saved: list[torch.Tensor] = []
+        with OffloadEngine(lm().eval(), config, device="cpu", plan=plan) as engine:
+            for step, batch in enumerate(tokens(12)):
+                engine.backward(engine(batch))
+                engine.step()
+                if simulation is not None and step == 0:
+                    (ring,) = {state.ring for state in engine._placed.states}
+                    assert ring is not None
+                    simulation.delay(ring.d2h, 0.2)
+                if step % 4 == 3:
+                    saved += [tensor.clone() for tensor in engine.module.get_submodule(part).state_dict().values()]
+            saved += numbers(engine).values()
+        results.append(saved)
+        if simulation is not None:
+            simulation.close()
+            assert simulation.errors == []
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 @pytest.mark.gpu
 def test_the_main_thread_synchronises_nothing_while_the_gpu_steps() -> None:
     config = OffloadConfig(learning_rate=1e-3)
-    plan = mixed(config, [*STREAMED, Placement(), Placement(gradients="vram", states="vram", step="gpu")])
+    plan = mixed(config, [*STREAMED, Placement(), IN_VRAM])
     with OffloadEngine(lm(), config, plan=plan) as engine:
         train(engine, tokens(4, "cuda"))
         batches = tokens(8, "cuda")

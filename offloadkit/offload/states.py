@@ -105,7 +105,8 @@ class LayerState:
         switchable: whether both processors can step it, and the plan's choice is no user's.
         steps: fp32 [num_slots], how often each parameter was stepped.
         gradient: its gradient on the way to the step.
-        uploaded: the end of the newest step as forward sees it: the weights are where it looks for them.
+        uploaded: the end of the newest step: resident weights are where forward looks for them, and a gradient in VRAM
+            may be written again. Streamed weights know by themselves when they may be fetched.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class LayerState:
         """One AdamW step of the parameters at `slots`, in place; the others keep everything, their step count too. The
         calling thread waits for a step on the CPU; one on the GPU is queued.
 
-        Either way the layer's working weights are where forward looks for them once `uploaded` is reached.
+        Either way forward may ask for the layer's working weights once `uploaded` is reached.
 
         Args:
             stream: for the weights that the CPU steps, or for the GPU's kernels; it has waited for the compute stream.
@@ -264,11 +265,11 @@ class LayerState:
         assert self.ring is not None
         kept = self.gradient.kept if passing.gradient is None else None
         unread = None if streamed is None else streamed.copied
-        stepped = self.ring.step(passing, kept, segments, grad_scale, stream, unread=unread)
+        self.uploaded = self.ring.step(passing, kept, segments, grad_scale, stream, unread=unread)
         if streamed is None:
-            self.uploaded, self._copy_is_stale = stepped, self.gradient.host is not None
+            self._copy_is_stale = self.gradient.host is not None
         else:
-            self.uploaded = streamed.written = passing.drained
+            streamed.written = passing.drained
 
     def step_bytes(self) -> int:
         """Memory traffic of a step on the CPU: the gradient is read, weights and states are read and written."""

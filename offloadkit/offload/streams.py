@@ -127,15 +127,14 @@ class CopyStream:
         if timed or trace.active() is not None:
             self.copy_all([(into, source)], name, timed=timed)
         else:
-            self._put(into, source)
+            self._put([(into, source)])
 
     def copy_all(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], name: str = "", *, timed: bool = True
     ) -> Event:
         """`copy` of (into, source) pairs, timed as one; returns their end."""
         began = self.record(timing=True)
-        for into, source in pairs:
-            self._put(into, source)
+        self._put(pairs)
         ended = self.record(timing=True)
         if timed:
             self._busy.add(began, ended)
@@ -153,13 +152,15 @@ class CopyStream:
         if tracing is not None:
             tracing.device(self.track, name, began, self.record(timing=True))
 
-    def _put(self, into: torch.Tensor, source: torch.Tensor) -> None:
+    def _put(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Without a GPU not by a torch operation: those of a second thread start an OpenMP team of their own, beside
         which the main thread's forward and backward take a third longer."""
         if self.stream is None:
-            ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
-        else:
-            with torch.cuda.stream(self.stream):
+            for into, source in pairs:
+                ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+            return
+        with torch.cuda.stream(self.stream):
+            for into, source in pairs:
                 into.copy_(source, non_blocking=True)
 
 
