@@ -176,7 +176,10 @@ class WeightRing:
             by_block.setdefault(layer.layer.block, []).append(layer)
         self._blocks = [StreamedBlock(group, self) for group in by_block.values()]
         size = max(sum(_num_bytes(layer.host) for layer in block.layers) for block in self._blocks)
-        self._buffers = [_Buffer(torch.zeros(size, dtype=torch.uint8, device=device)) for _ in range(num_buffers)]
+        self._memory = torch.zeros(num_buffers * size, dtype=torch.uint8, device=device)
+        self._start, self._size = self._memory.data_ptr(), size
+        starts = range(0, num_buffers * size, size)
+        self._buffers = [_Buffer(self._memory[start : start + size]) for start in starts]
         self.h2d = CopyStream(device, "H2D")
         self._current: _Buffer | None = None
         self._follows: dict[tuple[bool, StreamedBlock], StreamedBlock] = {}
@@ -230,12 +233,11 @@ class WeightRing:
         self.h2d.synchronize()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedWeight:
-        address = tensor.data_ptr()
-        for buffer in self._buffers:
-            offset = address - buffer.memory.data_ptr()
-            if 0 <= offset < buffer.memory.numel() and tensor.device == self.device and buffer.holds is not None:
-                return _SavedWeight(buffer.holds, offset, tensor.dtype, tensor.shape, tensor.stride())
-        return tensor
+        index, offset = divmod(tensor.data_ptr() - self._start, self._size)
+        if not 0 <= index < len(self._buffers) or tensor.device != self.device:
+            return tensor
+        block = self._buffers[index].holds
+        return tensor if block is None else _SavedWeight(block, offset, tensor.dtype, tensor.shape, tensor.stride())
 
     def _unpack(self, saved: torch.Tensor | _SavedWeight) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
