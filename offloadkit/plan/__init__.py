@@ -1,7 +1,8 @@
 """The plan: how many bytes of each kind a run needs, where they live, and how long a step takes. Pure arithmetic.
 
-`shapes` (bytes of a layer), `memory` (bytes of a run), `seconds` (a step), `search` (placements), `plan` (all of it),
-`text` and `explain` (in words); `work` is what a micro-batch computes, as `offload.micro_batch` found it.
+`shapes` (bytes of a layer), `memory` (bytes of a run), `costs` (seconds of a layer and of a pass), `queues` (who is
+busy until when), `seconds` (a step), `search` (placements), `plan` (all of it), `text` and `explain` (in words); `work`
+is what a micro-batch computes, as `offload.micro_batch` found it.
 """
 
 from __future__ import annotations
