@@ -292,14 +292,14 @@ def test_random_delays_on_threads_and_streams_change_no_number(device: str, monk
     )
 
     def pause() -> None:
-        if draw.random() < 0.1:
+        if draw.random() < 0.03:
             time.sleep(draw.random() * 2e-3)
 
     def late(real: Callable[..., Any]) -> Callable[..., Any]:
         def later(*args: Any, **options: Any) -> Any:
             pause()
             stream = next((arg for arg in args if isinstance(arg, CopyStream)), None)
-            if stream is not None and stream.stream is not None and draw.random() < 0.2:
+            if stream is not None and stream.stream is not None and draw.random() < 0.1:
                 with stream.as_current():
                     torch.cuda._sleep(int(draw.random() * 500_000))
             return real(*args, **options)

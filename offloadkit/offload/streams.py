@@ -91,9 +91,14 @@ class CopyStream:
         track: what a trace calls it.
     """
 
-    def __init__(self, device: torch.device, track: str) -> None:
+    def __init__(self, device: torch.device, track: str, *, urgent: bool = False) -> None:
+        """
+        Args:
+            urgent: its kernels go before those of other streams that were not begun.
+        """
         self.track = track
-        self.stream: torch.cuda.Stream | None = _cuda.Stream(device) if device.type == "cuda" else None
+        priority = -1 if urgent else 0
+        self.stream: torch.cuda.Stream | None = _cuda.Stream(device, priority) if device.type == "cuda" else None
         self._busy = BusyTime()
 
     def wait(self, event: Event) -> None:

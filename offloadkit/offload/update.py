@@ -96,7 +96,8 @@ class StepThread:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.h2d, self.kernels = CopyStream(device, "H2D"), CopyStream(device, "step on the GPU")
+        self.h2d = CopyStream(device, "H2D")
+        self.kernels = CopyStream(device, "step on the GPU", urgent=True)  # short, and the bus waits for them
         self.split = Split()
         self.error: BaseException | None = None
         self._worker = _Worker("offloadkit-step", device, self._failed)
@@ -212,9 +213,10 @@ def _norm(update: Update) -> float:
         take_sums(state.gradient)
     slots = [(state.layer.slots[index], state, index) for state, indices, _ in update.layers for index in indices]
     slots.sort(key=lambda item: item[0].order)
-    sums = [state.gradient.slot_sums(index) for _, state, index in slots]
+    by_layer = {state: state.gradient.sums.tolist() for state, _, _ in update.layers}
+    sums = [by_layer[state][state.gradient.blocks_of(index)] for _, state, index in slots]
     total = sum_in_order(sums)
     if not math.isfinite(total):
-        bad = [slot.name for (slot, _, _), part in zip(slots, sums, strict=True) if not part.isfinite().all()]
+        bad = [slot.name for (slot, _, _), part in zip(slots, sums, strict=True) if not all(map(math.isfinite, part))]
         update.nonfinite = bad
     return math.sqrt(total) if total >= 0 else total
