@@ -191,6 +191,12 @@ def test_where_torch_compiles_for_no_such_system_training_goes_on_without(
         trained("lm", batches("lm", device), device)
 
 
+def test_a_torch_whose_choice_of_kernels_varies_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_DETERMINISTIC", "no_such_option")
+    with pytest.warns(RuntimeWarning, match="4 x Residual cannot be compiled: torch .* chooses kernels by measured"):
+        trained("lm", batches("lm", "cpu"), "cpu")
+
+
 def test_memory_that_runs_out_in_compiling_is_no_reason_to_go_on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(graph: Any, inputs: Any, **_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")

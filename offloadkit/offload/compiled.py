@@ -24,6 +24,9 @@ from offloadkit.offload.layers import repeated_blocks
 BACKEND = "inductor"
 """Of torch.compile."""
 
+_DETERMINISTIC = "deterministic"
+"""Option of inductor's: no kernel and no padding is chosen by its measured time, on which the numbers would depend."""
+
 _CACHES = {"past_key_values": None, "layer_past": None, "use_cache": False}
 """Keyword arguments of HuggingFace blocks that are of no use in training, and what turns them off."""
 
@@ -78,6 +81,8 @@ def _kind(block: nn.Module, tied: Collection[nn.Module]) -> Any:
         reason = "it holds a tied weight"
     elif any(isinstance(module, nn.Embedding) for module in block.modules()):
         reason = _EMBEDDING
+    elif BACKEND == "inductor" and not _has_deterministic_option():
+        reason = f"torch {torch.__version__} chooses kernels by measured time, so numbers would vary; 2.10 need not"
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
     return type(block), reason, tuple(parameters)
 
@@ -136,7 +141,8 @@ class _EqualBlocks:
 
         print(f"compiling {self.what}: this step waits for it", flush=True)
         began = time.perf_counter()
-        compiled: Callable[..., Any] = lookup_backend(BACKEND)(graph, inputs, **_options())
+        options: dict[str, Any] = {"config_patches": {_DETERMINISTIC: True}} if BACKEND == "inductor" else {}
+        compiled: Callable[..., Any] = lookup_backend(BACKEND)(graph, inputs, **options)
         print(f"compiled {self.what} in {time.perf_counter() - began:.1f} s", flush=True)
         return compiled
 
@@ -169,10 +175,7 @@ def _function_of_its_own() -> Callable[..., Any]:
     return FunctionType(code, run.__globals__)
 
 
-def _options() -> dict[str, Any]:
-    """Of the backend: no kernel is chosen by its measured time, which would make the numbers depend on that."""
+def _has_deterministic_option() -> bool:
     from torch._inductor import config
 
-    if BACKEND != "inductor" or not hasattr(config, "deterministic"):
-        return {}
-    return {"config_patches": {"deterministic": True}}
+    return hasattr(config, _DETERMINISTIC)

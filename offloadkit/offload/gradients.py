@@ -8,9 +8,8 @@ last of them is there, and dropped. One of these follows, as placement and accum
 | one micro-batch | sums on the device, D2H on the copy stream | landing stays; sums and D2H at the boundary |
 | several | D2H, then the stepping thread adds into fp32 in RAM | added into fp32 on the device; D2H at the boundary |
 
-All sums taken on the device go to RAM with one copy at the boundary.
-
-The sums are equal whichever processor takes them (`optim.gradient_norm`), and additions happen in micro-batch order.
+Sums taken on the device go to RAM at the boundary, with one copy for all layers; they are equal whichever processor
+takes them (`optim.gradient_norm`). Additions happen in micro-batch order.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ class LayerGradient:
     Attributes:
         host: 1-D pinned tensor with the gradient of the whole window when `sent` is reached; fp32 when accumulated or
             tied, else in the layer's dtype. Ranges of slots without a gradient hold anything. None: the GPU steps.
-        sums: fp64 [num_blocks] in pinned RAM, sums of squares of the window's gradient by norm block.
+        sums: fp64 [num_blocks] in pinned RAM, sums of squares of the window's gradient by norm block, once `sent` is
+            reached.
         received: indices of the slots that got a gradient in this micro-batch.
         window: those that got one in this accumulation window.
         known: those that ever got one.
@@ -106,9 +106,9 @@ class LayerGradient:
         else:
             self.own_buffer = memory.view(torch.uint8)
 
-    def slot_sums(self, index: int) -> torch.Tensor:
-        """fp64 sums of the norm blocks of slot `index`; valid once `sent` is reached."""
-        return self.sums[self._first_block[index] : self._first_block[index + 1]]
+    def blocks_of(self, index: int) -> slice:
+        """Where in `sums` those of slot `index` are."""
+        return slice(self._first_block[index], self._first_block[index + 1])
 
 
 def runs(layer: FlatLayer, indices: set[int]) -> Iterator[tuple[int, int]]:
