@@ -157,7 +157,6 @@ class StepThread:
         if update.skipped:
             return
         self._step(update)
-        update.seconds["cpu_step"] = time.perf_counter() - normed
         update.busy.append(("h2d", self.h2d.take_busy()))
         for ring in rings:
             update.busy += [("h2d", ring.h2d.take_busy()), ("d2h", ring.d2h.take_busy())]
