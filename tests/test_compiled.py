@@ -36,6 +36,7 @@ PLACEMENTS = [
     Placement(weights="ram", activations="offload"),
     Placement(activations="checkpoint"),
     Placement(gradients="vram", states="vram", step="gpu", activations="checkpoint"),
+    Placement(weights="ram", step="gpu"),
 ]
 
 
