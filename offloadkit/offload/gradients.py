@@ -333,8 +333,7 @@ class Gradients:
         assert layer.host is not None
         host, piece = layer.host, staged[0][: layer.landing_bytes].view(layer.landing_dtype)
         self.d2h.wait(record_compute(self._device))
-        self.d2h.copy(piece, layer.landing, layer.layer.name, timed=True)
-        arrived = self.d2h.record()
+        arrived = self.d2h.copy_all([(piece, layer.landing)], layer.layer.name)
         self._release(layer, arrived)
         layer.sums_on_host = True
 
@@ -356,10 +355,10 @@ class Gradients:
 
     def _send(self, layer: LayerGradient) -> None:
         assert layer.host is not None
-        block_sums(layer.landing, layer.device_blocks, layer.device_sums)
+        gradient = layer.landing
+        block_sums(gradient, layer.device_blocks, layer.device_sums)
         self.d2h.wait(record_compute(self._device))
-        self.d2h.copy(layer.host, layer.landing, layer.layer.name, timed=True)
-        layer.sent = self.d2h.record()
+        layer.sent = self.d2h.copy_all([(layer.host, gradient)], layer.layer.name)
         self._release(layer, layer.sent)
 
     def _take_buffer(self, layer: LayerGradient) -> torch.Tensor:
