@@ -11,7 +11,7 @@ from offloadkit.optim.optimizer import OffloadAdamW, check_saved_run
 
 
 def run_state(module: nn.Module, optimizer: OffloadAdamW, placed: PlacedModel) -> dict[str, Any]:
-    """"module", "optimizer" (states by parameter name) and "param_groups" (options by group); tensors are live."""
+    """By name: "module", "optimizer" (states by parameter), "param_groups" (options by group); tensors are live."""
     return {
         "module": module.state_dict(),
         "optimizer": {slot.name: optimizer.state[slot.parameter] for slot in placed.slots()},
