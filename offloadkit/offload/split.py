@@ -6,6 +6,7 @@ both end together; since both give the same bits, no number depends on it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,25 +39,31 @@ class Took:
     gpu: tuple[Event, Event] | None
     gpu_numel: int
 
+    def is_over(self) -> bool:
+        """Whether the GPU is done with it too."""
+        return self.gpu is None or self.gpu[1].done()
+
 
 class Split:
     """Corrects the assignment between updates."""
 
     def __init__(self) -> None:
-        self._took: Took | None = None
+        self._took: deque[Took] = deque()
         self._num_updates = 0
         self._tolerated = TOGETHER
 
     def add(self, took: Took) -> None:
         """What the newest update took."""
         self._num_updates += 1
-        self._took = took
+        if self._num_updates > WARM_UP:
+            self._took.append(took)
 
     def correct(self, layers: Sequence[LayerState]) -> None:
-        """Move up to `MOST_MOVES` of `layers`, which are stepped next, if the last update says so."""
-        movable = [layer for layer in layers if layer.switchable]
-        took, self._took = self._took, None
-        if not movable or took is None or self._num_updates <= WARM_UP or (took.gpu and not took.gpu[1].done()):
+        """Move up to `MOST_MOVES` of `layers`, which are stepped next, if the newest update that is over says so."""
+        movable, took = [layer for layer in layers if layer.switchable], None
+        while self._took and self._took[0].is_over():  # Python may be a step ahead of the GPU
+            took = self._took.popleft()
+        if not movable or took is None:
             return
         cpu, gpu = took.cpu_seconds, took.gpu[1].seconds_since(took.gpu[0]) if took.gpu else 0.0
         by_cpu = cpu / took.cpu_numel if took.cpu_numel else 0.0
@@ -68,6 +75,7 @@ class Split:
                 self._tolerated = NOISE
                 return
             self._tolerated = TOGETHER
+            self._took.clear()  # of before the move
             cpu, gpu = moved
 
 
