@@ -150,7 +150,8 @@ class Profile:
             raise ConfigError("steps are being traced already: wait until they are done, or close that engine")
         self.path, self.num_steps = path, steps
         self.bound: Bound | None = None
-        self._left, self._device = steps, device
+        self._left = steps
+        self._machine = hardware.measure(device)  # now: measured at the end, it may find no room left in VRAM
         self._trace = trace.begin(device, partial(record_compute, device, timing=True))
         undo.callback(self.stop)
 
@@ -171,7 +172,7 @@ class Profile:
         read_past()
         records = list(telemetry.records)[-self.num_steps :]
         trace.write(self.path, ranges)
-        self.bound = bound(ranges, records, hardware.measure(self._device))
+        self.bound = bound(ranges, records, self._machine)
         numbers = f"steps {records[0].step} to {records[-1].step}" if len(records) > 1 else f"step {records[0].step}"
         print(f"{numbers} traced in {self.path} (open it in ui.perfetto.dev)", *map(breakdown, records), sep="\n")
         print(*self.bound.lines(), sep="\n", flush=True)

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import offloadkit
+from offloadkit import hardware
 from offloadkit.errors import ConfigError, OutputError
+from offloadkit.hardware import Hardware
 from offloadkit.offload import trace
 from offloadkit.offload.trace import Range
 from offloadkit.profiling import BACKWARD, UPDATE, bound, breakdown
@@ -154,3 +156,19 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
         engine.profile(path=tmp_path / "trace.json")
         with pytest.raises(ConfigError, match="steps are being traced already"):
             engine.profile(path=tmp_path / "trace.json")
+
+
+def test_the_machine_is_measured_before_steps_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+
+    def measure(device: torch.device) -> Hardware:
+        measured.append(trace.active())
+        return FAST
+
+    monkeypatch.setattr(hardware, "measure", measure)
+    with engine_of() as engine:
+        profile = engine.profile(steps=1, path=tmp_path / "trace.json")
+        assert measured == [None]
+        steps(engine, 1)
+    assert profile.bound is not None
+    assert measured == [None]
