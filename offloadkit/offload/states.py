@@ -309,13 +309,13 @@ class LayerState:
                 event.synchronize()
 
     def _segments(self, slots: set[int], options: Sequence[GroupOptions]) -> list[Segment]:
-        for index in slots:
-            self.steps[index] += 1
+        self.steps[list(slots)] += 1
+        steps = [int(step) for step in self.steps.tolist()]  # at once: one by one a tensor's numbers take Python long
         if self.layer.precision != "exact":
-            return [self._own_segment(index, options) for index in sorted(slots)]
+            return [self._own_segment(index, options, steps[index]) for index in sorted(slots)]
         by_scalars: dict[AdamWScalars, set[int]] = {}
         for index in slots:
-            scalars = _scalars(options[self.layer.slots[index].group], int(self.steps[index]))
+            scalars = _scalars(options[self.layer.slots[index].group], steps[index])
             by_scalars.setdefault(scalars, set()).add(index)
         return [
             Segment(start, length, scalars)
@@ -323,9 +323,9 @@ class LayerState:
             for start, length in runs(self.layer, indices)
         ]
 
-    def _own_segment(self, index: int, options: Sequence[GroupOptions]) -> Segment:
+    def _own_segment(self, index: int, options: Sequence[GroupOptions], step: int) -> Segment:
         """One parameter's, with random bits of its own."""
-        slot, step = self.layer.slots[index], int(self.steps[index])
+        slot = self.layer.slots[index]
         key = random_key(self._seed, slot.name, step)
         return Segment(slot.start, slot.numel, _scalars(options[slot.group], step), key)
 
