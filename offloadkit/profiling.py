@@ -22,6 +22,7 @@ from offloadkit.hardware import Hardware
 from offloadkit.offload import trace
 from offloadkit.offload.streams import record_compute
 from offloadkit.offload.trace import Range
+from offloadkit.plan.costs import both_ways
 from offloadkit.plan.text import format_seconds
 from offloadkit.telemetry import StepRecord, Telemetry
 
@@ -35,7 +36,8 @@ class Share:
     Attributes:
         resource: "compute", "bus down" (to the GPU), "bus up", or the CPU's step: "DRAM", or "cores" where these are
             slower than the memory.
-        seconds: what that takes at least: bytes over the measured rate; computing takes what it took.
+        seconds: what that takes at least: bytes over the measured rate, which the directions of the bus share as the
+            plan says; computing takes what it took.
         busy_seconds: how long the resource was at it.
     """
 
@@ -88,24 +90,30 @@ def bound(ranges: Sequence[Range], records: Sequence[StepRecord], machine: Hardw
     number = len(records)
     backwards = [each for each in ranges if each.track == "GPU" and each.name.startswith("backward")]
 
-    def share(resource: str, track: str, rate: float, phase: str) -> Share:
-        """Of a track's ranges whose middle lies in a backward, or in none."""
+    def bytes_of(track: str, phase: str) -> tuple[int, float]:
+        """A step's, and how long they took: of the ranges whose middle lies in a backward, or in none."""
         own = [each for each in ranges if each.track == track and _within(each, backwards) is (phase == BACKWARD)]
-        num_bytes = sum(each.num_bytes for each in own) // number
-        return Share(resource, num_bytes / rate, trace.busy_seconds(own) / number, num_bytes)
+        return sum(each.num_bytes for each in own) // number, trace.busy_seconds(own) / number
 
     adamw, triad = machine.cpu_adamw_bytes_per_second, machine.dram_bytes_per_second
     stepper = "DRAM" if adamw > 0.8 * triad else "cores"
     shares: dict[str, tuple[Share, ...]] = {}
     for phase, name in ((UPDATE, "forward"), (BACKWARD, "backward")):
-        computing = mean(_computing(record, name) for record in records)
+        (down, down_busy), (up, up_busy) = bytes_of("H2D", phase), bytes_of("D2H", phase)
+        stepped, stepping = bytes_of("CPU step", phase)
+        h2d, d2h = both_ways(down, up, machine)
+        computing, computing_and_waits = (mean(of(each, name) for each in records) for of in (_computing, _phase))
         shares[phase] = (
-            Share("compute", computing, mean(record.seconds.get(name, 0.0) for record in records)),
-            share("bus down", "H2D", machine.h2d_bytes_per_second, phase),
-            share("bus up", "D2H", machine.d2h_bytes_per_second, phase),
-            share(stepper, "CPU step", adamw, phase),
+            Share("compute", computing, computing_and_waits),
+            Share("bus down", down / h2d, down_busy, down),
+            Share("bus up", up / d2h, up_busy, up),
+            Share(stepper, stepped / adamw, stepping, stepped),
         )
     return Bound(mean(record.seconds["step"] for record in records), shares)
+
+
+def _phase(record: StepRecord, name: str) -> float:
+    return record.seconds.get(name, 0.0)
 
 
 def _within(each: Range, backwards: Sequence[Range]) -> bool:
@@ -116,7 +124,7 @@ def _within(each: Range, backwards: Sequence[Range]) -> bool:
 def _computing(record: StepRecord, name: str) -> float:
     """Seconds of forward or backward without the waits in it."""
     waits = (seconds for phase, seconds in record.seconds.items() if phase.startswith(name) and phase.endswith("wait"))
-    return max(0.0, record.seconds.get(name, 0.0) - sum(waits))
+    return max(0.0, _phase(record, name) - sum(waits))
 
 
 def breakdown(record: StepRecord) -> str:

@@ -70,6 +70,13 @@ def test_slow_cores_are_told_from_slow_memory() -> None:
     assert found.limiting(UPDATE).seconds == pytest.approx(0.6)
 
 
+def test_both_directions_of_the_bus_share_what_they_have_together() -> None:
+    ways = [Range("GPU", "backward a", 5.0, 6.0), *(Range(track, "a", 0.0, 0.4, int(1e9)) for track in ("H2D", "D2H"))]
+    machine = replace(FAST, h2d_bytes_per_second=10e9, d2h_bytes_per_second=10e9, both_bytes_per_second=10e9)
+    update = {share.resource: share.seconds for share in bound(ways, [RECORD], machine).shares[UPDATE]}
+    assert (update["bus down"], update["bus up"]) == pytest.approx((0.2, 0.2))
+
+
 def test_the_mean_of_several_steps() -> None:
     later = [replace(each, began=each.began + 1, ended=each.ended + 1) for each in RANGES]
     found = bound(RANGES + later, [RECORD, RECORD], FAST)
