@@ -185,7 +185,7 @@ class OffloadedInputs:
             saved.device = torch.empty(saved.shape, dtype=saved.host.dtype, device=self._device)
             self.h2d.wait(record_compute(self._device))  # its memory may just have been freed by the compute stream
             assert saved.arrived is not None
-            saved.arrived.delay(self.h2d.stream)
+            self.h2d.wait(saved.arrived)
             self.h2d.copy(saved.device.view(-1), saved.host, "inputs", timed=True)
             saved.returned = self.h2d.record()
         return saved.device

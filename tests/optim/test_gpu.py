@@ -27,8 +27,11 @@ INTERPRETED = "from tests.optim.interpreted import main; main()"
 class BrokenKernel:
     """A kernel as a machine without a C compiler sees it: the first launch fails."""
 
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error or RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+
     def __getitem__(self, grid: Any) -> Any:
-        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+        raise self._error
 
 
 @pytest.fixture
@@ -62,6 +65,15 @@ def test_without_triton_the_step_is_the_same_and_warns_once(
     messages = {str(one.message) for one in caught}
     assert len(messages) == 1
     assert words in messages.pop()
+
+
+def test_a_gpu_that_is_full_is_no_broken_compiler(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, gradient = make_state(torch.float32, 256), make_gradient(torch.float32, 256)
+    full = BrokenKernel(torch.OutOfMemoryError("CUDA out of memory"))
+    monkeypatch.setattr(gpu, "triton_adamw", SimpleNamespace(adamw=full, ROWS=4))
+    for _ in range(2):  # and nothing is concluded from it
+        with pytest.raises(torch.OutOfMemoryError):
+            gpu.adamw_step(state, gradient, [Segment(0, 256, SCALARS, 17)], 0.5)
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
