@@ -357,11 +357,11 @@ print(json.dumps({"excess": excess, "largest": largest, "slabs": slabs}))
 """Takes layers over as the engine does, into bf16; prints the bytes beside what is taken over, at worst."""
 
 
-def test_peak_of_loading_a_quarter_of_a_billion_parameters_is_the_slabs_and_one_layer(tmp_path: Path) -> None:
+def test_peak_of_loading_half_a_billion_parameters_is_the_slabs_and_one_layer(tmp_path: Path) -> None:
     if not Path("/proc/self/status").exists():
         pytest.skip("needs Linux's /proc/self/status")
     config = tiny.llama_config(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=13, num_attention_heads=8, num_key_value_heads=8
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=8
     )
     tiny.save_config(config, tmp_path)
     write_zeros(build_model(tmp_path, init="random")[0], tmp_path / "model.safetensors")
@@ -370,9 +370,9 @@ def test_peak_of_loading_a_quarter_of_a_billion_parameters_is_the_slabs_and_one_
     )
     assert process.returncode == 0, process.stderr
     measured = json.loads(process.stdout)
-    assert measured["slabs"] > 400 * 2**20
+    assert measured["slabs"] > 800 * 2**20
     assert measured["excess"] < measured["largest"] + 2**30
-    assert measured["excess"] < 256 * 2**20  # a layer, modules imported late; the model in fp32 has 0.8 GiB
+    assert measured["excess"] < 256 * 2**20  # a layer, modules imported late; the model in fp32 has 1.6 GiB
 
 
 def write_zeros(model: nn.Module, path: Path) -> None:
