@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
 
-from tests.notebooks.kernels import kernel_folder  # noqa: E402
+from tests.notebooks.kernels import Listening, kernel_folder  # noqa: E402
 
 SETUP = f"""
 import runpy, sys, time
@@ -39,25 +39,20 @@ def train(num_steps, pause=0.0, asks=True, **arguments):
 """
 
 
-class Client(nbclient.NotebookClient):  # type: ignore[misc]
-    """Keeps every value that the HTML widget had, and may interrupt the kernel when it has seen some."""
+class Client(Listening):
+    """Runs one cell, and may interrupt the kernel when the monitor was drawn some times."""
 
     def __init__(self, kernel: Any, cell: str, interrupt_after: int | None = None) -> None:
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
         super().__init__(notebook, km=kernel, timeout=120)
-        self.values: list[str] = []
-        self.states: list[dict[str, Any]] = []
         self._interrupt_after = interrupt_after
         self._button = ""
 
     def handle_comm_msg(self, outs: Any, msg: Any, cell_index: int) -> None:
+        num_seen = len(self.values)
         super().handle_comm_msg(outs, msg, cell_index)
-        state = msg["content"].get("data", {}).get("state", {})
-        self.states.append(state)
-        if "okm" in state.get("value", ""):
-            self.values.append(state["value"])
-            if len(self.values) == self._interrupt_after:
-                asyncio.ensure_future(self.km.signal_kernel(signal.SIGINT))  # noqa: RUF006
+        if num_seen < len(self.values) == self._interrupt_after:
+            asyncio.ensure_future(self.km.signal_kernel(signal.SIGINT))  # noqa: RUF006
 
     def run(self) -> list[Any]:
         """The outputs of the cell."""

@@ -35,21 +35,31 @@ def kernel_folder(folder: Path, launcher: Sequence[str] = LAUNCHER, **environmen
     return folder
 
 
-class Watched(nbclient.NotebookClient):  # type: ignore[misc]
-    """Runs a notebook in a folder, and keeps every value that the monitor's HTML widget had."""
+class Listening(nbclient.NotebookClient):  # type: ignore[misc]
+    """Keeps what widgets were told, and every value that the monitor's HTML widget had."""
+
+    def __init__(self, notebook: Any, **options: Any) -> None:
+        super().__init__(notebook, **options)
+        self.states: list[dict[str, Any]] = []
+        self.values: list[str] = []
+
+    def handle_comm_msg(self, outs: Any, msg: Any, cell_index: int) -> None:
+        super().handle_comm_msg(outs, msg, cell_index)
+        state = msg["content"].get("data", {}).get("state", {})
+        self.states.append(state)
+        value = state.get("value", "")
+        if isinstance(value, str) and f'class="{MONITOR}"' in value:
+            self.values.append(value)
+
+
+class Watched(Listening):
+    """Runs a notebook in a folder."""
 
     def __init__(self, notebook: Path, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         resources = {"metadata": {"path": str(folder)}}
         read = nbformat.read(notebook, as_version=4)
         super().__init__(read, timeout=240, kernel_name="python3", resources=resources)
-        self.values: list[str] = []
-
-    def handle_comm_msg(self, outs: Any, msg: Any, cell_index: int) -> None:
-        super().handle_comm_msg(outs, msg, cell_index)
-        value = msg["content"].get("data", {}).get("state", {}).get("value", "")
-        if isinstance(value, str) and f'class="{MONITOR}"' in value:
-            self.values.append(value)
 
     def outputs(self, cell: str) -> list[Any]:
         """Of the cell with this id."""
