@@ -91,6 +91,7 @@ class Planned(_OffloadkitLoop):
             vram=f"{work.vram_budget_gib}GiB",
             ram=f"{work.ram_budget_gib}GiB" if work.ram_budget_gib else None,
             disk=work.disk or None,
+            compile_blocks=work.compile_blocks,
         )
         self.plan = plan(
             self.model,

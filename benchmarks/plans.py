@@ -62,6 +62,8 @@ CASES: dict[str, dict[str, Any]] = {
         "precision": "compact",
     },
     "t5-3b-24": {**T5, "model": "t5-3b", "batch_size": 8, "vram_budget_gib": 24.0},
+    "t5-3b-24-2-cores": {**T5, "model": "t5-3b", "batch_size": 8, "vram_budget_gib": 24.0, "cores": 2},
+    "t5-3b-16-large-batch": {**T5, "model": "t5-3b", "batch_size": 32, "vram_budget_gib": 16.0},
     "t5-3b-16-accumulated": {**T5, "model": "t5-3b", "batch_size": 4, "accumulation": 4, "vram_budget_gib": 16.0},
     "t5-11b-8-compact": {**T5, "model": "t5-11b", "batch_size": 1, "vram_budget_gib": 8.0, "precision": "compact"},
     "t5-11b-24-compact": {**T5, "model": "t5-11b", "batch_size": 1, "vram_budget_gib": 24.0, "precision": "compact"},
@@ -69,6 +71,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-8b-24": {"model": "llama-3.1-8b", "batch_size": 1, "tokens": 2048, "vram_budget_gib": 24.0},
     "llama-3b-6": {"model": "llama-3.2-3b", "batch_size": 8, "tokens": 1024, "vram_budget_gib": 6.0},
     "llama-3b-24": {"model": "llama-3.2-3b", "batch_size": 8, "tokens": 1024, "vram_budget_gib": 24.0},
+    "llama-3b-48": {"model": "llama-3.2-3b", "batch_size": 8, "tokens": 1024, "vram_budget_gib": 48.0},
+    "llama-3b-24-large-batch": {"model": "llama-3.2-3b", "batch_size": 32, "tokens": 1024, "vram_budget_gib": 24.0},
     "t4-t5-large": {**T5, "model": "t5-large", "batch_size": 4, **T4},
     "t4-t5-3b": {**T5, "model": "t5-3b", "batch_size": 1, "precision": "compact", **T4, "disk": tempfile.gettempdir()},
     "tiny": {"model": "t5-tiny", "batch_size": 2, "tokens": 16, "target_tokens": 8, "vram_budget_gib": 2.0},
@@ -80,6 +84,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     """Run the cases; print planned and measured, write the result file, return the rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--case", nargs="+", choices=CASES, default=[name for name in CASES if name != "tiny"])
+    parser.add_argument("--compile", action="store_true", help="compile the repeated blocks")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one case")
     parser.add_argument("--out", type=Path, help="result file (default: a new one in benchmarks/results)")
@@ -92,7 +97,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         task = {
             "mode": "plans",
             "engine": "planned",
-            "work": {"cores": 0, "target_tokens": 0, **CASES[name], "steps": options.steps},
+            "work": {"cores": 0, "target_tokens": 0, **CASES[name], "steps": options.steps}
+            | ({"compile_blocks": True} if options.compile else {}),
         }
         print(f"{name} ...", end=" ", flush=True, file=sys.stderr)
         rows.append({"case": name} | run_task(task, options))

@@ -75,6 +75,8 @@ class Workload:
     precision: str = "exact"
     dtype: str = "bf16"
     """Of offloadkit's working weights."""
+    compile_blocks: bool = False
+    """Of offloadkit's plan."""
     vram_cap_gib: float = 0.0
     """Most VRAM that torch may allocate; 0 is no cap."""
     cores: int = 0

@@ -145,6 +145,9 @@ def train(
     disk: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="On a local disk, for optimizer states that fit no RAM.")
     ] = None,
+    compile_blocks: Annotated[
+        bool, typer.Option("--compile-blocks", help="Faster steps, after a first one that compiles for minutes.")
+    ] = False,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights.")] = False,
     seed: Annotated[int, typer.Option(help="Of the order, dropout and random weights.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
@@ -172,6 +175,7 @@ def train(
         seed=seed,
         resume=resume,
         retry_leaner=retry_leaner,
+        compile_blocks=compile_blocks,
         **wishes,
     )
     typer.echo(result)

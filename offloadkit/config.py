@@ -53,21 +53,28 @@ class Placement:
     with it; "vram" keeps them (and their fp32 accumulation) on the device until the last micro-batch."""
 
     states: Literal["vram", "ram", "disk"] = "ram"
-    """Master remainder, exp_avg and exp_avg_sq. In VRAM they are stepped by the GPU, in RAM or on disk by the CPU."""
+    """Master remainder, exp_avg and exp_avg_sq. In VRAM they are stepped by the GPU, on disk by the CPU, in RAM by
+    either: for the GPU they are streamed through VRAM."""
 
     activations: Literal["keep", "checkpoint", "offload"] = "keep"
     """"checkpoint" recomputes a repeated block's activations in backward instead of keeping them; "offload" also keeps
     the block's input in pinned RAM meanwhile."""
 
     step: Literal["cpu", "gpu"] = "cpu"
-    """The processor that runs AdamW for this layer."""
+    """The processor that runs AdamW for this layer. With states in RAM and step="gpu", `gradients="vram"` keeps neither
+    gradients nor a copy of resident weights in RAM; with `gradients="ram"` both processors can step the layer."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        if (self.states == "vram") != (self.step == "gpu"):
+        if self.states == "vram" and self.step == "cpu":
             raise ConfigError(
-                f"states={self.states!r} with step={self.step!r}: states in VRAM are stepped by the GPU "
-                "(states='vram', step='gpu'), all others by the CPU (step='cpu')"
+                "states='vram' with step='cpu': states in VRAM are stepped by the GPU (step='gpu'); for the CPU put "
+                "them in RAM or on disk (states='ram', states='disk')"
+            )
+        if self.states == "disk" and self.step == "gpu":
+            raise ConfigError(
+                "states='disk' with step='gpu': states on disk are stepped by the CPU (step='cpu'); for the GPU put "
+                "them in RAM or in VRAM (states='ram', states='vram')"
             )
         if self.states == "vram" and "ram" in (self.weights, self.gradients):
             raise ConfigError(
@@ -118,6 +125,10 @@ class OffloadConfig:
     activation_checkpointing: bool = False
     """Recompute each layer's activations in backward: less VRAM, about a third more compute."""
 
+    compile_blocks: bool = False
+    """Compile what the model's repeated blocks compute (`torch.compile`), once for all equal ones: faster steps, other
+    roundings, and a first step that takes minutes on a machine that has not compiled them before."""
+
     placement: Placement | None = None
     """One placement for all layers; None lets the plan decide."""
 
@@ -149,8 +160,9 @@ class OffloadConfig:
             raise ConfigError(f'loss_scale must be "dynamic" or a positive number, got {scale!r}')
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}")
-        if not isinstance(self.activation_checkpointing, bool):
-            raise ConfigError(f"activation_checkpointing must be True or False, got {self.activation_checkpointing!r}")
+        for name in ("activation_checkpointing", "compile_blocks"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("vram", "ram"):
             if (budget := getattr(self, name)) is not None:
                 if not isinstance(budget, int | str) or isinstance(budget, bool):

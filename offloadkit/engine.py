@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -25,14 +26,16 @@ from offloadkit.offload.layers import Newcomers, check_plan, flat_layers, listed
 from offloadkit.offload.past import Past
 from offloadkit.offload.placed import PlacedModel
 from offloadkit.offload.ram_watch import RamWatch
+from offloadkit.offload.run_state import load_run_state, run_state
 from offloadkit.offload.shortage import explained_shortage
 from offloadkit.offload.states import GroupOptions, Materialise, optimizer_states
 from offloadkit.offload.step_clock import StepClock, num_tokens
 from offloadkit.offload.streams import record_compute
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.optimizer import OffloadAdamW, check_saved_run
+from offloadkit.optim.optimizer import OffloadAdamW
 from offloadkit.plan import Plan
+from offloadkit.profiling import Profile
 from offloadkit.telemetry import Telemetry
 
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
@@ -128,6 +131,7 @@ class OffloadEngine:
         self._past = Past(self._clock, self.telemetry, self.plan, self.device, self.config.on_nonfinite)
         self.loss_scale = LossScale(self.config.loss_scale) if fp16 else None
         self._newest: Update | None = None
+        self._profile: Profile | None = None
         self.num_updates = self._num_backwards = 0
         self._stepped = self._overflow_known = self._open = True
         _open_engines[self.module] = weakref.ref(self)
@@ -227,6 +231,8 @@ class OffloadEngine:
         self._clock.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy())
         self._num_backwards = 0
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
+        if self._profile is not None and self._profile.step(self._settle, self._past.read, self.telemetry):
+            self._profile = None
         return True
 
     def _new_update(self) -> Update:
@@ -270,6 +276,16 @@ class OffloadEngine:
         self._placed.take_over_outside_writes()
         self._read_past()
 
+    def profile(self, *, steps: int = 3, path: str | Path = "offloadkit-trace.json") -> Profile:
+        """Trace the next `steps` updates; then a Chrome trace is written, and what bounds a step is printed.
+
+        Raises:
+            OffloadkitError: `steps` is no whole number from 1, others are being traced, or `path` cannot be written.
+        """
+        self.synchronize()
+        self._profile = Profile(steps, Path(path), self.device, self._undo)
+        return self._profile
+
     def drop_gradients(self) -> None:
         """Forget the gradients gathered since the last update (`optimizer.zero_grad()`)."""
         self._check_open()
@@ -299,11 +315,7 @@ class OffloadEngine:
         exp_avg_sq, remainder), "param_groups" (options by group) and "num_updates". Tensors are live, not copies."""
         self.synchronize()
         return {
-            "module": self.module.state_dict(),
-            "optimizer": {slot.name: self.optimizer.state[slot.parameter] for slot in self._placed.slots()},
-            "param_groups": [
-                {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
-            ],
+            **run_state(self.module, self.optimizer, self._placed),
             "num_updates": self.num_updates,
             "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
         }
@@ -316,14 +328,7 @@ class OffloadEngine:
             ValueError: the saved states have another precision. Nothing is loaded then either.
         """
         self.synchronize()
-        states = {slot.name: self.optimizer.state[slot.parameter] for slot in self._placed.slots()}
-        check_saved_run(state, states, len(self.optimizer.param_groups))
-        self.module.load_state_dict(state["module"])
-        self._placed.take_over_outside_writes(keep_remainder=True)
-        for slot in self._placed.slots():
-            self.optimizer.load_parameter_state(slot.parameter, state["optimizer"][slot.name])
-        for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
-            group.update(saved)
+        load_run_state(state, self.module, self.optimizer, self._placed)
         self.num_updates = state["num_updates"]
         if self.loss_scale is not None and state.get("loss_scale"):
             self.loss_scale.load_state_dict(state["loss_scale"])
@@ -373,12 +378,9 @@ class OffloadEngine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # ---- as the module -----------------------------------------------------------------------------------------
+    # ---- as the module, and checks -------------------------------------------------------------------------------
 
-    @property
-    def training(self) -> bool:
-        """The module's mode."""
-        return self.module.training
+    training = property(lambda self: self.module.training, doc="The module's mode.")
 
     def train(self, mode: bool = True) -> Self:
         """The module's training mode."""
@@ -388,8 +390,6 @@ class OffloadEngine:
     def eval(self) -> Self:
         """The module's evaluation mode."""
         return self.train(False)
-
-    # ---- checks ------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if not self._open:

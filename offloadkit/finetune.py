@@ -27,8 +27,9 @@ What the arguments of `finetune` take:
 - `baseline`: "measure" first runs a few steps without offloading, in a fresh process and with micro-batches as long as
   the data's, and the monitor compares with that where it fits on the GPU; "predict" compares with the computing
   measured in the run itself and a predicted AdamW step in VRAM.
-- `precision` of the optimizer states, `vram` and `ram` that may be used ("8GiB"; None: what is free): they go before
-  those of `offload`, which says what `TrainingArguments` do not say.
+- `precision` of the optimizer states, `vram` and `ram` that may be used ("8GiB"; None: what is free), `compile_blocks`
+  for faster steps after a first one that takes minutes: they go before those of `offload`, which says what
+  `TrainingArguments` do not say.
 - `training_arguments`: anything else that `transformers.Seq2SeqTrainingArguments` takes.
 
 Working weights, gradients and activations are bf16 on a GPU that computes it natively, fp16 with a loss scale on other
@@ -125,6 +126,7 @@ def finetune(
     precision: Literal["exact", "compact", "tiny"] | None = None,
     vram: int | str | None = None,
     ram: int | str | None = None,
+    compile_blocks: bool | None = None,
     init: Literal["pretrained", "random"] = "pretrained",
     max_input_length: int | None = None,
     max_target_length: int | None = None,
@@ -149,17 +151,15 @@ def finetune(
     _check(batch_size, epochs, max_steps, gradient_accumulation, learning_rate, init, seed)
     _check_switches(baseline, resume=resume, retry_leaner=retry_leaner, monitor=monitor)
     dtype = _working_dtype(offload, training_arguments)
-    offload = with_wishes(offload, vram=vram, ram=ram, precision=precision, working_dtype=dtype)
+    wishes: dict[str, Any] = {"vram": vram, "ram": ram, "precision": precision, "compile_blocks": compile_blocks}
+    offload = with_wishes(offload, working_dtype=dtype, **wishes)
     output = writable(output_dir)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    own = {
-        "output_dir": str(output),
-        "num_train_epochs": epochs,
-        "max_steps": max_steps or -1,
+    own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
+    own |= {
         "per_device_train_batch_size": _rows(model, batch_size, lengths, offload, training_arguments),
         "gradient_accumulation_steps": gradient_accumulation,
         "learning_rate": learning_rate or LEARNING_RATES[init],
-        "seed": seed,
     }
     args = _training_arguments(own, training_arguments, dtype, eval_dataset is not None)
     sizes = checked_plan(model, args, offload, lengths)

@@ -19,6 +19,7 @@ class StepRecord:
 
     `seconds` by phase: "step" (wall time from boundary to boundary), "forward" and "backward" (on the device),
     "gradient_wait" (from step() until the last gradient was in RAM), "norm", "cpu_step" (AdamW and sending weights),
+    "gpu_step" (AdamW on the device, from when the norm is known to the last kernel, with the copies it waits for),
     "other" (wall time between backward's end and the next forward: data loading, logging), "h2d" and "d2h" (copies on
     the bus), "gradient_tail" (from backward's end on the device until the last gradient was in RAM). Of forward and
     backward the device stood still for "forward_wait" (a layer that the CPU had not stepped yet), "backward_wait" (room

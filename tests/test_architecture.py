@@ -21,6 +21,7 @@ ROWS = [
     {"plan"},
     {"offload", "optim", "distributed"},
     {"measuring"},
+    {"profiling"},
     {"engine"},
     {"checkpoint", "hf"},
     {"planning", "baseline", "training", "finetune"},
@@ -33,7 +34,7 @@ DOORS = {("hardware", "measuring"), ("baseline", "compare")}
 MONITOR_SEES = {"monitor", "plan", "telemetry", "errors"}
 ENTRY_POINTS = {"__init__", "__main__"}
 
-NUMERIC_CORE = {name for row in ROWS[:6] for name in row}
+NUMERIC_CORE = {name for row in ROWS[:7] for name in row}
 NOT_IN_THE_CORE = {"transformers", "ipywidgets", "IPython", "accelerate", "datasets", "typer", "deepspeed"}
 
 FORBIDDEN_WORDS = {"manager", "handler", "helper", "coordinator", "util", "utils"}

@@ -76,12 +76,13 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_switches_of_train_are_those_of_finetune(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, object]] = []
     monkeypatch.setattr(sys.modules["offloadkit.finetune"], "finetune", lambda *_, **options: told.append(options))
-    for switches in ((), ("--resume",), ("--retry-leaner",)):
+    for switches in ((), ("--resume",), ("--retry-leaner",), ("--compile-blocks",)):
         assert run("train", "model", "data.jsonl", *switches).exit_code == 0
-    assert [(options["resume"], options["retry_leaner"]) for options in told] == [
-        (False, False),
-        (True, False),
-        (False, True),
+    assert [tuple(options[name] for name in ("resume", "retry_leaner", "compile_blocks")) for options in told] == [
+        (False, False, False),
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
     ]
 
 

@@ -25,6 +25,7 @@ from offloadkit.errors import ConfigError
         ("gradient_accumulation", True),
         ("gradient_accumulation", 2.0),
         ("activation_checkpointing", "no"),
+        ("compile_blocks", 1),
         ("placement", "ram"),
     ],
 )

@@ -215,8 +215,10 @@ def test_placements_that_do_not_exist() -> None:
 
 
 def test_placements_that_contradict_themselves() -> None:
-    with pytest.raises(ConfigError, match="states='ram' with step='gpu': states in VRAM are stepped by the GPU"):
-        Placement(gradients="vram", step="gpu")
+    with pytest.raises(ConfigError, match="states='vram' with step='cpu': states in VRAM are stepped by the GPU"):
+        Placement(gradients="vram", states="vram")
+    with pytest.raises(ConfigError, match=r"states='disk' with step='gpu': .* by the CPU .*states='ram'"):
+        Placement(gradients="vram", states="disk", step="gpu")
     with pytest.raises(ConfigError, match="weights='ram' and gradients='vram': where the states are in VRAM"):
         Placement(weights="ram", gradients="vram", states="vram", step="gpu")
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,28 @@ def test_a_failing_update_does_not_block_the_next_micro_batch(monkeypatch: pytes
     assert not waiting.is_alive()
     with pytest.raises(EngineStateError, match="half updated"):
         engine.close()
+
+
+def test_a_backward_that_fails_leaves_no_gradient() -> None:
+    """It fails when half of a block's gradients are there."""
+
+    def trained(*, failing: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = TinyLM()
+        with OffloadEngine(model, OffloadConfig(learning_rate=0.1)) as engine:
+            batch = tokens(1)[0]
+            if failing:
+                weight: Any = model.blocks[1].up.weight
+                hook = weight.register_hook(lambda gradient: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    engine.backward(engine(batch))
+                hook.remove()
+                assert all(parameter.grad is None for parameter in model.parameters())
+            train(engine, [batch])
+            return engine.master_weights()
+
+    expected, found = trained(failing=False), trained(failing=True)
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
 
 
 def test_an_interrupted_forward_leaves_no_attribute_on_the_model() -> None:

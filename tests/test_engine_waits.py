@@ -47,6 +47,21 @@ class EmbedsByHand(TinyLM):
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flip(-1).flatten())
 
 
+class BlocksByHand(TinyLM):
+    """Its blocks are mere lists: the model runs what is inside them."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False, depth=2)
+        del self.unused
+        self.blocks = nn.ModuleList([nn.ModuleDict(dict(block.named_children())) for block in self.blocks])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block["down"](torch.tanh(block["up"](x)))
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flip(-1).flatten())
+
+
 def weight_normed() -> nn.Module:
     """A model with a hook of its own, older than the engine's, that reads weights."""
     model = TinyLM(tied=False, depth=2)
@@ -60,8 +75,8 @@ def weight_normed() -> nn.Module:
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize(
     "build",
-    [lambda: EmbedsByHand(tied=False), lambda: EmbedsByHand(tied=True), weight_normed],
-    ids=["read by the parent", "read by the parent, tied", "read by an older hook"],
+    [lambda: EmbedsByHand(tied=False), lambda: EmbedsByHand(tied=True), weight_normed, BlocksByHand],
+    ids=["read by the parent", "read by the parent, tied", "read by an older hook", "in a block that never runs"],
 )
 def test_weights_that_are_read_before_their_module_runs_are_waited_for(
     device: str, build: Callable[[], nn.Module]
@@ -77,6 +92,13 @@ def test_weights_that_are_read_before_their_module_runs_are_waited_for(
                     engine.synchronize()
             results.append(engine.master_weights())
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def test_modules_inside_a_block_have_no_hook_in_their_forward(device: str) -> None:
+    model = TinyLM(tied=False)
+    with OffloadEngine(model, device=device):
+        hooked = {name for name, module in model.named_modules() if module._forward_pre_hooks}
+    assert hooked == {"", "embed", "norm", "head", *(f"blocks.{index}" for index in range(4))}
 
 
 @pytest.mark.usefixtures("slow_steps")

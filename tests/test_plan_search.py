@@ -12,8 +12,9 @@ import pytest
 
 from offloadkit.config import OffloadConfig
 from offloadkit.plan import LayerShape, MicroBatch, Pass, Plan, make_plan
-from offloadkit.plan.search import Search
-from tests.plan_machines import GIB, H200, LLAMA_8B, LLAMA_70B, llama, shape, stage, t5_3b
+from offloadkit.plan.search import Counts, Search
+from offloadkit.plan.seconds import StepModel
+from tests.plan_machines import GIB, H200, LLAMA_8B, LLAMA_70B, TWO_CORES, llama, shape, stage, t5_3b
 
 Model = tuple[list[LayerShape], MicroBatch]
 
@@ -98,6 +99,70 @@ def test_states_go_to_disk_where_ram_is_short(small_batch: Model) -> None:
     assert not plan(small_batch, replace(with_disk, disk_free_bytes=GIB), **wishes).fits
 
 
+# -- states in RAM that the GPU steps
+
+
+def on_gpu_from_ram(made: Plan) -> int:
+    """Layers whose states are streamed through VRAM."""
+    return sum(where.step == "gpu" and where.states == "ram" for where in made.placements)
+
+
+def with_all_from_ram_on_cpu(made: Plan) -> float:
+    """Seconds of a step of the same plan where the CPU steps whatever is in RAM."""
+    assert made.basis is not None
+    assert made.basis.work is not None
+    placements = [
+        replace(where, step="cpu", gradients="ram") if where.states == "ram" else where for where in made.placements
+    ]
+    return StepModel(made.layers, made.basis.work, made.basis.hardware, 1).seconds(placements).step  # type: ignore[arg-type]
+
+
+def test_both_processors_step_where_both_are_fast(small_batch: Model) -> None:
+    made = plan(small_batch, vram="16GiB")
+    assert made.seconds
+    assert made.seconds.busy["CPU step"] == pytest.approx(made.seconds.update_phase, rel=0.15)
+    assert 5 < on_gpu_from_ram(made) < sum(where.states == "ram" for where in made.placements) / 2
+    assert made.seconds.step < 0.9 * with_all_from_ram_on_cpu(made)
+
+
+def test_the_gpu_steps_most_where_cores_are_few(small_batch: Model) -> None:
+    made = plan(small_batch, TWO_CORES, vram="16GiB")
+    assert made.seconds
+    assert on_gpu_from_ram(made) > 0.6 * sum(where.states == "ram" for where in made.placements)
+    assert made.seconds.step < 0.6 * with_all_from_ram_on_cpu(made)
+
+
+def test_layers_that_the_gpu_steps_are_spread_over_forward(small_batch: Model) -> None:
+    steppers = [where.step for where in plan(small_batch, vram="16GiB").placements if where.states == "ram"]
+    runs = [len(list(run)) for step, run in itertools.groupby(steppers) if step == "cpu"]
+    assert max(runs) - min(runs[1:-1]) <= 1
+
+
+def test_without_room_for_the_buffers_the_cpu_steps() -> None:
+    """A card that holds the leanest placements, and one that holds the buffers too."""
+    layers = [shape(f"block.{index}", 2**24) for index in range(8)]
+    work = MicroBatch(tuple(stage(layer.name, kept=2**20) for layer in layers), 640)
+    search = Search(layers, work, TWO_CORES, 1)
+    leanest, buffers = search.placements(Counts(8, 8, 8, 0)), search.placements(Counts(8, 8, 8, 0, gpu_steps=8))
+    need, more = search.bytes(leanest)[0], search.bytes(buffers)[0]
+    assert more - need == 3 * 14 * 2**23
+    assert {where.step for where in search.best(need, 120 * GIB)} == {"cpu"}
+    assert "gpu" in {where.step for where in search.best(more, 120 * GIB)}
+
+
+def test_ram_that_is_short_is_saved_by_steps_on_the_gpu() -> None:
+    """Gradients and weights of layers that only the GPU steps are not in RAM: 10 bytes a parameter instead of 14."""
+    layers = [shape(f"block.{index}", 2**26, shared=True) for index in range(8)]  # whose weights stay in VRAM
+    work = MicroBatch(tuple(stage(layer.name, kept=2**20) for layer in layers), 640)
+    search = Search(layers, work, H200, 1)
+    _, most, _ = search.bytes(search.placements(Counts(0, 0, 0, 0)))
+    vram, least, _ = search.bytes(search.placements(Counts(0, 0, 0, 0, gpu_steps=8, gradients_in_vram="gpu")))
+    assert most - least == 8 * (2 + 4) * 2**26  # a tied weight's gradient is fp32
+    made = search.best(vram, least)
+    assert search.bytes(made)[1] <= least
+    assert {(where.step, where.gradients) for where in made} == {("gpu", "vram")}
+
+
 def test_what_fits_nowhere_is_planned_with_what_can_be_had() -> None:
     """Not as the run that lacks the fewest bytes of both: RAM can be added to a machine, VRAM not to a card."""
     layers = [shape(f"block.{index}", 2**27) for index in range(8)]
@@ -131,7 +196,8 @@ def test_asked_for_recomputation_is_given(small_batch: Model) -> None:
 
 def test_accumulated_gradients_stay_in_vram_where_there_is_room(small_batch: Model) -> None:
     made = plan(small_batch, vram="24GiB", gradient_accumulation=8)
-    assert {where.gradients for where in made.placements if where.step == "cpu"} == {"vram"}
+    assert {where.gradients for where in made.placements if where.step == "gpu"} == {"vram"}
+    assert sum(where.gradients == "ram" for where in made.placements) < len(made.placements) / 3
 
 
 def test_tied_blocks_keep_their_weights() -> None:
@@ -148,4 +214,5 @@ def test_nothing_is_chosen_for_a_model_without_blocks_but_states() -> None:
     assert made.fits
     assert {where.weights for where in made.placements} == {"vram"}
     assert {where.activations for where in made.placements} == {"keep"}
-    assert {where.states for where in made.placements} == {"ram", "vram"}
+    assert {where.step for where in made.placements} == {"cpu", "gpu"}
+    assert "ram" in {where.states for where in made.placements}

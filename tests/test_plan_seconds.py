@@ -10,20 +10,22 @@ import pytest
 from offloadkit.config import Placement
 from offloadkit.hardware import Hardware
 from offloadkit.plan import LayerShape, MicroBatch, Pass
-from offloadkit.plan.seconds import (
-    BACKWARD_LAUNCHES,
+from offloadkit.plan.costs import (
     CPU_EFFICIENCY,
-    DISK_OVERLAP,
-    FORWARD_LAUNCHES,
     KERNEL_SECONDS,
-    LAYER_LAUNCHES,
     MATMUL_EFFICIENCY,
     NORM_EFFICIENCY,
-    RECOMPUTED_LAUNCHES,
     STEP_LAUNCHES,
+    pass_seconds,
+)
+from offloadkit.plan.seconds import (
+    BACKWARD_LAUNCHES,
+    DISK_OVERLAP,
+    FORWARD_LAUNCHES,
+    LAYER_LAUNCHES,
+    RECOMPUTED_LAUNCHES,
     STREAMED_LAUNCHES,
     StepModel,
-    pass_seconds,
 )
 from tests.plan_machines import H200, shape, stage
 

@@ -129,7 +129,7 @@ def check_arguments(args: TrainingArguments) -> None:
         "deepspeed": (args.deepspeed, "leave it out: offloadkit does the offloading"),
         "fsdp": (args.fsdp, "leave it out: offloadkit does the offloading"),
         "parallelism_config": (args.parallelism_config, "leave it out: one device only, so far"),
-        "torch_compile=True": (args.torch_compile, "leave it out"),
+        "torch_compile=True": (args.torch_compile, "leave it out: OffloadConfig(compile_blocks=True) compiles"),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "set per_device_train_batch_size"),
     }
     checkpointing: Any = (

@@ -164,7 +164,7 @@ def _pin(slab: HostSlab, device: torch.device) -> bool:
 
 def _copy_rates(host: Tensor, device: torch.device) -> dict[str, float]:
     """host: uint8, the bytes of one copy."""
-    there, back = CopyStream(device), CopyStream(device)
+    there, back = CopyStream(device, "H2D"), CopyStream(device, "D2H")
     half = host.numel() // 2
     buffer = torch.zeros_like(host, device=device)
 

@@ -31,6 +31,7 @@ COLOURS = {
     "step on the GPU": GREEN,
     "data and the rest": PALE,
     "CPU step": ORANGE,
+    "GPU step": GREEN,
     "H2D": VERMILION,
     "D2H": VERMILION,
 }

@@ -8,7 +8,7 @@ from typing import Literal
 
 from offloadkit.monitor.history import History, Point
 from offloadkit.plan import Plan
-from offloadkit.plan.seconds import KERNEL_SECONDS, STEP_EFFICIENCY
+from offloadkit.plan.costs import KERNEL_SECONDS, STEP_EFFICIENCY
 from offloadkit.plan.shapes import CATEGORIES
 from offloadkit.telemetry import StepRecord
 
@@ -69,7 +69,7 @@ class Figures:
 
     Attributes:
         split: where a typical step's time went; the parts add up to the step's.
-        beside: how long the CPU's step and each direction of the bus worked in a step, beside what is in `split`.
+        beside: how long each processor's step and each direction of the bus worked, beside what is in `split`.
         loss: the running mean's end, or the newest while there is none.
         loss_curve: at most 300 points that keep the extremes; `loss_trend` is the running mean, of a longer run.
         eta_seconds: at the mean of all steps so far, evaluations and checkpoints included.
@@ -179,7 +179,7 @@ _PHASES = (
 
 def beside(seconds: Mapping[str, float]) -> Parts:
     """What worked meanwhile, and how long."""
-    names = {"CPU step": "cpu_step", "H2D": "h2d", "D2H": "d2h"}
+    names = {"CPU step": "cpu_step", "GPU step": "gpu_step", "H2D": "h2d", "D2H": "d2h"}
     return tuple((name, seconds[phase]) for name, phase in names.items() if phase in seconds)
 
 
@@ -248,7 +248,8 @@ def slowdown(
         "wait for bus": parts["wait for bus"],
         "wait for CPU step": parts["wait for CPU step"],
         "recomputed activations": recomputed,
-        "AdamW in VRAM": parts["step on the GPU"] - (gpu_step or 0.0),
+        "wait for GPU step": max(0.0, parts["step on the GPU"] - (gpu_step or 0.0)),  # whose states come from RAM
+        "AdamW in VRAM": min(0.0, parts["step on the GPU"] - (gpu_step or 0.0)),
     }
     total = step - sum(extra.values()) if baseline_seconds is None else baseline_seconds
     if baseline_seconds is not None:

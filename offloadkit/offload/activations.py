@@ -28,6 +28,8 @@ def checkpoint_activations(
     choices: Mapping[nn.Module, Checkpoint],
     weights: Mapping[nn.Module, Sequence[LayerWeights]],
     offloaded: OffloadedInputs,
+    *,
+    compiled: bool = False,
 ) -> Callable[[], None]:
     """Have backward recompute the activations of the blocks in `choices`; returns what switches it off again.
 
@@ -36,6 +38,7 @@ def checkpoint_activations(
 
     Args:
         weights: by block, what a recomputation needs in VRAM.
+        compiled: the blocks run compiled, past HuggingFace's switch (which would have T5 compute other gradients too).
 
     Raises:
         ConfigError: the model has no repeated blocks to recompute.
@@ -52,14 +55,17 @@ def checkpoint_activations(
         run = offloaded.checkpoint if choices[block] == "offload" else _checkpoint
         return lambda forward, *args, **kwargs: run(weights.get(block, ()), forward, *args, **kwargs)
 
-    if getattr(model, "supports_gradient_checkpointing", False):
+    if getattr(model, "supports_gradient_checkpointing", False) and not compiled:
         return _as_huggingface_does(model, blocks, choices, recompute)
+    before = {block: vars(block).get("forward") for block in choices}
     for block in choices:
         block.forward = partial(recompute(block), block.forward)
 
     def restore() -> None:
-        for block in choices:
+        for block, forward in before.items():
             del block.forward
+            if forward is not None:
+                block.forward = forward
 
     return restore
 
@@ -100,7 +106,7 @@ class OffloadedInputs:
 
     def __init__(self, device: torch.device, waits: Waits) -> None:
         self._device, self._waits = device, waits
-        self.d2h, self.h2d = CopyStream(device), CopyStream(device)
+        self.d2h, self.h2d = CopyStream(device, "D2H"), CopyStream(device, "H2D")
         self._free: list[_Offloaded] = []
         self._copying: list[tuple[torch.Tensor, Event]] = []
         """VRAM that a copy still reads or writes, and the copy's end."""
@@ -126,7 +132,7 @@ class OffloadedInputs:
         self.d2h.wait(record_compute(self._device))
         if slot.returned is not None:
             self.d2h.wait(slot.returned)
-        self.d2h.copy(slot.host, tensor.view(-1), timed=True)
+        self.d2h.copy(slot.host, tensor.view(-1), "inputs", timed=True)
         slot.arrived = self.d2h.record()
         self._copying.append((tensor, slot.arrived))
         self._order.append(slot)
@@ -179,8 +185,8 @@ class OffloadedInputs:
             saved.device = torch.empty(saved.shape, dtype=saved.host.dtype, device=self._device)
             self.h2d.wait(record_compute(self._device))  # its memory may just have been freed by the compute stream
             assert saved.arrived is not None
-            saved.arrived.delay(self.h2d.stream)
-            self.h2d.copy(saved.device.view(-1), saved.host, timed=True)
+            self.h2d.wait(saved.arrived)
+            self.h2d.copy(saved.device.view(-1), saved.host, "inputs", timed=True)
             saved.returned = self.h2d.record()
         return saved.device
 

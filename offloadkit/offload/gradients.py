@@ -1,14 +1,15 @@
 """Gradients: landed per layer, summed for the norm, sent to RAM during backward, accumulated in fp32.
 
-Each parameter's gradient is copied into its place in the layer's *landing* buffer as soon as autograd has it, and
-dropped. When the layer is complete, one of these follows, as placement and accumulation say:
+Autograd's gradients of a layer are copied, all with one operation, into the layer's *landing* buffer as soon as the
+last of them is there, and dropped. One of these follows, as placement and accumulation say:
 
 | | `gradients="ram"` | `gradients="vram"` |
 |---|---|---|
 | one micro-batch | sums on the device, D2H on the copy stream | landing stays; sums and D2H at the boundary |
 | several | D2H, then the stepping thread adds into fp32 in RAM | added into fp32 on the device; D2H at the boundary |
 
-The sums are equal whichever processor takes them (`optim.gradient_norm`), and additions happen in micro-batch order.
+Sums taken on the device go to RAM at the boundary, with one copy for all layers; they are equal whichever processor
+takes them (`optim.gradient_norm`). Additions happen in micro-batch order.
 """
 
 from __future__ import annotations
@@ -22,41 +23,15 @@ from typing import Any
 import torch
 
 from offloadkit.errors import ModelError
+from offloadkit.offload import host_memory, trace
+from offloadkit.offload.landings import KeptGradients, LandingPool
 from offloadkit.offload.layers import FlatLayer, Slot
 from offloadkit.offload.streams import CopyStream, Event, record_compute
 from offloadkit.offload.waits import Waits
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim import cpu
 from offloadkit.optim.gradient_norm import NORM_BLOCK, block_sums, norm_blocks
-from offloadkit.plan import NUM_LANDINGS, is_small
-
-
-class LandingPool:
-    """Reusable device buffers of one size. A buffer returned with an event is written again only after that event, for
-    which the device waits where `NUM_LANDINGS` buffers are on their way to RAM."""
-
-    def __init__(self, device: torch.device, num_bytes: int, waits: Waits) -> None:
-        """
-        Args:
-            num_bytes: of the largest landing.
-        """
-        self._device, self._num_bytes, self._waits = device, num_bytes, waits
-        self._free: list[tuple[torch.Tensor, Event | None]] = []
-
-    def take(self) -> torch.Tensor:
-        """A uint8 buffer."""
-        ready = [item for item in self._free if item[1] is None or item[1].done()]
-        if not ready and len(self._free) < NUM_LANDINGS:
-            return torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
-        buffer, busy = (ready or self._free)[0]
-        self._free = [item for item in self._free if item[0] is not buffer]
-        if busy is not None:
-            self._waits.delay(busy)
-        return buffer
-
-    def give_back(self, buffer: torch.Tensor, busy: Event | None) -> None:
-        """Return a buffer that is still read until `busy`."""
-        self._free.append((buffer, busy))
+from offloadkit.plan import is_small
 
 
 class LayerGradient:
@@ -65,36 +40,37 @@ class LayerGradient:
     Attributes:
         host: 1-D pinned tensor with the gradient of the whole window when `sent` is reached; fp32 when accumulated or
             tied, else in the layer's dtype. Ranges of slots without a gradient hold anything. None: the GPU steps.
-        sums: fp64 [num_blocks] in pinned RAM, sums of squares of `host` by norm block.
-        window: indices of the slots that got a gradient in this accumulation window.
+        sums: fp64 [num_blocks] in pinned RAM, sums of squares of the window's gradient by norm block, once `sent` is
+            reached.
+        received: indices of the slots that got a gradient in this micro-batch.
+        window: those that got one in this accumulation window.
+        known: those that ever got one.
     """
 
-    def __init__(
-        self, weights: LayerWeights, host: torch.Tensor | None, sums: torch.Tensor, *, on_device: bool
-    ) -> None:
+    def __init__(self, weights: LayerWeights, host: torch.Tensor | None, *, on_device: bool) -> None:
         """
         Args:
             on_device: keep the gradient, and what accumulates, in VRAM until the boundary.
         """
         self.weights, self.on_device = weights, on_device
         self.layer: FlatLayer = weights.layer
-        self.host, self.sums = host, sums
+        self.host, self.sums = host, torch.empty(0)
         self.landing_dtype = torch.float32 if self.layer.shared else self.layer.dtype
         ranges = [(slot.start, slot.numel) for slot in self.layer.slots]
         self.host_blocks = norm_blocks(ranges)
         num_blocks = [-(-slot.numel // NORM_BLOCK) for slot in self.layer.slots]
         self._first_block = list(accumulate(num_blocks, initial=0))
         self.device_blocks = self.host_blocks.to(weights.device)
-        self.device_sums = torch.zeros(len(self.host_blocks), dtype=torch.float64, device=weights.device)
+        self.device_sums = torch.empty(0)
         self.sums_on_host = False
-        self.received: set[int] = set()
-        self.window: set[int] = set()
+        self.received, self.window, self.known = set[int](), set[int](), set[int]()
         self.complete = False
         self.at_end_only = self.layer.shared
         self.buffer: torch.Tensor | None = None
         self.accumulated: torch.Tensor | None = None
         self.own_buffer: torch.Tensor | None = None
         self.sent: Event | None = None
+        self._places: dict[int, list[torch.Tensor]] = {}
 
     @property
     def landing_bytes(self) -> int:
@@ -112,9 +88,27 @@ class LayerGradient:
         """The gradient of the window in VRAM, for the GPU's step: 1-D, fp32 when accumulated."""
         return self.landing if self.accumulated is None else self.accumulated
 
-    def slot_sums(self, index: int) -> torch.Tensor:
-        """fp64 sums of the norm blocks of slot `index`; valid once `sent` is reached."""
-        return self.sums[self._first_block[index] : self._first_block[index + 1]]
+    def places(self) -> list[torch.Tensor]:
+        """Every slot's part of the landing, in its parameter's shape."""
+        assert self.buffer is not None
+        address = self.buffer.data_ptr()
+        if address not in self._places:
+            landing = self.landing
+            self._places[address] = [
+                landing[slot.start : slot.start + slot.numel].view(slot.parameter.shape) for slot in self.layer.slots
+            ]
+        return self._places[address]
+
+    def keep_in(self, memory: torch.Tensor, *, accumulated: bool) -> None:
+        """Have the window's gradient stay in `memory`: the landing itself, or fp32 that micro-batches are added to."""
+        if accumulated:
+            self.accumulated = memory
+        else:
+            self.own_buffer = memory.view(torch.uint8)
+
+    def blocks_of(self, index: int) -> slice:
+        """Where in `sums` those of slot `index` are."""
+        return slice(self._first_block[index], self._first_block[index + 1])
 
 
 def runs(layer: FlatLayer, indices: set[int]) -> Iterator[tuple[int, int]]:
@@ -150,7 +144,7 @@ class Gradients:
             staging: pinned uint8 buffers, each as large as the largest landing, that a micro-batch's gradient passes
                 through on its way to fp32 accumulation in RAM; empty when nothing accumulates there.
             submit: queues work for the stepping thread.
-            got_gradient: told of each gradient that comes.
+            got_gradient: told of each parameter's first gradient.
         """
         self.layers = layers
         self._accumulation = accumulation
@@ -160,10 +154,12 @@ class Gradients:
         sizes = [layer.landing_bytes for layer in passing]
         self._pool = LandingPool(self._device, max(sizes, default=0), waits)
         self._pooled = {layer for layer in passing if not is_small(layer.landing_bytes, sizes)}
-        self.d2h = CopyStream(self._device)
+        self.d2h = CopyStream(self._device, "D2H")
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in staging:
             self._staging.put(buffer)
+        self._kept: list[KeptGradients] = []
+        self._place()
         self._hooks: list[Any] = []
         self._of_slot: dict[Slot, tuple[LayerGradient, int]] = {}
         for gradient in layers:
@@ -172,57 +168,112 @@ class Gradients:
                 parameter: Any = slot.parameter
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._taker(slot)))
 
+    def _place(self) -> None:
+        """Give all layers' sums one place on the device and one in pinned RAM, and those that keep their gradients on
+        the device one buffer for each dtype."""
+        groups: dict[torch.dtype | None, list[LayerGradient]] = {}
+        for layer in self.layers:
+            kept_dtype = torch.float32 if self._accumulation > 1 else layer.landing_dtype
+            groups.setdefault(kept_dtype if layer.on_device else None, []).append(layer)
+        num_blocks = sum(len(layer.host_blocks) for layer in self.layers)
+        (slab,) = host_memory.allocate([8 * num_blocks], self._device, "the norm's sums")
+        self._host_sums = slab.cut(num_blocks, torch.float64)
+        self._device_sums = torch.zeros(num_blocks, dtype=torch.float64, device=self._device)
+        end = 0
+        for dtype, group in groups.items():
+            first = end
+            for layer in group:
+                start, end = end, end + len(layer.host_blocks)
+                layer.sums, layer.device_sums = self._host_sums[start:end], self._device_sums[start:end]
+            if dtype is not None:
+                numels, blocks = [layer.layer.numel for layer in group], [layer.host_blocks for layer in group]
+                self._kept.append(KeptGradients(numels, blocks, dtype, self._device_sums[first:end]))
+                for layer, part in zip(group, self._kept[-1].parts, strict=True):
+                    layer.keep_in(part, accumulated=self._accumulation > 1)
+
     def _passes(self, layer: LayerGradient) -> bool:
         """Whether the gradient of a micro-batch leaves its landing as soon as it is complete."""
         return not layer.layer.shared and (not layer.on_device or self._accumulation > 1)
 
     def _taker(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+        layer, index = self._of_slot[slot]
+        weights, num_slots = layer.weights, len(layer.layer.slots)
+
         def take(parameter: torch.Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:  # None: every use of a tied weight has landed by itself
-                self.land(slot, gradient)
+            if layer.at_end_only or layer.complete:
+                gradient, parameter.grad = parameter.grad, None
+                if gradient is not None:  # None: every use of a tied weight has landed by itself
+                    self.land(slot, gradient)
+                return
+            weights.check_held(slot)
+            layer.received.add(index)
+            if len(layer.received) == num_slots:
+                self._finish(layer)
 
         return take
 
+    def _gather(self, layer: LayerGradient) -> None:
+        """Copy what autograd has of a layer to its landing."""
+        slots = [layer.layer.slots[index] for index in layer.received]
+        gradients: list[Any] = [slot.parameter.grad for slot in slots]
+        for slot, gradient in zip(slots, gradients, strict=True):
+            _check_dense(slot, gradient)
+        self._open(layer)
+        places = layer.places()
+        torch._foreach_copy_([places[index] for index in layer.received], gradients)
+        for slot in slots:
+            slot.parameter.grad = None
+
     @torch.no_grad()
     def land(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """Add `gradient` (the parameter's shape) to its place; send the layer off when it was the last one missing."""
-        if gradient.is_sparse:
-            raise ModelError(f"parameter {slot.name!r} has sparse gradients: build its nn.Embedding with sparse=False")
+        """Add one gradient (of the parameter's shape) to its place: of a tied weight's use, beside such a weight, or of
+        a layer that was sent off already. The layer is sent at the end of backward."""
+        _check_dense(slot, gradient)
         layer, index = self._of_slot[slot]
-        self._got_gradient(layer.weights, slot)
         layer.weights.check_held(slot)
         if layer.complete:
             self._reopen(layer)
         if not layer.received:
-            self._wait_for_readers(layer)
-        if layer.buffer is None:
-            layer.buffer = self._take_buffer(layer)
-        place = layer.landing[slot.start : slot.start + slot.numel].view(slot.parameter.shape)
+            self._open(layer)
+        place = layer.places()[index]
         if index in layer.received:
             place.add_(gradient)
         else:
             place.copy_(gradient)
             layer.received.add(index)
-        if not layer.at_end_only and len(layer.received) == len(layer.layer.slots):
-            self._finish(layer)
+
+    def _open(self, layer: LayerGradient) -> None:
+        """Have a landing. The step, or a copy to RAM, may still read the last gradient from the layer's own."""
+        layer.weights.wait()
+        if layer.own_buffer is not None and layer.sent is not None:
+            self._waits.delay(layer.sent)
+        if layer.buffer is None:
+            layer.buffer = self._take_buffer(layer)
 
     def end_of_backward(self) -> None:
         """Finish the layers that still wait for gradients which this micro-batch does not have."""
         for layer in self.layers:
             if layer.received and not layer.complete:
                 self._finish(layer)
-        for layer in self.layers:
             layer.received.clear()
             layer.complete = False
 
     def end_of_window(self) -> None:
-        """Send what was kept on the device."""
+        """Send what was kept on the device, and the sums of all."""
+        window = [layer for layer in self.layers if layer.window]
+        if any(layer.on_device for layer in window):
+            for kept in self._kept:
+                kept.take_sums()
         for layer in self.layers:
-            if not layer.window:
-                continue
-            if layer.on_device:
-                self._send(layer, layer.kept)
+            layer.weights.wait()  # the last update's norm has been read from RAM, also if no forward asked for it
+        self.d2h.wait(record_compute(self._device))
+        for layer in window:
+            if layer.on_device and layer.host is not None:
+                self.d2h.copy(layer.host, layer.kept, layer.layer.name, timed=True)
+        self.d2h.copy(self._host_sums, self._device_sums)
+        arrived = self.d2h.record()
+        for layer in window:
+            layer.sent = arrived
 
     def drop(self) -> None:
         """Forget the gradients of this window."""
@@ -231,6 +282,8 @@ class Gradients:
             layer.received.clear()
             layer.complete = False
             self._release(layer, None)
+            for slot in layer.layer.slots:
+                slot.parameter.grad = None
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -238,17 +291,21 @@ class Gradients:
         self.d2h.synchronize()
 
     def _finish(self, layer: LayerGradient) -> None:
+        if not layer.at_end_only:
+            self._gather(layer)
+        if (tracing := trace.active()) is not None:
+            tracing.has_gradients_of(layer.layer.name)
         layer.complete = True
-        fresh = layer.received - layer.window
-        again = layer.received & layer.window
+        for index in layer.received - layer.known:
+            self._got_gradient(layer.weights, layer.layer.slots[index])
+        layer.known |= layer.received
+        fresh, again = layer.received - layer.window, layer.received & layer.window
         layer.window |= layer.received
         if self._accumulation == 1:
             if not layer.on_device:
-                self._send(layer, layer.landing)
-                self._release(layer, layer.sent)
+                self._send(layer)
         elif layer.on_device:
-            if layer.accumulated is None:
-                layer.accumulated = torch.zeros(layer.layer.numel, dtype=torch.float32, device=self._device)
+            assert layer.accumulated is not None
             for part, add in ((fresh, False), (again, True)):
                 for start, length in runs(layer.layer, part):
                     into, piece = (tensor[start : start + length] for tensor in (layer.accumulated, layer.landing))
@@ -276,8 +333,7 @@ class Gradients:
         assert layer.host is not None
         host, piece = layer.host, staged[0][: layer.landing_bytes].view(layer.landing_dtype)
         self.d2h.wait(record_compute(self._device))
-        self.d2h.copy(piece, layer.landing, timed=True)
-        arrived = self.d2h.record()
+        arrived = self.d2h.copy_all([(piece, layer.landing)], layer.layer.name)
         self._release(layer, arrived)
         layer.sums_on_host = True
 
@@ -297,19 +353,13 @@ class Gradients:
         with suppress(IndexError):  # it was given back
             self._staging.put(staged.pop())
 
-    def _send(self, layer: LayerGradient, gradient: torch.Tensor) -> None:
+    def _send(self, layer: LayerGradient) -> None:
+        assert layer.host is not None
+        gradient = layer.landing
         block_sums(gradient, layer.device_blocks, layer.device_sums)
         self.d2h.wait(record_compute(self._device))
-        if layer.host is not None:
-            self.d2h.copy(layer.host, gradient, timed=True)
-        self.d2h.copy(layer.sums, layer.device_sums)
-        layer.sent = self.d2h.record(timing=True)
-
-    def _wait_for_readers(self, layer: LayerGradient) -> None:
-        """The step, or a copy to RAM, may still read the last gradient from the layer's own buffer."""
-        layer.weights.wait()
-        if layer.own_buffer is not None and layer.sent is not None:
-            self._waits.delay(layer.sent)
+        layer.sent = self.d2h.copy_all([(layer.host, gradient)], layer.layer.name)
+        self._release(layer, layer.sent)
 
     def _take_buffer(self, layer: LayerGradient) -> torch.Tensor:
         """Where the gradient of a micro-batch lands: a buffer of the pool, or the layer's own where it is small, stays
@@ -336,6 +386,11 @@ class Gradients:
             layer.sent.synchronize()
             layer.buffer = self._take_buffer(layer)
             layer.landing.copy_(layer.host)
+
+
+def _check_dense(slot: Slot, gradient: torch.Tensor) -> None:
+    if gradient.is_sparse:
+        raise ModelError(f"parameter {slot.name!r} has sparse gradients: build its nn.Embedding with sparse=False")
 
 
 def take_sums(layer: LayerGradient) -> None:

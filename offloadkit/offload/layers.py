@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -249,18 +250,13 @@ class Newcomers:
 
     def __init__(self, model: nn.Module, trained: set[nn.Parameter]) -> None:
         self._model, self._trained = model, trained
-        self._modules = list(model.modules())
+        self._tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
         self._frozen = [parameter for parameter in model.parameters() if parameter not in trained]
         self._found = self._entries()
 
     def _entries(self) -> list[int]:
         """Identities of all parameters and submodules; those there at first are kept alive here and in the slots."""
-        return [
-            id(entry)
-            for module in self._modules
-            for entries in (module._parameters, module._modules)
-            for entry in entries.values()
-        ]
+        return list(map(id, chain.from_iterable(table.values() for table in self._tables)))
 
     def check(self) -> None:
         """

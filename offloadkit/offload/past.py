@@ -63,8 +63,9 @@ class Past:
         tiers = {tier: dict(categories) for tier, categories in self._plan.tiers.items()}
         tiers["ram"]["process"] = hardware.process_ram_bytes()
         if self._device.type == "cuda":
-            tiers["vram"]["process peak allocated"] = torch.cuda.max_memory_allocated(self._device)
-            reserved = torch.cuda.memory_reserved(self._device)
+            allocator = torch.cuda.memory_stats_as_nested_dict(self._device)  # its named totals take much longer
+            tiers["vram"]["process peak allocated"] = allocator["allocated_bytes"]["all"]["peak"]
+            reserved = allocator["reserved_bytes"]["all"]["current"]
             if self._context_bytes is None:  # after the first step, whose kernels are loaded
                 self._context_bytes = hardware.vram_context_bytes(self._device)
             tiers["vram"] |= {"process reserved": reserved, "process": reserved + self._context_bytes}

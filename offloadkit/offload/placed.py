@@ -18,16 +18,25 @@ from offloadkit.hardware import trim_heap
 from offloadkit.offload import host_memory
 from offloadkit.offload.activations import OffloadedInputs, checkpoint_activations
 from offloadkit.offload.allocator import let_segments_grow
+from offloadkit.offload.compiled import compile_blocks
 from offloadkit.offload.disk import DiskStates, Region, StateFile
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, Slot
 from offloadkit.offload.ram_watch import RamWatch
+from offloadkit.offload.state_ring import StateRing
 from offloadkit.offload.states import LayerState, Materialise
 from offloadkit.offload.streaming import StreamedWeights, WeightRing
 from offloadkit.offload.streams import BusyTime
 from offloadkit.offload.waits import Waits
 from offloadkit.offload.weights import Gates, LayerWeights, PendingUpdate, TiedUses, move_rest
-from offloadkit.plan import NUM_STAGING, NUM_STATE_BUFFERS, NUM_WEIGHT_BUFFERS, Plan
+from offloadkit.plan import (
+    NUM_STAGING,
+    NUM_STATE_BUFFERS,
+    NUM_STEP_BUFFERS,
+    NUM_WEIGHT_BUFFERS,
+    Plan,
+    step_buffer_bytes,
+)
 
 
 class PlacedModel:
@@ -69,6 +78,7 @@ class PlacedModel:
         self.module, self._plan, self._device = module, plan, device
         self._materialise, self._ram_watch = materialise, ram_watch
         self._accumulation, self._seed = config.gradient_accumulation, config.seed
+        self._may_switch = config.placement is None
         self._folder = config.disk or tempfile.gettempdir()
         self._disk: DiskStates | None = None
         let_segments_grow(device)
@@ -82,6 +92,9 @@ class PlacedModel:
         for layer in streamed:
             undo.callback(layer.rest)  # however the engine ends, what is in RAM is what the model has
         self._offloaded = OffloadedInputs(device, self._waits)
+        if config.compile_blocks:
+            tied = {owner for layer in layers for slot in layer.slots if slot.shared for owner, _ in slot.owners}
+            undo.callback(compile_blocks(module, tied))
         self._checkpoint_blocks(config, undo)
         self.gates = Gates(module, weights, settle)
         self.gradients = Gradients(
@@ -92,14 +105,17 @@ class PlacedModel:
             got_gradient=self.gates.got_gradient,
             waits=self._waits,
         )
-        tied = TiedUses(list(layers), self.gradients.land)
-        for let_go in (self.gates.remove, self.gradients.remove, tied.remove):
+        uses = TiedUses(list(layers), self.gradients.land)
+        for let_go in (self.gates.remove, self.gradients.remove, uses.remove):
             undo.callback(let_go)
 
     def _allocate(self, layers: Sequence[FlatLayer]) -> tuple[list[LayerState], list[torch.Tensor]]:
         """The layers' states, and the staging buffers for accumulation in RAM."""
         placed = list(zip(layers, self._plan.layers, self._plan.placements, strict=True))
-        sizes = [sum(shape.ram_bytes(placement, self._accumulation).values()) for _, shape, placement in placed]
+        sizes = [  # the norm's sums have a place of their own
+            sum(shape.ram_bytes(placement, self._accumulation).values()) - shape.sums_bytes()
+            for _, shape, placement in placed
+        ]
         through_ram = [shape.landing_bytes() for _, shape, placement in placed if placement.gradients == "ram"]
         num_staging = NUM_STAGING if self._accumulation > 1 and through_ram else 0
         staging = max(through_ram, default=0)
@@ -114,6 +130,8 @@ class PlacedModel:
         if on_disk:
             self._disk = DiskStates(StateFile(self._folder, on_disk), shared_slabs[num_staging:])
             regions = iter([Region(self._disk, index) for index in range(len(on_disk))])
+        step_buffer = step_buffer_bytes([item[1:] for item in placed], self._accumulation)
+        ring = StateRing(self._device, step_buffer, NUM_STEP_BUFFERS) if step_buffer else None
         states = []
         for (layer, _, placement), slab in zip(placed, own, strict=True):
             region = next(regions) if placement.states == "disk" else None
@@ -125,6 +143,8 @@ class PlacedModel:
                 self._device,
                 self._waits,
                 region=region,
+                ring=ring,
+                may_switch=self._may_switch,
                 seed=self._seed,
             )
             state.take_parameters(self._materialise)
@@ -145,7 +165,9 @@ class PlacedModel:
                 if state.placement.activations != "keep":
                     choices[block] = state.placement.activations
         if choices or config.activation_checkpointing:
-            undo.callback(checkpoint_activations(self.module, choices, weights, self._offloaded))
+            undo.callback(
+                checkpoint_activations(self.module, choices, weights, self._offloaded, compiled=config.compile_blocks)
+            )
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
@@ -169,9 +191,7 @@ class PlacedModel:
     def settle(self) -> None:
         """Have the newest weights where they live, the copies of an update that is done included."""
         for state in self.states:
-            state.weights.settle()
-            if state.uploaded is not None:
-                state.uploaded.synchronize()
+            state.settle()
         if self._disk is not None:
             self._disk.synchronize()
 

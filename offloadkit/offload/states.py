@@ -1,10 +1,10 @@
-"""Everything of a flat layer that its step reads and writes, where the plan puts it: in pinned RAM for the CPU, in VRAM
-for the GPU."""
+"""Everything of a flat layer that its step reads and writes, where the plan puts it, and the step on either
+processor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from offloadkit.offload.disk import Region
 from offloadkit.offload.gradients import LayerGradient, runs
 from offloadkit.offload.host_memory import HostSlab, aligned
 from offloadkit.offload.layers import FlatLayer, Slot
+from offloadkit.offload.state_ring import PassingStates, StateRing
 from offloadkit.offload.streaming import StreamedWeights
 from offloadkit.offload.streams import CopyStream, Event
 from offloadkit.offload.waits import Waits
@@ -31,6 +32,7 @@ from offloadkit.optim.adamw import (
 )
 from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES, random_key
 from offloadkit.optim.step import adamw_step
+from offloadkit.plan import cpu_can_step, gpu_can_step
 
 REMAINDER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 """What master weights hold beside working weights of a dtype: 16 more bits, or all of an fp32 number."""
@@ -96,11 +98,15 @@ class LayerState:
     """A flat layer as its step sees it.
 
     Attributes:
-        flat: working weights, remainder, exp_avg, exp_avg_sq: 1-D [layer.numel], on the processor that steps them. On
-            the CPU, `flat.weights` are a copy of resident weights, or the streamed weights themselves. States on disk
-            are mapped here; a step works on a copy in RAM.
+        flat: working weights, remainder, exp_avg, exp_avg_sq: 1-D [layer.numel], where the placement puts them. Where
+            the CPU can step them, `flat.weights` are a copy of resident weights, or the streamed weights themselves;
+            else they are the resident weights. States on disk are mapped here; a step works on a copy in RAM.
+        on_gpu: who steps it next; the stepping thread's to change where it is `switchable`.
+        switchable: whether both processors can step it, and the plan's choice is no user's.
         steps: fp32 [num_slots], how often each parameter was stepped.
         gradient: its gradient on the way to the step.
+        uploaded: the end of the newest step: resident weights are where forward looks for them, and a gradient in VRAM
+            may be written again. Streamed weights know by themselves when they may be fetched.
     """
 
     def __init__(
@@ -113,34 +119,54 @@ class LayerState:
         waits: Waits,
         *,
         region: Region | None = None,
+        ring: StateRing | None = None,
+        may_switch: bool = False,
         seed: int = 0,
     ) -> None:
         """
         Args:
             slab: RAM for what `placement` puts there.
             region: disk for the states, where `placement` puts them there.
+            ring: through which states in RAM pass when the GPU steps them; None where it steps none.
+            may_switch: whether another processor than the placement's may step the layer.
             seed: of stochastic rounding.
         """
         self.layer, self.placement, self._seed, self._region = layer, placement, seed, region
-        on_gpu = placement.step == "gpu"
 
-        def cut(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(numel, dtype=dtype, device=device) if on_gpu else slab.cut(numel, dtype)
+        def in_vram(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(numel, dtype=dtype, device=device)
 
-        weights = cut(layer.numel, layer.dtype)
-        self.flat = _flat_state(layer, weights, cut if region is None else _cutter(region.mapped()))
+        by_cpu = cpu_can_step(placement)
+        weights = (slab.cut if by_cpu or placement.weights == "ram" else in_vram)(layer.numel, layer.dtype)
+        states = slab.cut if region is None else _cutter(region.mapped())
+        self.flat = _flat_state(layer, weights, in_vram if placement.states == "vram" else states)
         self.weights: LayerWeights
         if placement.weights == "ram":
             self.weights = StreamedWeights(layer, weights, device, waits)
         else:
-            there = weights if on_gpu else torch.zeros_like(weights, device=device)
-            self.weights = ResidentWeights(layer, there, waits)
-        self.weights.stepped_on_gpu = on_gpu
-        host = None if on_gpu else slab.cut(layer.numel, gradient_dtype(layer, accumulation))
-        sums = slab.cut(layer.num_norm_blocks, torch.float64)
-        self.gradient = LayerGradient(self.weights, host, sums, on_device=placement.gradients == "vram")
+            self.weights = ResidentWeights(
+                layer, torch.zeros_like(weights, device=device) if by_cpu else weights, waits
+            )
+        host = slab.cut(layer.numel, gradient_dtype(layer, accumulation)) if by_cpu else None
+        self.gradient = LayerGradient(self.weights, host, on_device=placement.gradients == "vram")
+        self.ring, self._passing = ring, self._passing_states(host) if ring is not None else None
+        self.on_gpu = placement.step == "gpu"
+        self.switchable = may_switch and by_cpu and self._passing is not None
+        self._copy_is_stale = False
         self.steps = torch.zeros(len(layer.slots), dtype=torch.float32)
         self.uploaded: Event | None = None
+
+    def _passing_states(self, host_gradient: torch.Tensor | None) -> PassingStates | None:
+        """What passes through VRAM where the GPU steps states in RAM."""
+        if self.placement.states != "ram" or not gpu_can_step(self.placement):
+            return None
+        resident = self.weights.flat if isinstance(self.weights, ResidentWeights) else None
+        return PassingStates(self.flat, resident, host_gradient if self.placement.gradients == "ram" else None)
+
+    @property
+    def passes(self) -> bool:
+        """Whether its states pass through VRAM in the next step."""
+        return self.on_gpu and self._passing is not None
 
     def take_parameters(self, materialise: Materialise | None) -> None:
         """Take the parameters' present values as master weights and bind the parameters to the flat buffer.
@@ -176,7 +202,8 @@ class LayerState:
 
     def take_over(self, slots: Sequence[Slot], *, keep_remainder: bool = False) -> None:
         """The weights of `slots`, written from outside, become the master weights, to which the remainder adds nothing,
-        unless the caller sets it next."""
+        unless the caller sets it next. Their update is recorded."""
+        self._wait_for_copies()
         if isinstance(self.weights, StreamedWeights):
             self.weights.save(slots)
         for slot in slots:
@@ -191,27 +218,30 @@ class LayerState:
     def master(self, slot: Slot) -> torch.Tensor:
         """fp32 copy of a parameter's master weights, in its shape, in RAM."""
         here = slice(slot.start, slot.start + slot.numel)
-        weights = self.flat.weights[here]
-        remainder = self.flat.remainder
-        if remainder is None:
-            flat = weights.clone()
-        else:
-            flat = join_master(weights, remainder[here]) if remainder.dtype == torch.int16 else remainder[here].clone()
-        return flat.view(slot.parameter.shape).cpu()
+        newest = self.weights.flat if isinstance(self.weights, ResidentWeights) else self.flat.weights
+        weights = newest[here].cpu()
+        if self.flat.remainder is None:
+            return weights.view(slot.parameter.shape).clone()
+        remainder = self.flat.remainder[here].cpu()
+        flat = join_master(weights, remainder) if remainder.dtype == torch.int16 else remainder.clone()
+        return flat.view(slot.parameter.shape)
 
     def step(self, slots: set[int], options: Sequence[GroupOptions], grad_scale: float, stream: CopyStream) -> None:
         """One AdamW step of the parameters at `slots`, in place; the others keep everything, their step count too. The
-        calling thread waits for a step on the CPU; one on the GPU is done at `uploaded`, on `stream`.
+        calling thread waits for a step on the CPU; one on the GPU is queued.
 
-        Either way the layer's working weights are where forward looks for them once `uploaded` is reached.
+        Either way forward may ask for the layer's working weights once `uploaded` is reached.
+
+        Args:
+            stream: for the weights that the CPU steps, or for the GPU's kernels; it has waited for the compute stream.
         """
-        self._wait_for_copies()
         segments = self._segments(slots, options)
-        if self.placement.step == "gpu":
-            with stream.as_current():
-                adamw_step(self.flat, self.gradient.kept, segments, grad_scale)
-            self.uploaded = stream.record()
+        self.weights.stepped_on_gpu = self.on_gpu
+        if self.on_gpu:
+            self._step_on_gpu(segments, grad_scale, stream)
             return
+        self._refresh_copy()
+        self._wait_for_copies()
         assert self.gradient.host is not None
         if self._region is None:
             adamw_step(self.flat, self.gradient.host, segments, grad_scale)
@@ -220,28 +250,72 @@ class LayerState:
                 flat = _flat_state(self.layer, self.flat.weights, slab.cut)
                 adamw_step(flat, self.gradient.host, segments, grad_scale)
         if isinstance(self.weights, ResidentWeights):
-            stream.copy(self.weights.flat, self.flat.weights, timed=True)
+            stream.copy(self.weights.flat, self.flat.weights, self.layer.name, timed=True)
             self.uploaded = stream.record()
 
+    def _step_on_gpu(self, segments: Sequence[Segment], grad_scale: float, stream: CopyStream) -> None:
+        if self.uploaded is not None:
+            stream.wait(self.uploaded)
+        passing, streamed = self._passing, self.weights if isinstance(self.weights, StreamedWeights) else None
+        if passing is None:
+            with stream.as_current():
+                adamw_step(self.flat, self.gradient.kept, segments, grad_scale)
+            self.uploaded = stream.record()
+            return
+        assert self.ring is not None
+        kept = self.gradient.kept if passing.gradient is None else None
+        unread = None if streamed is None else streamed.copied
+        self.uploaded = self.ring.step(passing, kept, segments, grad_scale, stream, unread=unread)
+        if streamed is None:
+            self._copy_is_stale = self.gradient.host is not None
+        else:
+            streamed.written = passing.drained
+
+    def step_bytes(self) -> int:
+        """Memory traffic of a step on the CPU: the gradient is read, weights and states are read and written."""
+        sizes = (getattr(getattr(self.flat, field.name), "nbytes", 0) for field in fields(self.flat))
+        gradient = 0 if self.gradient.host is None else self.gradient.host.nbytes
+        return gradient + 2 * int(sum(sizes))
+
     def prefetch(self) -> None:
-        """Start reading states from disk for the next `step`."""
+        """Start fetching what the next `step` needs first: states from disk, states from RAM that the GPU steps, or
+        weights that the GPU stepped last and the CPU does next."""
         if self._region is not None:
             self._region.prefetch()
+        elif self.ring is not None and self._passing is not None:
+            self.ring.fetch_ahead(self._passing) if self.on_gpu else self._refresh_copy()
+
+    def _refresh_copy(self) -> None:
+        """Bring the weights that the GPU stepped to the copy in RAM."""
+        if self._copy_is_stale:
+            assert self.ring is not None
+            assert self._passing is not None
+            assert isinstance(self.weights, ResidentWeights)
+            self.ring.copy_down(self._passing, self.flat.weights, self.weights.flat, self.uploaded)
+            self._copy_is_stale = False
+
+    def settle(self) -> None:
+        """Have everything where it lives, its update's copies included, for whoever reads or writes it; the update is
+        done."""
+        self.weights.settle()
+        self._wait_for_copies()
 
     def _wait_for_copies(self) -> None:
-        """The weights in RAM are not written while they are copied from."""
-        copied = self.weights.copied if isinstance(self.weights, StreamedWeights) else self.uploaded
-        if copied is not None:
-            copied.synchronize()
+        """What is in RAM is neither read nor written while it is copied to, and not written while it is copied from."""
+        copied = self.weights.copied if isinstance(self.weights, StreamedWeights) else None
+        drained = None if self._passing is None else self._passing.drained
+        for event in (copied, self.uploaded, drained):
+            if event is not None:
+                event.synchronize()
 
     def _segments(self, slots: set[int], options: Sequence[GroupOptions]) -> list[Segment]:
-        for index in slots:
-            self.steps[index] += 1
+        self.steps[list(slots)] += 1
+        steps = [int(step) for step in self.steps.tolist()]  # at once: one by one a tensor's numbers take Python long
         if self.layer.precision != "exact":
-            return [self._own_segment(index, options) for index in sorted(slots)]
+            return [self._own_segment(index, options, steps[index]) for index in sorted(slots)]
         by_scalars: dict[AdamWScalars, set[int]] = {}
         for index in slots:
-            scalars = _scalars(options[self.layer.slots[index].group], int(self.steps[index]))
+            scalars = _scalars(options[self.layer.slots[index].group], steps[index])
             by_scalars.setdefault(scalars, set()).add(index)
         return [
             Segment(start, length, scalars)
@@ -249,9 +323,9 @@ class LayerState:
             for start, length in runs(self.layer, indices)
         ]
 
-    def _own_segment(self, index: int, options: Sequence[GroupOptions]) -> Segment:
+    def _own_segment(self, index: int, options: Sequence[GroupOptions], step: int) -> Segment:
         """One parameter's, with random bits of its own."""
-        slot, step = self.layer.slots[index], int(self.steps[index])
+        slot = self.layer.slots[index]
         key = random_key(self._seed, slot.name, step)
         return Segment(slot.start, slot.numel, _scalars(options[slot.group], step), key)
 

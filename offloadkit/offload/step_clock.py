@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offloadkit.offload import trace
 from offloadkit.offload.streams import BusyTime, Event, record_compute
 from offloadkit.offload.update import Update
 from offloadkit.telemetry import StepRecord
@@ -46,12 +47,14 @@ class StepClock:
         if now.last_backward is not None:
             now.other_seconds += time.perf_counter() - now.last_backward
             now.last_backward = None
+        _traced("forward")
         return record_compute(self._device, timing=True)
 
     def end_forward(self, began: Event, num_tokens: int | None) -> None:
         """Forward over `num_tokens` positions has come to its end."""
         if num_tokens is not None:
             self._now.num_tokens = (self._now.num_tokens or 0) + num_tokens
+        _traced("")
         self._now.forwards.append((began, record_compute(self._device, timing=True)))
 
     def start_backward(self, loss: torch.Tensor) -> Event:
@@ -59,9 +62,11 @@ class StepClock:
         copy = torch.empty((), dtype=torch.float32, pin_memory=self._device.type == "cuda")
         copy.copy_(loss.detach().reshape(()), non_blocking=True)
         self._now.losses.append(copy)
+        _traced("backward")
         return record_compute(self._device, timing=True)
 
     def end_backward(self, began: Event) -> None:
+        _traced("")
         self._now.backwards.append((began, record_compute(self._device, timing=True)))
         self._now.last_backward = time.perf_counter()
 
@@ -87,9 +92,14 @@ class StepClock:
         return records
 
 
+def _traced(phase: str) -> None:
+    if (tracing := trace.active()) is not None:
+        tracing.phase(phase)
+
+
 def _is_past(window: _Window) -> bool:
     assert window.update is not None
-    if not window.update.done.is_set() or not window.update.h2d.done():
+    if not window.update.done.is_set() or not all(busy.done() for _, busy in window.update.busy):
         return False
     return all(end.done() for _, end in window.forwards + window.backwards) and all(b.done() for _, b in window.busy)
 
@@ -104,8 +114,10 @@ def _record(window: _Window, memory: dict[str, dict[str, int]]) -> StepRecord:
         **update.seconds,
         "forward_wait": 0.0,
         "other": window.other_seconds,
-        "h2d": update.h2d.seconds(),
+        "h2d": 0.0,
     }
+    for name, busy in update.busy:
+        seconds[name] = seconds.get(name, 0.0) + busy.seconds()
     for name, busy in window.busy:
         seconds[name] = seconds.get(name, 0.0) + busy.seconds()
         if name == "d2h" and busy.last is not None and window.backwards:

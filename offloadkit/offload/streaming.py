@@ -30,12 +30,14 @@ class StreamedWeights(LayerWeights):
     Attributes:
         host: 1-D pinned tensor, `layer.numel` elements; the parameters are views of it between steps.
         copied: the end of the newest copy out of `host`, which is not written before that.
+        written: the end of the newest copy into `host`, where the GPU stepped it.
     """
 
     def __init__(self, layer: FlatLayer, host: torch.Tensor, device: torch.device, waits: Waits) -> None:
         super().__init__(layer, device, waits)
         self.host = host
         self.copied: Event | None = None
+        self.written: Event | None = None
         self.block: StreamedBlock | None = None
         self._host_views: list[torch.Tensor] = []
         self._views: dict[int, list[torch.Tensor]] = {}
@@ -76,6 +78,8 @@ class StreamedWeights(LayerWeights):
 
     def settle(self) -> None:
         self.wait()
+        if self.written is not None:
+            self.written.synchronize()
         assert self.block is not None
         self.block.ring.evict(self.block)
 
@@ -172,8 +176,11 @@ class WeightRing:
             by_block.setdefault(layer.layer.block, []).append(layer)
         self._blocks = [StreamedBlock(group, self) for group in by_block.values()]
         size = max(sum(_num_bytes(layer.host) for layer in block.layers) for block in self._blocks)
-        self._buffers = [_Buffer(torch.zeros(size, dtype=torch.uint8, device=device)) for _ in range(num_buffers)]
-        self.h2d = CopyStream(device)
+        self._memory = torch.zeros(num_buffers * size, dtype=torch.uint8, device=device)
+        self._start, self._size = self._memory.data_ptr(), size
+        starts = range(0, num_buffers * size, size)
+        self._buffers = [_Buffer(self._memory[start : start + size]) for start in starts]
+        self.h2d = CopyStream(device, "H2D")
         self._current: _Buffer | None = None
         self._follows: dict[tuple[bool, StreamedBlock], StreamedBlock] = {}
         self._num_uses = 0
@@ -226,12 +233,11 @@ class WeightRing:
         self.h2d.synchronize()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedWeight:
-        address = tensor.data_ptr()
-        for buffer in self._buffers:
-            offset = address - buffer.memory.data_ptr()
-            if 0 <= offset < buffer.memory.numel() and tensor.device == self.device and buffer.holds is not None:
-                return _SavedWeight(buffer.holds, offset, tensor.dtype, tensor.shape, tensor.stride())
-        return tensor
+        index, offset = divmod(tensor.data_ptr() - self._start, self._size)
+        if not 0 <= index < len(self._buffers) or tensor.device != self.device:
+            return tensor
+        block = self._buffers[index].holds
+        return tensor if block is None else _SavedWeight(block, offset, tensor.dtype, tensor.shape, tensor.stride())
 
     def _unpack(self, saved: torch.Tensor | _SavedWeight) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
@@ -257,7 +263,11 @@ class WeightRing:
         if buffer.left is not None:
             self.h2d.wait(buffer.left)
         for layer, memory in _parts(block, buffer.memory):
-            self.h2d.copy(memory, layer.host.view(torch.uint8), timed=self.in_forward or self.in_backward)
+            if layer.written is not None:
+                self.h2d.wait(layer.written)
+            self.h2d.copy(
+                memory, layer.host.view(torch.uint8), layer.layer.name, timed=self.in_forward or self.in_backward
+            )
         buffer.holds, buffer.arrived = block, self.h2d.record()
         for layer in block.layers:
             layer.copied = buffer.arrived

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+from offloadkit.offload import trace
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 
@@ -82,10 +85,20 @@ class BusyTime:
 
 
 class CopyStream:
-    """A stream for copies in one direction, beside the compute stream."""
+    """A stream for copies in one direction, or for the GPU's steps, beside the compute stream.
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream: torch.cuda.Stream | None = _cuda.Stream(device) if device.type == "cuda" else None
+    Attributes:
+        track: what a trace calls it.
+    """
+
+    def __init__(self, device: torch.device, track: str, *, urgent: bool = False) -> None:
+        """
+        Args:
+            urgent: its kernels go before those of other streams that were not begun.
+        """
+        self.track = track
+        priority = -1 if urgent else 0
+        self.stream: torch.cuda.Stream | None = _cuda.Stream(device, priority) if device.type == "cuda" else None
         self._busy = BusyTime()
 
     def wait(self, event: Event) -> None:
@@ -110,20 +123,50 @@ class CopyStream:
         busy, self._busy = self._busy, BusyTime()
         return busy
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, *, timed: bool = False) -> None:
+    def copy(self, into: torch.Tensor, source: torch.Tensor, name: str = "", *, timed: bool = False) -> None:
         """Copy `source` to `into`: contiguous tensors of one dtype and size.
 
-        Without a GPU not by a torch operation: those of a second thread start an OpenMP team of their own, beside which
-        the main thread's forward and backward take a third longer.
+        Args:
+            name: in a trace.
         """
-        began = self.record(timing=True) if timed else None
-        if self.stream is None:
-            ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+        if timed or trace.active() is not None:
+            self.copy_all([(into, source)], name, timed=timed)
         else:
-            with torch.cuda.stream(self.stream):
+            self._put([(into, source)])
+
+    def copy_all(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], name: str = "", *, timed: bool = True
+    ) -> Event:
+        """`copy` of (into, source) pairs, timed as one; returns their end."""
+        began = self.record(timing=True)
+        self._put(pairs)
+        ended = self.record(timing=True)
+        if timed:
+            self._busy.add(began, ended)
+        tracing = trace.active()
+        if tracing is not None:
+            tracing.device(self.track, name, began, ended, sum(into.nbytes for into, _ in pairs))
+        return ended
+
+    @contextmanager
+    def traced(self, name: str) -> Iterator[None]:
+        """What goes to this stream while it is open is a range of a trace."""
+        tracing = trace.active()
+        began = None if tracing is None else self.record(timing=True)
+        yield
+        if tracing is not None:
+            tracing.device(self.track, name, began, self.record(timing=True))
+
+    def _put(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Without a GPU not by a torch operation: those of a second thread start an OpenMP team of their own, beside
+        which the main thread's forward and backward take a third longer."""
+        if self.stream is None:
+            for into, source in pairs:
+                ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+            return
+        with torch.cuda.stream(self.stream):
+            for into, source in pairs:
                 into.copy_(source, non_blocking=True)
-        if began is not None:
-            self._busy.add(began, self.record(timing=True))
 
 
 def compute_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -1,7 +1,8 @@
-"""The update: what happens between `step()` and the next forward, on a thread of its own.
+"""The update: what happens between `step()` and the next forward, on threads of its own.
 
-The stepping thread waits for the gradients' events, knows the norm, steps the layers in forward order and sends each
-one's new weights to the device as soon as it is stepped. The main thread never waits here; forward does, by layer.
+The stepping thread waits for the gradients' events, knows the norm, steps the CPU's layers in forward order and sends
+each one's new weights to the device as soon as it is stepped. A second one queues the GPU's steps meanwhile: the C
+kernels release the GIL, and queuing takes Python's time. The main thread never waits here; forward does, by layer.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ from functools import partial
 
 import torch
 
+from offloadkit.offload import trace
 from offloadkit.offload.gradients import take_sums
+from offloadkit.offload.split import Split, Took
 from offloadkit.offload.states import GroupOptions, LayerState
 from offloadkit.offload.streams import BusyTime, CopyStream, Event
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.gradient_norm import sum_in_order
 from offloadkit.plan import NUM_STATE_BUFFERS
+
+Stepped = tuple[LayerState, set[int], PendingUpdate]
+"""A layer, the slots that have a gradient, and what forward waits for."""
 
 
 @dataclass
@@ -35,11 +41,12 @@ class Update:
         scale_may_fall: a norm that is not finite may be an overflow, after which the scale goes down: no error.
         norm: global gradient norm, once `norm_known` is set; NaN or Inf: the step was skipped.
         seconds: wall seconds of the stepping thread, by phase; complete once `done` is set.
-        h2d: copies of stepped weights; complete then too.
+        busy: copies, "h2d" and "d2h", and "gpu_step": what moves and is stepped beside backward; complete then too.
+        gpu: where the GPU's steps began and ended.
     """
 
     number: int
-    layers: list[tuple[LayerState, set[int], PendingUpdate]]
+    layers: list[Stepped]
     options: Sequence[GroupOptions]
     max_grad_norm: float | None
     compute_done: Event
@@ -49,7 +56,8 @@ class Update:
     norm_known: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     seconds: dict[str, float] = field(default_factory=dict)
-    h2d: BusyTime = field(default_factory=BusyTime)
+    busy: list[tuple[str, BusyTime]] = field(default_factory=list)
+    gpu: tuple[Event, Event] | None = None
     nonfinite: list[str] = field(default_factory=list)
 
     @property
@@ -63,36 +71,54 @@ class Update:
         return clip / self.loss_scale
 
 
-class StepThread:
-    """Runs jobs one after the other on one thread; after an exception no more updates are made."""
+class _Worker(threading.Thread):
+    """Runs jobs one after the other until it gets None."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.h2d = CopyStream(device)
-        self.error: BaseException | None = None
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="offloadkit-step", daemon=True)
-        self._thread.start()
+    def __init__(self, name: str, device: torch.device, failed: Callable[[BaseException], None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._device, self._failed = device, failed
+        self.start()
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` after those submitted before."""
-        self._jobs.put(job)
-
-    def close(self) -> None:
-        """Finish what was submitted and end the thread."""
-        self._jobs.put(None)
-        if threading.current_thread() is not self._thread:  # the garbage collector runs on any thread
-            self._thread.join()
-        self.h2d.synchronize()
-
-    def _work(self) -> None:
+    def run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        while (job := self._jobs.get()) is not None:
+        while (job := self.jobs.get()) is not None:
             try:
                 job()
             except BaseException as error:  # shown to the caller at its next call
-                self.error = self.error or error
+                self._failed(error)
+
+
+class StepThread:
+    """Runs jobs one after the other on one thread, and queues the GPU's steps on a second; after an exception no more
+    updates are made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.h2d = CopyStream(device, "H2D")
+        self.kernels = CopyStream(device, "step on the GPU", urgent=True)  # short, and the bus waits for them
+        self.split = Split()
+        self.error: BaseException | None = None
+        self._worker = _Worker("offloadkit-step", device, self._failed)
+        self._queuing = _Worker("offloadkit-gpu-step", device, self._failed)
+
+    def _failed(self, error: BaseException) -> None:
+        self.error = self.error or error
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job` after those submitted before."""
+        self._worker.jobs.put(job)
+
+    def close(self) -> None:
+        """Finish what was submitted and end the threads."""
+        self.submit(partial(self._queuing.jobs.put, None))
+        self._worker.jobs.put(None)
+        if threading.current_thread() not in (self._worker, self._queuing):  # the garbage collector runs on any thread
+            self._worker.join()
+            self._queuing.join()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def start(self, update: Update) -> None:
         """Queue an optimizer step."""
@@ -102,7 +128,7 @@ class StepThread:
         """Whatever happens, nobody is left waiting for the update."""
         try:
             if self.error is None:
-                run(update, self.h2d)
+                self._run(update)
         finally:
             update.norm_known.set()
             for _, _, pending in update.layers:
@@ -110,31 +136,74 @@ class StepThread:
                     pending.record(None)
             update.done.set()
 
+    def _run(self, update: Update) -> None:
+        """Wait for the gradients, take the norm, step every layer and send its weights."""
+        started = time.perf_counter()
+        rings = {state.ring for state, _, _ in update.layers if state.ring is not None}
+        for ring in rings:
+            ring.forget_ahead()
+        self.split.correct([state for state, _, _ in update.layers])
+        for state, _, _ in update.layers:
+            state.prefetch()
+        for state, _, _ in update.layers:
+            assert state.gradient.sent is not None
+            state.gradient.sent.synchronize()
+        arrived = time.perf_counter()
+        with trace.host("norm", "norm"):
+            update.norm = _norm(update) / update.loss_scale
+        update.norm_known.set()
+        normed = time.perf_counter()
+        update.seconds = {"gradient_wait": arrived - started, "norm": normed - arrived}
+        if update.skipped:
+            return
+        self._step(update)
+        update.busy.append(("h2d", self.h2d.take_busy()))
+        for ring in rings:
+            update.busy += [("h2d", ring.h2d.take_busy()), ("d2h", ring.d2h.take_busy())]
 
-def run(update: Update, h2d: CopyStream) -> None:
-    """Wait for the gradients, take the norm, step every layer and send its weights."""
-    started = time.perf_counter()
-    for state, _, _ in update.layers:
-        state.prefetch()
-    for state, _, _ in update.layers:
-        assert state.gradient.sent is not None
-        state.gradient.sent.synchronize()
-    arrived = time.perf_counter()
-    update.norm = _norm(update) / update.loss_scale
-    update.norm_known.set()
-    normed = time.perf_counter()
-    update.seconds = {"gradient_wait": arrived - started, "norm": normed - arrived}
-    if update.skipped:
-        return
-    h2d.wait(update.compute_done)
-    scale = update.grad_scale()
-    for index, (state, slots, pending) in enumerate(update.layers):
-        for coming, _, _ in update.layers[index + 1 : index + 1 + NUM_STATE_BUFFERS]:
-            coming.prefetch()
-        state.step(slots, update.options, scale, h2d)
-        pending.record(state.uploaded)
-    update.seconds["cpu_step"] = time.perf_counter() - normed
-    update.h2d = h2d.take_busy()
+    def _step(self, update: Update) -> None:
+        """Both processors at once, each in forward order."""
+        on_gpu = [item for item in update.layers if item[0].on_gpu]
+        on_cpu = [item for item in update.layers if not item[0].on_gpu]
+        queued = threading.Event()
+        if on_gpu:
+            self._queuing.jobs.put(partial(self._queue_on_gpu, update, on_gpu, queued))
+        else:
+            queued.set()
+        began = time.perf_counter()
+        try:
+            self._step_on_cpu(update, on_cpu)
+        finally:
+            update.seconds["cpu_step"] = seconds = time.perf_counter() - began
+            queued.wait()
+        through_vram = [state.layer.numel for state, _, _ in on_gpu if state.passes]
+        self.split.add(Took(seconds, sum(state.layer.numel for state, _, _ in on_cpu), update.gpu, sum(through_vram)))
+
+    def _step_on_cpu(self, update: Update, layers: Sequence[Stepped]) -> None:
+        self.h2d.wait(update.compute_done)
+        scale = update.grad_scale()
+        for index, (state, slots, pending) in enumerate(layers):
+            for coming, _, _ in layers[index + 1 : index + 1 + NUM_STATE_BUFFERS]:
+                coming.prefetch()
+            with trace.host("CPU step", state.layer.name, state.step_bytes):
+                state.step(slots, update.options, scale, self.h2d)
+            pending.record(state.uploaded)
+
+    def _queue_on_gpu(self, update: Update, layers: Sequence[Stepped], queued: threading.Event) -> None:
+        """Layers whose states are in VRAM first: they wait for no bus."""
+        try:
+            self.kernels.wait(update.compute_done)
+            scale, began = update.grad_scale(), self.kernels.record(timing=True)
+            for state, slots, pending in sorted(layers, key=lambda item: item[0].passes):
+                with self.kernels.traced(state.layer.name):
+                    state.step(slots, update.options, scale, self.kernels)
+                pending.record(state.uploaded)
+            update.gpu = began, self.kernels.record(timing=True)
+            busy = BusyTime()
+            busy.add(*update.gpu)
+            update.busy.append(("gpu_step", busy))
+        finally:
+            queued.set()
 
 
 def _norm(update: Update) -> float:
@@ -143,9 +212,10 @@ def _norm(update: Update) -> float:
         take_sums(state.gradient)
     slots = [(state.layer.slots[index], state, index) for state, indices, _ in update.layers for index in indices]
     slots.sort(key=lambda item: item[0].order)
-    sums = [state.gradient.slot_sums(index) for _, state, index in slots]
+    by_layer = {state: state.gradient.sums.tolist() for state, _, _ in update.layers}
+    sums = [by_layer[state][state.gradient.blocks_of(index)] for _, state, index in slots]
     total = sum_in_order(sums)
     if not math.isfinite(total):
-        bad = [slot.name for (slot, _, _), part in zip(slots, sums, strict=True) if not part.isfinite().all()]
+        bad = [slot.name for (slot, _, _), part in zip(slots, sums, strict=True) if not all(map(math.isfinite, part))]
         update.nonfinite = bad
     return math.sqrt(total) if total >= 0 else total

@@ -36,7 +36,9 @@ class Waits:
 
     def delay(self, event: Event, what: str = "bus_wait") -> None:
         """Let the compute stream wait for `event`; the calling thread does not wait."""
-        began = None if event.done() else self._begin()
+        if event.done():
+            return
+        began = self._begin()
         event.delay(compute_stream(self._device))
         self._end(began, what)
 

@@ -17,6 +17,7 @@ from torch.utils import dlpack
 
 from offloadkit.errors import EngineStateError
 from offloadkit.hardware import trim_heap
+from offloadkit.offload import trace
 from offloadkit.offload.layers import DTYPES, FlatLayer, Slot, stays_fp32
 from offloadkit.offload.streams import Event
 from offloadkit.offload.waits import Waits
@@ -150,8 +151,10 @@ class ResidentWeights(LayerWeights):
 class Gates:
     """Hooks that wait for layers, and notice in which order forward asks for them.
 
-    A module's forward, `state_dict` and `load_state_dict` wait for its layers; forward of the whole model waits for
-    those that nothing else waits for, and without gradients (evaluation) for all.
+    A repeated block's forward waits for its layers, that of a module outside the blocks for its own; modules inside a
+    block have no hook, unless the block is a mere list, which never runs. Forward of the whole model waits for layers
+    that nothing else waits for, and without gradients (evaluation) for all. `state_dict` and `load_state_dict` of any
+    module wait for its layers.
     """
 
     def __init__(
@@ -168,12 +171,15 @@ class Gates:
         self._ran: set[nn.Module] = set()
         self._safe: set[Slot] = set()
         self._layers_of: dict[nn.Module, list[LayerWeights]] = {}
+        self._asking: dict[nn.Module, list[LayerWeights]] = {}
         for weight in weights:
             for module in weight.layer.modules:
                 self._layers_of.setdefault(module, []).append(weight)
+            for module in _first_to_run(weight.layer):
+                self._asking.setdefault(module, []).append(weight)
         at_root, ask, wait = self._hook_functions()
         # First in line: another hook may read the weights (torch.nn.utils.weight_norm does).
-        self._hooks = [module.register_forward_pre_hook(ask, prepend=True) for module in self._layers_of]
+        self._hooks = [module.register_forward_pre_hook(ask, prepend=True) for module in self._asking]
         self._hooks.append(model.register_forward_pre_hook(at_root, prepend=True))
         for module in dict.fromkeys([model, *self._layers_of]):
             untyped: Any = module
@@ -191,10 +197,12 @@ class Gates:
                     weight.wait()
 
         def ask(module: nn.Module, args: Any) -> None:
-            for weight in self._layers_of.get(module, ()):
+            for weight in self._asking.get(module, ()):
                 self._ran.add(module)
                 self._asked.setdefault(weight, len(self._asked))
                 weight.use()
+                if (tracing := trace.active()) is not None:
+                    tracing.asks_for(weight.layer.name)
 
         def wait(module: nn.Module, *args: Any) -> None:
             for weight in self._layers_of.get(module, ()):
@@ -222,7 +230,14 @@ class Gates:
         for hook in self._hooks:
             hook.remove()
         self._layers_of.clear()  # a deepcopy of the model may keep the hooks alive
+        self._asking.clear()
         self._model, self._weights = None, ()
+
+
+def _first_to_run(layer: FlatLayer) -> Sequence[nn.Module]:
+    """The modules before whose forward the layer is waited for: its block, where that has a forward."""
+    is_list = isinstance(layer.block, nn.ModuleList | nn.ModuleDict)
+    return layer.modules if layer.block is None or is_list else [layer.block]
 
 
 class _Use(torch.autograd.Function):

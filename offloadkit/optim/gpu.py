@@ -34,6 +34,8 @@ def available() -> bool:
     gradient = torch.zeros(32, dtype=torch.bfloat16, device="cuda")  # the dtype that older devices lack
     try:
         block_sums(gradient, torch.tensor([[0, 32]], device="cuda"), torch.empty(1, dtype=torch.float64, device="cuda"))
+    except torch.OutOfMemoryError:  # says nothing of the kernel
+        raise
     except Exception as error:  # the compiler, its driver and the C compiler it calls raise many types
         warnings.warn(
             f"Triton could not build the gradient norm's kernel, so slower torch operations are used: {error}",
@@ -91,6 +93,8 @@ def _adamw_compiles(weights: torch.dtype, gradient: torch.dtype, kept: Precision
     segment = Segment(0, BLOCK, AdamWScalars(0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0))
     try:
         _launch_adamw(state, zeros(gradient), [segment], 0.0)
+    except torch.OutOfMemoryError:  # says nothing of the kernel
+        raise
     except Exception as error:  # the compiler, its driver and the C compiler it calls raise many types
         _warn_without_adamw(f"{type(error).__name__}: {error}")
         return False

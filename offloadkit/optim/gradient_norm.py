@@ -9,8 +9,9 @@ after another, in the order of the parameters. The norm is the square root of th
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -77,12 +78,12 @@ def _tree(squares: Tensor) -> Tensor:
     return columns[:, 0]
 
 
-def sum_in_order(sums: Sequence[Tensor]) -> float:
-    """All block sums, the tensors one after another, added from the first to the last in fp64.
+def sum_in_order(sums: Iterable[Sequence[float]]) -> float:
+    """All block sums, one sequence after another, added from the first to the last in fp64.
 
-    Waits for CUDA tensors. (Not `sum()`, which compensates its rounding errors from Python 3.12 on.)
+    (Not by `sum()`, which compensates its rounding errors from Python 3.12 on.)
     """
-    return reduce(operator.add, (value for tensor in sums for value in tensor.tolist()), 0.0)
+    return reduce(operator.add, chain.from_iterable(sums), 0.0)
 
 
 def _check(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:

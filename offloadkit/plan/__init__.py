@@ -1,7 +1,8 @@
 """The plan: how many bytes of each kind a run needs, where they live, and how long a step takes. Pure arithmetic.
 
-`shapes` (bytes of a layer), `memory` (bytes of a run), `seconds` (a step), `search` (placements), `plan` (all of it),
-`text` and `explain` (in words); `work` is what a micro-batch computes, as `offload.micro_batch` found it.
+`shapes` (bytes of a layer), `memory` (bytes of a run), `costs` (seconds of a layer and of a pass), `queues` (who is
+busy until when), `seconds` (a step), `search` (placements), `plan` (all of it), `text` and `explain` (in words); `work`
+is what a micro-batch computes, as `offload.micro_batch` found it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from offloadkit.plan.shapes import (
     NUM_LANDINGS,
     NUM_STAGING,
     NUM_STATE_BUFFERS,
+    NUM_STEP_BUFFERS,
     NUM_WEIGHT_BUFFERS,
     Dtype,
     LayerShape,
+    chunk_numel,
+    cpu_can_step,
+    gpu_can_step,
     is_small,
     possible,
+    step_buffer_bytes,
     tier_bytes,
 )
 from offloadkit.plan.text import format_bytes
@@ -25,6 +31,7 @@ __all__ = [
     "NUM_LANDINGS",
     "NUM_STAGING",
     "NUM_STATE_BUFFERS",
+    "NUM_STEP_BUFFERS",
     "NUM_WEIGHT_BUFFERS",
     "Dtype",
     "LayerShape",
@@ -32,9 +39,13 @@ __all__ = [
     "Pass",
     "Plan",
     "Stage",
+    "chunk_numel",
+    "cpu_can_step",
     "format_bytes",
+    "gpu_can_step",
     "is_small",
     "make_plan",
     "possible",
+    "step_buffer_bytes",
     "tier_bytes",
 ]

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from offloadkit.plan.costs import cpu_step_rate
+from offloadkit.plan.queues import FEW_CORES
 from offloadkit.plan.text import format_bytes
 
 if TYPE_CHECKING:
@@ -15,16 +17,20 @@ if TYPE_CHECKING:
 _NAMES = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
 _LIMITS = {
     "GPU": "the GPU's computing",
-    "CPU step": "the CPU's AdamW step (RAM's bandwidth)",
     "H2D": "the bus to the GPU",
     "D2H": "the bus from the GPU",
     "disk": "the disk",
     "launches": "starting the GPU's operations, one after the other, from Python",
 }
+_BOTH_WAYS = "the bus in both directions"
 _MORE = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Budgets to try, as shares of the present one."""
 _WORTHWHILE = 1.05
 """Less than this times faster is not worth a sentence."""
+_AS_BUSY = 0.85
+"""What works for more than this share of the time of what works longest limits the step with it."""
+_DRAM_BOUND = 0.6
+"""A CPU step that moves more than this share of what the cores' triad does waits for RAM, else for arithmetic."""
 
 
 def explained(plan: Plan) -> str:
@@ -108,20 +114,50 @@ def _fit(plan: Plan) -> Iterator[str]:
 
 def limit(plan: Plan) -> tuple[str, float] | None:
     """What the step waits for most ("GPU", "CPU step", "H2D", "D2H", "disk", "launches"), and its share of the step."""
+    return next(iter(_shares(plan)), None)
+
+
+def _shares(plan: Plan) -> list[tuple[str, float]]:
+    """What is busy, and for which share of the step; what is busy longest first."""
     if plan.seconds is None:
-        return None
-    busy = plan.seconds.busy
+        return []
+    busy, step = plan.seconds.busy, plan.seconds.step
     seconds = {"GPU": busy["forward"] + busy["backward"] + busy["GPU step"]}
     seconds |= {name: busy[name] for name in ("CPU step", "H2D", "D2H", "disk", "launches")}
-    name = max(seconds, key=lambda name: seconds[name])
-    return name, seconds[name] / plan.seconds.step
+    return sorted(((name, number / step) for name, number in seconds.items()), key=lambda item: -item[1])
 
 
 def _limit(plan: Plan) -> Iterator[str]:
-    limited = limit(plan)
-    if limited is not None and not plan.on_cpu:
-        name, share = limited
-        yield f"{_LIMITS[name]} limits the step: it is busy for {share:.0%} of it"
+    shares = _shares(plan)
+    if not shares or plan.on_cpu:
+        return
+    longest = shares[0][1]
+    together = {name: share for name, share in shares if share > _AS_BUSY * longest}
+    if {"H2D", "D2H"} <= together.keys():
+        del together["D2H"]
+        names = [_BOTH_WAYS if name == "H2D" else _limiting(plan, name) for name in together]
+    else:
+        names = [_limiting(plan, name) for name in together]
+    if len(names) == 1:
+        yield f"{names[0]} limits the step: it is busy for {longest:.0%} of it"
+    else:
+        busy = " and ".join(f"{share:.0%}" for share in together.values())
+        yield f"{', '.join(names[:-1])} and {names[-1]} limit the step: they are busy for {busy} of it"
+
+
+def _limiting(plan: Plan, name: str) -> str:
+    """A resource, and for the CPU's step what of it is short."""
+    if name != "CPU step":
+        return _LIMITS[name]
+    assert plan.basis is not None
+    assert plan.basis.hardware is not None
+    machine = plan.basis.hardware
+    if machine.num_cores <= FEW_CORES:
+        what = f"{machine.num_cores} cores"
+    else:
+        rate = cpu_step_rate(plan.basis.config.precision, machine)
+        what = "RAM's bandwidth" if rate > _DRAM_BOUND * machine.dram_bytes_per_second else "the cores' arithmetic"
+    return f"the CPU's AdamW step ({what})"
 
 
 def _help(plan: Plan) -> Iterator[str]:
@@ -157,6 +193,9 @@ def _changed(plan: Plan, other: Plan) -> str:
             "keep the optimizer states of {} more layers in VRAM": sum(where.states == "vram" for where in wheres),
             "keep the optimizer states of {} more layers in RAM": -sum(where.states == "disk" for where in wheres),
             "keep the activations of {} more layers": sum(where.activations == "keep" for where in wheres),
+            "let the GPU step {} more layers through VRAM": sum(
+                where.states == "ram" and where.step == "gpu" for where in wheres
+            ),
         }
 
     before, after = counts(plan), counts(other)

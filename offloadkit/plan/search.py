@@ -5,17 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from itertools import islice
+from typing import Any, Literal
 
 from offloadkit.config import Placement
 from offloadkit.hardware import Hardware
 from offloadkit.plan.memory import ALLOCATOR_BYTES, FRAMEWORK_RAM_BYTES, Activations, activations, choices
-from offloadkit.plan.seconds import StepModel
+from offloadkit.plan.seconds import Seconds, StepModel
 from offloadkit.plan.shapes import LayerShape, buffer_bytes
 from offloadkit.plan.work import MicroBatch
 
 GRID = 8
 """Parts into which each count is cut for the first, coarse search."""
+PROMISING = 12
+"""So many placements in which the GPU has its share of the steps are tried before the search goes on from the best."""
+
+_Kept = Literal["none", "gpu", "all"]
+_IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", step="gpu")
+_KEPT: list[_Kept] = ["none", "gpu", "all"]
+_Found = tuple[Seconds, tuple[Placement, ...]] | None
+_CHANGES: list[dict[str, int]] = [
+    *({name: by} for name in ("recomputed", "offloaded", "streamed", "states_in_vram") for by in (-4, -2, -1, 1, 2, 4)),
+    *(
+        {"states_in_vram": by, other: against}
+        for other in ("recomputed", "streamed", "offloaded")
+        for by, against in ((1, 1), (2, 1), (1, 2), (4, 2), (-1, -1), (-1, -2), (-2, -1))
+    ),
+    *({"recomputed": by, "streamed": -by} for by in (-2, -1, 1, 2)),
+]
+"""What may be done to counts in one move."""
+_WITH_GPU = [
+    *_CHANGES,
+    *({"gpu_steps": by} for by in (-4, -2, -1, 1, 2, 4)),
+    *({"gpu_steps": -by, "states_in_vram": by} for by in (-2, -1, 1, 2)),
+]
 
 
 @dataclass(frozen=True)
@@ -24,7 +47,8 @@ class Counts:
 
     the first blocks recompute (the last ones' activations are needed first), the first of them offload; streamed blocks
     are spread evenly (so that their copies hide behind the others); of the layers whose weights stay in VRAM the
-    first hold their states there (forward waits for those first), and the last in RAM or on disk.
+    first hold their states there (forward waits for those first), and the last in RAM or on disk; those of the layers
+    with states in RAM that the GPU steps are spread evenly (so that both processors advance with forward).
     """
 
     recomputed: int
@@ -32,7 +56,11 @@ class Counts:
     streamed: int
     states_in_vram: int
     states_on_disk: int = 0
-    gradients_in_vram: bool = False
+    gpu_steps: int = 0
+    """Of the layers with states in RAM."""
+    gradients_in_vram: _Kept = "none"
+    """Of the layers with states outside of it: no one's, those that the GPU steps, or all (and then they are added
+    there)."""
 
 
 class Search:
@@ -56,6 +84,10 @@ class Search:
         self._frozen_bytes, self._all_recomputed = frozen_bytes, all_recomputed
         self.model = StepModel(layers, work, hardware, accumulation)
         self._blocks = list(dict.fromkeys(layer.name for layer in layers if layer.in_block))
+        number = {name: index for index, name in enumerate(self._blocks)}
+        blocks = [number.get(layer.name, -1) for layer in layers]
+        self._places = [(at, at >= 0 and not layer.shared) for at, layer in zip(blocks, layers, strict=True)]
+        """Of each layer: the number of its block (-1: none), and whether its weights may be streamed."""
         self._own_bytes = cache(self._bytes_of_layer)
         self._activations = cache(self._activations_of)
 
@@ -63,22 +95,25 @@ class Search:
 
     def placements(self, counts: Counts) -> tuple[Placement, ...]:
         """A placement for each layer."""
-        number = {name: index for index, name in enumerate(self._blocks)}
         total, first_on_disk = max(1, len(self._blocks)), len(self._layers) - counts.states_on_disk
         left_in_vram, found = counts.states_in_vram, []
-        for index, layer in enumerate(self._layers):
-            block = number.get(layer.name, -1)
-            streamed = (
-                block >= 0
-                and not layer.shared
-                and (block + 1) * counts.streamed // total > block * counts.streamed // total
-            )
+        in_ram = 0
+        for index, (block, may_stream) in enumerate(self._places):
+            streamed = may_stream and (block + 1) * counts.streamed // total > block * counts.streamed // total
             states: Literal["vram", "ram", "disk"] = "disk" if index >= first_on_disk else "ram"
             if not streamed and left_in_vram > 0:
                 states = "vram"
                 left_in_vram -= 1
-            found.append(_placement(self._recompute(block, counts), streamed, states, counts.gradients_in_vram))
-        return tuple(found)
+            in_ram += states == "ram"
+            found.append((self._recompute(block, counts), streamed, states))
+        at = 0
+        placements = []
+        for how, streamed, states in found:
+            on_gpu = states == "ram" and (at + 1) * counts.gpu_steps // in_ram > at * counts.gpu_steps // in_ram
+            at += states == "ram"
+            keeps = counts.gradients_in_vram == "all" or (on_gpu and counts.gradients_in_vram == "gpu")
+            placements.append(_placement(how, streamed, states, on_gpu, keeps))
+        return tuple(placements)
 
     def _recompute(self, block: int, counts: Counts) -> Literal["keep", "checkpoint", "offload"]:
         if block < 0 or block >= counts.recomputed:
@@ -112,35 +147,55 @@ class Search:
     def best(self, vram: int, ram: int, disk: int = 0) -> tuple[Placement, ...]:
         """The fastest placements within these bytes; where none fit, those that lack the least.
 
-        What fits is trained as on a large GPU. Else all numbers of recomputed, streamed and GPU-stepped layers are
-        tried on a coarse grid, and from the two best on one number, or two against each other, is changed by 1, 2 or 4
-        as long as that makes the step faster.
+        What fits is trained as on a large GPU. Else all numbers of recomputed and streamed layers and of states in VRAM
+        are tried on a coarse grid, and from the two best on one number, or two against each other, is changed by 1, 2
+        or 4 as long as that makes the step faster. Then the GPU steps its share of what is left in RAM, in the best
+        of these and in those that promise most, and the search goes on so from the three best.
         """
         everything = self._fitting(self._fullest(), _Room(vram, ram, 0))
         if everything:
-            return everything
+            return everything[0]
         room = _Room(vram, ram, disk)
-        found: dict[Counts, float] = {}
+        found: dict[Counts, _Found] = {}
 
-        def seconds(counts: Counts) -> float:
+        def step(counts: Counts) -> float:
             if counts not in found:
-                placements = self._fitting(counts, room)
-                found[counts] = self.model.seconds(placements).step if placements else float("inf")
-            return found[counts]
+                options = [(self.model.seconds(where), where) for where in self._fitting(counts, room)]
+                found[counts] = min(options, key=lambda option: option[0].step, default=None)
+            best = found[counts]
+            return best[0].step if best else float("inf")
 
         for counts in self._coarse(room):
-            seconds(counts)
-        ranked = sorted((step, order, counts) for order, (counts, step) in enumerate(found.items()))
-        refined = [self._refined(counts, seconds) for step, _, counts in ranked[:2] if step != float("inf")]
-        if not refined:
-            return self._leanest(room)
-        chosen = self._fitting(min(refined, key=lambda counts: found[counts]), room)
-        assert chosen is not None
-        return chosen
+            step(counts)
+        promising = _ranked(found, self._promise)
+        for counts in _ranked(found, lambda best: best.step)[:2]:
+            self._refined(counts, step)
+        starts = [*_ranked(found, lambda best: best.step)[:2], *promising]
+        others = (replace(counts, states_in_vram=0, states_on_disk=0) for counts in starts)
+        shared = islice((other for counts in dict.fromkeys(others) for other in self._shared(counts, room)), PROMISING)
+        for counts in sorted(shared, key=step)[:3]:
+            self._refined(counts, step)
+        chosen = min(filter(None, found.values()), key=lambda option: option[0].step, default=None)
+        return chosen[1] if chosen else self._leanest(room)
+
+    def _promise(self, seconds: Seconds) -> float:
+        """About what a step takes once the GPU has its share of the CPU's."""
+        least = seconds.backward_phase + seconds.busy["forward"]
+        return max(least, seconds.step - self.model.gpu_share() * seconds.busy["CPU step"])
+
+    def _shared(self, counts: Counts, room: _Room) -> Iterator[Counts]:
+        """`counts` with the GPU stepping its share of the layers, with and without their gradients in VRAM, and states
+        in what room the buffers leave."""
+        for kept in dict.fromkeys((counts.gradients_in_vram, max(counts.gradients_in_vram, "gpu", key=_KEPT.index))):
+            share, number = self.model.gpu_share(), len(self._layers)
+            shared = replace(counts, gpu_steps=max(1, round(share * number)), gradients_in_vram=kept)
+            most = self._most_states(shared, room)
+            if most >= 0:
+                yield replace(shared, states_in_vram=most, gpu_steps=max(1, round(share * (number - most))))
 
     def _fullest(self) -> Counts:
         least = len(self._blocks) if self._all_recomputed else 0
-        return Counts(least, 0, 0, len(self._layers), gradients_in_vram=self._accumulation > 1)
+        return Counts(least, 0, 0, len(self._layers))
 
     def _coarse(self, room: _Room) -> Iterator[Counts]:
         """The grid, with most in VRAM first; without what cannot fit whatever else is chosen."""
@@ -148,10 +203,11 @@ class Search:
         recomputed = [(number, 0) for number in _grid(num_blocks) if number or not self._all_recomputed]
         if self._all_recomputed:
             recomputed = recomputed[-1:]
-        for kept, offloaded in [*recomputed, *((num_blocks, number) for number in _grid(num_blocks)[1:])]:
-            for in_vram in (True, False) if self._accumulation > 1 else (False,):
+        for again, offloaded in [*recomputed, *((num_blocks, number) for number in _grid(num_blocks)[1:])]:
+            kept: list[_Kept] = ["all", "none"] if self._accumulation > 1 else ["none"]
+            for in_vram in kept:
                 for streamed in _grid(num_blocks):
-                    counts = Counts(kept, offloaded, streamed, 0, gradients_in_vram=in_vram)
+                    counts = Counts(again, offloaded, streamed, 0, gradients_in_vram=in_vram)
                     most = self._most_states(counts, room)
                     states = [number for number in _grid(len(self._layers)) if number < most]
                     for number in [*states, most][-GRID // 2 :] if most >= 0 else ():
@@ -159,65 +215,74 @@ class Search:
 
     def _most_states(self, counts: Counts, room: _Room) -> int:
         """How many layers' states VRAM has room for beside what else is in it; -1: not even for that."""
-        low, high = -1, len(self._layers)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.bytes(self.placements(replace(counts, states_in_vram=middle)))[0] <= room.vram:
-                low = middle
-            else:
-                high = middle - 1
-        return low
 
-    def _refined(self, counts: Counts, seconds: Callable[[Counts], float]) -> Counts:
+        def left(number: int) -> int:
+            return room.vram - self.bytes(self.placements(replace(counts, states_in_vram=number)))[0]
+
+        number, space = 0, left(0)
+        if space < 0:
+            return -1
+        resident = [(index, where) for index, where in enumerate(self.placements(counts)) if where.weights == "vram"]
+        for index, where in resident:  # about: what layers share changes too
+            space -= self._own_bytes(index, _IN_VRAM)[0] - self._own_bytes(index, where)[0]
+            number += space >= 0
+        while number < len(resident) and left(number + 1) >= 0:
+            number += 1
+        while number and left(number) < 0:
+            number -= 1
+        return number
+
+    def _refined(self, counts: Counts, step: Callable[[Counts], float]) -> Counts:
         while True:
-            nearby = min(self._near(counts), key=seconds, default=counts)
-            if seconds(nearby) >= seconds(counts):
+            nearby = min(self._near(counts), key=step, default=counts)
+            if step(nearby) >= step(counts):
                 return counts
             counts = nearby
 
     def _near(self, counts: Counts) -> Iterator[Counts]:
-        num_blocks = len(self._blocks)
+        num_blocks, num_layers = len(self._blocks), len(self._layers)
         most = {
             "recomputed": num_blocks,
             "offloaded": num_blocks,
             "streamed": num_blocks,
-            "states_in_vram": len(self._layers),
+            "states_in_vram": num_layers,
+            "gpu_steps": num_layers,
         }
         least = {"recomputed": num_blocks} if self._all_recomputed else {}
-        changes = [{name: by} for name in most for by in (-4, -2, -1, 1, 2, 4)]
-        changes += [
-            {"states_in_vram": by, other: against}
-            for other in ("recomputed", "streamed", "offloaded")
-            for by, against in ((1, 1), (2, 1), (1, 2), (4, 2), (-1, -1), (-1, -2), (-2, -1))
-        ]
-        changes += [{"recomputed": by, "streamed": -by} for by in (-2, -1, 1, 2)]
-        for change in changes:
+        for change in _WITH_GPU if counts.gpu_steps else _CHANGES:
             values = {name: getattr(counts, name) + by for name, by in change.items()}
-            near = replace(counts, **values)
+            near = _with(counts, values)
             within = all(least.get(name, 0) <= value <= most[name] for name, value in values.items())
             if within and near.offloaded <= near.recomputed:
                 yield near
 
-    def _fitting(self, counts: Counts, room: _Room) -> tuple[Placement, ...] | None:
-        """The placements of `counts` where they fit, with as many states on disk as RAM lacks."""
+    def _fitting(self, counts: Counts, room: _Room) -> list[tuple[Placement, ...]]:
+        """The placements of `counts` where they fit. Where RAM is short: with as many layers as it lacks stepped by the
+        GPU, which keeps neither gradients nor a copy of the weights there, and with as many states on disk."""
         placements = self.placements(counts)
         vram, ram, _ = self.bytes(placements)
         if vram > room.vram:
-            return None
+            return []
         if ram <= room.ram:
-            return placements
-        return self._on_disk(counts, room) if room.disk else None
+            return [placements]
+        kept = max(counts.gradients_in_vram, "gpu", key=_KEPT.index)
+        lean, options = replace(counts, gradients_in_vram=kept), []
+        if self.bytes(self.placements(replace(lean, gpu_steps=len(self._layers))))[1] <= room.ram:
+            options.append(self._relieved(lean, "gpu_steps", room))
+        if room.disk:
+            options.append(self._relieved(counts, "states_on_disk", room))
+        return [option for option in options if option]
 
-    def _on_disk(self, counts: Counts, room: _Room) -> tuple[Placement, ...] | None:
-        """The placements with the fewest layers' states on disk that RAM allows."""
-        low, high = 1, len(self._layers)
+    def _relieved(self, counts: Counts, name: str, room: _Room) -> tuple[Placement, ...] | None:
+        """The placements with the fewest more layers in that count that RAM allows."""
+        low, high = getattr(counts, name) + 1, len(self._layers)
         while low < high:
             middle = (low + high) // 2
-            if self.bytes(self.placements(replace(counts, states_on_disk=middle)))[1] <= room.ram:
+            if self.bytes(self.placements(_with(counts, {name: middle})))[1] <= room.ram:
                 high = middle
             else:
                 low = middle + 1
-        placements = self.placements(replace(counts, states_on_disk=low))
+        placements = self.placements(_with(counts, {name: low}))
         vram, ram, disk = self.bytes(placements)
         return placements if vram <= room.vram and ram <= room.ram and disk <= room.disk else None
 
@@ -255,19 +320,31 @@ def _grid(most: int, parts: int = GRID) -> list[int]:
     return sorted({round(most * part / parts) for part in range(parts + 1)})
 
 
+def _with(counts: Counts, values: dict[str, int]) -> Counts:
+    changes: dict[str, Any] = dict(values)
+    return replace(counts, **changes)
+
+
+def _ranked(found: dict[Counts, _Found], cost: Callable[[Seconds], float]) -> list[Counts]:
+    """What fits, by the cost of its step, least first."""
+    costs = {counts: cost(option[0]) for counts, option in found.items() if option}
+    return sorted(costs, key=lambda counts: costs[counts])
+
+
 @cache
 def _placement(
     activations: Literal["keep", "checkpoint", "offload"],
     streamed: bool,
     states: Literal["vram", "ram", "disk"],
-    gradients_in_vram: bool,
+    on_gpu: bool,
+    keeps_gradients: bool,
 ) -> Placement:
     if states == "vram":
         return Placement(weights="vram", gradients="vram", states="vram", activations=activations, step="gpu")
     return Placement(
         weights="ram" if streamed else "vram",
-        gradients="vram" if gradients_in_vram else "ram",
+        gradients="vram" if keeps_gradients else "ram",
         states=states,
         activations=activations,
-        step="cpu",
+        step="gpu" if on_gpu else "cpu",
     )

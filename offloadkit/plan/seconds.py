@@ -1,46 +1,38 @@
 """Seconds of a step: what each processor and each direction of the bus does, layer by layer, and who waits for whom.
 
 Two phases follow each other, because clipping needs the whole norm before the first layer is stepped
-(docs/design.md, section 2): forward beside the last step's update (CPU steps and uploads in forward order, forward
-waits layer by layer), and backward beside the gradients' way to RAM. Each resource works through its queue; a layer
-starts where its inputs are there and a buffer is free.
+(docs/design.md, section 2): forward beside the last step's update (CPU steps and uploads, and states streamed to the
+GPU and back, each in forward order; forward waits layer by layer), and backward beside the gradients' way to RAM. Each
+resource works through its queue; a layer starts where its inputs are there and a buffer is free.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from offloadkit.config import Placement, Precision
+from offloadkit.config import Placement
 from offloadkit.hardware import Hardware
+from offloadkit.plan.costs import (
+    CHUNK_LAUNCHES,
+    LayerCost,
+    both_ways,
+    cpu_step_rate,
+    layer_cost,
+    pass_seconds,
+    times_slower,
+)
+from offloadkit.plan.queues import Queues, Ring
 from offloadkit.plan.shapes import NUM_LANDINGS, NUM_STAGING, NUM_WEIGHT_BUFFERS, LayerShape
-from offloadkit.plan.work import MicroBatch, Pass, Stage
+from offloadkit.plan.work import MicroBatch, Stage
 
-MATMUL_EFFICIENCY = 0.9
-"""Share of the measured product's rate that a model's products reach."""
-ELEMENTWISE_EFFICIENCY = 0.77
-"""Share of the VRAM's measured rate that a model's other operations reach (reductions, broadcasts, strides)."""
-STEP_EFFICIENCY = 0.85
-"""The same for the AdamW kernel on the GPU and the copies and norms of gradients."""
-KERNEL_SECONDS = 4e-6
-"""Of a kernel that has nothing to do."""
-CPU_EFFICIENCY: dict[Precision, float] = {"exact": 0.97, "compact": 0.91, "tiny": 0.87}
-"""Share of the CPU step's measured rate that is left while copies and Python go on beside it; the more a precision is
-bound by arithmetic, the less."""
-ADD_EFFICIENCY = 0.75
-"""Share of the CPU step's rate at which gradients are added in RAM while others arrive."""
 DISK_OVERLAP = 0.8
 """Of the times that states take to be read and to be written, as much remains when both are under way."""
-FEW_CORES = 2
-"""With no more than these the CPU's step takes them from Python, which starts the GPU's operations."""
-NORM_EFFICIENCY = 0.48
-"""Share of the CPU step's rate at which the norm of gradients in RAM is taken (in fp64)."""
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 4.9, 3.9
 """What Python takes for an operation of forward and of backward, hooks of the engine included, as a multiple of the
 time in which bare kernels can be started."""
-LAYER_LAUNCHES, STEP_LAUNCHES = 28, 50
-"""The same for a flat layer whose update is started, and for one whose update the CPU computes."""
+LAYER_LAUNCHES = 28
+"""The same for a flat layer whose update is started."""
 STREAMED_LAUNCHES = (3.6, 0.4)
 """What it takes beside that in forward and backward, for each operation, where weights are streamed: every tensor that
 autograd saves is looked at."""
@@ -74,36 +66,6 @@ class Seconds:
         return max(0.0, self.step - sum(self.busy[name] for name in ("forward", "backward", "GPU step")))
 
 
-def pass_seconds(work: Pass, hardware: Hardware, dtype: str) -> float:
-    """Time on the GPU; products take what computing or reading takes, whichever is longer."""
-    flops: float = getattr(hardware, f"{dtype}_flops_per_second")
-    memory = hardware.vram_bytes_per_second
-    products = max(work.flops / (flops * MATMUL_EFFICIENCY), work.matmul_bytes / memory)
-    rest = work.moved_bytes / (memory * ELEMENTWISE_EFFICIENCY)
-    return products + rest + work.num_operations * KERNEL_SECONDS
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One flat layer: bytes that move, and seconds of what is done with them."""
-
-    index: int
-    weight_bytes: int
-    landing_bytes: int
-    gradient_bytes: int
-    state_bytes: int
-    cpu_step: float
-    gpu_step: float
-    landing: float
-    """A gradient is copied to the landing and read for the norm."""
-    adding_in_vram: float
-    """Into the fp32 sum, which is read and written."""
-    adding_in_ram: float
-    """The same; the gradient was written there first."""
-    norm_in_ram: float
-    """Of the sum, which the GPU has never seen."""
-
-
 @dataclass(frozen=True)
 class _Unit:
     """A stage's seconds on the GPU and of Python, and its flat layers."""
@@ -113,36 +75,16 @@ class _Unit:
     forward_launches: float
     backward_launches: float
     input_bytes: int
-    layers: tuple[_Layer, ...]
+    layers: tuple[LayerCost, ...]
 
 
-class _Queues:
-    """When each resource is free again, and how long it has worked for what."""
+@dataclass(frozen=True)
+class _Bus:
+    """Bytes a second each way, and how many times longer the CPU's step takes beside that."""
 
-    def __init__(self, num_cores: int) -> None:
-        self._launches = "CPU step" if num_cores <= FEW_CORES else "launches"
-        self.free: defaultdict[str, float] = defaultdict(float)
-        self.busy: defaultdict[str, float] = defaultdict(float)
-
-    def take(self, resource: str, seconds: float, ready: float, purpose: str | None = None) -> float:
-        """Work that can start at `ready`; the time of its end."""
-        end = max(self.free[resource], ready) + seconds
-        self.free[resource] = end
-        self.busy[purpose or resource] += seconds
-        return end
-
-    def launched(self, seconds: float, ready: float) -> float:
-        """Python has started what the GPU does last, which ends no sooner; when that is."""
-        end = self.free["GPU"] = max(self.free["GPU"], self.take(self._launches, seconds, ready, "launches"))
-        return end
-
-    def python_waits(self, until: float) -> None:
-        """Nothing is started before `until`."""
-        self.free[self._launches] = max(self.free[self._launches], until)
-
-    def python_goes_on(self) -> float:
-        """When Python is free again."""
-        return self.free[self._launches]
+    h2d: float
+    d2h: float
+    slows_cores: float = 1.0
 
 
 class StepModel:
@@ -150,13 +92,12 @@ class StepModel:
 
     def __init__(self, layers: Sequence[LayerShape], work: MicroBatch, hardware: Hardware, accumulation: int) -> None:
         self._hardware, self._accumulation = hardware, accumulation
-        self._vram = hardware.vram_bytes_per_second * STEP_EFFICIENCY
-        self._dram = hardware.cpu_adamw_bytes_per_second
+        self._cpu_rate = cpu_step_rate(layers[0].precision, hardware) if layers else 1.0
         sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
         dtype = max(sizes, key=lambda name: sizes[name])
-        members: list[list[_Layer]] = [[] for _ in work.stages]
+        members: list[list[LayerCost]] = [[] for _ in work.stages]
         for index, (layer, stage) in enumerate(zip(layers, place_in_stages(layers, work.stages), strict=True)):
-            members[stage].append(self._numbers(index, layer))
+            members[stage].append(layer_cost(index, layer, hardware, accumulation))
         self._units = []
         for of, its_layers in zip(work.stages, members, strict=True):
             self._units.append(
@@ -170,35 +111,19 @@ class StepModel:
                 )
             )
 
-    def _numbers(self, index: int, layer: LayerShape) -> _Layer:
-        gradient, landing = layer.gradient_bytes(self._accumulation), layer.landing_bytes()
-        traffic = layer.step_bytes(self._accumulation)
-        return _Layer(
-            index=index,
-            weight_bytes=layer.weight_bytes(),
-            landing_bytes=landing,
-            gradient_bytes=gradient,
-            state_bytes=sum(layer.state_bytes().values()),
-            cpu_step=traffic / self._cpu_step_rate(layer) + STEP_LAUNCHES * self._hardware.launch_seconds,
-            gpu_step=traffic / self._vram + KERNEL_SECONDS,
-            landing=3 * landing / self._vram,
-            adding_in_vram=(8 * layer.numel + landing) / self._vram,
-            adding_in_ram=(8 * layer.numel + 2 * landing) / (self._dram * ADD_EFFICIENCY),
-            norm_in_ram=gradient / (self._dram * NORM_EFFICIENCY) if self._accumulation > 1 else 0.0,
-        )
-
-    def _cpu_step_rate(self, layer: LayerShape) -> float:
-        machine = self._hardware
-        rates = {
-            "exact": machine.cpu_adamw_bytes_per_second,
-            "compact": machine.cpu_compact_bytes_per_second,
-            "tiny": machine.cpu_tiny_bytes_per_second,
-        }
-        return CPU_EFFICIENCY[layer.precision] * rates[layer.precision]
-
     def on_large_gpu(self) -> float:
         """Seconds of a step where everything is kept in VRAM and nothing is recomputed."""
         return self.seconds([_IN_VRAM] * sum(len(unit.layers) for unit in self._units)).step
+
+    def gpu_share(self) -> float:
+        """Share of the layers with states in RAM that the GPU steps where both processors are done together: as long as
+        the CPU steps its layers, states of the others and the stepped weights are on the bus."""
+        layers = [layer for unit in self._units for layer in unit.layers]
+        weights = sum(layer.weight_bytes for layer in layers)
+        states = sum(layer.state_bytes for layer in layers)
+        h2d, _ = both_ways(states, states, self._hardware)
+        cpu = max(0.0, sum(layer.cpu_step for layer in layers) - weights / h2d)
+        return cpu / (cpu + states / h2d) if cpu else 0.0
 
     def seconds(self, placements: Sequence[Placement]) -> Seconds:
         """The step with `placements`, one for each layer."""
@@ -216,9 +141,10 @@ class StepModel:
                 busy[name] += others * (forward.busy[name] + before.busy[name])
         return Seconds(update + backward, update, backward, busy)
 
-    def _forward(self, placements: Sequence[Placement], *, updates: bool) -> _Queues:
+    def _forward(self, placements: Sequence[Placement], *, updates: bool) -> Queues:
         """Forward, and beside it the update of the step before: CPU steps, uploads, steps on the GPU."""
-        machine, queues = self._hardware, _Queues(self._hardware.num_cores)
+        queues = Queues(self._hardware.num_cores)
+        ring, bus = Ring(queues), self._bus_in_update(placements, updates)
         streams = any(where.weights == "ram" for where in placements)
         if updates:
             layers = (layer for unit in self._units for layer in unit.layers)
@@ -227,45 +153,86 @@ class StepModel:
         before = 0.0
         ends: list[float] = []
         for unit in self._units:
-            ready, on_gpu, known, leaves, streamed = 0.0, 0.0, 0.0, False, False
-            launches = FORWARD_LAUNCHES + streams * STREAMED_LAUNCHES[0]
-            if any(placements[layer.index].activations != "keep" for layer in unit.layers):
-                launches += RECOMPUTED_LAUNCHES[0]
+            ready, on_gpu, known, again, leaves, streamed = 0.0, 0.0, 0.0, False, False, False
             for layer in unit.layers:
-                where = placements[layer.index]
-                leaves |= where.activations == "offload"
-                stepped = self._stepped(queues, layer, where) if updates and where.step == "cpu" else 0.0
-                on_gpu += layer.gpu_step if updates and where.step == "gpu" else 0.0
-                known = max(known, stepped)
-                fetched = layer.weight_bytes / machine.h2d_bytes_per_second
+                where, stepped = placements[layer.index], 0.0
+                if where.activations != "keep":
+                    again, leaves = True, where.activations == "offload"
+                if updates and where.step == "cpu":
+                    stepped = self._stepped(queues, layer, where, bus)
+                    known = max(known, stepped)
+                elif updates and where.states == "ram":
+                    there, stepped = self._streamed(queues, ring, layer, where, bus)
+                    ready = max(ready, there)
+                elif updates:
+                    on_gpu += layer.gpu_step
+                fetched, free = layer.weight_bytes / bus.h2d, 0.0
                 if where.weights == "ram":
                     streamed = True
-                    if updates or len(ends) >= NUM_WEIGHT_BUFFERS:  # else it is there since backward
-                        free = ends[-NUM_WEIGHT_BUFFERS] if len(ends) >= NUM_WEIGHT_BUFFERS else 0.0
-                        ready = queues.take("H2D", fetched, max(stepped, before, free))
-                elif updates and where.step == "cpu":
-                    ready = max(ready, queues.take("H2D", fetched, stepped))
+                    if not updates and len(ends) < NUM_WEIGHT_BUFFERS:  # it is there since backward
+                        continue
+                    free = max(before, ends[-NUM_WEIGHT_BUFFERS] if len(ends) >= NUM_WEIGHT_BUFFERS else 0.0)
+                elif not (updates and where.step == "cpu"):
+                    continue
+                arrived = queues.take("H2D", fetched, max(stepped, free))
+                ring.give_way(arrived, fetched)
+                ready = max(ready, arrived)
             before = max(queues.free["GPU"], ready)
             queues.take("GPU", on_gpu, ready, "GPU step")
             queues.take("GPU", unit.forward, ready, "forward")
+            launches = FORWARD_LAUNCHES + streams * STREAMED_LAUNCHES[0] + again * RECOMPUTED_LAUNCHES[0]
             end = queues.launched(launches * unit.forward_launches, known)
             if streamed:
                 ends.append(end)
             if leaves:
-                queues.take("D2H", unit.input_bytes / machine.d2h_bytes_per_second, before)
+                queues.take("D2H", unit.input_bytes / bus.d2h, before)
+                ring.sent(unit.input_bytes / bus.d2h)
         return queues
 
-    def _stepped(self, queues: _Queues, layer: _Layer, where: Placement) -> float:
+    def _stepped(self, queues: Queues, layer: LayerCost, where: Placement, bus: _Bus) -> float:
         """When the CPU has stepped the layer; states on disk are read before and written after."""
         read = 0.0
         if where.states == "disk":
             speeds = (self._hardware.disk_read_bytes_per_second, self._hardware.disk_write_bytes_per_second)
             read = queues.take("disk", DISK_OVERLAP * sum(layer.state_bytes / speed for speed in speeds), 0.0)
-        return queues.take("CPU step", layer.cpu_step, read)
+        return queues.take("CPU step", bus.slows_cores * layer.cpu_step, read)
 
-    def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> _Queues:
+    def _streamed(
+        self, queues: Queues, ring: Ring, layer: LayerCost, where: Placement, bus: _Bus
+    ) -> tuple[float, float]:
+        """When the GPU has stepped a layer whose states are in RAM, and when those are back."""
+        up, down = layer.passing(where)
+        queues.python(CHUNK_LAUNCHES * layer.num_chunks * self._hardware.launch_seconds)
+        queues.take("GPU", layer.gpu_step, 0.0, "GPU step")
+        return ring.step(up / bus.h2d, down / bus.d2h, layer.gpu_step, layer.num_chunks)
+
+    def _bus_in_update(self, placements: Sequence[Placement], updates: bool) -> _Bus:
+        """The bus beside forward. Streamed states share both directions with what else moves, and DRAM with the CPU's
+        step, which that slows as long as both go on."""
+        machine = self._hardware
+        alone = _Bus(machine.h2d_bytes_per_second, machine.d2h_bytes_per_second)
+        if not updates or not any(where.step == "gpu" and where.states == "ram" for where in placements):
+            return alone
+        up = down = cpu_seconds = 0.0
+        for unit in self._units:
+            for layer in unit.layers:
+                where = placements[layer.index]
+                if where.step == "cpu":
+                    cpu_seconds += layer.cpu_step
+                elif where.states == "ram":
+                    passing = layer.passing(where)
+                    up, down = up + passing[0], down + passing[1]
+                if where.step == "cpu" or where.weights == "ram":
+                    up += layer.weight_bytes
+            if any(placements[layer.index].activations == "offload" for layer in unit.layers):
+                down += unit.input_bytes
+        h2d, d2h = both_ways(up, down, machine)
+        slower = times_slower(cpu_seconds, max(up / h2d, down / d2h), up + down, self._cpu_rate, machine)
+        return _Bus(h2d, d2h, slower)
+
+    def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> Queues:
         """Backward, and beside it recomputation, weights and inputs from RAM, gradients to RAM and their addition."""
-        queues, adds = _Queues(self._hardware.num_cores), self._accumulation > 1
+        queues, adds = Queues(self._hardware.num_cores), self._accumulation > 1
         streams = any(where.weights == "ram" for where in placements)
         h2d, d2h = self._bus(placements)
         before, num_streamed = 0.0, 0
@@ -273,34 +240,34 @@ class StepModel:
         sent: list[float] = []
         added: list[float] = []
         for unit in reversed(self._units):
-            wheres = [placements[layer.index] for layer in unit.layers]
             ready = sent[-NUM_LANDINGS] if len(sent) >= NUM_LANDINGS else 0.0
-            fetched = [layer for layer, where in zip(unit.layers, wheres, strict=True) if where.weights == "ram"]
+            fetched, again, leaves, seconds = 0, False, False, unit.backward
+            for layer in unit.layers:
+                where = placements[layer.index]
+                if where.weights == "ram":
+                    fetched += layer.weight_bytes
+                if where.activations != "keep":
+                    again, leaves = True, where.activations == "offload"
+                seconds += layer.landing
+                if adds and where.gradients == "vram":
+                    seconds += layer.adding_in_vram
             if fetched:
                 num_streamed += 1
                 if num_streamed > NUM_WEIGHT_BUFFERS:  # else it is there since forward
-                    num_bytes = sum(layer.weight_bytes for layer in fetched)
-                    ready = max(ready, queues.take("H2D", num_bytes / h2d, max(before, ends[-NUM_WEIGHT_BUFFERS])))
-            if any(where.activations == "offload" for where in wheres):
+                    ready = max(ready, queues.take("H2D", fetched / h2d, max(before, ends[-NUM_WEIGHT_BUFFERS])))
+            if leaves:
                 ready = max(ready, queues.take("H2D", unit.input_bytes / h2d, before))
             before = max(queues.free["GPU"], ready)
-            seconds = unit.backward + sum(layer.landing for layer in unit.layers)
             launches = (BACKWARD_LAUNCHES + streams * STREAMED_LAUNCHES[1]) * unit.backward_launches
-            if any(where.activations != "keep" for where in wheres):
+            if again:
                 seconds += unit.forward
                 launches += (FORWARD_LAUNCHES + RECOMPUTED_LAUNCHES[1]) * unit.forward_launches
-            if adds:
-                seconds += sum(
-                    layer.adding_in_vram
-                    for layer, where in zip(unit.layers, wheres, strict=True)
-                    if where.gradients == "vram"
-                )
             queues.take("GPU", seconds, ready, "backward")
             end = queues.launched(launches, 0.0)
             if fetched:
                 ends.append(end)
-            for layer, where in zip(unit.layers, wheres, strict=True):
-                if where.gradients == "ram":
+            for layer in unit.layers:
+                if placements[layer.index].gradients == "ram":
                     if len(added) >= NUM_STAGING:  # Python waits until a staging buffer is free
                         queues.python_waits(added[-NUM_STAGING])
                     sent.append(queues.take("D2H", layer.landing_bytes / d2h, max(end, queues.python_goes_on())))
@@ -320,7 +287,7 @@ class StepModel:
         share = min(1.0, machine.both_bytes_per_second / (h2d + d2h)) if fetches and sends else 1.0
         return h2d * share, d2h * share
 
-    def _send_at_boundary(self, queues: _Queues, placements: Sequence[Placement], d2h: float) -> None:
+    def _send_at_boundary(self, queues: Queues, placements: Sequence[Placement], d2h: float) -> None:
         """Gradients that waited in VRAM for the last micro-batch and are stepped by the CPU."""
         done = queues.free["GPU"]
         for unit in self._units:

@@ -19,7 +19,8 @@ TINY_BLOCK = 256
 """Elements of an 8-bit moment that share one fp32 scale."""
 
 NUM_LANDINGS = 2
-"""Layers whose gradients may be in VRAM at once: one being written, the other on its way to RAM."""
+"""Layers whose gradients may be in VRAM at once: autograd's until the last of a layer is there, and those in a landing,
+on their way to RAM."""
 SMALL_LANDING = 64
 """A layer whose gradient is so many times smaller than the largest one has a landing of its own: it may stay there for
 long (a last norm that waits for another one)."""
@@ -29,6 +30,12 @@ NUM_STAGING = 2
 """Layers of one micro-batch's gradients in RAM, waiting to be added to the accumulated ones."""
 NUM_STATE_BUFFERS = 3
 """Buffers in RAM through which states on disk pass: one being read, one being stepped, one being written."""
+
+NUM_STEP_BUFFERS = 3
+"""Buffers in VRAM through which states in RAM pass where the GPU steps them: one being fetched, one being stepped, one
+being sent back."""
+STEP_CHUNK = 1 << 23
+"""Elements of a flat layer that pass through one of them at a time, at most; a multiple of 256."""
 
 DEFAULT_PLACEMENT = Placement()
 
@@ -97,13 +104,23 @@ class LayerShape:
         """Memory traffic of AdamW: the gradient is read, states and working weights are read and written."""
         return self.gradient_bytes(accumulation) + 2 * (sum(self.state_bytes().values()) + self.weight_bytes())
 
+    def passing_bytes(self, placement: Placement, accumulation: int) -> int:
+        """What a full chunk takes of a step buffer: the states, and of weights and gradient what lives in RAM."""
+        chunk = replace(self, numel=chunk_numel(self.numel))
+        passing = sum(chunk.state_bytes().values())
+        if placement.weights == "ram":
+            passing += chunk.weight_bytes()
+        if placement.gradients == "ram":
+            passing += chunk.gradient_bytes(accumulation)
+        return passing
+
     def ram_bytes(self, placement: Placement, accumulation: int) -> dict[str, int]:
         """Pinned RAM by category."""
-        gradients = self.sums_bytes()
-        if placement.step == "cpu" or placement.gradients == "ram":
-            gradients += self.gradient_bytes(accumulation)
-        parts = {"gradients": gradients}
-        if placement.step == "cpu":  # a copy of resident weights, or the only ones
+        parts = {"gradients": self.sums_bytes()}
+        on_cpu = cpu_can_step(placement)
+        if on_cpu:
+            parts["gradients"] += self.gradient_bytes(accumulation)
+        if on_cpu or placement.weights == "ram":  # a copy of resident weights, or the only ones
             parts["working weights"] = self.weight_bytes()
         if placement.states == "ram":
             parts |= self.state_bytes()
@@ -119,6 +136,21 @@ class LayerShape:
         if placement.gradients == "vram":
             parts["gradients"] += self.gradient_bytes(accumulation)
         return parts
+
+
+def cpu_can_step(placement: Placement) -> bool:
+    """Whether gradients and weights reach RAM."""
+    return placement.step == "cpu" or (placement.states == "ram" and placement.gradients == "ram")
+
+
+def gpu_can_step(placement: Placement) -> bool:
+    """Whether the states are in VRAM, or may pass through it with what else the step needs."""
+    return placement.step == "gpu" or (placement.states == "ram" and placement.gradients == "ram")
+
+
+def chunk_numel(numel: int) -> int:
+    """Elements of a layer's chunks; the last one may be shorter."""
+    return min(STEP_CHUNK, numel)
 
 
 def aligned(num_bytes: int) -> int:
@@ -159,20 +191,24 @@ def is_small(landing_bytes: int, sizes: Sequence[int]) -> bool:
 
 def pool_of_landings(sizes: Sequence[int]) -> int:
     """How many landings gradients of these sizes share, each as large as the largest gradient."""
-    return min(NUM_LANDINGS, sum(not is_small(size, sizes) for size in sizes))
+    largest = sizes and [max(sizes)]
+    return min(NUM_LANDINGS - 1, sum(not is_small(size, largest) for size in sizes))
 
 
 def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> dict[str, dict[str, int]]:
     """Bytes of what layers share, by tier and category: landings, weight buffers, staging, buffers of states.
 
-    A tied weight's landing is taken until the end of backward, and small layers have their own; for the others there
-    are `NUM_LANDINGS` of the largest one's size.
+    A tied weight's landing is taken until the end of backward, and small layers have their own; the others share one of
+    the largest one's size. Beside it autograd has the gradients of one layer, whoever steps it. Where the GPU steps a
+    layer whose states are in RAM, the step buffers are wide enough for every layer that it might step too.
     """
     through_ram = [layer for layer, where in placed if where.gradients == "ram"]
     landing = [layer for layer, _ in placed] if accumulation > 1 else through_ram
     sizes = [layer.landing_bytes() for layer in landing if not layer.shared]
     landings, own = pool_of_landings(sizes), sum(layer.landing_bytes() for layer in landing if layer.shared)
-    landings_bytes = landings * max(sizes, default=0) + own + sum(size for size in sizes if is_small(size, sizes))
+    largest = max(sizes, default=0)
+    autograds = max((layer.landing_bytes() for layer, _ in placed if not layer.shared), default=0)
+    landings_bytes = autograds + landings * largest + own + sum(size for size in sizes if is_small(size, [largest]))
     streamed: dict[str, int] = defaultdict(int)  # a block has a flat layer for each of its dtypes
     for layer, where in placed:
         if where.weights == "ram":
@@ -180,6 +216,22 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
     on_disk = [sum(layer.state_bytes().values()) for layer, where in placed if where.states not in ("vram", "ram")]
     staging = max((layer.landing_bytes() for layer in through_ram), default=0) if accumulation > 1 else 0
     return {
-        "vram": {"gradients": landings_bytes, "weight buffers": NUM_WEIGHT_BUFFERS * max(streamed.values(), default=0)},
+        "vram": {
+            "gradients": landings_bytes,
+            "weight buffers": NUM_WEIGHT_BUFFERS * max(streamed.values(), default=0),
+            "state buffers": NUM_STEP_BUFFERS * step_buffer_bytes(placed, accumulation),
+        },
         "ram": {"gradients": NUM_STAGING * staging, "state buffers": NUM_STATE_BUFFERS * max(on_disk, default=0)},
     }
+
+
+def step_buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> int:
+    """Bytes of one step buffer; 0 where the GPU steps no layer whose states are in RAM."""
+    if not any(where.states == "ram" and where.step == "gpu" for _, where in placed):
+        return 0
+    passing = [item for item in placed if item[1].states == "ram" and gpu_can_step(item[1])]
+    kinds = {  # a model has few, and is planned over and over
+        (layer.numel, layer.dtype, layer.shared, layer.precision, where.weights, where.gradients): (layer, where)
+        for layer, where in passing
+    }
+    return max(layer.passing_bytes(where, accumulation) for layer, where in kinds.values())

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
 
 _TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
 _WHERE = {"vram": "in VRAM", "ram": "in RAM", "disk": "on disk"}
+_STEPPERS = {
+    ("vram", "gpu"): "the GPU",
+    ("ram", "gpu"): "the GPU through VRAM",
+    ("ram", "cpu"): "the CPU",
+    ("disk", "cpu"): "the CPU",
+}
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -50,13 +56,15 @@ def _placed(plan: Plan) -> list[str]:
     def share(count: int, of: int) -> str:
         return "" if count == of else f" of {count} of {of} layers"
 
-    states: Counter[str] = Counter(where.states for where in plan.placements)
-    steppers = {"vram": "the GPU", "ram": "the CPU", "disk": "the CPU"}
+    states: Counter[tuple[str, str]] = Counter((where.states, where.step) for where in plan.placements)
     lines = [
-        f"  optimizer states{share(states[tier], number)} {_WHERE[tier]}, stepped by {steppers[tier]}"
-        for tier in ("vram", "ram", "disk")
-        if states[tier]
+        f"  optimizer states{share(states[place], number)} {_WHERE[place[0]]}, stepped by {stepper}"
+        for place, stepper in _STEPPERS.items()
+        if states[place]
     ]
+    kept = sum(where.gradients == "vram" and where.states != "vram" for where in plan.placements)
+    if kept:
+        lines.append(f"  gradients{share(kept, number)} kept in VRAM for the step")
     streamed = sum(where.weights == "ram" for where in plan.placements)
     how = Counter(
         where.activations for layer, where in zip(plan.layers, plan.placements, strict=True) if layer.in_block

@@ -55,6 +55,7 @@ def test_gradients_that_wait_for_the_cpu_in_backward_are_its_wait() -> None:
 
 def test_what_worked_meanwhile_is_beside_the_step() -> None:
     assert dict(beside(SECONDS)) == {"CPU step": 0.6, "H2D": 0.2, "D2H": 0.3}
+    assert dict(beside(SECONDS | {"gpu_step": 0.4}))["GPU step"] == 0.4
     assert beside({"step": 1.0}) == ()
 
 
@@ -132,6 +133,19 @@ def test_a_predicted_baseline_is_the_computing_and_the_rest_measured_here_and_ad
     assert slow.baseline == "predicted"
     assert slow.baseline_seconds == pytest.approx(0.2 + 0.3 + 0.1 + gpu_step)
     assert dict(slow.parts)["AdamW in VRAM"] == pytest.approx(-gpu_step)
+
+
+def test_states_that_come_from_ram_are_waited_for_beyond_adamw_in_vram() -> None:
+    made = plan(Placement(gradients="vram", step="gpu"))
+    gpu_step = gpu_step_seconds(made)
+    assert gpu_step is not None
+    waited = record(1)
+    waited.seconds["forward_gpu_step_wait"] = 0.15
+    slow = figures(history(waited), made).slowdown
+    assert slow is not None
+    assert dict(slow.parts)["wait for GPU step"] == pytest.approx(0.15 - gpu_step)
+    assert "AdamW in VRAM" not in dict(slow.parts)
+    assert slow.baseline_seconds + sum(seconds for _, seconds in slow.parts) == pytest.approx(slow.step_seconds)
 
 
 def test_recomputed_blocks_are_not_part_of_the_baseline() -> None:

@@ -89,7 +89,7 @@ def test_gradients_that_accumulate_in_ram_wait_for_room(monkeypatch: pytest.Monk
 
 
 def test_pairs_that_are_past_are_folded_and_memory_stays_small() -> None:
-    busy, stream = BusyTime(), CopyStream(torch.device("cpu"))
+    busy, stream = BusyTime(), CopyStream(torch.device("cpu"), "D2H")
     for _ in range(1000):
         began = stream.record(timing=True)
         began._seconds -= 0.5

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from offloadkit.optim import gpu, step
 from offloadkit.optim.adamw import Segment, adamw_scalars, adamw_step_reference
-from tests.optim.states import assert_same_bits, clone, make_gradient, make_state
+from tests.optim.states import PRECISIONS, assert_same_bits, clone, make_gradient, make_state
 
 SCALARS = adamw_scalars(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=3)
 
@@ -26,8 +27,11 @@ INTERPRETED = "from tests.optim.interpreted import main; main()"
 class BrokenKernel:
     """A kernel as a machine without a C compiler sees it: the first launch fails."""
 
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error or RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+
     def __getitem__(self, grid: Any) -> Any:
-        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+        raise self._error
 
 
 @pytest.fixture
@@ -48,18 +52,28 @@ def test_without_triton_the_step_is_the_same_and_warns_once(
     fresh: None, monkeypatch: pytest.MonkeyPatch, kernels: Any, words: str
 ) -> None:
     monkeypatch.setattr(gpu, "triton_adamw", kernels)
-    segments = [Segment(0, 1001, SCALARS)]
+    whole, chunk = [Segment(0, 1001, SCALARS, 17)], [Segment(256, 745, SCALARS, 17, 256)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
-            state, gradient = make_state(dtype, 1024), make_gradient(dtype, 1024)
+        for dtype, kept in product((torch.bfloat16, torch.float32), PRECISIONS):
+            state, gradient = make_state(dtype, 1024, kept=kept), make_gradient(dtype, 1024)
             expected = clone(state)
-            adamw_step_reference(expected, gradient, segments, 0.5)
-            gpu.adamw_step(state, gradient, segments, 0.5)
+            adamw_step_reference(expected, gradient, whole, 0.5)
+            gpu.adamw_step(state, gradient, [Segment(0, 256, SCALARS, 17)], 0.5)
+            gpu.adamw_step(state, gradient, chunk, 0.5)
             assert_same_bits(state, expected)
     messages = {str(one.message) for one in caught}
     assert len(messages) == 1
     assert words in messages.pop()
+
+
+def test_a_gpu_that_is_full_is_no_broken_compiler(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, gradient = make_state(torch.float32, 256), make_gradient(torch.float32, 256)
+    full = BrokenKernel(torch.OutOfMemoryError("CUDA out of memory"))
+    monkeypatch.setattr(gpu, "triton_adamw", SimpleNamespace(adamw=full, ROWS=4))
+    for _ in range(2):  # and nothing is concluded from it
+        with pytest.raises(torch.OutOfMemoryError):
+            gpu.adamw_step(state, gradient, [Segment(0, 256, SCALARS, 17)], 0.5)
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:

@@ -1,0 +1,97 @@
+"""Which of the layers that either processor can step the GPU steps: corrected by what both really took.
+
+The plan's assignment comes from predicted rates. Layers move from the processor that ends later to the other one until
+both end together; since both give the same bits, no number depends on it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offloadkit.offload.states import LayerState
+from offloadkit.offload.streams import Event
+
+WARM_UP = 2
+"""Updates that are not looked at: kernels are compiled, and pages and caches are cold."""
+MOST_MOVES = 4
+"""Layers that move before one step."""
+TOGETHER = 0.03
+"""Both processors end together when their times differ by less than this share of the longer one."""
+NOISE = 0.15
+"""Once they do, no layer moves before the times differ by more than this."""
+
+
+@dataclass(frozen=True)
+class Took:
+    """One update on both processors.
+
+    Attributes:
+        cpu_seconds: of the C kernels and what they waited for.
+        cpu_numel: elements that the CPU stepped.
+        gpu: from the first kernel's turn to the last kernel's end.
+        gpu_numel: elements whose states passed through VRAM.
+    """
+
+    cpu_seconds: float
+    cpu_numel: int
+    gpu: tuple[Event, Event] | None
+    gpu_numel: int
+
+    def is_over(self) -> bool:
+        """Whether the GPU is done with it too."""
+        return self.gpu is None or self.gpu[1].done()
+
+
+class Split:
+    """Corrects the assignment between updates."""
+
+    def __init__(self) -> None:
+        self._took: deque[Took] = deque()
+        self._num_updates = 0
+        self._tolerated = TOGETHER
+
+    def add(self, took: Took) -> None:
+        """What the newest update took."""
+        self._num_updates += 1
+        if self._num_updates > WARM_UP:
+            self._took.append(took)
+
+    def correct(self, layers: Sequence[LayerState]) -> None:
+        """Move up to `MOST_MOVES` of `layers`, which are stepped next, if the newest update that is over says so."""
+        movable, took = [layer for layer in layers if layer.switchable], None
+        while self._took and self._took[0].is_over():  # Python may be a step ahead of the GPU
+            took = self._took.popleft()
+        if not movable or took is None:
+            return
+        cpu, gpu = took.cpu_seconds, took.gpu[1].seconds_since(took.gpu[0]) if took.gpu else 0.0
+        by_cpu = cpu / took.cpu_numel if took.cpu_numel else 0.0
+        by_gpu = gpu / took.gpu_numel if took.gpu_numel else 0.0
+        rates = by_cpu or by_gpu, by_gpu or by_cpu  # the one that did nothing is taken to be as fast
+        for _ in range(MOST_MOVES):
+            moved = _move(movable, cpu, gpu, *rates) if abs(cpu - gpu) > self._tolerated * max(cpu, gpu) else None
+            if moved is None:
+                self._tolerated = NOISE
+                return
+            self._tolerated = TOGETHER
+            self._took.clear()  # of before the move
+            cpu, gpu = moved
+
+
+def _move(
+    layers: Sequence[LayerState], cpu: float, gpu: float, by_cpu: float, by_gpu: float
+) -> tuple[float, float] | None:
+    """Move the layer that helps most, of equal ones the last; returns both processors' seconds then, or None where the
+    later one would end no sooner."""
+    best, least = None, max(cpu, gpu)
+    for layer in layers:
+        if layer.on_gpu == (gpu > cpu):
+            sign = 1 if layer.on_gpu else -1
+            then = cpu + sign * layer.layer.numel * by_cpu, gpu - sign * layer.layer.numel * by_gpu
+            if max(then) < least or (best is not None and max(then) == least):
+                best, least = (layer, then), max(then)
+    if best is None:
+        return None
+    best[0].on_gpu = not best[0].on_gpu
+    return best[1]

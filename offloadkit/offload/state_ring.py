@@ -1,0 +1,251 @@
+"""Optimizer states in RAM that the GPU steps: chunk by chunk they pass through a few buffers in VRAM.
+
+A chunk is fetched on one stream, stepped on a second and sent back on a third, so that both directions of the bus and
+the GPU work at once. Events alone hold the order, and everything of a step may be queued at once:
+
+| | starts after |
+|---|---|
+| H2D of a chunk | D2H of what its buffer held, and of the same chunk in the last step |
+| its step | its H2D; what the kernels' stream waits for: the compute stream still reads weights that stay in VRAM |
+| D2H | its step; copies out of the same weights in RAM |
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+
+from offloadkit.offload.host_memory import aligned
+from offloadkit.offload.streams import CopyStream, Event
+from offloadkit.optim.adamw import FlatState, Segment
+from offloadkit.optim.precision import BLOCK
+from offloadkit.optim.step import adamw_step
+from offloadkit.plan import chunk_numel
+
+MOST_UNDER_WAY = 32
+"""Chunks that are queued and not stepped yet: a stream whose queue is full (about a thousand operations) would stop
+whoever queues next, on any stream."""
+_PAUSE = 1e-3
+
+_SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+_STATES = ("remainder", "exp_avg", "exp_avg_sq", *_SCALES)
+
+_Layout = tuple[tuple[str, torch.dtype, int], ...]
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Elements start .. start + numel of a layer, and the parts of its arrays in RAM that pass, by name."""
+
+    start: int
+    numel: int
+    host: dict[str, torch.Tensor]
+    resident: torch.Tensor | None
+
+    @cached_property
+    def layout(self) -> _Layout:
+        return tuple((name, part.dtype, part.numel()) for name, part in self.host.items())
+
+
+class PassingStates:
+    """What of a layer passes through VRAM when the GPU steps it.
+
+    Attributes:
+        drained: the end of the newest copy into `host`'s arrays; until then nobody else reads or writes them.
+    """
+
+    def __init__(self, host: FlatState, resident: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
+        """
+        Args:
+            host: its states are in RAM, and so are its weights where they are not `resident`.
+            resident: 1-D working weights that are in VRAM and are stepped there.
+            gradient: 1-D, in RAM; None: it is in VRAM.
+        """
+        self._host, self._resident, self.gradient = host, resident, gradient
+        self.drained: Event | None = None
+
+    @cached_property
+    def chunks(self) -> list[_Chunk]:
+        """In the order in which they pass."""
+        total = self._host.weights.numel()
+        size = chunk_numel(total)
+        return [self._chunk(start, min(size, total - start)) for start in range(0, total, size)]
+
+    def _chunk(self, start: int, numel: int) -> _Chunk:
+        names = _STATES if self._resident is not None else ("weights", *_STATES)
+        arrays = {name: getattr(self._host, name) for name in names} | {"gradient": self.gradient}
+        host = {}
+        for name, array in arrays.items():
+            if array is not None:
+                unit = BLOCK if name in _SCALES else 1
+                host[name] = array[start // unit : (start + numel) // unit]
+        resident = None if self._resident is None else self._resident[start : start + numel]
+        return _Chunk(start, numel, host, resident)
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """One place in VRAM for a chunk."""
+
+    memory: torch.Tensor
+    views: dict[_Layout, dict[str, torch.Tensor]]
+    free: Event | None = None
+    """What it held is in RAM again."""
+    arrived: Event | None = None
+
+    def parts(self, chunk: _Chunk) -> dict[str, torch.Tensor]:
+        """The parts of a chunk here, one after the other."""
+        found = self.views.get(chunk.layout)
+        if found is None:
+            found, start = self.views.setdefault(chunk.layout, {}), 0
+            for name, dtype, numel in chunk.layout:
+                num_bytes = numel * dtype.itemsize
+                found[name] = self.memory[start : start + num_bytes].view(dtype)
+                start += aligned(num_bytes)
+        return found
+
+
+class StateRing:
+    """Buffers in VRAM that chunks of states take turns in, and the streams that fetch them and send them back."""
+
+    fill_with_nan: ClassVar[bool] = False
+    """For tests: a buffer is filled with NaN as soon as its chunk was sent back."""
+
+    def __init__(self, device: torch.device, num_bytes: int, num_buffers: int) -> None:
+        """
+        Args:
+            num_bytes: of one buffer.
+        """
+        self.h2d, self.d2h = CopyStream(device, "H2D"), CopyStream(device, "D2H")
+        memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
+        self._buffers = [_Buffer(memory, {}) for memory in memories]
+        self._num_fetched = 0
+        self._ahead: deque[tuple[_Chunk, _Buffer]] = deque()
+        self._under_way: deque[Event] = deque()
+
+    def forget_ahead(self) -> None:
+        """What was fetched ahead is fetched again: its step was skipped, and RAM may have been written since."""
+        self._ahead.clear()
+
+    def fetch_ahead(self, layer: PassingStates) -> None:
+        """Start fetching a layer's first chunks, but for gradients, which may still be on their way to RAM; as many as
+        there are buffers without a chunk. They are the next to be stepped."""
+        for chunk in layer.chunks:
+            if len(self._ahead) == len(self._buffers):
+                return
+            states = [name for name in chunk.host if name != "gradient"]
+            self._ahead.append((chunk, self._fetch(layer, chunk, self._next_buffer(), states)))
+
+    def step(
+        self,
+        layer: PassingStates,
+        gradient: torch.Tensor | None,
+        segments: Sequence[Segment],
+        grad_scale: float,
+        stream: CopyStream,
+        *,
+        unread: Event | None = None,
+    ) -> Event:
+        """Queue one AdamW step of a layer; `layer.drained` is its end.
+
+        Args:
+            gradient: 1-D, in VRAM, where it does not pass.
+            stream: where the kernels run.
+            unread: the weights in RAM are read until then.
+
+        Returns:
+            The end of the kernels: weights that stay in VRAM are stepped.
+        """
+        if unread is not None:
+            self.d2h.wait(unread)
+        drained = layer.drained
+        for chunk in layer.chunks:
+            parts = _within(segments, chunk)
+            if parts:
+                self._hold_back()
+                buffer = self._fetched(layer, chunk)
+                drained = self._step_chunk(chunk, buffer, gradient, parts, grad_scale, stream)
+        layer.drained = drained
+        return stream.record()
+
+    def copy_down(self, layer: PassingStates, into: torch.Tensor, source: torch.Tensor, after: Event | None) -> None:
+        """Copy from VRAM to RAM among the layer's other arrays."""
+        if after is not None:
+            self.d2h.wait(after)
+        self.d2h.copy(into, source, "weights")
+        layer.drained = self.d2h.record()
+
+    def _step_chunk(
+        self,
+        chunk: _Chunk,
+        buffer: _Buffer,
+        gradient: torch.Tensor | None,
+        segments: Sequence[Segment],
+        grad_scale: float,
+        stream: CopyStream,
+    ) -> Event:
+        here = buffer.parts(chunk)
+        weights = here["weights"] if chunk.resident is None else chunk.resident
+        remainder, scales = here.get("remainder"), [here.get(name) for name in _SCALES]
+        state = FlatState(weights, remainder, here["exp_avg"], here["exp_avg_sq"], *scales)
+        own = here["gradient"] if gradient is None else gradient[chunk.start : chunk.start + chunk.numel]
+        assert buffer.arrived is not None
+        stream.wait(buffer.arrived)
+        with stream.as_current():
+            adamw_step(state, own, segments, grad_scale)
+        stepped = stream.record()
+        self._under_way.append(stepped)
+        self.d2h.wait(stepped)
+        drained = self.d2h.copy_all(
+            [(part, here[name]) for name, part in chunk.host.items() if name != "gradient"], "states"
+        )
+        buffer.free = drained
+        if self.fill_with_nan:
+            with self.d2h.as_current():
+                buffer.memory.fill_(255)
+            buffer.free = self.d2h.record()
+        return drained
+
+    def _fetched(self, layer: PassingStates, chunk: _Chunk) -> _Buffer:
+        """The buffer that holds all of a chunk when `arrived` is reached."""
+        if self._ahead and self._ahead[0][0] is chunk:
+            buffer = self._ahead.popleft()[1]
+            return self._fetch(layer, chunk, buffer, ["gradient"]) if "gradient" in chunk.host else buffer
+        self._ahead.clear()
+        return self._fetch(layer, chunk, self._next_buffer(), list(chunk.host))
+
+    def _next_buffer(self) -> _Buffer:
+        buffer = self._buffers[self._num_fetched % len(self._buffers)]
+        self._num_fetched += 1
+        return buffer
+
+    def _fetch(self, layer: PassingStates, chunk: _Chunk, buffer: _Buffer, names: Sequence[str]) -> _Buffer:
+        for event in (buffer.free, layer.drained):
+            if event is not None:
+                self.h2d.wait(event)
+        here = buffer.parts(chunk)
+        buffer.arrived = self.h2d.copy_all([(here[name], chunk.host[name]) for name in names], "states")
+        return buffer
+
+    def _hold_back(self) -> None:
+        while len(self._under_way) >= MOST_UNDER_WAY:
+            if self._under_way[0].done():
+                self._under_way.popleft()
+            else:
+                time.sleep(_PAUSE)
+
+
+def _within(segments: Sequence[Segment], chunk: _Chunk) -> list[Segment]:
+    """The parts of `segments` that lie in a chunk, counted from its beginning."""
+    found = []
+    for start, length, scalars, key, offset in segments:
+        first, end = max(start, chunk.start), min(start + length, chunk.start + chunk.numel)
+        if first < end:
+            found.append(Segment(first - chunk.start, end - first, scalars, key, offset + first - start))
+    return found

@@ -1,0 +1,118 @@
+"""Layers move from the processor that ends later to the other one until both end together."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offloadkit.offload.split import MOST_MOVES, WARM_UP, Split, Took
+
+
+class Point:
+    """An event on a clock of its own."""
+
+    def __init__(self, at: float, done: bool = True) -> None:
+        self._at, self._done = at, done
+
+    def done(self) -> bool:
+        return self._done
+
+    def reach(self) -> None:
+        self._done = True
+
+    def seconds_since(self, earlier: Point) -> float:
+        return self._at - earlier._at
+
+
+def layers(num: int, on_gpu: int, switchable: bool = True) -> list[Any]:
+    return [
+        SimpleNamespace(switchable=switchable, on_gpu=index < on_gpu, layer=SimpleNamespace(numel=100 + index % 3))
+        for index in range(num)
+    ]
+
+
+def took(model: list[Any], cpu: float, gpu: float, done: bool = True) -> Took:
+    """What an update of these layers takes at `cpu` and `gpu` seconds an element."""
+    by_gpu = sum(layer.layer.numel for layer in model if layer.on_gpu)
+    by_cpu = sum(layer.layer.numel for layer in model if not layer.on_gpu)
+    events: Any = (Point(1.0), Point(1.0 + gpu * by_gpu, done)) if by_gpu else None
+    return Took(cpu * by_cpu, by_cpu, events, by_gpu)
+
+
+def run(model: list[Any], cpu: float, gpu: float, updates: int = 40) -> tuple[list[int], Split]:
+    """How many layers the GPU steps in each update."""
+    split, found = Split(), []
+    for _ in range(updates):
+        split.correct(model)
+        found.append(sum(layer.on_gpu for layer in model))
+        split.add(took(model, cpu, gpu))
+    return found, split
+
+
+@pytest.mark.parametrize("start", [0, 10, 30, 48])
+@pytest.mark.parametrize(("cpu", "gpu", "balanced"), [(2e-3, 1e-3, 32), (1e-3, 1e-3, 24), (1e-3, 5e-3, 8)])
+def test_both_processors_end_together(start: int, cpu: float, gpu: float, balanced: int) -> None:
+    model = layers(48, start)
+    found, _ = run(model, cpu, gpu)
+    assert found[: WARM_UP + 1] == [start] * (WARM_UP + 1)
+    assert all(abs(after - before) <= MOST_MOVES for before, after in pairwise(found))
+    assert abs(found[-1] - balanced) <= 1
+    assert len(set(found[20:])) == 1
+
+
+def test_noise_moves_nothing_once_both_end_together() -> None:
+    model = layers(48, 24)
+    _, split = run(model, 1e-3, 1e-3, 10)
+    before = [layer.on_gpu for layer in model]
+    for gpu in (1.12e-3, 0.9e-3, 1.05e-3, 0.95e-3) * 5:
+        split.add(took(model, 1e-3, gpu))
+        split.correct(model)
+        assert [layer.on_gpu for layer in model] == before
+    split.add(took(model, 1e-3, 4e-3))
+    split.correct(model)
+    assert sum(layer.on_gpu for layer in model) < 24
+
+
+def test_the_last_of_equal_layers_moves_first() -> None:
+    model = layers(12, 12)
+    for layer in model:
+        layer.layer.numel = 100
+    found, _ = run(model, 1e-3, 1e-3, WARM_UP + 2)
+    assert found[-1] == 12 - MOST_MOVES
+    assert [layer.on_gpu for layer in model] == [True] * 8 + [False] * 4
+
+
+def test_layers_that_one_processor_alone_can_step_stay() -> None:
+    model = [*layers(6, 6, switchable=False), *layers(2, 0)]
+    found, _ = run(model, 1e-3, 1e-1)
+    assert set(found) == {6}
+    assert set(run(layers(6, 6, switchable=False), 1e-3, 1.0)[0]) == {6}
+
+
+def test_an_update_that_is_not_over_yet_says_nothing() -> None:
+    model, split = layers(12, 12), Split()
+    for _ in range(10):
+        split.add(took(model, 1e-3, 1e-3, done=False))
+        split.correct(model)
+    assert all(layer.on_gpu for layer in model)
+
+
+def test_python_may_always_be_a_step_ahead_of_the_gpu() -> None:
+    """Then an update says something in the step after the next, but nothing about layers that moved since."""
+    model, split, found = layers(48, 48), Split(), []
+    under_way: list[Took] = []
+    for _ in range(60):
+        split.correct(model)
+        found.append(sum(layer.on_gpu for layer in model))
+        for before in under_way:
+            if before.gpu is not None:
+                before.gpu[1].reach()  # type: ignore[attr-defined]
+        under_way = [took(model, 2e-3, 1e-3, done=False)]
+        split.add(under_way[0])
+    assert all(abs(after - before) <= MOST_MOVES for before, after in pairwise(found))
+    assert min(found) >= 31, "moved too far"
+    assert abs(found[-1] - 32) <= 1
+    assert len(set(found[40:])) == 1

@@ -1,0 +1,94 @@
+"""What a plan says of who steps what, and of what limits the step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.hardware import Hardware
+from offloadkit.plan import MicroBatch, Plan, make_plan
+from tests.plan_machines import H200, TWO_CORES, shape, stage
+
+IN_RAM = Placement()
+THROUGH_VRAM = Placement(gradients="vram", step="gpu")
+
+
+def plan(machine: Hardware = H200, num_layers: int = 20, **options: Any) -> Plan:
+    layers = [shape(f"block.{index}", 1 << 26) for index in range(num_layers)]
+    work = MicroBatch(tuple(stage(layer.name, kept=1 << 20) for layer in layers), 640)
+    return make_plan(layers, OffloadConfig(**options), work=work, hardware=machine)
+
+
+def test_who_steps_is_said_where_states_are_in_ram() -> None:
+    made = plan(placement=THROUGH_VRAM)
+    text = str(made)
+    assert "optimizer states in RAM, stepped by the GPU through VRAM" in text
+    assert "gradients kept in VRAM for the step" in text
+    assert "state buffers" in text
+    assert "stepped by the CPU" not in text
+    assert "gradients" not in str(plan(placement=IN_RAM)).split("working weights  ")[0]
+
+
+def test_both_steppers_have_a_line_each() -> None:
+    made = plan(vram="8GiB", ram="120GiB")
+    wheres = made.placements
+    on_gpu = sum(where.step == "gpu" and where.states == "ram" for where in wheres)
+    on_cpu = sum(where.step == "cpu" for where in wheres)
+    assert 0 < on_gpu < on_cpu
+    text, html = str(made), made._repr_html_()
+    for words in (
+        f"optimizer states of {on_gpu} of 20 layers in RAM, stepped by the GPU through VRAM",
+        f"optimizer states of {on_cpu} of 20 layers in RAM, stepped by the CPU",
+    ):
+        assert words in text
+        assert words in html
+    assert max(map(len, text.splitlines())) <= 80
+    facts = made.to_dict()
+    assert sum((layer["states"], layer["step"]) == ("ram", "gpu") for layer in facts["layers"]) == on_gpu
+    assert facts["bytes"]["vram"]["state buffers"] >= 3 * 10 * 2**23
+    assert facts["explanation"] == made.explain().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "sentence"),
+    [
+        (H200, {"placement": IN_RAM}, "the CPU's AdamW step (RAM's bandwidth) limits the step: it is busy for "),
+        (TWO_CORES, {"placement": IN_RAM}, "the CPU's AdamW step (2 cores) limits the step: it is busy for "),
+        (
+            H200,
+            {"placement": IN_RAM, "precision": "tiny"},
+            "the CPU's AdamW step (the cores' arithmetic) limits the step: it is busy for ",
+        ),
+        (
+            H200,
+            {"placement": THROUGH_VRAM},
+            "the bus in both directions limits the step: it is busy for ",
+        ),
+    ],
+)
+def test_what_limits_is_named(machine: Hardware, options: Any, sentence: str) -> None:
+    assert plan(machine, **options).explain().splitlines()[0].startswith(sentence)
+
+
+def test_what_limits_together_is_named_together() -> None:
+    """The CPU's step and the bus are done at the same time where the GPU has its share."""
+    first = plan(vram="12GiB", ram="120GiB").explain().splitlines()[0]
+    both = "the CPU's AdamW step (RAM's bandwidth) and the bus in both directions limit the step: they are busy for "
+    assert first.startswith(both)
+
+
+def test_more_vram_lets_the_gpu_step_more() -> None:
+    """All weights are streamed, and there is no room for the buffers through which states pass."""
+    made = plan(TWO_CORES, num_layers=8, vram="1.9GiB", ram="120GiB")
+    assert made.fits
+    assert {where.step for where in made.placements} == {"cpu"}
+    assert "more VRAM would let the GPU step " in made.explain()
+    assert "more layers through VRAM: " in made.explain()
+
+
+def test_a_machine_without_contention_is_not_said_to_be_slow() -> None:
+    fast = replace(H200, cpu_adamw_bytes_per_second=1e15, dram_bytes_per_second=1e15)
+    assert "AdamW" not in plan(fast, placement=IN_RAM).explain()

@@ -1,0 +1,181 @@
+"""`engine.profile`: ranges on one scale, and what bounds a step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offloadkit
+from offloadkit import hardware
+from offloadkit.errors import ConfigError, OutputError
+from offloadkit.hardware import Hardware
+from offloadkit.offload import trace
+from offloadkit.offload.trace import Range
+from offloadkit.profiling import BACKWARD, UPDATE, bound, breakdown
+from offloadkit.telemetry import StepRecord
+from tests.models import TinyLM, tokens
+from tests.plan_machines import H200
+
+FAST = replace(
+    H200,
+    h2d_bytes_per_second=10e9,
+    d2h_bytes_per_second=5e9,
+    cpu_adamw_bytes_per_second=100e9,
+    dram_bytes_per_second=100e9,
+)
+
+
+def record(**seconds: float) -> StepRecord:
+    return StepRecord(7, 1.0, 10, 1.0, 1e-4, False, seconds)
+
+
+RECORD = record(step=1.0, forward=0.4, forward_wait=0.3, backward=0.3, backward_bus_wait=0.1)
+RANGES = [
+    Range("GPU", "forward a", 0.0, 0.4),
+    Range("GPU", "backward a", 0.4, 0.7),
+    Range("H2D", "a", 0.0, 0.1, int(1e9)),
+    Range("H2D", "b", 0.05, 0.2, int(1e9)),
+    Range("D2H", "a", 0.45, 0.65, int(1e9)),
+    Range("D2H", "b", 0.65, 0.69, 100),
+    Range("CPU step", "a", 0.7, 1.0, int(30e9)),
+]
+
+
+def test_each_phase_is_bound_by_what_takes_the_longest_and_the_step_by_their_sum() -> None:
+    found = bound(RANGES, [RECORD], FAST)
+    assert {phase: found.limiting(phase).resource for phase in found.shares} == {UPDATE: "DRAM", BACKWARD: "bus up"}
+    update = {share.resource: share for share in found.shares[UPDATE]}
+    assert update["DRAM"].seconds == pytest.approx(0.3)
+    assert update["compute"].seconds == pytest.approx(0.1)  # without its wait
+    assert update["bus down"].seconds == pytest.approx(0.2)
+    assert update["bus down"].busy_seconds == pytest.approx(0.2)  # two that overlap
+    assert update["bus up"].num_bytes == 0
+    backward = {share.resource: share for share in found.shares[BACKWARD]}
+    assert backward["bus up"].seconds == pytest.approx(0.2, abs=1e-6)
+    assert backward["bus up"].busy_seconds == pytest.approx(0.24)
+    assert found.seconds == pytest.approx(0.5, abs=1e-6)
+    assert found.lines()[0] == "a step takes 1 s, its bound is 500 ms: 50% of what is possible is reached"
+    assert "  backward: bound by bus up, 200 ms, 1 GB (busy for 240 ms)" in found.lines()
+
+
+def test_slow_cores_are_told_from_slow_memory() -> None:
+    slow = replace(FAST, cpu_adamw_bytes_per_second=50e9)
+    found = bound(RANGES, [RECORD], slow)
+    assert found.limiting(UPDATE).resource == "cores"
+    assert found.limiting(UPDATE).seconds == pytest.approx(0.6)
+
+
+def test_both_directions_of_the_bus_share_what_they_have_together() -> None:
+    ways = [Range("GPU", "backward a", 5.0, 6.0), *(Range(track, "a", 0.0, 0.4, int(1e9)) for track in ("H2D", "D2H"))]
+    machine = replace(FAST, h2d_bytes_per_second=10e9, d2h_bytes_per_second=10e9, both_bytes_per_second=10e9)
+    update = {share.resource: share.seconds for share in bound(ways, [RECORD], machine).shares[UPDATE]}
+    assert (update["bus down"], update["bus up"]) == pytest.approx((0.2, 0.2))
+
+
+def test_the_mean_of_several_steps() -> None:
+    later = [replace(each, began=each.began + 1, ended=each.ended + 1) for each in RANGES]
+    found = bound(RANGES + later, [RECORD, RECORD], FAST)
+    once = bound(RANGES, [RECORD], FAST)
+    assert found.step_seconds == once.step_seconds
+    for phase, shares in found.shares.items():
+        for share, expected in zip(shares, once.shares[phase], strict=True):
+            assert (share.resource, share.num_bytes) == (expected.resource, expected.num_bytes)
+            assert (share.seconds, share.busy_seconds) == pytest.approx((expected.seconds, expected.busy_seconds))
+
+
+def test_a_steps_phases_on_one_line() -> None:
+    assert breakdown(record(step=0.5, forward=0.2, cpu_step=0.3, forward_wait=0.0)) == (
+        "step 7: 500 ms | forward 200 ms | cpu step 300 ms"
+    )
+
+
+def engine_of(**options: Any) -> offloadkit.OffloadEngine:
+    torch.manual_seed(0)
+    return offloadkit.OffloadEngine(TinyLM(), offloadkit.OffloadConfig(**options), device="cpu")
+
+
+def steps(engine: offloadkit.OffloadEngine, number: int) -> None:
+    for batch in tokens(number):
+        engine.backward(engine(batch))
+        engine.step()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_some_steps_of_an_engine(tmp_path: Path, accumulation: int, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    with engine_of(gradient_accumulation=accumulation, placement=offloadkit.Placement(weights="ram")) as engine:
+        steps(engine, 2 * accumulation)
+        profile = engine.profile(steps=3, path=path)
+        steps(engine, 3 * accumulation)
+        assert trace.active() is None
+        steps(engine, accumulation)
+        names = {state.layer.name for state in engine._placed.states}
+    events = json.loads(path.read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    drawn = [(tracks[event["tid"]], event["name"], event) for event in events if event["ph"] == "X"]
+    for track, word in (("GPU", "forward"), ("GPU", "backward"), ("CPU step", ""), ("H2D", ""), ("D2H", "")):
+        found = {name for on, name, _ in drawn if on == track and name.startswith(word)}
+        assert any(layer in name for name in found for layer in names), (track, word, found)
+    assert sum(name == "norm" for _, name, _ in drawn) == 3
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for _, _, event in drawn)
+    stepped = {name for on, name, _ in drawn if on == "CPU step"}
+    assert names <= stepped
+    assert profile.bound is not None
+    assert profile.bound.seconds > 0
+    shown = capsys.readouterr().out
+    assert "steps 3 to 5 traced in" in shown
+    assert shown.count("\nstep ") == 3
+    assert "bound by" in shown
+
+
+def test_profiling_changes_no_number() -> None:
+    engines = [engine_of() for _ in range(2)]
+    for number, engine in enumerate(engines):
+        if number:
+            engine.profile(steps=2, path=Path("/dev/null"))
+        steps(engine, 3)
+    weights = [engine.master_weights() for engine in engines]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    for engine in engines:
+        engine.close()
+
+
+def test_an_engine_that_is_closed_while_it_is_traced_leaves_no_trace_behind(tmp_path: Path) -> None:
+    with engine_of() as engine:
+        engine.profile(steps=5, path=tmp_path / "trace.json")
+        steps(engine, 1)
+    assert trace.active() is None
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+    with engine_of() as engine:
+        with pytest.raises(ConfigError, match="steps must be a whole number >= 1, got 0"):
+            engine.profile(steps=0)
+        with pytest.raises(OutputError, match="is no folder for the trace"):
+            engine.profile(path=tmp_path / "none" / "trace.json")
+        assert trace.active() is None
+        engine.profile(path=tmp_path / "trace.json")
+        with pytest.raises(ConfigError, match="steps are being traced already"):
+            engine.profile(path=tmp_path / "trace.json")
+
+
+def test_the_machine_is_measured_before_steps_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+
+    def measure(device: torch.device) -> Hardware:
+        measured.append(trace.active())
+        return FAST
+
+    monkeypatch.setattr(hardware, "measure", measure)
+    with engine_of() as engine:
+        profile = engine.profile(steps=1, path=tmp_path / "trace.json")
+        assert measured == [None]
+        steps(engine, 1)
+    assert profile.bound is not None
+    assert measured == [None]

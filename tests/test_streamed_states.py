@@ -1,0 +1,411 @@
+"""States in RAM that the GPU steps: chunks through a ring, layers that go from one processor to the other, failures.
+
+Chunks are much smaller than layers, and what left a buffer is NaN. `test_placements.py` compares all placements.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.engine import OffloadEngine
+from offloadkit.errors import EngineStateError
+from offloadkit.offload import state_ring, states, update
+from offloadkit.offload.layers import flat_layers, plan_of
+from offloadkit.offload.split import Split
+from offloadkit.offload.state_ring import StateRing
+from offloadkit.offload.streaming import WeightRing
+from offloadkit.offload.streams import CopyStream, Event
+from offloadkit.plan import Plan, possible, shapes, tier_bytes
+from tests.models import TinyLM, tokens, train
+from tests.simulated_streams import Simulation
+
+LEAST_RAM = Placement(gradients="vram", step="gpu")
+IN_VRAM = Placement(gradients="vram", states="vram", step="gpu")
+STREAMED = [Placement(weights=w, gradients=g, step="gpu") for w, g in product(("vram", "ram"), repeat=2)]  # type: ignore[arg-type]
+DTYPES = ["bf16", "fp16", "fp32"]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    monkeypatch.setattr(shapes, "STEP_CHUNK", 4096)
+    monkeypatch.setattr(StateRing, "fill_with_nan", True)
+    monkeypatch.setattr(WeightRing, "fill_with_nan", True)
+
+
+def lm() -> TinyLM:
+    torch.manual_seed(0)
+    return TinyLM(depth=3, width=33, hidden=257, dropout=0.1)
+
+
+def mixed(config: OffloadConfig, placements: Sequence[Placement]) -> Plan:
+    """A plan in which the layers of `lm()` have these placements in turn."""
+    model = lm()
+    base = plan_of(model, flat_layers(model, config), config)
+    in_turn = tuple(possible(placements[at % len(placements)], layer) for at, layer in enumerate(base.layers))
+    return replace(base, placements=in_turn, tiers=tier_bytes(base.layers, in_turn, config.gradient_accumulation))
+
+
+def numbers(engine: OffloadEngine) -> dict[str, torch.Tensor]:
+    """Copies of all weights and states."""
+    state = engine.state_dict()
+    found = {name: weight.cpu().clone() for name, weight in state["module"].items()}
+    for name, of_parameter in state["optimizer"].items():
+        found |= {f"{name}.{key}": value.cpu().clone() for key, value in of_parameter.items()}
+    return found
+
+
+def trained(
+    device: str, steps: int = 8, plan: Plan | None = None, bad: Sequence[int] = (), **options: Any
+) -> dict[str, torch.Tensor]:
+    """All numbers after `steps` updates; the loss of the `bad` ones is NaN."""
+    config = OffloadConfig(learning_rate=1e-2, on_nonfinite="skip", **options)
+    with OffloadEngine(lm(), config, device=device, plan=plan) as engine:
+        torch.manual_seed(1)
+        batches = iter(tokens(steps * config.gradient_accumulation, device))
+        for step in range(steps):
+            for _ in range(config.gradient_accumulation):
+                loss = engine(next(batches))
+                engine.backward(loss * float("nan") if step in bad else loss)
+                engine.step()
+        return numbers(engine)
+
+
+def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor], what: object) -> None:
+    assert expected.keys() == found.keys()
+    different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+    assert not different, (what, different[:5], len(different))
+
+
+def at_random(seed: int) -> Callable[[Split, Sequence[states.LayerState]], None]:
+    """A `Split.correct` that lets chance decide."""
+    draw = random.Random(seed)
+
+    def correct(self: Split, layers: Sequence[states.LayerState]) -> None:
+        for layer in layers:
+            if layer.switchable:
+                layer.on_gpu = draw.random() < 0.5
+
+    return correct
+
+
+@pytest.mark.parametrize("precision", ["exact", "compact", "tiny"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_through_vram_change_no_number(device: str, dtype: Any, precision: Any) -> None:
+    options = {"working_dtype": dtype, "precision": precision}
+    expected = trained(device, **options)
+    for placement in STREAMED:
+        assert_equal(expected, trained(device, placement=placement, **options), placement)
+
+
+@pytest.mark.filterwarnings("ignore:the gradient norm:RuntimeWarning")
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_may_change_the_processor_before_every_step(
+    device: str, dtype: Any, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Skipped steps among them: what was fetched ahead is out of date when a layer went to the CPU meanwhile."""
+    options: dict[str, Any] = {"working_dtype": dtype, "gradient_accumulation": accumulation, "loss_scale": 1024.0}
+    bad = (2, 3, 6)
+    expected = trained(device, bad=bad, **options)
+    plan = mixed(OffloadConfig(**options), [STREAMED[1], Placement(), STREAMED[3], Placement(weights="ram")])
+    monkeypatch.setattr(Split, "correct", at_random(0))
+    assert_equal(expected, trained(device, plan=plan, bad=bad, **options), plan.placements)
+
+
+def test_only_the_plans_own_choices_are_switched(device: str) -> None:
+    config = OffloadConfig()
+    placements = [*STREAMED, Placement(), Placement(gradients="vram"), Placement(states="disk")]
+    with OffloadEngine(lm(), config, device=device, plan=mixed(config, placements)) as engine:
+        for state in engine._placed.states:
+            where = state.placement
+            assert state.switchable == (where.gradients == "ram" and where.states == "ram")
+            assert state.on_gpu == (where.step == "gpu")
+    for placement in (STREAMED[1], Placement()):
+        with OffloadEngine(lm(), OffloadConfig(placement=placement), device=device) as engine:
+            assert not any(state.switchable for state in engine._placed.states)
+
+
+def test_step_buffers_and_ram_are_those_that_were_planned(device: str) -> None:
+    config = OffloadConfig(working_dtype="bf16", gradient_accumulation=2)
+    with OffloadEngine(lm(), config, device=device, plan=mixed(config, [*STREAMED, Placement()])) as engine:
+        rings = {state.ring for state in engine._placed.states}
+        (ring,) = rings
+        assert sum(buffer.memory.numel() for buffer in ring._buffers) == engine.plan.tiers["vram"]["state buffers"]
+    with OffloadEngine(lm(), OffloadConfig(working_dtype="bf16", placement=LEAST_RAM), device=device) as engine:
+        ram = engine.plan.tiers["ram"]
+        numel = sum(layer.numel for layer in engine.plan.layers)
+        assert ram["master weights"] + ram["exp_avg, exp_avg_sq"] == 10 * numel
+        assert ram.keys() == {"master weights", "exp_avg, exp_avg_sq", "gradients"}
+        assert all(state.gradient.host is None for state in engine._placed.states)
+
+
+@pytest.mark.parametrize("there", [LEAST_RAM, *STREAMED[1:]])
+def test_a_run_goes_on_under_another_placement(device: str, there: Placement) -> None:
+    config = OffloadConfig(learning_rate=1e-2, working_dtype="bf16")
+    expected, batches = lm().eval(), tokens(6, device)
+    with OffloadEngine(expected, config, device=device) as engine:
+        train(engine, batches)
+        whole = numbers(engine)
+    for first, second in ((there, Placement()), (Placement(), there), (there, STREAMED[1])):
+        with OffloadEngine(lm().eval(), replace(config, placement=first), device=device) as engine:
+            train(engine, batches[:3])
+            saved = engine.state_dict()
+            with OffloadEngine(lm().eval(), replace(config, placement=second), device=device) as other:
+                train(other, batches[:1])
+                other.load_state_dict(saved)
+                train(other, batches[3:])
+                assert_equal(whole, numbers(other), (first, second))
+            masters = engine.master_weights()
+            for name, weight in engine.module.named_parameters():
+                assert torch.equal(masters[name].bfloat16(), weight.cpu().detach()), name
+
+
+@pytest.mark.filterwarnings("ignore:the gradient norm:RuntimeWarning")
+def test_what_was_fetched_ahead_of_a_skipped_step_is_fetched_again(device: str) -> None:
+    config = OffloadConfig(learning_rate=1e-2, on_nonfinite="skip")
+    results = []
+    for placement in (Placement(), LEAST_RAM):
+        with OffloadEngine(lm().eval(), replace(config, placement=placement), device=device) as engine:
+            first, *others = tokens(4, device)
+            train(engine, [first])
+            saved = {key: value for key, value in engine.state_dict().items() if key != "module"}
+            saved |= {"module": {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}}
+            saved["optimizer"] = {
+                name: {key: tensor.clone() for key, tensor in of.items()} for name, of in saved["optimizer"].items()
+            }
+            train(engine, others)
+            engine.backward(engine(first) * float("nan"))
+            engine.step()
+            engine.synchronize()
+            if placement is LEAST_RAM:
+                ring = engine._placed.states[0].ring
+                assert ring is not None
+                assert len(ring._ahead) == 3
+            engine.load_state_dict(saved)
+            train(engine, others)
+            results.append(numbers(engine))
+    assert_equal(*results, "after a skipped step")
+
+
+def test_weights_written_from_outside_while_the_copy_in_ram_is_out_of_date(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = OffloadConfig(learning_rate=1e-2, working_dtype="bf16")
+    best = {name: tensor.bfloat16() for name, tensor in TinyLM(depth=3, width=33, hidden=257).state_dict().items()}
+    results = []
+    for plan in (None, mixed(config, [STREAMED[1], STREAMED[3]])):
+        turns = iter((True, True, False, False, True))
+        monkeypatch.setattr(Split, "correct", lambda self, layers, turns=turns: switch(layers, next(turns)))
+        with OffloadEngine(lm().eval(), config, device=device, plan=plan) as engine:
+            train(engine, tokens(2, device))
+            engine.module.blocks[1].load_state_dict(
+                {name.removeprefix("blocks.1."): value for name, value in best.items() if name.startswith("blocks.1.")}
+            )
+            train(engine, tokens(3, device))
+            results.append(numbers(engine))
+    assert_equal(*results, "written from outside")
+
+
+def switch(layers: Sequence[states.LayerState], on_gpu: bool) -> None:
+    for layer in layers:
+        if layer.switchable:
+            layer.on_gpu = on_gpu
+
+
+@pytest.mark.parametrize("side", ["gpu", "cpu"])
+def test_a_step_that_fails_on_either_side_is_raised_and_nobody_hangs(
+    device: str, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = state_ring.adamw_step, []
+
+    def broken(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 3 or side == "cpu":
+            raise RuntimeError("the kernel is on fire")
+        real(*args)
+
+    monkeypatch.setattr(state_ring if side == "gpu" else states, "adamw_step", broken)
+    config, model = OffloadConfig(), lm()
+    before = threading.active_count()
+    engine = OffloadEngine(model, config, device=device, plan=mixed(config, [STREAMED[0], Placement()]))
+    batch = tokens(1, device)[0]
+    engine.backward(engine(batch))
+    engine.step()
+    waiting = threading.Thread(target=lambda: engine.backward(engine(batch)), daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    with pytest.raises(EngineStateError) as caught:
+        engine.synchronize()
+    assert "on fire" in str(caught.value.__cause__)
+    with pytest.raises(EngineStateError, match="half updated"):
+        engine.close()
+    assert threading.active_count() == before
+    monkeypatch.undo()
+    with OffloadEngine(model, config, device=device, plan=mixed(config, [STREAMED[0], Placement()])) as engine:
+        train(engine, tokens(2, device))
+
+
+@pytest.mark.parametrize("forgotten", [False, True], ids=["closed", "forgotten"])
+def test_an_engine_leaves_no_ring_and_no_thread(device: str, forgotten: bool) -> None:
+    config, model, before = OffloadConfig(), lm(), threading.active_count()
+    for _ in range(2):
+        engine = OffloadEngine(model, config, device=device, plan=mixed(config, [*STREAMED, Placement()]))
+        ring = weakref.ref(engine._placed.states[0].ring)
+        buffer = weakref.ref(engine._placed.states[0].ring._buffers[0].memory)  # type: ignore[union-attr]
+        train(engine, tokens(3, device))
+        if not forgotten:
+            engine.close()
+            gc.collect()
+            assert ring() is None
+        del engine
+        gc.collect()
+        assert ring() is None
+        assert buffer() is None
+        assert threading.active_count() == before
+
+
+def test_random_delays_on_threads_and_streams_change_no_number(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, draw = (1000, random.Random(0)) if device == "cuda" else (12, random.Random(0))
+    options = {"working_dtype": "bf16", "precision": "compact"}
+    expected = trained(device, steps, **options)
+    plan = mixed(
+        OffloadConfig(**options),
+        [*STREAMED, Placement(), Placement(weights="ram"), IN_VRAM],
+    )
+
+    def pause() -> None:
+        if draw.random() < 0.03:
+            time.sleep(draw.random() * 2e-3)
+
+    def late(real: Callable[..., Any]) -> Callable[..., Any]:
+        def later(*args: Any, **options: Any) -> Any:
+            pause()
+            stream = next((arg for arg in args if isinstance(arg, CopyStream)), None)
+            if stream is not None and stream.stream is not None and draw.random() < 0.1:
+                with stream.as_current():
+                    torch.cuda._sleep(int(draw.random() * 500_000))
+            return real(*args, **options)
+
+        return later
+
+    for owner, name in ((CopyStream, "copy"), (CopyStream, "copy_all"), (update.LayerState, "step"), (Event, "delay")):
+        monkeypatch.setattr(owner, name, late(getattr(owner, name)))
+    monkeypatch.setattr(Split, "correct", at_random(1))
+    assert_equal(expected, trained(device, steps, plan, **options), plan.placements)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_streams_that_run_late_change_no_number(seed: int, accumulation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams as threads: a wait that is missing shows without a GPU too."""
+    options: dict[str, Any] = {"working_dtype": DTYPES[seed], "gradient_accumulation": accumulation}
+    expected = trained("cpu", 10, **options)
+    placements = [*STREAMED, Placement(), Placement(weights="ram"), IN_VRAM]
+    random.Random(seed).shuffle(placements)
+    plan = mixed(OffloadConfig(**options), placements)
+    monkeypatch.setattr(StateRing, "fill_with_nan", False)  # which is no operation of a stream here
+    monkeypatch.setattr(Split, "correct", at_random(seed))
+    simulation = Simulation(monkeypatch, seed=seed, longest=1e-3)
+    try:
+        assert_equal(expected, trained("cpu", 10, plan, **options), placements)
+    finally:
+        simulation.close()
+    assert simulation.errors == []
+    assert simulation.num_operations > 1000
+
+
+@pytest.mark.parametrize("placement", [LEAST_RAM, STREAMED[2]], ids=["weights in vram", "weights in ram"])
+def test_what_is_still_on_its_way_to_ram_is_waited_for(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk in all, which the next step fetches before anything else; and weights that are saved at once."""
+    monkeypatch.setattr(shapes, "STEP_CHUNK", 1 << 23)
+    monkeypatch.setattr(StateRing, "fill_with_nan", False)
+    config, part = OffloadConfig(learning_rate=1e-2), "blocks.1"
+    plan = mixed(config, [IN_VRAM])
+    placements = tuple(
+        placement if layer.name == part else where for layer, where in zip(plan.layers, plan.placements, strict=True)
+    )
+    plan = replace(plan, placements=placements, tiers=tier_bytes(plan.layers, placements, 1))
+    results: list[list[torch.Tensor]] = []
+    for is_late in (False, True):
+        simulation = Simulation(monkeypatch, seed=0, longest=0.0) if is_late else None
+        saved: list[torch.Tensor] = []
+        with OffloadEngine(lm().eval(), config, device="cpu", plan=plan) as engine:
+            for step, batch in enumerate(tokens(12)):
+                engine.backward(engine(batch))
+                engine.step()
+                if simulation is not None and step == 0:
+                    (ring,) = {state.ring for state in engine._placed.states}
+                    assert ring is not None
+                    simulation.delay(ring.d2h, 0.2)
+                if step % 4 == 3:
+                    saved += [tensor.clone() for tensor in engine.module.get_submodule(part).state_dict().values()]
+            saved += numbers(engine).values()
+        results.append(saved)
+        if simulation is not None:
+            simulation.close()
+            assert simulation.errors == []
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+def test_the_main_thread_synchronises_nothing_while_the_gpu_steps() -> None:
+    config = OffloadConfig(learning_rate=1e-3)
+    plan = mixed(config, [*STREAMED, Placement(), IN_VRAM])
+    with OffloadEngine(lm(), config, plan=plan) as engine:
+        train(engine, tokens(4, "cuda"))
+        batches = tokens(8, "cuda")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for batch in batches:
+                engine.backward(engine(batch))
+                engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_only_so_many_chunks_are_queued_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way: list[int] = []
+    monkeypatch.setattr(state_ring, "MOST_UNDER_WAY", 4)
+    monkeypatch.setattr(Event, "done", lambda event: draw.random() < 0.2)
+    draw, real = random.Random(0), StateRing._hold_back
+
+    def hold_back(ring: StateRing) -> None:
+        real(ring)
+        under_way.append(len(ring._under_way))
+
+    monkeypatch.setattr(StateRing, "_hold_back", hold_back)
+    trained("cpu", 2, placement=LEAST_RAM)
+    assert max(under_way) == 3
+    assert len(under_way) > 20
+
+
+def test_the_gpus_steps_are_timed(device: str) -> None:
+    for placement, is_timed in ((LEAST_RAM, True), (STREAMED[3], True), (Placement(), False)):
+        with OffloadEngine(lm(), OffloadConfig(placement=placement), device=device) as engine:
+            train(engine, tokens(8, device))
+            seconds = [record.seconds for record in engine.telemetry.records][2:]
+        for phases in seconds:
+            assert ("gpu_step" in phases) == is_timed
+            assert phases.get("gpu_step", 1.0) > 0
+            assert phases["h2d"] > 0
+            assert phases["d2h"] > 0
+        on_gpu, on_cpu = (min(phases.get(name, 0.0) for phases in seconds) for name in ("gpu_step", "cpu_step"))
+        assert (on_cpu < on_gpu) == is_timed
