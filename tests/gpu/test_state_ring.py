@@ -1,0 +1,43 @@
+"""States that pass through VRAM leave the bus to others in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offloadkit.offload import state_ring
+from offloadkit.offload.state_ring import PassingStates, StateRing
+from offloadkit.offload.streams import CopyStream
+from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars
+
+pytestmark = pytest.mark.gpu
+
+CHUNK, NUM_CHUNKS = 1 << 22, 64
+
+
+def test_another_copy_to_vram_goes_between_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gigabytes of states is queued; what is queued after it does not wait for its end."""
+    device = torch.device("cuda")
+    numel = CHUNK * NUM_CHUNKS
+    monkeypatch.setattr(state_ring, "chunk_numel", lambda total: CHUNK)
+    monkeypatch.setattr(state_ring, "MOST_UNDER_WAY", 2 * NUM_CHUNKS)
+    remainder = torch.zeros(numel, dtype=torch.int16, pin_memory=True)
+    moments = [torch.zeros(numel, pin_memory=True) for _ in range(2)]
+    weights = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+    layer = PassingStates(FlatState(weights, remainder, *moments), weights, None)
+    segments = [Segment(0, numel, adamw_scalars(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, step=1), 0, 0)]
+    gradient = torch.zeros_like(weights)
+    ring, kernels = StateRing(device, 10 * CHUNK + 4096, 3), CopyStream(device, "step on the GPU", urgent=True)
+    other, source = CopyStream(device, "H2D"), torch.zeros(10 * CHUNK, dtype=torch.uint8, pin_memory=True)
+    into = torch.empty_like(source, device=device)
+    ring.step(layer, gradient, segments, 1.0, kernels)  # compiles
+    torch.cuda.synchronize()
+
+    began = other.record(timing=True)
+    ring.step(layer, gradient, segments, 1.0, kernels)
+    other.copy(into, source)
+    arrived = other.record(timing=True)
+    torch.cuda.synchronize()
+    ended = kernels.record(timing=True)
+    ended.synchronize()
+    assert arrived.seconds_since(began) < 0.6 * ended.seconds_since(began)
