@@ -9,10 +9,12 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -109,7 +111,7 @@ def measure(task: dict[str, Any]) -> Row:
 
 
 def measure_planned(work: Any, device: Any, vram: Any) -> Row:
-    """The row of a step by a plan: planned and measured."""
+    """The row of a step by a plan: planned and measured; then, all else being known, what bounds the step."""
     from benchmarks import engines, workloads
     from offloadkit import hardware
 
@@ -118,10 +120,27 @@ def measure_planned(work: Any, device: Any, vram: Any) -> Row:
     row = engine.row() | {"num_parameters": engine.plan.num_parameters, "part_seconds": engine.seconds}
     row["engine_seconds"] = time.perf_counter() - started
     row["load_peak_ram_bytes"] = hardware.process_peak_ram_bytes()
-    row.update(run_steps(engine, itertools.repeat(workloads.fixed_batches(work, device)), work, device, vram))
+    batches = workloads.fixed_batches(work, device)
+    row.update(run_steps(engine, itertools.repeat(batches), work, device, vram))
     row["telemetry_seconds"] = list(engine.engine.telemetry.records)[-1].seconds
     row["peak_ram_bytes"] = hardware.process_peak_ram_bytes()
-    return row
+    return row | trace_steps(engine, batches)
+
+
+def trace_steps(engine: Any, batches: list[Any], num_steps: int = 3) -> Row:
+    """What `num_steps` more steps take at least, which resource bounds each phase of them, and what they took."""
+    with tempfile.TemporaryDirectory() as folder:
+        profile = engine.engine.profile(steps=num_steps, path=Path(folder) / "trace.json")
+        for _ in range(num_steps):
+            for index, batch in enumerate(batches, start=1):
+                engine.backward(engine.forward(batch))
+                engine.step(index == len(batches))
+    found = profile.bound
+    return {
+        "bound_seconds": found.seconds,
+        "bound_by": {phase: asdict(found.limiting(phase)) for phase in found.shares},
+        "traced_step_seconds": found.step_seconds,
+    }
 
 
 def sha256_of(model: Any) -> str:
