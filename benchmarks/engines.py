@@ -19,6 +19,7 @@ from benchmarks.workloads import (
     use_our_compute,
 )
 from offloadkit.compare.engines import AllOnDevice, DeepSpeedZero, synchronize
+from offloadkit.compare.memory import cap_vram
 from offloadkit.compare.steps import Engine as MeasuredEngine
 from offloadkit.compare.work import LEARNING_RATE, MAX_GRAD_NORM, Batch
 
@@ -101,6 +102,7 @@ class Planned(_OffloadkitLoop):
             offload=config,
         )
         check_fits(self.plan)
+        cap_vram(int(work.vram_budget_gib * (1 << 30)), device)
         compute_loss_in_chunks(self.model)
         self.engine = OffloadEngine(self.model, config, device=device, plan=self.plan, materialise=draw)
         self.seconds = {"pin": self.engine.pinning_seconds}

@@ -353,6 +353,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         ("RAM", f"{format_bytes(machine.ram_available_bytes)} available of {format_bytes(machine.ram_total_bytes)}"),
         ("DRAM triad", f"{_giga(machine.dram_bytes_per_second)}B/s"),
         ("AdamW on the CPU", f"{steps} billion parameters/s ({kernel})"),
+        ("AdamW beside copies", f"{_giga(machine.cpu_and_bus_bytes_per_second)}B/s, its own and theirs"),
     ]
     if machine.disk_folder:
         read, write = machine.disk_read_bytes_per_second, machine.disk_write_bytes_per_second

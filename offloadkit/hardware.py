@@ -63,6 +63,9 @@ class Hardware:
     """`compact`: 18 bytes a parameter. Where cores are few, arithmetic and not DRAM is what bounds it."""
     cpu_tiny_bytes_per_second: float
     """`tiny`: 14 1/16 bytes a parameter; so too."""
+    cpu_and_bus_bytes_per_second: float
+    """The CPU step, `exact`, beside copies both ways, what all of them move: DRAM serves them together. Without a GPU
+    the CPU step's."""
     vram_bytes_per_second: float
     """An addition in place over a large array, read and written."""
     launch_seconds: float

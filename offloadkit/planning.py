@@ -63,6 +63,7 @@ ASSUMED_CARD = Hardware(
     cpu_adamw_bytes_per_second=45e9,
     cpu_compact_bytes_per_second=40e9,
     cpu_tiny_bytes_per_second=35e9,
+    cpu_and_bus_bytes_per_second=50e9,
     vram_bytes_per_second=600e9,
     launch_seconds=6e-6,
     bf16_flops_per_second=60e12,

@@ -36,6 +36,7 @@ H200 = Hardware(
     cpu_adamw_bytes_per_second=208e9,
     cpu_compact_bytes_per_second=203e9,
     cpu_tiny_bytes_per_second=51.7e9,
+    cpu_and_bus_bytes_per_second=227e9,
     vram_bytes_per_second=4.05e12,
     launch_seconds=5.1e-6,
     bf16_flops_per_second=870e12,

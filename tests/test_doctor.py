@@ -40,6 +40,7 @@ MACHINE = Hardware(
     cpu_adamw_bytes_per_second=176.8e9,
     cpu_compact_bytes_per_second=171e9,
     cpu_tiny_bytes_per_second=112.5e9,
+    cpu_and_bus_bytes_per_second=192e9,
     vram_bytes_per_second=4.1e12,
     launch_seconds=4.2e-6,
     bf16_flops_per_second=720e12,

@@ -28,7 +28,7 @@ from offloadkit.measuring.disk import disk_rates
 from offloadkit.measuring.rates import machine_rates
 from offloadkit.optim import cpu
 
-_VERSION = 2
+_VERSION = 3
 """Raised when what is measured changes: kept rates of another version are not read."""
 _DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
 _RATES = {

@@ -18,7 +18,7 @@ from torch import Tensor
 from offloadkit import hardware
 from offloadkit.config import Precision
 from offloadkit.offload.host_memory import HostSlab
-from offloadkit.offload.streams import CopyStream
+from offloadkit.offload.streams import CopyStream, Event
 from offloadkit.optim import cpu
 from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars
 from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES
@@ -32,6 +32,7 @@ _SLOW_SECONDS = 0.05
 """Of repetitions, however few there were; a matrix product that would take longer is not tried."""
 
 _COPY_BYTES = 64 << 20
+_PIECE_BYTES = 16 << 20
 _VRAM_BYTES = 256 << 20
 _STATE_BYTES = 2 + 2 + 4 + 4 + 2
 """A parameter's bf16 weight, remainder, exp_avg, exp_avg_sq and bf16 gradient."""
@@ -64,6 +65,9 @@ def machine_rates(device: torch.device) -> dict[str, Any]:
     rates["can_pin"] = device.type == "cuda" and _pin(slab, device)
     slab.clear()
     rates |= _copy_rates(slab.cut(_COPY_BYTES, torch.uint8), device)
+    slab.clear()
+    beside = _adamw_beside_copies(slab, numel, rates, device) if rates["can_pin"] else 0.0
+    rates["cpu_and_bus_bytes_per_second"] = max(beside, rates["cpu_adamw_bytes_per_second"])
     rates["vram_bytes_per_second"] = _vram_rate(device)
     rates["launch_seconds"] = _launch_seconds(device)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
@@ -151,9 +155,12 @@ def _triad_rate(slab: HostSlab, numel: int) -> float:
 
 
 def _adamw_seconds(state: FlatState, gradient: Tensor) -> float:
+    return _best_seconds(lambda: _step(state, gradient), gradient.device)
+
+
+def _step(state: FlatState, gradient: Tensor) -> None:
     scalars = adamw_scalars(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=1)
-    segments = [Segment(0, gradient.numel(), scalars)]
-    return _best_seconds(lambda: cpu.adamw_step(state, gradient, segments, 1.0), gradient.device)
+    cpu.adamw_step(state, gradient, [Segment(0, gradient.numel(), scalars)], 1.0)
 
 
 def _pin(slab: HostSlab, device: torch.device) -> bool:
@@ -178,6 +185,36 @@ def _copy_rates(host: Tensor, device: torch.device) -> dict[str, float]:
         "d2h_bytes_per_second": num_bytes / _best_seconds(lambda: back.copy(host, buffer), device, 2),
         "both_bytes_per_second": num_bytes / _best_seconds(both, device, 2),
     }
+
+
+def _adamw_beside_copies(slab: HostSlab, numel: int, rates: dict[str, Any], device: torch.device) -> float:
+    """Bytes/s of the CPU step and of copies that go on beside it: of its own arrays, so that they come from DRAM."""
+    memory = slab.cut(numel * _STATE_BYTES, torch.uint8)
+    slab.clear()
+    state, gradient = _state(slab, numel)
+    pieces = [memory[start : start + _PIECE_BYTES] for start in range(0, len(memory), _PIECE_BYTES)]
+    there, back = CopyStream(device, "H2D"), CopyStream(device, "D2H")
+    buffers = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    num_bytes = _ADAMW_TRAFFIC_BYTES["exact"] * numel
+    bus_bytes = 3 * num_bytes / rates["cpu_adamw_bytes_per_second"] * rates["both_bytes_per_second"]
+    best = 0.0
+    for _ in range(_NUM_REPETITIONS):
+        ends: list[Event] = []
+        for index in range(max(2, int(bus_bytes / 2 / _PIECE_BYTES))):  # longer than the step takes
+            piece, buffer = pieces[index % len(pieces)], buffers[index % 2]
+            if index >= 2:
+                there.wait(ends[-2])
+            there.copy(buffer[: len(piece)], piece)
+            back.wait(there.record())
+            back.copy(piece, buffer[: len(piece)])
+            ends.append(back.record())
+        before, began = sum(end.done() for end in ends), time.perf_counter()
+        _step(state, gradient)
+        seconds = time.perf_counter() - began
+        copied = 2 * _PIECE_BYTES * (sum(end.done() for end in ends) - before)
+        _wait(device)
+        best = max(best, (num_bytes + copied) / seconds)
+    return best
 
 
 def _vram_rate(device: torch.device) -> float:

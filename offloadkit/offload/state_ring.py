@@ -5,13 +5,13 @@ the GPU work at once. Events alone hold the order, and everything of a step may 
 
 | | starts after |
 |---|---|
-| H2D of a chunk | D2H of what its buffer held, and of the same chunk in the last step; the kernels' stream saw the last H2D |
+| H2D of a chunk | D2H of what its buffer held, and of the same chunk in the last step; the step before it |
 | its step | its H2D; what the kernels' stream waits for: the compute stream still reads weights that stay in VRAM |
 | D2H | its step; copies out of the same weights in RAM |
 
-Between two H2Ds the bus is given away for some microseconds: weights that forward waits for go first, on other streams.
-A stream whose next copy may always start at once keeps its copy engine, and others wait until its queue is empty (on an
-H200 a layer's weights, ready after 20 ms of an update, came when it was over, after 260).
+Between two H2Ds the bus is free for a kernel's time: weights that forward waits for go first, on other streams. (A
+stream whose next copy may always start at once keeps its copy engine, and others wait until its queue is empty: on an
+H200 a layer's weights, ready after 20 ms of an update, came when it was over, after 260.)
 """
 
 from __future__ import annotations
@@ -132,8 +132,7 @@ class StateRing:
         self._num_fetched = 0
         self._ahead: deque[tuple[_Chunk, _Buffer]] = deque()
         self._under_way: deque[Event] = deque()
-        self._seen: Event | None = None
-        """The kernels' stream has seen the newest H2D's end."""
+        self._stepped: Event | None = None
 
     def forget_ahead(self) -> None:
         """What was fetched ahead is fetched again: its step was skipped, and RAM may have been written since."""
@@ -203,10 +202,9 @@ class StateRing:
         own = here["gradient"] if gradient is None else gradient[chunk.start : chunk.start + chunk.numel]
         assert buffer.arrived is not None
         stream.wait(buffer.arrived)
-        self._seen = stream.record()
         with stream.as_current():
             adamw_step(state, own, segments, grad_scale)
-        stepped = stream.record()
+        self._stepped = stepped = stream.record()
         self._under_way.append(stepped)
         self.d2h.wait(stepped)
         drained = self.d2h.copy_all(
@@ -233,7 +231,7 @@ class StateRing:
         return buffer
 
     def _fetch(self, layer: PassingStates, chunk: _Chunk, buffer: _Buffer, names: Sequence[str]) -> _Buffer:
-        for event in (buffer.free, layer.drained, self._seen):
+        for event in (buffer.free, layer.drained, self._stepped):
             if event is not None:
                 self.h2d.wait(event)
         here = buffer.parts(chunk)

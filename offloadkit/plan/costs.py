@@ -11,8 +11,10 @@ from offloadkit.plan.work import Pass
 
 MATMUL_EFFICIENCY = 0.9
 """Share of the measured product's rate that a model's products reach."""
-ELEMENTWISE_EFFICIENCY = 0.77
+ELEMENTWISE_EFFICIENCY = 0.68
 """Share of the VRAM's measured rate that a model's other operations reach (reductions, broadcasts, strides)."""
+COMPILED_TRAFFIC = 0.6
+"""What a compiled block's other operations read and write of what they do one by one."""
 STEP_EFFICIENCY = 0.85
 """The same for the AdamW kernel on the GPU and the copies and norms of gradients."""
 KERNEL_SECONDS = 4e-6
@@ -31,17 +33,14 @@ be started.
 These constants were fitted to the steps of benchmarks/results/plans-h200.json; those below were not yet."""
 CHUNK_LAUNCHES = 25
 """The same for a chunk of states that the GPU steps: its copies, kernel and events."""
-DMA_BESIDE_CORES = 1.0
-"""Share of what copies between RAM and VRAM move that DRAM carries beside all that the cores ask of it: with 1 they do
-not slow the CPU's step, with 0 it loses what they move once both exceed the cores' triad."""
 
 
-def pass_seconds(work: Pass, hardware: Hardware, dtype: str) -> float:
+def pass_seconds(work: Pass, hardware: Hardware, dtype: str, *, compiled: bool = False) -> float:
     """Time on the GPU; products take what computing or reading takes, whichever is longer."""
     flops: float = getattr(hardware, f"{dtype}_flops_per_second")
     memory = hardware.vram_bytes_per_second
     products = max(work.flops / (flops * MATMUL_EFFICIENCY), work.matmul_bytes / memory)
-    rest = work.moved_bytes / (memory * ELEMENTWISE_EFFICIENCY)
+    rest = work.moved_bytes * (COMPILED_TRAFFIC if compiled else 1.0) / (memory * ELEMENTWISE_EFFICIENCY)
     return products + rest + work.num_operations * KERNEL_SECONDS
 
 
@@ -119,16 +118,21 @@ def both_ways(up: float, down: float, hardware: Hardware) -> tuple[float, float]
     return mean(up, h2d), mean(down, d2h)
 
 
-def times_slower(cpu_seconds: float, bus_seconds: float, num_bytes: float, rate: float, hardware: Hardware) -> float:
-    """How many times longer the CPU's step takes where copies go on beside it, for as long as they do.
+def times_slower(
+    cpu_seconds: float, rate: float, bus_seconds: float, num_bytes: float, hardware: Hardware
+) -> tuple[float, float]:
+    """How many times longer the CPU's step, and the copies beside it, take because DRAM serves both, which share what
+    it gives by what they ask for, as long as both go on.
 
     Args:
         cpu_seconds: of the step alone, at `rate` bytes a second.
-        bus_seconds, num_bytes: of the copies, both directions together.
+        bus_seconds, num_bytes: of the copies alone, both directions together.
     """
     if not cpu_seconds or not bus_seconds:
-        return 1.0
-    dram = max(hardware.dram_bytes_per_second, hardware.both_bytes_per_second, rate)
-    left = dram - (1 - DMA_BESIDE_CORES) * num_bytes / bus_seconds
-    meanwhile = rate / min(rate, max(left, 0.1 * rate))
-    return min(meanwhile, 1 + bus_seconds / cpu_seconds * (1 - 1 / meanwhile))
+        return 1.0, 1.0
+    slower = max(1.0, (rate + num_bytes / bus_seconds) / hardware.cpu_and_bus_bytes_per_second)
+
+    def mean(own: float, other: float) -> float:
+        return min(slower, 1 + (slower - 1) * other / own)
+
+    return mean(cpu_seconds, bus_seconds), mean(bus_seconds, cpu_seconds)

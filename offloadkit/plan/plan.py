@@ -157,7 +157,9 @@ def make_plan(
         context_bytes=hardware.vram_context_bytes if hardware else 0,
         device_type="cpu" if hardware is not None and hardware.device == "cpu" else "cuda",
     )
-    model = StepModel(layers, work, hardware, config.gradient_accumulation) if work and hardware else None
+    model = None
+    if work and hardware:
+        model = StepModel(layers, work, hardware, config.gradient_accumulation, compiled=config.compile_blocks)
     weights = frozen_bytes + sum(layer.weight_bytes() for layer in layers)
     checkpoint = weights + sum(sum(layer.state_bytes().values()) for layer in layers)
     num_trainable = sum(layer.num_parameters for layer in layers)
@@ -202,6 +204,7 @@ def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, i
             config.gradient_accumulation,
             frozen_bytes=basis.frozen_bytes,
             all_recomputed=config.activation_checkpointing,
+            compiled=config.compile_blocks,
         )
         disk = budgets["disk"] if hardware.disk_read_bytes_per_second else 0
         return search.best(budgets["vram"], budgets["ram"], disk)

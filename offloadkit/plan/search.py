@@ -46,9 +46,10 @@ class Counts:
     """How many layers get each relaxation. Which ones is fixed:
 
     the first blocks recompute (the last ones' activations are needed first), the first of them offload; streamed blocks
-    are spread evenly (so that their copies hide behind the others); of the layers whose weights stay in VRAM the
-    first hold their states there (forward waits for those first), and the last in RAM or on disk; those of the layers
-    with states in RAM that the GPU steps are spread evenly (so that both processors advance with forward).
+    are spread evenly (so that their copies hide behind the others); of the layers whose weights stay in VRAM those that
+    hold their states there too (from the first on: so that backward sends gradients to RAM throughout, not all at
+    once); the last have them on disk; those of the layers with states in RAM that the GPU steps are spread as well (so
+    that both processors advance with forward).
     """
 
     recomputed: int
@@ -75,14 +76,16 @@ class Search:
         *,
         frozen_bytes: int = 0,
         all_recomputed: bool = False,
+        compiled: bool = False,
     ) -> None:
         """
         Args:
             all_recomputed: every block is recomputed, as the user has asked.
+            compiled: so are the repeated blocks.
         """
         self._layers, self._work, self._hardware, self._accumulation = layers, work, hardware, accumulation
         self._frozen_bytes, self._all_recomputed = frozen_bytes, all_recomputed
-        self.model = StepModel(layers, work, hardware, accumulation)
+        self.model = StepModel(layers, work, hardware, accumulation, compiled=compiled)
         self._blocks = list(dict.fromkeys(layer.name for layer in layers if layer.in_block))
         number = {name: index for index, name in enumerate(self._blocks)}
         blocks = [number.get(layer.name, -1) for layer in layers]
@@ -96,14 +99,18 @@ class Search:
     def placements(self, counts: Counts) -> tuple[Placement, ...]:
         """A placement for each layer."""
         total, first_on_disk = max(1, len(self._blocks)), len(self._layers) - counts.states_on_disk
-        left_in_vram, found = counts.states_in_vram, []
-        in_ram = 0
-        for index, (block, may_stream) in enumerate(self._places):
-            streamed = may_stream and (block + 1) * counts.streamed // total > block * counts.streamed // total
+        streams = [
+            may_stream and (block + 1) * counts.streamed // total > block * counts.streamed // total
+            for block, may_stream in self._places
+        ]
+        may_hold, held = max(1, len(streams) - sum(streams)), 0
+        in_ram, found = 0, []
+        for index, ((block, _), streamed) in enumerate(zip(self._places, streams, strict=True)):
             states: Literal["vram", "ram", "disk"] = "disk" if index >= first_on_disk else "ram"
-            if not streamed and left_in_vram > 0:
-                states = "vram"
-                left_in_vram -= 1
+            if not streamed:
+                if -(-(held + 1) * counts.states_in_vram // may_hold) > -(-held * counts.states_in_vram // may_hold):
+                    states = "vram"
+                held += 1
             in_ram += states == "ram"
             found.append((self._recompute(block, counts), streamed, states))
         at = 0

@@ -28,7 +28,7 @@ from offloadkit.plan.work import MicroBatch, Stage
 
 DISK_OVERLAP = 0.8
 """Of the times that states take to be read and to be written, as much remains when both are under way."""
-FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 4.9, 3.9
+FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 3.0, 2.6
 """What Python takes for an operation of forward and of backward, hooks of the engine included, as a multiple of the
 time in which bare kernels can be started."""
 LAYER_LAUNCHES = 28
@@ -90,7 +90,19 @@ class _Bus:
 class StepModel:
     """The step of one model over micro-batches of one shape on one machine, for any placement."""
 
-    def __init__(self, layers: Sequence[LayerShape], work: MicroBatch, hardware: Hardware, accumulation: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        work: MicroBatch,
+        hardware: Hardware,
+        accumulation: int,
+        *,
+        compiled: bool = False,
+    ) -> None:
+        """
+        Args:
+            compiled: the repeated blocks are.
+        """
         self._hardware, self._accumulation = hardware, accumulation
         self._cpu_rate = cpu_step_rate(layers[0].precision, hardware) if layers else 1.0
         sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
@@ -102,8 +114,8 @@ class StepModel:
         for of, its_layers in zip(work.stages, members, strict=True):
             self._units.append(
                 _Unit(
-                    pass_seconds(of.forward, hardware, dtype),
-                    pass_seconds(of.backward, hardware, dtype),
+                    pass_seconds(of.forward, hardware, dtype, compiled=compiled and bool(of.block)),
+                    pass_seconds(of.backward, hardware, dtype, compiled=compiled and bool(of.block)),
                     of.forward.num_operations * hardware.launch_seconds,
                     of.backward.num_operations * hardware.launch_seconds,
                     of.input_bytes if of.block else 0,
@@ -227,8 +239,8 @@ class StepModel:
             if any(placements[layer.index].activations == "offload" for layer in unit.layers):
                 down += unit.input_bytes
         h2d, d2h = both_ways(up, down, machine)
-        slower = times_slower(cpu_seconds, max(up / h2d, down / d2h), up + down, self._cpu_rate, machine)
-        return _Bus(h2d, d2h, slower)
+        cores, bus = times_slower(cpu_seconds, self._cpu_rate, max(up / h2d, down / d2h), up + down, machine)
+        return _Bus(h2d / bus, d2h / bus, cores)
 
     def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> Queues:
         """Backward, and beside it recomputation, weights and inputs from RAM, gradients to RAM and their addition."""
