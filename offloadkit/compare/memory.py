@@ -61,7 +61,7 @@ def cap_vram(limit_bytes: int | None, device: torch.device) -> None:
     torch.cuda.empty_cache()
     left = max(0, limit_bytes - hardware.vram_context_bytes(device))
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), hardware.indexed(device))
 
 
 def tree_ram_bytes(pid: int) -> int:

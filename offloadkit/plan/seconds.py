@@ -28,15 +28,15 @@ from offloadkit.plan.work import MicroBatch, Stage
 
 DISK_OVERLAP = 0.8
 """Of the times that states take to be read and to be written, as much remains when both are under way."""
-FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 3.0, 2.6
+FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 3.8, 2.9
 """What Python takes for an operation of forward and of backward, hooks of the engine included, as a multiple of the
 time in which bare kernels can be started."""
 LAYER_LAUNCHES = 28
 """The same for a flat layer whose update is started."""
-STREAMED_LAUNCHES = (3.6, 0.4)
+STREAMED_LAUNCHES = (1.5, 0.7)
 """What it takes beside that in forward and backward, for each operation, where weights are streamed: every tensor that
 autograd saves is looked at."""
-RECOMPUTED_LAUNCHES = (1.4, 4.0)
+RECOMPUTED_LAUNCHES = (1.8, 1.5)
 """The same where a block is recomputed, for each operation of its forward; what recomputing takes itself comes on top.
 
 These constants were fitted to the steps of benchmarks/results/plans-h200.json."""
