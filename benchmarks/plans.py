@@ -64,6 +64,8 @@ CASES: dict[str, dict[str, Any]] = {
     "t5-3b-24": {**T5, "model": "t5-3b", "batch_size": 8, "vram_budget_gib": 24.0},
     "t5-3b-24-2-cores": {**T5, "model": "t5-3b", "batch_size": 8, "vram_budget_gib": 24.0, "cores": 2},
     "t5-3b-16-large-batch": {**T5, "model": "t5-3b", "batch_size": 32, "vram_budget_gib": 16.0},
+    "t5-3b-130": {**T5, "model": "t5-3b", "batch_size": 8, "vram_budget_gib": 130.0},
+    "t5-3b-130-large-batch": {**T5, "model": "t5-3b", "batch_size": 32, "vram_budget_gib": 130.0},
     "t5-3b-16-accumulated": {**T5, "model": "t5-3b", "batch_size": 4, "accumulation": 4, "vram_budget_gib": 16.0},
     "t5-11b-8-compact": {**T5, "model": "t5-11b", "batch_size": 1, "vram_budget_gib": 8.0, "precision": "compact"},
     "t5-11b-24-compact": {**T5, "model": "t5-11b", "batch_size": 1, "vram_budget_gib": 24.0, "precision": "compact"},

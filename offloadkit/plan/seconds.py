@@ -33,10 +33,10 @@ FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 3.8, 2.9
 time in which bare kernels can be started."""
 LAYER_LAUNCHES = 28
 """The same for a flat layer whose update is started."""
-STREAMED_LAUNCHES = (1.5, 0.7)
+STREAMED_LAUNCHES = (2.5, 1.0)
 """What it takes beside that in forward and backward, for each operation, where weights are streamed: every tensor that
 autograd saves is looked at."""
-RECOMPUTED_LAUNCHES = (1.8, 1.5)
+RECOMPUTED_LAUNCHES = (2.5, 2.5)
 """The same where a block is recomputed, for each operation of its forward; what recomputing takes itself comes on top.
 
 These constants were fitted to the steps of benchmarks/results/plans-h200.json."""
