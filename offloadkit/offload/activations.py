@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from offloadkit.errors import ConfigError
 from offloadkit.offload import host_memory
 from offloadkit.offload.host_memory import HostSlab
 from offloadkit.offload.layers import repeated_blocks
+from offloadkit.offload.recomputation import recomputed_in_backward
 from offloadkit.offload.streams import CopyStream, Event, record_compute
 from offloadkit.offload.waits import Waits
 from offloadkit.offload.weights import LayerWeights
@@ -33,8 +33,8 @@ def checkpoint_activations(
 ) -> Callable[[], None]:
     """Have backward recompute the activations of the blocks in `choices`; returns what switches it off again.
 
-    HuggingFace models use their own switch, non-reentrant; for other modules each block's forward goes through
-    `torch.utils.checkpoint`. Random numbers (dropout) are the same in the recomputation.
+    HuggingFace models use their own switch; the forward of other modules' blocks is replaced. Random numbers (dropout)
+    are the same in the recomputation.
 
     Args:
         weights: by block, what a recomputation needs in VRAM.
@@ -52,7 +52,7 @@ def checkpoint_activations(
 
     def recompute(block: nn.Module) -> Callable[..., Any]:
         """A function, not a partial: a deepcopy of the model must not copy what it refers to."""
-        run = offloaded.checkpoint if choices[block] == "offload" else _checkpoint
+        run = offloaded.checkpoint if choices[block] == "offload" else partial(_checkpoint, offloaded.device)
         return lambda forward, *args, **kwargs: run(weights.get(block, ()), forward, *args, **kwargs)
 
     if getattr(model, "supports_gradient_checkpointing", False) and not compiled:
@@ -86,7 +86,9 @@ def _as_huggingface_does(
     return switch_off
 
 
-def _checkpoint(weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpoint(
+    device: torch.device, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """`forward` with its activations recomputed in backward, for which `weights` are brought to VRAM."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +96,7 @@ def _checkpoint(weights: Sequence[LayerWeights], forward: Callable[..., Any], *a
             layer.use()
         return forward(*args, **kwargs)
 
-    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+    return recomputed_in_backward(device, run, *args, **kwargs)
 
 
 class OffloadedInputs:
@@ -105,7 +107,7 @@ class OffloadedInputs:
     """
 
     def __init__(self, device: torch.device, waits: Waits) -> None:
-        self._device, self._waits = device, waits
+        self.device, self._waits = device, waits
         self.d2h, self.h2d = CopyStream(device, "D2H"), CopyStream(device, "H2D")
         self._free: list[_Offloaded] = []
         self._copying: list[tuple[torch.Tensor, Event]] = []
@@ -122,14 +124,14 @@ class OffloadedInputs:
             return self._send(tensor) if tensor.data_ptr() == hidden and tensor.is_floating_point() else tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._bring_back):
-            return _checkpoint(weights, forward, *args, **kwargs)
+            return _checkpoint(self.device, weights, forward, *args, **kwargs)
 
     def _send(self, tensor: torch.Tensor) -> _Handle:
         self._let_go(1)
         slot = self._take(tensor.numel() * tensor.element_size())
         tensor = tensor.detach().contiguous()
         slot.put(tensor)
-        self.d2h.wait(record_compute(self._device))
+        self.d2h.wait(record_compute(self.device))
         if slot.returned is not None:
             self.d2h.wait(slot.returned)
         self.d2h.copy(slot.host, tensor.view(-1), "inputs", timed=True)
@@ -162,7 +164,7 @@ class OffloadedInputs:
             if slot.slab.num_bytes >= num_bytes:
                 self._free.remove(slot)
                 return slot
-        (slab,) = host_memory.allocate([num_bytes], self._device, "inputs of recomputed blocks")
+        (slab,) = host_memory.allocate([num_bytes], self.device, "inputs of recomputed blocks")
         return _Offloaded(slab)
 
     def _bring_back(self, packed: torch.Tensor | _Handle) -> torch.Tensor:
@@ -182,8 +184,8 @@ class OffloadedInputs:
 
     def _fetch(self, saved: _Offloaded) -> torch.Tensor:
         if saved.device is None:
-            saved.device = torch.empty(saved.shape, dtype=saved.host.dtype, device=self._device)
-            self.h2d.wait(record_compute(self._device))  # its memory may just have been freed by the compute stream
+            saved.device = torch.empty(saved.shape, dtype=saved.host.dtype, device=self.device)
+            self.h2d.wait(record_compute(self.device))  # its memory may just have been freed by the compute stream
             assert saved.arrived is not None
             self.h2d.wait(saved.arrived)
             self.h2d.copy(saved.device.view(-1), saved.host, "inputs", timed=True)

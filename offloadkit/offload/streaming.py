@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 import torch
@@ -29,13 +30,14 @@ class StreamedWeights(LayerWeights):
 
     Attributes:
         host: 1-D pinned tensor, `layer.numel` elements; the parameters are views of it between steps.
+        host_bytes: the same as uint8.
         copied: the end of the newest copy out of `host`, which is not written before that.
         written: the end of the newest copy into `host`, where the GPU stepped it.
     """
 
     def __init__(self, layer: FlatLayer, host: torch.Tensor, device: torch.device, waits: Waits) -> None:
         super().__init__(layer, device, waits)
-        self.host = host
+        self.host, self.host_bytes = host, host.view(torch.uint8)
         self.copied: Event | None = None
         self.written: Event | None = None
         self.block: StreamedBlock | None = None
@@ -143,15 +145,26 @@ class _Buffer:
     """One place in VRAM for a block's weights."""
 
     memory: torch.Tensor
+    start: int
+    """Where it begins in the memory of all, in bytes."""
     holds: StreamedBlock | None = None
     arrived: Event | None = None
     left: Event | None = None
     """The compute stream's work when another block came into use; None while this one is, or before any was."""
     used: int = 0
     """When it was last used, counted in uses."""
+    _parts: dict[StreamedBlock, list[tuple[StreamedWeights, torch.Tensor]]] = field(default_factory=dict)
+
+    def parts(self, block: StreamedBlock) -> list[tuple[StreamedWeights, torch.Tensor]]:
+        """Each layer of the block and its bytes here, one after the other."""
+        if block not in self._parts:
+            ends = list(accumulate((layer.host_bytes.numel() for layer in block.layers), initial=0))
+            places = [self.memory[start:end] for start, end in pairwise(ends)]
+            self._parts[block] = list(zip(block.layers, places, strict=True))
+        return self._parts[block]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _SavedWeight:
     """A view of a block's weights, as offset in bytes, dtype, shape and strides."""
 
@@ -175,11 +188,12 @@ class WeightRing:
         for layer in layers:
             by_block.setdefault(layer.layer.block, []).append(layer)
         self._blocks = [StreamedBlock(group, self) for group in by_block.values()]
-        size = max(sum(_num_bytes(layer.host) for layer in block.layers) for block in self._blocks)
+        size = max(sum(layer.host_bytes.numel() for layer in block.layers) for block in self._blocks)
         self._memory = torch.zeros(num_buffers * size, dtype=torch.uint8, device=device)
-        self._start, self._size = self._memory.data_ptr(), size
+        self._address, self._num_bytes, self._size = self._memory.data_ptr(), num_buffers * size, size
+        self._as_dtype: dict[torch.dtype, torch.Tensor] = {}
         starts = range(0, num_buffers * size, size)
-        self._buffers = [_Buffer(self._memory[start : start + size]) for start in starts]
+        self._buffers = [_Buffer(self._memory[start : start + size], start) for start in starts]
         self.h2d = CopyStream(device, "H2D")
         self._current: _Buffer | None = None
         self._follows: dict[tuple[bool, StreamedBlock], StreamedBlock] = {}
@@ -198,7 +212,7 @@ class WeightRing:
         self._waits.delay(buffer.arrived)
         self._num_uses += 1
         buffer.used, buffer.left, self._current = self._num_uses, None, buffer
-        for layer, memory in _parts(block, buffer.memory):
+        for layer, memory in buffer.parts(block):
             layer.enter(memory)
         following = self._follows.get((self.in_backward, block))
         if following is not None and following.ready() and not self.holds(following):
@@ -233,19 +247,25 @@ class WeightRing:
         self.h2d.synchronize()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedWeight:
-        index, offset = divmod(tensor.data_ptr() - self._start, self._size)
-        if not 0 <= index < len(self._buffers) or tensor.device != self.device:
-            return tensor
-        block = self._buffers[index].holds
-        return tensor if block is None else _SavedWeight(block, offset, tensor.dtype, tensor.shape, tensor.stride())
+        offset = tensor.data_ptr() - self._address
+        if 0 <= offset < self._num_bytes and tensor.device == self.device:
+            index, offset = divmod(offset, self._size)
+            block = self._buffers[index].holds
+            if block is not None:
+                return _SavedWeight(block, offset, tensor.dtype, tensor.shape, tensor.stride())
+        # an operation's output would hold itself through what its node saved, and stay if backward never comes
+        return tensor.detach() if tensor.requires_grad else tensor
 
     def _unpack(self, saved: torch.Tensor | _SavedWeight) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
+        if type(saved) is not _SavedWeight:
+            assert isinstance(saved, torch.Tensor)
             return saved
         self.use(saved.block)
         assert self._current is not None
-        flat = self._current.memory[saved.offset :].view(saved.dtype)
-        return flat.as_strided(saved.shape, saved.stride)
+        if saved.dtype not in self._as_dtype:
+            self._as_dtype[saved.dtype] = self._memory.view(saved.dtype)
+        start = (self._current.start + saved.offset) // saved.dtype.itemsize
+        return self._as_dtype[saved.dtype].as_strided(saved.shape, saved.stride, start)
 
     def _leave(self, buffer: _Buffer, successor: StreamedBlock) -> None:
         assert buffer.holds is not None
@@ -262,13 +282,12 @@ class WeightRing:
         self._clear(buffer)
         if buffer.left is not None:
             self.h2d.wait(buffer.left)
-        for layer, memory in _parts(block, buffer.memory):
+        for layer, memory in buffer.parts(block):
             if layer.written is not None:
                 self.h2d.wait(layer.written)
-            self.h2d.copy(
-                memory, layer.host.view(torch.uint8), layer.layer.name, timed=self.in_forward or self.in_backward
-            )
-        buffer.holds, buffer.arrived = block, self.h2d.record()
+            timed = self.in_forward or self.in_backward
+            buffer.arrived = self.h2d.copy_all([(memory, layer.host_bytes)], layer.layer.name, timed=timed)
+        buffer.holds = block
         for layer in block.layers:
             layer.copied = buffer.arrived
         return buffer
@@ -281,17 +300,3 @@ class WeightRing:
 
     def _of(self, block: StreamedBlock) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.holds is block), None)
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _parts(block: StreamedBlock, memory: torch.Tensor) -> list[tuple[StreamedWeights, torch.Tensor]]:
-    """Each layer of the block and its bytes of a buffer, one after the other."""
-    parts, start = [], 0
-    for layer in block.layers:
-        end = start + _num_bytes(layer.host)
-        parts.append((layer, memory[start:end]))
-        start = end
-    return parts

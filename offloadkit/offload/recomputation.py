@@ -1,0 +1,174 @@
+"""A function whose activations are not kept: backward runs it again when autograd asks for the first of them.
+
+Autograd's graph is that of a plain run, so that gradients are added in its order, and the second run ends where the
+last activation is there; `torch.utils.checkpoint(use_reentrant=False)` does the same. Its hooks, which autograd calls
+for each tensor that it saves or reads, take 5 times as long as those here, and 3 times as long as most operations
+take to start: for a small model that is what a step waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from offloadkit.errors import ModelError
+
+
+def recomputed_in_backward(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, of whose activations backward keeps none but the tensors among `args` and `kwargs`.
+
+    The second run sees the random states of the CPU and of `device`, autocast and the default device as the first did.
+
+    Raises:
+        ModelError: (in backward) the second run came to other tensors than the first.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    again = _Recomputation(device, function, args, kwargs)
+    with saved_tensors_hooks(again.pack, again.unpack):
+        return function(*args, **kwargs)
+
+
+class _Recomputation:
+    """What the second run needs, and what it has found. Autograd's nodes hold it, until the last of them is done."""
+
+    def __init__(
+        self, device: torch.device, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._function, self._kwargs = function, kwargs
+        self._inputs = _Inputs(args)
+        self._surroundings = _Surroundings(device)
+        self._saved: list[tuple[torch.Size, torch.dtype]] = []
+        self._found: dict[int, torch.Tensor] = {}
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        """Autograd saves, instead of `tensor`, how many it saved before."""
+        saved = self._saved
+        saved.append((tensor.shape, tensor.dtype))
+        return len(saved) - 1
+
+    def unpack(self, index: int) -> torch.Tensor:
+        """The tensor that autograd wants back, which is let go: to `unpack` it again is another run."""
+        if index not in self._found:
+            self._found = self._run_again()
+        return self._found.pop(index)
+
+    def _run_again(self) -> dict[int, torch.Tensor]:
+        expected, found = self._saved, dict[int, torch.Tensor]()
+        num_saved = len(expected)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            index = len(found)
+            if (tensor.shape, tensor.dtype) != expected[index]:
+                raise _changed(f"tensor {index} {_words(tensor.shape, tensor.dtype)}", _words(*expected[index]))
+            if tensor.requires_grad:
+                tensor = tensor.detach()  # else what autograd saves of an operation's output would hold itself
+            found[index] = tensor
+            if index + 1 == num_saved:
+                raise _FoundAllError
+            return tensor
+
+        args = self._inputs.get()
+        try:
+            with self._surroundings.restored(), saved_tensors_hooks(pack, _as_it_is), torch.enable_grad():
+                self._function(*args, **self._kwargs)
+        except _FoundAllError:
+            return found
+        raise _changed(f"{len(found)} tensors", f"{num_saved}")
+
+
+class _FoundAllError(Exception):
+    """The second run may end: what backward needs is there."""
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _words(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def _changed(found: str, expected: str) -> ModelError:
+    return ModelError(
+        f"a block that was run again for its backward saved {found}, and in its forward {expected}: what it computes "
+        "depends on something that changed in between (a cache, a counter). Train it with Placement(activations='keep')"
+    )
+
+
+class _Inputs:
+    """Positional arguments. Tensors are saved as an operation's inputs are: hooks that are open around it see them, and
+    in-place changes before backward are an error."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self._at = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        anchor = torch.empty(0, device="cpu", requires_grad=True)
+        self._saved: Any = _save(anchor, *(args[index] for index in self._at))
+
+    def get(self) -> list[Any]:
+        """The arguments."""
+        args = list(self._args)
+        for index, tensor in zip(self._at, self._saved.grad_fn.saved_tensors, strict=True):
+            args[index] = tensor
+        return args
+
+
+class _Save(torch.autograd.Function):
+    """Saves tensors for a backward that is never run."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty_like(anchor)
+
+
+_save: Any = _Save.apply
+
+
+class _Surroundings:
+    """What a run depends on beside its arguments: random states, autocast, the default device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index])
+        self._random_states = self._present_random_states()
+        self._autocast = self._present_autocast()
+        self._default_device = torch.get_default_device()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """While it is open, all is as it was; random states afterwards as they were before."""
+        now = self._present_random_states()
+        self._set_random_states(self._random_states)
+        try:
+            with ExitStack() as contexts:
+                if self._autocast != self._present_autocast():
+                    for kind, enabled, dtype, cached in self._autocast:
+                        contexts.enter_context(torch.autocast(kind, dtype, enabled, cached))
+                if self._default_device != torch.get_default_device():
+                    contexts.enter_context(self._default_device)
+                yield
+        finally:
+            self._set_random_states(now)
+
+    def _present_random_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _set_random_states(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    def _present_autocast(self) -> list[tuple[str, bool, torch.dtype, bool]]:
+        """By device type: whether it is on, its dtype, whether it keeps what it has cast."""
+        cached = torch.is_autocast_cache_enabled()
+        return [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
+            for kind in dict.fromkeys(("cpu", self._device.type))
+        ]
