@@ -1,7 +1,9 @@
-"""What the engine adds to a step for Python to do: a few operations a layer, none a parameter."""
+"""What the engine adds to a step for Python to do: a few operations a layer, none a parameter; and one call each time
+that autograd saves or reads a tensor, where blocks are recomputed or weights are in RAM."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -80,3 +82,62 @@ def test_operations_grow_with_the_layers_and_not_with_their_parameters(placement
     few, many = added(placement, 2), added(placement, 12)
     assert many == few, "a parameter more is an operation more"
     assert few <= (1 if placement is RESIDENT else 20) * 5 + 20  # without a GPU the sums take torch operations
+
+
+BLOCKS, SAVED, MORE = 5, 2, 10
+"""Blocks of a model, tensors that autograd saves for a product, and products more a block than in the small model."""
+
+
+def num_calls(step: Callable[[], object]) -> int:
+    """Python functions that a step calls on this thread."""
+    num = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal num
+        num += event == "call"
+
+    for _ in range(3):
+        step()
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return num
+
+
+def calls_of_a_product(placement: Placement | None) -> float:
+    """Of a step's calls, those for one product of a block with its parameter; None: of the model's forward alone."""
+
+    def calls(num_parameters: int) -> int:
+        x, model = torch.rand(2, 300), Model(num_parameters)
+        if placement is None:
+            return num_calls(lambda: model(x))
+        with OffloadEngine(model, OffloadConfig(placement=placement), device="cpu") as engine:
+
+            def step() -> None:
+                engine.synchronize()
+                engine.backward(engine(x))
+                engine.step()
+
+            return num_calls(step)
+
+    return (calls(2 + MORE) - calls(2)) / (BLOCKS * MORE)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("activations", ["keep", "checkpoint", "offload"])
+@pytest.mark.parametrize("weights", ["vram", "ram"])
+def test_a_saved_tensor_is_one_call_each_time_that_autograd_has_it(weights: Any, activations: Any) -> None:
+    plain = calls_of_a_product(Placement())
+    again = calls_of_a_product(None) + 3 * SAVED  # saved in forward and when it is run again, and read
+    hooks = again if activations != "keep" else 2 * SAVED if weights == "ram" else 0
+    ring = 2 if weights == "ram" else 0  # a weight is looked up in its buffer, or a gradient asks whether it is there
+    assert calls_of_a_product(Placement(weights, activations=activations)) <= plain + hooks + ring
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_weight_that_is_read_from_the_ring_is_one_operation() -> None:
+    """The others: a weight's input is detached from its graph when it is saved, and a hook's result when it is read."""
+    few, many = (added(Placement("ram"), num) for num in (2, 2 + MORE))
+    assert many - few <= (1 + 3) * BLOCKS * MORE

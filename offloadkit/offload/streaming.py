@@ -220,7 +220,8 @@ class WeightRing:
 
     def holds(self, block: StreamedBlock) -> bool:
         """Whether the block is in VRAM."""
-        return self._of(block) is not None
+        current = self._current
+        return (current is not None and current.holds is block) or self._of(block) is not None
 
     def evict(self, block: StreamedBlock) -> None:
         """Send the block back: its parameters are views of RAM again, its buffer may be taken."""
