@@ -79,7 +79,9 @@ class Simulation:
     def _copy(self, stream: CopyStream, into: torch.Tensor, source: torch.Tensor, *_: Any, **options: Any) -> None:
         self._put(stream, lambda: _move(into, source))
 
-    def _copy_all(self, stream: CopyStream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *_: Any) -> Event:
+    def _copy_all(
+        self, stream: CopyStream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *_: Any, **options: Any
+    ) -> Event:
         for into, source in pairs:
             self._copy(stream, into, source)
         return self._record(stream)

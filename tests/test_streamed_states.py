@@ -318,7 +318,8 @@ def test_streams_that_run_late_change_no_number(seed: int, accumulation: int, mo
     """Streams as threads: a wait that is missing shows without a GPU too."""
     options: dict[str, Any] = {"working_dtype": DTYPES[seed], "gradient_accumulation": accumulation}
     expected = trained("cpu", 10, **options)
-    placements = [*STREAMED, Placement(), Placement(weights="ram"), IN_VRAM]
+    recomputed = Placement(weights="ram", activations="offload")
+    placements = [*STREAMED, Placement(), Placement(weights="ram"), recomputed, IN_VRAM]
     random.Random(seed).shuffle(placements)
     plan = mixed(OffloadConfig(**options), placements)
     monkeypatch.setattr(StateRing, "fill_with_nan", False)  # which is no operation of a stream here
