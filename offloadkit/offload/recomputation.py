@@ -1,9 +1,8 @@
 """A function whose activations are not kept: backward runs it again when autograd asks for the first of them.
 
 Autograd's graph is that of a plain run, so that gradients are added in its order, and the second run ends where the
-last activation is there; `torch.utils.checkpoint(use_reentrant=False)` does the same. Its hooks, which autograd calls
-for each tensor that it saves or reads, take 5 times as long as those here, and 3 times as long as most operations
-take to start: for a small model that is what a step waits for.
+last activation is there. `torch.utils.checkpoint(use_reentrant=False)` does the same, but makes 29 calls of Python
+functions for each tensor that autograd saves, saves again and reads, where these are 3: a small model's step is Python.
 """
 
 from __future__ import annotations
