@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,24 @@ STEPS = (
     {row["case"]: row for row in rows("plans-h200-both-steppers.json")}
     | {f"{row['case']} compiled": row for row in rows("plans-h200-compiled.json")}
     | {
-        f"t5-3b-24 x{row['work']['batch_size']} compiled": row
+        f"t5-3b-24 x{row['work']['batch_size']} {'compiled' if row['work']['compile_blocks'] else 'again'}": row
         for row in rows("growth-h200.json")
-        if row["work"].get("compile_blocks")
+        if row["engine"] == "planned"
     }
 )
+BEFORE = (
+    "t5-3b-6",
+    "t5-3b-3",
+    "t5-large-disk",
+    "llama-3b-6",
+    "llama-8b-10",
+    "t5-11b-8-compact",
+    "t5-11b-24-compact",
+    "drawn-1",
+    "drawn-2",
+    "drawn-4",
+)
+"""Of `ROWS`: the CPU stepped all states in RAM. Small models, which Python bound, take less now."""
 LEANER_WHEN_COMPILED = ("llama-3b-48 compiled", "llama-3b-24-large-batch compiled")
 """Where compiled blocks keep less for backward than the same blocks one operation after the other: not planned."""
 
@@ -65,6 +79,7 @@ def test_memory_and_step_time_of_one_placement(name: str) -> None:
 def as_placed(row: dict[str, Any]) -> tuple[Search, tuple[Placement, ...]]:
     """The placements of a case, which a plan of that time chose, on the machine as it was measured in that run."""
     work, found = row["work"], row["planned"]["hardware"]
+    found = {"cpu_and_bus_bytes_per_second": found["cpu_adamw_bytes_per_second"]} | found  # not measured at first
     hardware = Hardware(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
     layers, micro_batch = of_workload(work)
     layers = [replace(layer, precision=work.get("precision", "exact")) for layer in layers]
@@ -83,21 +98,23 @@ def as_placed(row: dict[str, Any]) -> tuple[Search, tuple[Placement, ...]]:
         states_in_vram=count("states='vram'"),
         gpu_steps=count("states='ram'", "step='gpu'"),
     )
-    for kept in ("none", "gpu", "all"):
-        placements = search.placements(replace(counts, gradients_in_vram=kept))
+    on_disk = range(len(layers) + 1) if "disk" in str(number) else [0]
+    for kept, states_on_disk in product(("none", "gpu", "all"), on_disk):
+        placements = search.placements(replace(counts, gradients_in_vram=kept, states_on_disk=states_on_disk))
         if Counter(map(str, placements)) == number:
             return search, placements
     raise AssertionError(f"no placements are these: {number}")
 
 
-@pytest.mark.parametrize("case", STEPS)
+@pytest.mark.parametrize("case", [*STEPS, *BEFORE])
 def test_what_a_plan_of_its_own_choice_took(case: str) -> None:
-    """With the constants of today; what was said before each run is in the table below."""
-    row = STEPS[case]
+    """With the constants of today, which were fitted to `STEPS`."""
+    row = STEPS.get(case) or ROWS[case]
     search, placements = as_placed(row)
-    vram, ram, _ = search.bytes(placements)
+    vram, ram, disk = search.bytes(placements)
+    assert disk == pytest.approx(row["planned"]["disk_bytes"], rel=0.02)
     assert 0.97 * row["vram_bytes"] < vram < (1.1 if case in LEANER_WHEN_COMPILED else 1.05) * row["vram_bytes"]
-    assert ram == pytest.approx(row["peak_ram_bytes"], rel=0.05 if ram > 4 * GIB else 0.35)
+    assert ram == pytest.approx(row["peak_ram_bytes"], rel=0.35 if case == "t5-large-24" else 0.05)  # of measuring
     by_python = case == "t5-large-4"  # every block streamed and recomputed, and next to nothing to compute
     step = search.model.seconds(placements).step
     assert step == pytest.approx(row["step_seconds"], rel=0.25 if by_python else 0.15)
@@ -114,13 +131,14 @@ def test_what_the_plan_chooses_now_is_not_slower(case: str) -> None:
 def test_the_table_of_right_plans() -> None:
     """What the plan said before each run, beside what was measured then (docs/design.md, section 5)."""
 
-    def off(row: dict[str, Any], planned: str, measured: str) -> float:
-        return abs(row["planned"][planned] / row[measured] - 1)
+    def beyond(table: dict[str, dict[str, Any]], planned: str, measured: str, bound: float) -> set[str]:
+        return {case for case, row in table.items() if abs(row["planned"][planned] / row[measured] - 1) > bound}
 
     assert len(ROWS) >= 14
-    beyond = {
-        "VRAM": {case for case, row in ROWS.items() if off(row, "vram_bytes", "vram_bytes") > 0.05},
-        "RAM": {case for case, row in ROWS.items() if off(row, "ram_bytes", "peak_ram_bytes") > 0.05},
-        "step": {case for case, row in ROWS.items() if off(row, "step_seconds", "step_seconds") > 0.15},
-    }
-    assert beyond == {"VRAM": set(), "RAM": {"t4-t5-large"}, "step": {"drawn-0", "drawn-3", "t4-t5-3b"}}
+    assert beyond(ROWS, "vram_bytes", "vram_bytes", 0.05) == set()
+    assert beyond(ROWS, "ram_bytes", "peak_ram_bytes", 0.05) == {"t4-t5-large"}
+    assert beyond(ROWS, "step_seconds", "step_seconds", 0.15) == {"drawn-0", "drawn-3", "t4-t5-3b"}
+    assert len(STEPS) == 21
+    assert beyond(STEPS, "vram_bytes", "vram_bytes", 0.05) == set(LEANER_WHEN_COMPILED)
+    assert beyond(STEPS, "ram_bytes", "peak_ram_bytes", 0.05) == {"t5-large-24"}
+    assert beyond(STEPS, "step_seconds", "step_seconds", 0.15) == {"t5-large-4"}
