@@ -150,7 +150,7 @@ def draw(rows: list[Row], path: Path) -> None:
     if not measured:
         raise SystemExit("no row of the file was measured, so there is nothing to draw: run the benchmark again")
     models = list(dict.fromkeys(row["work"]["model"] for row in measured))
-    figure = Chart(figsize=(1 + 3.1 * len(models), 4.2), layout="constrained", facecolor="white")
+    figure = Chart(figsize=(max(6.4, 1 + 3.1 * len(models)), 4.2), layout="constrained", facecolor="white")
     panels: Any = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
     for axes, model in zip(panels, models, strict=True):
         _panel(axes, model, [row for row in measured if row["work"]["model"] == model])
