@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -274,3 +275,32 @@ def test_graphs_whose_backward_comes_later_keep_their_inputs(device: str) -> Non
 
     expected = norm(None)
     assert [norm(placement) for placement in ALL] == [expected] * len(ALL)
+
+
+@pytest.mark.parametrize("placement", ALL)
+def test_a_forward_without_a_backward_leaves_no_activation(placement: Placement, device: str) -> None:
+    """As one that fails: what it leaves is memory that the retry does not have."""
+    made: list[weakref.ref[Any]] = []
+
+    class Softmax(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(300))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made.append(weakref.ref(x.untyped_storage()))
+            y = torch.softmax(x * self.scale, -1)
+            made.append(weakref.ref(y.untyped_storage()))
+            return y * self.scale
+
+    model = nn.Sequential(nn.Linear(300, 300), nn.Sequential(*[Softmax() for _ in range(4)]))
+    with OffloadEngine(model, config(placement), device=device) as engine:
+        x = torch.rand(2, 300, device=device)
+        engine.backward(engine(x).sum())
+        engine.step()
+        made.clear()
+        loss = engine(x).sum()
+        engine.synchronize()
+        del loss
+        engine.backward(engine(x[:1]).sum())  # no copy of an input is on its way any more
+        assert [reference() for reference in made[:8]] == [None] * 8

@@ -234,10 +234,12 @@ class WeightRing:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedWeight:
         index, offset = divmod(tensor.data_ptr() - self._start, self._size)
-        if not 0 <= index < len(self._buffers) or tensor.device != self.device:
-            return tensor
-        block = self._buffers[index].holds
-        return tensor if block is None else _SavedWeight(block, offset, tensor.dtype, tensor.shape, tensor.stride())
+        if 0 <= index < len(self._buffers) and tensor.device == self.device:
+            block = self._buffers[index].holds
+            if block is not None:
+                return _SavedWeight(block, offset, tensor.dtype, tensor.shape, tensor.stride())
+        # an operation's output would hold itself through what its node saved, and stay if backward never comes
+        return tensor.detach() if tensor.requires_grad else tensor
 
     def _unpack(self, saved: torch.Tensor | _SavedWeight) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
