@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import Row, git_commit, run_task, write_results
+from benchmarks.run import Row, git_commit, run_aloud, write_results
 from offloadkit.compare import words
 
 T5 = {"tokens": 512, "target_tokens": 128}
@@ -48,9 +47,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         rows = read_rows(options.out) if options.out and options.out.exists() else []
         options.commit = options.commit or git_commit()  # now: the result file itself makes the tree dirty
         for task in tasks(options):
-            print(f"{task['engine']}: {task['work']} ...", end=" ", flush=True, file=sys.stderr)
-            row = run_task(task, options)
-            print(row.get("failed") or f"{row['step_seconds']:.3f} s a step", file=sys.stderr)
+            row = run_aloud(f"{task['engine']}: {task['work']}", task, options)
             row |= {"commit": options.commit, "gpu": row.get("machine", {}).get("gpu")}
             rows = [other for other in rows if key_of(other) != key_of(row)] + [row]
             options.out = write_results(options, rows)
