@@ -20,10 +20,13 @@ from tests.plan_machines import GIB, H200, TWO_CORES, of_workload, t5_3b
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 ONE_PLACEMENT = {
     "t5-3b-8x640.json": (8, 1, "keep", H200),
+    "t5-3b-8x640-ckpt.json": (8, 1, "checkpoint", H200),
     "t5-3b-32x640-ckpt.json": (32, 1, "checkpoint", H200),
     "t5-3b-4x8x640.json": (8, 4, "keep", H200),
     "t5-3b-8x640-2-cores.json": (8, 1, "keep", TWO_CORES),
 }
+BY_OLDER_PYTHON = "t5-3b-8x640-ckpt.json"
+"""Bound by what Python took to recompute then, which is less now: its step says nothing of today's."""
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -61,8 +64,7 @@ LEANER_WHEN_COMPILED = ("llama-3b-48 compiled", "llama-3b-24-large-batch compile
 
 @pytest.mark.parametrize("name", ONE_PLACEMENT)
 def test_memory_and_step_time_of_one_placement(name: str) -> None:
-    """By an older engine: its allocator's segments did not grow, which took up to 0.8 GiB more VRAM. (Its small
-    recomputed batch is left out: Python, which bound it, takes less now.)"""
+    """Measured before the allocator's segments grew: it took up to 0.8 GiB more VRAM."""
     batch_size, accumulation, activations, hardware = ONE_PLACEMENT[name]
     measured: dict[str, Any] = next(
         row for row in json.loads((RESULTS / name).read_text())["rows"] if row["engine"] == "offloadkit"
@@ -73,7 +75,8 @@ def test_memory_and_step_time_of_one_placement(name: str) -> None:
     assert 0.92 * measured["vram_bytes"] < plan.total_bytes("vram") < 1.02 * measured["vram_bytes"]
     assert plan.total_bytes("ram") == pytest.approx(measured["peak_ram_bytes"], rel=0.05)
     assert plan.seconds is not None
-    assert plan.seconds.step == pytest.approx(measured["step_seconds"], rel=0.15)
+    if name != BY_OLDER_PYTHON:
+        assert plan.seconds.step == pytest.approx(measured["step_seconds"], rel=0.15)
 
 
 def as_placed(row: dict[str, Any]) -> tuple[Search, tuple[Placement, ...]]:
@@ -120,11 +123,13 @@ def test_what_a_plan_of_its_own_choice_took(case: str) -> None:
     assert step == pytest.approx(row["step_seconds"], rel=0.25 if by_python else 0.15)
 
 
-@pytest.mark.parametrize("case", ["t5-3b-6", "t5-3b-24", "llama-3b-24 compiled"])
+@pytest.mark.parametrize("case", ["t5-3b-6", "t5-3b-24", "llama-3b-24 compiled", "t5-large-disk", "drawn-1"])
 def test_what_the_plan_chooses_now_is_not_slower(case: str) -> None:
-    row = STEPS[case]
+    row = STEPS.get(case) or ROWS[case]
     search, placements = as_placed(row)
-    chosen = search.best(int(row["work"]["vram_budget_gib"] * GIB), 120 * GIB)
+    machine, work = row["planned"]["hardware"], row["work"]
+    vram, ram = int(work["vram_budget_gib"] * GIB), int(work.get("ram_budget_gib", 120) * GIB)
+    chosen = search.best(vram, ram, machine["disk_free_bytes"] if machine["disk_read_bytes_per_second"] else 0)
     assert search.model.seconds(chosen).step <= search.model.seconds(placements).step
 
 
