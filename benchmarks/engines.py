@@ -102,7 +102,7 @@ class Planned(_OffloadkitLoop):
             offload=config,
         )
         check_fits(self.plan)
-        cap_vram(int(work.vram_budget_gib * (1 << 30)), device)
+        cap_vram(self.plan.budgets["vram"], device)
         compute_loss_in_chunks(self.model)
         self.engine = OffloadEngine(self.model, config, device=device, plan=self.plan, materialise=draw)
         self.seconds = {"pin": self.engine.pinning_seconds}

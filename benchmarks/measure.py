@@ -128,13 +128,17 @@ def measure_planned(work: Any, device: Any, vram: Any) -> Row:
 
 
 def trace_steps(engine: Any, batches: list[Any], num_steps: int = 3) -> Row:
-    """What `num_steps` more steps take at least, which resource bounds each phase of them, and what they took."""
-    with tempfile.TemporaryDirectory() as folder:
-        profile = engine.engine.profile(steps=num_steps, path=Path(folder) / "trace.json")
-        for _ in range(num_steps):
-            for index, batch in enumerate(batches, start=1):
-                engine.backward(engine.forward(batch))
-                engine.step(index == len(batches))
+    """What `num_steps` more steps take at least, which resource bounds each phase of them, and what they took; why not,
+    where they fail: what was timed before stays."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            profile = engine.engine.profile(steps=num_steps, path=Path(folder) / "trace.json")
+            for _ in range(num_steps):
+                for index, batch in enumerate(batches, start=1):
+                    engine.backward(engine.forward(batch))
+                    engine.step(index == len(batches))
+    except Exception as error:
+        return {"trace_failed": f"{type(error).__name__}: {error}"[:300]}
     found = profile.bound
     return {
         "bound_seconds": found.seconds,

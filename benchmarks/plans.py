@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import Row, run_task, write_results
+from benchmarks.run import Row, run_aloud, write_results
 
 GIB = 1 << 30
 T4: dict[str, Any] = {"vram_budget_gib": 15.0, "ram_budget_gib": 12.0, "cores": 2, "dtype": "fp16"}
@@ -102,9 +101,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             "work": {"cores": 0, "target_tokens": 0, **CASES[name], "steps": options.steps}
             | ({"compile_blocks": True} if options.compile else {}),
         }
-        print(f"{name} ...", end=" ", flush=True, file=sys.stderr)
-        rows.append({"case": name} | run_task(task, options))
-        print(rows[-1].get("failed") or f"{rows[-1]['step_seconds']:.3f} s a step", file=sys.stderr)
+        rows.append({"case": name} | run_aloud(name, task, options))
         write_results(options, rows)
     for line in table(rows):
         print(line)

@@ -35,7 +35,6 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     work = work_of(options)
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         tasks = [{"mode": options.mode, "engine": name, "work": work} for name in options.engine]
         if options.mode == "startup":
@@ -44,10 +43,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             tasks = [{**task, "folder": str(folder), "cold": options.cold} for task in tasks]
         elif options.mode == "loader":
             tasks = [{**task, "num_workers": num_workers} for task in tasks for num_workers in LOADER_WORKERS]
-        for task in tasks:
-            print(f"{task['engine']} ...", end=" ", flush=True, file=sys.stderr)
-            rows.append(run_task(task, options))
-            print(rows[-1].get("failed") or f"{rows[-1]['step_seconds']:.3f} s a step", file=sys.stderr)
+        rows = [run_aloud(task["engine"], task, options) for task in tasks]
     print_table(options.mode, rows)
     if options.mode == "loader":
         print(loader_verdict(rows))
@@ -122,6 +118,14 @@ def save_model(folder: Path, work: dict[str, Any], options: argparse.Namespace) 
     if "failed" in row:
         raise SystemExit(f"the model could not be saved: {row['failed']}")
     written_for.write_text(shape)
+
+
+def run_aloud(name: str, task: dict[str, Any], options: argparse.Namespace) -> Row:
+    """`run_task`, with a line that says what runs, and what a step took or why there is none."""
+    print(f"{name} ...", end=" ", flush=True, file=sys.stderr)
+    row = run_task(task, options)
+    print(row.get("failed") or f"{row['step_seconds']:.3f} s a step", file=sys.stderr)
+    return row
 
 
 def run_task(task: dict[str, Any], options: argparse.Namespace) -> Row:

@@ -64,8 +64,8 @@ class Hardware:
     cpu_tiny_bytes_per_second: float
     """`tiny`: 14 1/16 bytes a parameter; so too."""
     cpu_and_bus_bytes_per_second: float
-    """The CPU step, `exact`, beside copies both ways, what all of them move: DRAM serves them together. Without a GPU
-    the CPU step's."""
+    """The CPU step, `exact`, beside copies both ways, what all of them move: DRAM serves them together. Where they do
+    not go on at once (without a GPU, without pinned memory) the higher of both."""
     vram_bytes_per_second: float
     """An addition in place over a large array, read and written."""
     launch_seconds: float

@@ -34,8 +34,8 @@ class Share:
     """What one resource has to do in a phase of a step.
 
     Attributes:
-        resource: "compute", "bus down" (to the GPU), "bus up", or the CPU's step: "DRAM", or "cores" where these are
-            slower than the memory.
+        resource: "compute", "bus down" (to the GPU), "bus up", "cores" (the CPU's step), or "DRAM", which serves that
+            and the bus.
         seconds: what that takes at least: bytes over the measured rate, which the directions of the bus share as the
             plan says; computing takes what it took.
         busy_seconds: how long the resource was at it.
@@ -95,19 +95,19 @@ def bound(ranges: Sequence[Range], records: Sequence[StepRecord], machine: Hardw
         own = [each for each in ranges if each.track == track and _within(each, backwards) is (phase == BACKWARD)]
         return sum(each.num_bytes for each in own) // number, trace.busy_seconds(own) / number
 
-    adamw, triad = machine.cpu_adamw_bytes_per_second, machine.dram_bytes_per_second
-    stepper = "DRAM" if adamw > 0.8 * triad else "cores"
     shares: dict[str, tuple[Share, ...]] = {}
     for phase, name in ((UPDATE, "forward"), (BACKWARD, "backward")):
         (down, down_busy), (up, up_busy) = bytes_of("H2D", phase), bytes_of("D2H", phase)
         stepped, stepping = bytes_of("CPU step", phase)
         h2d, d2h = both_ways(down, up, machine)
+        traffic = stepped + down + up
         computing, computing_and_waits = (mean(of(each, name) for each in records) for of in (_computing, _phase))
         shares[phase] = (
             Share("compute", computing, computing_and_waits),
             Share("bus down", down / h2d, down_busy, down),
             Share("bus up", up / d2h, up_busy, up),
-            Share(stepper, stepped / adamw, stepping, stepped),
+            Share("cores", stepped / machine.cpu_adamw_bytes_per_second, stepping, stepped),
+            Share("DRAM", traffic / machine.cpu_and_bus_bytes_per_second, max(stepping, down_busy, up_busy), traffic),
         )
     return Bound(mean(record.seconds["step"] for record in records), shares)
 

@@ -80,9 +80,15 @@ def test_the_chart_has_a_panel_a_model_and_the_slowdown_beside_its_points(
 
 def test_the_table_sets_slowdown_and_bound_beside_the_seconds() -> None:
     alone = {"checkpointing": True}
-    compiled = row("planned", 32, 4, step_seconds=3.0, bound_seconds=2.4, work={"compile_blocks": True})
+    compiled = row(
+        "planned", 32, 4, step_seconds=3.0, bound_seconds=2.4, traced_step_seconds=3.0, work={"compile_blocks": True}
+    )
     rows = [row("gpu", 32, 4, step_seconds=4.0, work=alone), row("gpu-ours", 32, 4, step_seconds=2.5, work=alone)]
-    rows += [row("planned", 32, 4, step_seconds=5.0, bound_seconds=2.5), compiled, row("gpu-ours", 2)]
+    rows += [
+        row("planned", 32, 4, step_seconds=5.0, bound_seconds=2.5, traced_step_seconds=5.0),
+        compiled,
+        row("gpu-ours", 2),
+    ]
     rows += [row("planned", 8, failed="OutOfVramError: full")]
     found = [line.split() for line in growth.table(rows)]
     assert found[2] == ["t5-3b", "1,280", "-", "1.000", "-", "-", "-", "-", "-", "-"]
@@ -96,7 +102,7 @@ def test_where_the_baselines_recompute_and_what_is_compiled() -> None:
     assert len(tasks) == 2 * 4 * 3
     works = {growth.key_of(task): task["work"] for task in tasks}
     recomputed = {key for key, work in works.items() if work.get("checkpointing")}
-    assert recomputed == {(name, "t5-3b", tokens) for name in ("gpu", "gpu-ours") for tokens in (20480, 81920)}
+    assert recomputed == {("gpu", "t5-3b", tokens) for tokens in (20480, 81920)}
     budgets = {key[:2]: work["vram_budget_gib"] for key, work in works.items() if "vram_budget_gib" in work}
     assert budgets == {("planned compiled", "t5-large"): 8.0, ("planned compiled", "t5-3b"): 24.0}
 

@@ -18,6 +18,7 @@ from offloadkit import hardware, measuring
 from offloadkit.errors import OffloadkitError, OutputError
 from offloadkit.measuring import disk, rates
 from offloadkit.offload import disk as offload_disk
+from offloadkit.offload.host_memory import HostSlab
 from offloadkit.optim import cpu
 
 CPU = torch.device("cpu")
@@ -57,6 +58,17 @@ def test_everything_is_measured_in_under_two_seconds(tmp_path: Path) -> None:
     assert machine.disk_folder == str(tmp_path)
     assert machine.disk_free_bytes > 0
     assert list(tmp_path.iterdir()) == [tmp_path / "cache"], "the file that was measured with is left"
+
+
+def test_what_goes_on_beside_the_step_is_counted_by_bytes_that_arrived_meanwhile() -> None:
+    """On the CPU all copies are over before the step begins; a piece is larger than all arrays here."""
+    numel = 1 << 17
+    slab = HostSlab(numel * 14 + 5 * 256)
+    alone = {"cpu_adamw_bytes_per_second": 1e9, "both_bytes_per_second": 1e9}
+    assert 1e6 < rates._adamw_beside_copies(slab, numel, alone, CPU) < 1e13
+    ends = [(SimpleNamespace(done=lambda: True), 3), (SimpleNamespace(done=lambda: True), 4)]
+    later: Any = [*ends, (SimpleNamespace(done=lambda: False), 5)]
+    assert rates._done_bytes(later) == 7
 
 
 @pytest.mark.skipif(not cpu.available(), reason="needs the C kernel")

@@ -72,6 +72,7 @@ def added(placement: Placement, num_parameters: int) -> int:
         def step() -> None:
             engine.backward(engine(x))
             engine.step()
+            engine.synchronize()  # a step's record is written when it is past: each time here, not with a step after it
 
         return num_operations(step) - num_operations(plain_step)
 

@@ -92,8 +92,8 @@ def test_both_directions_share_the_bus_as_long_as_both_are_in_use() -> None:
 def test_a_layers_chunks_follow_each_other_through_the_ring() -> None:
     ring = Ring(Queues(16))
     stepped, back = ring.step(up=4, down=4, kernel=0.4, num_chunks=4)
-    assert stepped == pytest.approx(4 + 0.1)  # the last chunk's kernel
-    assert back == pytest.approx(4 + 0.1 + 1)  # and its way back
+    assert stepped == pytest.approx(4 + 0.4)  # each chunk waits for the step of the one before
+    assert back == pytest.approx(4 + 0.4 + 1)  # and the last one's way back
 
 
 def test_a_chunk_waits_until_one_of_three_buffers_is_back() -> None:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def machine_rates(device: torch.device) -> dict[str, Any]:
     rates |= _copy_rates(slab.cut(_COPY_BYTES, torch.uint8), device)
     slab.clear()
     beside = _adamw_beside_copies(slab, numel, rates, device) if rates["can_pin"] else 0.0
-    rates["cpu_and_bus_bytes_per_second"] = max(beside, rates["cpu_adamw_bytes_per_second"])
+    alone = rates["cpu_adamw_bytes_per_second"], rates["both_bytes_per_second"]
+    rates["cpu_and_bus_bytes_per_second"] = max(beside, *alone)
     rates["vram_bytes_per_second"] = _vram_rate(device)
     rates["launch_seconds"] = _launch_seconds(device)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
@@ -199,22 +201,27 @@ def _adamw_beside_copies(slab: HostSlab, numel: int, rates: dict[str, Any], devi
     bus_bytes = 3 * num_bytes / rates["cpu_adamw_bytes_per_second"] * rates["both_bytes_per_second"]
     best = 0.0
     for _ in range(_NUM_REPETITIONS):
-        ends: list[Event] = []
+        ends: list[tuple[Event, int]] = []
         for index in range(max(2, int(bus_bytes / 2 / _PIECE_BYTES))):  # longer than the step takes
             piece, buffer = pieces[index % len(pieces)], buffers[index % 2]
             if index >= 2:
-                there.wait(ends[-2])
+                there.wait(ends[-2][0])
             there.copy(buffer[: len(piece)], piece)
             back.wait(there.record())
             back.copy(piece, buffer[: len(piece)])
-            ends.append(back.record())
-        before, began = sum(end.done() for end in ends), time.perf_counter()
+            ends.append((back.record(), 2 * len(piece)))
+        before, began = _done_bytes(ends), time.perf_counter()
         _step(state, gradient)
         seconds = time.perf_counter() - began
-        copied = 2 * _PIECE_BYTES * (sum(end.done() for end in ends) - before)
+        copied = _done_bytes(ends) - before
         _wait(device)
         best = max(best, (num_bytes + copied) / seconds)
     return best
+
+
+def _done_bytes(ends: list[tuple[Event, int]]) -> int:
+    """What the copies have moved that are over; they end in order."""
+    return sum(num_bytes for _, num_bytes in takewhile(lambda end: end[0].done(), ends))
 
 
 def _vram_rate(device: torch.device) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 
 from offloadkit.offload import trace
@@ -212,10 +213,10 @@ def _norm(update: Update) -> float:
         take_sums(state.gradient)
     slots = [(state.layer.slots[index], state, index) for state, indices, _ in update.layers for index in indices]
     slots.sort(key=lambda item: item[0].order)
-    by_layer = {state: state.gradient.sums.tolist() for state, _, _ in update.layers}
+    by_layer = {state: state.gradient.sums.numpy() for state, _, _ in update.layers}
     sums = [by_layer[state][state.gradient.blocks_of(index)] for _, state, index in slots]
     total = sum_in_order(sums)
     if not math.isfinite(total):
-        bad = [slot.name for (slot, _, _), part in zip(slots, sums, strict=True) if not all(map(math.isfinite, part))]
-        update.nonfinite = bad
+        named = zip(slots, sums, strict=True)
+        update.nonfinite = [slot.name for (slot, _, _), part in named if not np.isfinite(part).all()]
     return math.sqrt(total) if total >= 0 else total

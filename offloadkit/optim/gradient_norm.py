@@ -8,12 +8,11 @@ after another, in the order of the parameters. The norm is the square root of th
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
-from functools import reduce
-from itertools import chain
+from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from offloadkit.optim import cpu, gpu
@@ -78,12 +77,13 @@ def _tree(squares: Tensor) -> Tensor:
     return columns[:, 0]
 
 
-def sum_in_order(sums: Iterable[Sequence[float]]) -> float:
-    """All block sums, one sequence after another, added from the first to the last in fp64.
+def sum_in_order(sums: Sequence[NDArray[np.float64]]) -> float:
+    """All block sums, one array after another, added from the first to the last in fp64.
 
-    (Not by `sum()`, which compensates its rounding errors from Python 3.12 on.)
+    (By the running sum, whose definition has that order; `sum` of an array or a tensor adds in another.)
     """
-    return reduce(operator.add, chain.from_iterable(sums), 0.0)
+    in_order = np.concatenate([np.zeros(1), *sums])
+    return float(np.add.accumulate(in_order)[-1])
 
 
 def _check(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:

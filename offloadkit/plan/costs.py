@@ -28,9 +28,7 @@ NORM_EFFICIENCY = 0.48
 """Share of the CPU step's rate at which the norm of gradients in RAM is taken (in fp64)."""
 STEP_LAUNCHES = 50
 """What Python takes for a flat layer whose update the CPU computes, as a multiple of the time in which bare kernels can
-be started.
-
-These constants were fitted to the steps of benchmarks/results/plans-h200.json; those below were not yet."""
+be started."""
 CHUNK_LAUNCHES = 25
 """The same for a chunk of states that the GPU steps: its copies, kernel and events."""
 

@@ -46,7 +46,7 @@ class Queues:
 
 class Ring:
     """States that pass through VRAM in chunks, from the beginning of the update on: H2D, the GPU's step, D2H, each as
-    soon as the one before is done with the chunk and a buffer is free.
+    soon as the one before is done with the chunk and a buffer is free; an H2D after the step of the chunk before.
 
     Other copies to VRAM go first, each when it can: the ring's wait for them, and not for what they wait for.
     """
@@ -71,12 +71,11 @@ class Ring:
             up, down, kernel: seconds of the whole layer.
         """
         began = self._up
-        end = began + up
-        while self._others and self._others[0][0] <= end:
-            end += heappop(self._others)[1]
-        stepped = end + kernel / num_chunks
+        stepped = began + up + kernel
+        while self._others and self._others[0][0] <= stepped:
+            stepped += heappop(self._others)[1]
         back = max(max(self._down, began + (up + kernel) / num_chunks) + down, stepped + down / num_chunks)
-        self._up = max(end, back - (NUM_STEP_BUFFERS - 1) * down / num_chunks)
+        self._up = max(stepped, back - (NUM_STEP_BUFFERS - 1) * down / num_chunks)
         self._down = back
         self._queues.busy["H2D"] += up
         self._queues.busy["D2H"] += down

@@ -99,24 +99,21 @@ class Search:
     def placements(self, counts: Counts) -> tuple[Placement, ...]:
         """A placement for each layer."""
         total, first_on_disk = max(1, len(self._blocks)), len(self._layers) - counts.states_on_disk
-        streams = [
-            may_stream and (block + 1) * counts.streamed // total > block * counts.streamed // total
-            for block, may_stream in self._places
-        ]
+        streams = [may_stream and _is_among(counts.streamed, block, total) for block, may_stream in self._places]
         may_hold, held = max(1, len(streams) - sum(streams)), 0
         in_ram, found = 0, []
         for index, ((block, _), streamed) in enumerate(zip(self._places, streams, strict=True)):
             states: Literal["vram", "ram", "disk"] = "disk" if index >= first_on_disk else "ram"
             if not streamed:
-                if -(-(held + 1) * counts.states_in_vram // may_hold) > -(-held * counts.states_in_vram // may_hold):
-                    states = "vram"
                 held += 1
+                if _is_among(counts.states_in_vram, may_hold - held, may_hold):  # from the end, so that the first is
+                    states = "vram"
             in_ram += states == "ram"
             found.append((self._recompute(block, counts), streamed, states))
         at = 0
         placements = []
         for how, streamed, states in found:
-            on_gpu = states == "ram" and (at + 1) * counts.gpu_steps // in_ram > at * counts.gpu_steps // in_ram
+            on_gpu = states == "ram" and _is_among(counts.gpu_steps, at, in_ram)
             at += states == "ram"
             keeps = counts.gradients_in_vram == "all" or (on_gpu and counts.gradients_in_vram == "gpu")
             placements.append(_placement(how, streamed, states, on_gpu, keeps))
@@ -325,6 +322,11 @@ class _Room:
 def _grid(most: int, parts: int = GRID) -> list[int]:
     """0 to `most` in at most `parts` steps."""
     return sorted({round(most * part / parts) for part in range(parts + 1)})
+
+
+def _is_among(number: int, place: int, total: int) -> bool:
+    """Whether a place from 0 to `total` - 1 is one of `number` that are spread evenly, the last place among them."""
+    return (place + 1) * number // total > place * number // total
 
 
 def _with(counts: Counts, values: dict[str, int]) -> Counts:

@@ -33,13 +33,13 @@ FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 3.8, 2.9
 time in which bare kernels can be started."""
 LAYER_LAUNCHES = 28
 """The same for a flat layer whose update is started."""
-STREAMED_LAUNCHES = (2.5, 1.0)
+STREAMED_LAUNCHES = (3.5, 1.5)
 """What it takes beside that in forward and backward, for each operation, where weights are streamed: every tensor that
 autograd saves is looked at."""
-RECOMPUTED_LAUNCHES = (2.5, 2.5)
+RECOMPUTED_LAUNCHES = (3.0, 4.0)
 """The same where a block is recomputed, for each operation of its forward; what recomputing takes itself comes on top.
 
-These constants were fitted to the steps of benchmarks/results/plans-h200.json."""
+These constants were fitted to the steps of plans-h200-both-steppers.json and -compiled.json in benchmarks/results."""
 
 _IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", activations="keep", step="gpu")
 RESOURCES = ("forward", "backward", "GPU step", "CPU step", "H2D", "D2H", "disk", "launches")

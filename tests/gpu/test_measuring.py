@@ -29,6 +29,8 @@ def test_everything_is_measured_in_under_two_seconds(tmp_path: Path, monkeypatch
     assert 1e11 < machine.vram_bytes_per_second < 2e13
     assert 1e12 < machine.fp16_flops_per_second < 5e15
     assert 1e8 < machine.cpu_adamw_bytes_per_second < 1e13
+    alone = machine.cpu_adamw_bytes_per_second, machine.both_bytes_per_second
+    assert max(alone) <= machine.cpu_and_bus_bytes_per_second <= 1.1 * sum(alone)
     assert 1e-7 < machine.launch_seconds < 1e-4
     assert 50 << 20 < machine.vram_context_bytes <= 1 << 30
     assert 0 < machine.vram_free_bytes < machine.vram_total_bytes

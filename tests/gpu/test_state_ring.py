@@ -16,7 +16,7 @@ CHUNK, NUM_CHUNKS = 1 << 22, 64
 
 
 def test_another_copy_to_vram_goes_between_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gigabytes of states is queued; what is queued after it does not wait for its end."""
+    """Gigabytes of states are queued; what is queued after it does not wait for its end."""
     device = torch.device("cuda")
     numel = CHUNK * NUM_CHUNKS
     monkeypatch.setattr(state_ring, "chunk_numel", lambda total: CHUNK)
