@@ -172,10 +172,12 @@ def checkpoint_activations(model: PreTrainedModel, work: Workload) -> None:
 def use_our_compute(model: PreTrainedModel, work: Workload) -> None:
     """Have `model` compute as it does under offloadkit: the one difference between the baselines gpu and gpu-ours.
 
-    Without a choice of the work's it is what `load_model` gives: eager attention for T5.
+    Without a choice of the work's it is what `finetune` takes: eager attention for T5, and norms of one kernel.
     """
+    from offloadkit.hf.fused_norms import fuse_norms
     from offloadkit.hf.models import EAGER_ATTENTION
 
+    fuse_norms(model)
     attention = work.attention
     if attention == "default":
         attention = "eager" if model.config.model_type in EAGER_ATTENTION else ""

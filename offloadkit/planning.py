@@ -24,6 +24,7 @@ from offloadkit.config import OffloadConfig, parse_bytes
 from offloadkit.errors import ConfigError, DoesNotFitError, OutputError
 from offloadkit.hardware import Hardware
 from offloadkit.hf.chunked_loss import compute_loss_in_chunks
+from offloadkit.hf.fused_norms import fuse_norms
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
 from offloadkit.hf.models import EAGER_ATTENTION, Task, check_kind, infer_task, load_config, meta_model
 from offloadkit.offload.disk import unfit_for_states
@@ -113,7 +114,7 @@ def plan(
     check_rows(batch_size, max_input_length, max_target_length)
     machine, assumed = machine_for(config, device)
     config = _with_dtype(config, machine)
-    subject = _Subject.of(model, task, config)
+    subject = _Subject.of(model, task, config, machine)
     rows = subject.rows(batch_size, max_input_length, max_target_length, machine, config)
     made = plan_of(subject.model, subject.layers, config, work=subject.work(rows), hardware=machine, assumed=assumed)
     if not made.fits and made.basis is not None:
@@ -146,7 +147,7 @@ def auto_batch_size(
         return AUTO_BATCH_SIZE
     machine = hardware.measure(device)
     config = _with_dtype(offload or OffloadConfig(), machine)
-    subject = _Subject.of(model, None, config)
+    subject = _Subject.of(model, None, config, machine)
     return subject.rows("auto", max_input_length, max_target_length, machine, config).batch_size
 
 
@@ -229,8 +230,14 @@ class _Subject:
     task: Task
 
     @classmethod
-    def of(cls, model: str | os.PathLike[str] | PreTrainedModel, task: Task | None, config: OffloadConfig) -> _Subject:
-        """The model in its working dtypes, with the attention and the loss that training has."""
+    def of(
+        cls,
+        model: str | os.PathLike[str] | PreTrainedModel,
+        task: Task | None,
+        config: OffloadConfig,
+        machine: Hardware,
+    ) -> _Subject:
+        """The model in its working dtypes, with the attention, the norms and the loss that training has."""
         if isinstance(model, str | os.PathLike):
             shape = load_config(model, init="random")
             if shape.model_type in EAGER_ATTENTION:
@@ -244,6 +251,8 @@ class _Subject:
             for slot in layer.slots:
                 slot.parameter.data = slot.parameter.data.to(layer.dtype)
         compute_loss_in_chunks(on_meta)
+        if machine.device != "cpu" and not config.compile_blocks:
+            fuse_norms(on_meta)
         return cls(on_meta.train(), layers, task or infer_task(on_meta.config))
 
     def rows(

@@ -64,7 +64,7 @@ def test_a_step_of_rows_like_the_data_s_is_measured_before_anything_is_loaded(
 ) -> None:
     finetune(t5(), baseline="measure", gradient_accumulation=2)
     work = asked[1]["work"]
-    assert (asked[1]["engine"], work["dtype"], work["our_attention"]) == ("baseline", "fp32", True)
+    assert (asked[1]["engine"], work["dtype"], work["our_compute"]) == ("baseline", "fp32", True)
     assert (work["batch_size"], work["accumulation"]) == (2, 2)
     assert (work["input_length"], work["target_length"]) == (4, 2)
     shape = json.loads((Path(work["model"]) / "config.json").read_text())

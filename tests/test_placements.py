@@ -15,6 +15,7 @@ from torch import nn
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
+from offloadkit.hf.fused_norms import fuse_norms
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.state_ring import StateRing
 from offloadkit.offload.streaming import WeightRing
@@ -44,7 +45,7 @@ def what_left_a_buffer_is_nan(monkeypatch: pytest.MonkeyPatch, one_thread: None)
 
 
 def tiny(kind: str) -> nn.Module:
-    """Small, with tied weights, a frozen part, and dropout where the architecture has it."""
+    """Small, with tied weights, a frozen part, dropout where the architecture has it, and norms as they are trained."""
     from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -57,6 +58,7 @@ def tiny(kind: str) -> nn.Module:
         model = LlamaForCausalLM(llama_config(num_hidden_layers=4, tie_word_embeddings=True))
         frozen = model.model.layers[1].mlp.up_proj.weight
     frozen.requires_grad_(False)
+    fuse_norms(model)
     return model
 
 

@@ -54,7 +54,7 @@ def test_what_does_not_fit_says_so_and_what_would() -> None:
 
 
 def test_fewer_rows_are_proposed_where_activations_are_too_large() -> None:
-    made = offloadkit.plan("t5-base", vram="2.2GiB", ram="16GiB", batch_size=32)
+    made = offloadkit.plan("t5-base", vram="2GiB", ram="16GiB", batch_size=32)
     assert not made.fits
     words = [words for words, _ in nearest_fits(made)]
     assert len(words) == 3

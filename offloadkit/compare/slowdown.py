@@ -60,7 +60,7 @@ def measure_slowdown(
     output_dir: str | os.PathLike[str] | None = None,
 ) -> Slowdown:
     """Run a few steps of offloadkit within `vram` and `ram`, and, where the GPU itself has room, of plain training
-    without limits and with the same attention; each in a fresh process. Arguments: as `compare`.
+    without limits and with the same attention and norms; each in a fresh process. Arguments: as `compare`.
 
     Args:
         output_dir: keeps what was measured for the next time; None keeps nothing.
@@ -82,7 +82,7 @@ def measure_slowdown(
         precision=precision,
         vram=None if vram is None else parse_bytes(vram),
         ram=None if ram is None else parse_bytes(ram),
-        our_attention=True,
+        our_compute=True,
         steps=steps,
         warmup=1,
     )
@@ -140,7 +140,7 @@ def measure_baseline(
         target_length=max_target_length,
         accumulation=gradient_accumulation,
         dtype=dtype,
-        our_attention=True,
+        our_compute=True,
         steps=_STEPS,
         warmup=1,
     )

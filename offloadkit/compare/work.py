@@ -11,6 +11,7 @@ import torch
 
 from offloadkit import hardware
 from offloadkit.hf.building import Task, auto_class_of, build, completed, draw_lazily, infer_task
+from offloadkit.hf.fused_norms import fuse_norms
 from offloadkit.hf.models import EAGER_ATTENTION, load_config
 from offloadkit.hf.weight_files import Materialise, become
 from offloadkit.plan import Dtype
@@ -58,8 +59,9 @@ class Work:
     """Of the working weights; None: what `finetune` takes on this device."""
     recomputed: bool = False
     """Activation checkpointing of the engines that do not plan."""
-    our_attention: bool = False
-    """Have the baseline compute as under offloadkit, so that what differs is the offload; else HuggingFace's choice."""
+    our_compute: bool = False
+    """Have the baseline compute as under offloadkit (attention, norms), so that what differs is the offload; else as
+    HuggingFace does."""
     vram: int | None = None
     """Bytes the process may take, CUDA's context included; None: what is free."""
     ram: int | None = None
@@ -132,9 +134,11 @@ def plain_model(work: Work, dtype: str, weights_on: torch.device, device: torch.
     """The model as HuggingFace builds it, its weights drawn on `device` and put on `weights_on` one by one."""
     from transformers.initialization import no_init_weights
 
-    config = _our_config(work.model) if work.our_attention else config_of(work.model)
+    config = _our_config(work.model) if work.our_compute else config_of(work.model)
     with _default_dtype(_DTYPES[dtype]), weights_on, no_init_weights():
         model: Any = auto_class_of(config, infer_task(config)).from_config(config, dtype=_DTYPES[dtype])
+    if work.our_compute:
+        fuse_norms(model)
     model.tie_weights()
     generator = torch.Generator(device).manual_seed(work.seed)
     with torch.no_grad():

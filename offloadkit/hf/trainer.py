@@ -28,6 +28,7 @@ from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.chunked_loss import compute_loss_in_chunks
 from offloadkit.hf.folders import written_to
+from offloadkit.hf.fused_norms import fuse_norms
 from offloadkit.hf.targets import num_targets, on_device, with_a_target
 from offloadkit.hf.training_arguments import check_arguments, engine_config, left_to_the_engine
 from offloadkit.offload.shortage import explained_shortage
@@ -101,6 +102,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         self.args.mixed_precision = chosen
         self.accelerator.backward = self._backward
+        if self.args.dataloader_pin_memory:  # else each batch's copy to the GPU waits for all that is queued there
+            self.accelerator.dataloader_config.non_blocking = True
 
     # -- building the engine
 
@@ -147,8 +150,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 materialise=self._materialise,
             )
             self._materialise = None
-            self._head_hook = _take_loss_in_fp32(self.model)
-            self._make_logits_whole = compute_loss_in_chunks(self.model)
+            self._own_compute = ExitStack()
+            self._own_compute.callback(_take_loss_in_fp32(self.model).remove)
+            self._own_compute.callback(compute_loss_in_chunks(self.model))
+            if not self.offload.compile_blocks:
+                self._own_compute.callback(fuse_norms(self.model))
         optimizer: Any = self.engine.optimizer
         # accelerate leaves a prepared optimizer alone; its own wrapper would copy all states to the GPU.
         optimizer._is_accelerate_prepared = True
@@ -316,8 +322,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def close(self) -> None:
         """Settle and close the engine; the model keeps its trained weights. A later `train()` builds a new engine."""
         if self.engine is not None:
-            self._head_hook.remove()
-            self._make_logits_whole()
+            self._own_compute.close()
             engine, self.engine, self.optimizer, self.model_wrapped = self.engine, None, None, self.model
             engine.close()
 

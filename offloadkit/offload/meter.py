@@ -21,7 +21,7 @@ _ALLOCATION = 512
 
 
 class AsOnGpu(TorchFunctionMode):
-    """Take the operations that a GPU would take where torch decides by the device: fused attention and dropout."""
+    """Take the operations that a GPU would take where torch decides by the device: fused attention, dropout, norms."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -32,6 +32,8 @@ class AsOnGpu(TorchFunctionMode):
         if function in (nn.functional.dropout, torch.dropout):
             x, p, training = _dropout_arguments(*args, **kwargs)
             return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+        if function is nn.functional.rms_norm:
+            return _fused_norm(*args, **kwargs)
         return function(*args, **kwargs)
 
 
@@ -65,6 +67,31 @@ def _fused_attention(
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _fused_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """`rms_norm` where it is one kernel; without a weight, or with one of another dtype, it is several."""
+    if weight is None or weight.dtype != input.dtype:
+        return nn.functional.rms_norm(input, normalized_shape, weight, eps)
+    apply: Any = _FusedNorm.apply
+    output: torch.Tensor = apply(input, weight)
+    return output
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Reads, writes and keeps what the kernels do: beside the input an fp32 number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(input, weight, input.new_empty(input.shape[: -weight.dim()], dtype=torch.float32))
+        return input * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (gradient,), (input, weight, _) = gradients, ctx.saved_tensors
+        return torch.addcmul(gradient, input, weight), gradient.sum(tuple(range(input.dim() - weight.dim())))
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -107,10 +107,10 @@ def test_the_baseline_trains_in_every_dtype(dtype: str, recomputed: bool, one_th
         assert weight.equal(master.to(weight.dtype))
 
 
-def test_both_engines_get_the_same_rows_and_a_baseline_of_our_attention() -> None:
+def test_both_engines_get_the_same_rows_and_a_baseline_of_our_compute() -> None:
     first, again = random_batches(TINY, CPU), random_batches(TINY, CPU)
     assert all(tensor.equal(again[0][name]) for name, tensor in first[0].items())
-    ours: Any = plain_model(Work("t5-tiny", 1, 8, 4, our_attention=True), "fp32", CPU, CPU)
+    ours: Any = plain_model(Work("t5-tiny", 1, 8, 4, our_compute=True), "fp32", CPU, CPU)
     assert ours.config._attn_implementation == "eager"
 
 

@@ -36,7 +36,7 @@ def test_both_are_run_where_the_gpu_has_room(answers: Answers) -> None:
     assert str(found) == "2.5x of a GPU that holds everything (measured)"
     assert asked[1]["work"]["vram"] == 11 * GIB
     assert asked[2]["work"]["vram"] is None
-    assert asked[2]["work"]["our_attention"]
+    assert asked[2]["work"]["our_compute"]
 
 
 def test_it_is_predicted_where_plain_training_does_not_fit(answers: Answers) -> None:
