@@ -6,7 +6,10 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import re
+import subprocess
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -286,3 +289,27 @@ def test_finetune_compiles_and_evaluates_without(
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"compile_blocks=True, but Linear has no repeated blocks to compile: put"):
         engine_of(nn.Linear(2, 2), "cpu")
+
+
+IN_A_PROCESS_OF_ITS_OWN = """
+from torch._dynamo.utils import counters
+from tests.models import tokens, train
+from tests.test_compiled import engine_of, tiny
+with engine_of(tiny("lm"), "cuda") as engine:
+    train(engine, tokens(2, "cuda"))
+found = counters["inductor"]
+print("from the cache", found["fxgraph_cache_hit"], "compiled", found["fxgraph_cache_miss"])
+"""
+
+
+@pytest.mark.gpu
+def test_the_next_run_finds_what_was_compiled(tmp_path: Path) -> None:
+    def run() -> str:
+        root = Path(__file__).parents[1]
+        paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
+        command = [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN]
+        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()[-1]
+
+    assert [run(), run()] == ["from the cache 0 compiled 2", "from the cache 2 compiled 0"]

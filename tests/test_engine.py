@@ -213,21 +213,6 @@ def test_a_huggingface_model_recomputes_its_own_way(device: str) -> None:
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-@pytest.mark.gpu
-def test_the_main_thread_synchronises_nothing() -> None:
-    batches = tokens(8, "cuda")
-    for accumulation in (1, 2):
-        with OffloadEngine(TinyLM(), OffloadConfig(gradient_accumulation=accumulation)) as engine:
-            train(engine, batches[:4])
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                for batch in batches:
-                    engine.backward(engine(batch))
-                    engine.step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-
 def test_a_block_used_twice_gets_the_sum_of_its_gradients(device: str) -> None:
     class Twice(TinyLM):
         def forward(self, batch: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 
 from offloadkit.optim import gpu, step
 from offloadkit.optim.adamw import Segment, adamw_scalars, adamw_step_reference
-from tests.optim.states import PRECISIONS, assert_same_bits, clone, make_gradient, make_state
+from tests.optim.states import DTYPES, PRECISIONS, assert_same_bits, clone, make_gradient, make_state
 
 SCALARS = adamw_scalars(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=3)
 
@@ -55,7 +55,7 @@ def test_without_triton_the_step_is_the_same_and_warns_once(
     whole, chunk = [Segment(0, 1001, SCALARS, 17)], [Segment(256, 745, SCALARS, 17, 256)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for dtype, kept in product((torch.bfloat16, torch.float32), PRECISIONS):
+        for dtype, kept in product(DTYPES, PRECISIONS):
             state, gradient = make_state(dtype, 1024, kept=kept), make_gradient(dtype, 1024)
             expected = clone(state)
             adamw_step_reference(expected, gradient, whole, 0.5)

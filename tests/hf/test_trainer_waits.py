@@ -1,0 +1,103 @@
+"""The Trainer's loop does not wait for the device in the steady state: not for a batch, not for a loss."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import accelerate.data_loader
+import pytest
+import torch
+from transformers import T5ForConditionalGeneration, TrainerCallback
+
+from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
+from tests.hf.tiny import t5_config
+from tests.hf.training import arguments, seq2seq_rows, t5, train
+from tests.synchronisations import Synchronisation, of_the_callers, synchronisations
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MASKS = "masking_utils.py"
+"""Where transformers asks the device whether an attention mask masks anything, and (5.17) sends it a number."""
+
+
+@pytest.mark.parametrize(
+    ("pinned", "said", "non_blocking"),
+    [(True, False, True), (False, False, False), (False, True, True)],
+    ids=["pinned", "not pinned", "not pinned, and the user says so"],
+)
+def test_batches_are_copied_without_waiting_where_they_are_pinned(
+    pinned: bool, said: bool, non_blocking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    send = accelerate.data_loader.send_to_device
+
+    def record(batch: Any, device: Any, non_blocking: bool = False, **options: Any) -> Any:
+        asked.append(non_blocking)
+        return send(batch, device, non_blocking=non_blocking, **options)
+
+    monkeypatch.setattr(accelerate.data_loader, "send_to_device", record)
+    args = arguments(tmp_path, accelerator_config={"non_blocking": said})
+    args.dataloader_pin_memory = pinned  # `use_cpu` had turned it off
+    trainer = OffloadSeq2SeqTrainer(model=t5(), args=args, train_dataset=seq2seq_rows())
+    assert trainer.accelerator.non_blocking is non_blocking
+    trainer.train()
+    trainer.close()
+    assert len(asked) >= 3
+    assert set(asked) == {non_blocking}
+    assert args.accelerator_config.non_blocking is said
+
+
+class Counts(TrainerCallback):
+    """Notes what waits from the end of one step to that of another."""
+
+    def __init__(self, after: int, until: int) -> None:
+        self._after, self._until = after, until
+        self._open = ExitStack()
+        self.found: list[Synchronisation] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._after:
+            self.found = self._open.enter_context(synchronisations())
+        if state.global_step == self._until:
+            self._open.close()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert state.global_step > self._until
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_trainers_loop_synchronises_nothing(attention: str, accumulation: int, device: str, tmp_path: Path) -> None:
+    """But where transformers makes attention masks: for `sdpa` and inputs without padding it makes none."""
+    rows = seq2seq_rows(12 * 2 * accumulation)
+    for row in rows:
+        if attention == "sdpa":
+            del row["attention_mask"]
+        else:
+            row["attention_mask"][-1] = 0
+    options: dict[str, Any] = {"max_steps": 12, "logging_steps": 1000, "use_cpu": device == "cpu", "bf16": True}
+    options |= {"gradient_accumulation_steps": accumulation}
+    model = T5ForConditionalGeneration(t5_config(attn_implementation=attention))
+    counts = Counts(after=4, until=10)
+    trainer = OffloadSeq2SeqTrainer(
+        model=model, args=arguments(tmp_path, **options), train_dataset=rows, callbacks=[counts]
+    )
+    trainer.train()
+    assert trainer.engine is not None
+    assert trainer.engine.device.type == device
+    trainer.close()
+    assert [each for each in of_the_callers(counts.found) if MASKS not in each.stack or attention == "sdpa"] == []
+    assert counts.found, "the stepping thread waits for gradients, and that was not seen"
+
+
+@pytest.mark.gpu
+def test_a_batch_that_is_waited_for_is_seen(tmp_path: Path) -> None:
+    """As without pinned memory, where the copy waits for all that the GPU has to do."""
+    counts = Counts(after=4, until=6)
+    options: dict[str, Any] = {"max_steps": 8, "logging_steps": 1000, "use_cpu": False, "dataloader_pin_memory": False}
+    train(tmp_path, t5(), seq2seq_rows(16), more={"callbacks": [counts]}, **options)
+    assert any("send_to_device" in each.stack for each in of_the_callers(counts.found))
+    assert torch.cuda.get_sync_debug_mode() == 0
