@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 GIB = 1 << 30
+WARMUP_WHILE_LAYERS_MOVE = 6
+"""Least number of steps before those that are timed where the plan's split between GPU and CPU corrects itself."""
 
 
 def bind_cores(num_cores: int) -> None:
@@ -73,6 +75,7 @@ def measure(task: dict[str, Any]) -> Row:
         workloads.build_model(work, device, device).save_pretrained(task["folder"])
         return {}
 
+    engines.check_runs(name, work, device)
     row: Row = {"machine": describe_machine(device), "versions": versions()}
     if mode == "startup":
         row["import_seconds"] = import_libraries(name)
@@ -95,13 +98,14 @@ def measure(task: dict[str, Any]) -> Row:
     row["compile_seconds"] = compile_seconds
     row["part_seconds"] = engine.seconds
 
+    place = engines.batches_start_on(name, device)
     if mode == "loader":
         num_workers = task["num_workers"]
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        steps = workloads.loaded_batches(work, device, num_workers, 1 + work.warmup + 1 + work.steps)
+        steps = workloads.loaded_batches(work, place, num_workers, 1 + work.warmup + 1 + work.steps)
     else:
-        steps = itertools.repeat(workloads.fixed_batches(work, device))
+        steps = itertools.repeat(workloads.fixed_batches(work, place))
     row.update(run_steps(engine, steps, work, device, vram))
     row["process_seconds"] = row.pop("first_step_at") - psutil.Process().create_time()
     row["peak_ram_bytes"] = hardware.process_peak_ram_bytes()
@@ -121,7 +125,10 @@ def measure_planned(work: Any, device: Any, vram: Any) -> Row:
     row["engine_seconds"] = time.perf_counter() - started
     row["load_peak_ram_bytes"] = hardware.process_peak_ram_bytes()
     batches = workloads.fixed_batches(work, device)
+    if engine.may_move:
+        work = replace(work, warmup=max(work.warmup, WARMUP_WHILE_LAYERS_MOVE))
     row.update(run_steps(engine, itertools.repeat(batches), work, device, vram))
+    row["each_step"] = engine.each_step()
     row["telemetry_seconds"] = list(engine.engine.telemetry.records)[-1].seconds
     row["peak_ram_bytes"] = hardware.process_peak_ram_bytes()
     return row | trace_steps(engine, batches)
@@ -133,7 +140,7 @@ def trace_steps(engine: Any, batches: list[Any], num_steps: int = 3) -> Row:
     try:
         with tempfile.TemporaryDirectory() as folder:
             profile = engine.engine.profile(steps=num_steps, path=Path(folder) / "trace.json")
-            for _ in range(num_steps):
+            for _ in range(1 + num_steps):  # one goes untraced
                 for index, batch in enumerate(batches, start=1):
                     engine.backward(engine.forward(batch))
                     engine.step(index == len(batches))
@@ -161,7 +168,7 @@ def import_libraries(name: str) -> float:
     """Import what engine `name` needs beside torch; the seconds it took."""
     started = time.perf_counter()
     libraries = {"offloadkit": "offloadkit.hf.models", "zero2": "deepspeed", "zero3": "deepspeed"}
-    libraries |= {"ao": "torchao.optim", "ao-amp": "torchao.optim"}
+    libraries |= {"ao": "torchao.optim", "ao-amp": "torchao.optim", "roundpipe": "roundpipe"}
     importlib.import_module("transformers.models.auto.modeling_auto")
     if name in libraries:
         importlib.import_module(libraries[name])
@@ -285,7 +292,7 @@ def describe_machine(device: Any) -> dict[str, str | int]:
 def versions() -> dict[str, str]:
     """Versions of the libraries that take part."""
     found = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "deepspeed", "torchao", "accelerate", "triton"):
+    for package in ("torch", "transformers", "deepspeed", "torchao", "roundpipe", "accelerate", "triton"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

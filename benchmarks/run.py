@@ -1,6 +1,6 @@
 """One command for every comparison: each engine runs the same work in a fresh process, one after the other.
 
-    python -m benchmarks.run steps --model t5-3b --batch 8 --tokens 512+128
+    python -m benchmarks.run steps --model t5-3b --batch 8 --tokens 512+128 --budget 24
     python -m benchmarks.run startup --model t5-3b --engine offloadkit zero2
     python -m benchmarks.run loader --model t5-base
 
@@ -10,23 +10,30 @@ The table goes to the screen, all figures with machine, versions, commit and dat
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.table import loader_verdict, print_table
+from benchmarks.table import label, loader_verdict, print_table
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent
-ENGINE_NAMES = ("gpu", "gpu-ours", "offloadkit", "zero2", "zero3", "ao", "ao-amp")
+ENGINE_NAMES = ("gpu", "gpu-ours", "offloadkit", "zero2", "zero3", "ao", "ao-amp", "roundpipe")
+PLANNED = {"planned": False, "planned-compiled": True}
+"""offloadkit by a plan within each --budget: with compiled blocks?"""
 DEFAULT_ENGINES = {"steps": ENGINE_NAMES, "startup": ("offloadkit", "zero2"), "loader": ("offloadkit",)}
 LOADER_WORKERS = (0, 4)
+MEASURE = "benchmarks.measure"
+"""The module that measures one task in a process of its own."""
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
@@ -34,20 +41,25 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options = parse(arguments)
     if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    work = work_of(options)
+    options.commit = options.commit or git_commit()  # now: a result file of before makes the tree dirty
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
-        tasks = [{"mode": options.mode, "engine": name, "work": work} for name in options.engine]
+        asked = tasks(options)
         if options.mode == "startup":
             folder = options.folder or Path(scratch) / "model"
-            save_model(folder, work, options)
-            tasks = [{**task, "folder": str(folder), "cold": options.cold} for task in tasks]
+            save_model(folder, asked[0]["work"], options)
+            asked = [{**task, "folder": str(folder), "cold": options.cold} for task in asked]
         elif options.mode == "loader":
-            tasks = [{**task, "num_workers": num_workers} for task in tasks for num_workers in LOADER_WORKERS]
-        rows = [run_aloud(task["engine"], task, options) for task in tasks]
-    print_table(options.mode, rows)
+            asked = [{**task, "num_workers": num_workers} for task in asked for num_workers in LOADER_WORKERS]
+        try:
+            for task in asked:
+                rows.append(run_aloud(label(task), task, options))
+                options.out = write_results(options, rows)
+        finally:
+            print_table(options.mode, rows)
     if options.mode == "loader":
         print(loader_verdict(rows))
-    write_results(options, rows)
+    write_results(options, rows)  # with the slowdowns
     return rows
 
 
@@ -56,17 +68,26 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.split("\n", 1)[0])
     parser.add_argument("mode", choices=list(DEFAULT_ENGINES), help="seconds a step | disk to first step | DataLoader")
     parser.add_argument("--model", default="t5-3b", help="t5-small..11b, llama-3.2-3b, llama-3.1-8b, *-tiny")
-    parser.add_argument("--engine", nargs="+", choices=ENGINE_NAMES, help="default: all that the mode knows")
+    names = (*ENGINE_NAMES, *PLANNED)
+    parser.add_argument("--engine", nargs="+", choices=names, help="default: all that the mode knows")
+    parser.add_argument(
+        "--budget", nargs="+", type=float, default=[], metavar="GIB", help="VRAM of planned and planned-compiled"
+    )
     parser.add_argument("--batch", type=int, default=8, help="sequences a micro-batch")
     parser.add_argument("--tokens", help="512+128 (encoder+decoder, T5) or 1024 (Llama)")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step")
-    parser.add_argument("--ckpt", action="store_true", help="activation checkpointing")
+    parser.add_argument(
+        "--ckpt",
+        nargs="*",
+        choices=ENGINE_NAMES,
+        help="activation checkpointing, of these engines (none named: of all; a plan decides by itself)",
+    )
     parser.add_argument(
         "--attention",
         default="default",
         help="of offloadkit and gpu-ours: default (what load_model gives), eager, sdpa",
     )
-    parser.add_argument("--vram", type=float, default=0.0, metavar="GIB", help="cap on torch's VRAM")
+    parser.add_argument("--vram", type=float, default=0.0, metavar="GIB", help="cap on torch's VRAM, but for planned")
     parser.add_argument("--cores", type=int, default=0, help="CPU cores to bind to")
     parser.add_argument("--steps", type=int, default=6, help="measured steps")
     parser.add_argument("--warmup", type=int, default=2)
@@ -78,7 +99,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", help="commit to write down where git is missing")
     parser.add_argument("--verbose", action="store_true", help="show what the engines print")
     options = parser.parse_args(arguments)
-    options.engine = options.engine or list(DEFAULT_ENGINES[options.mode])
+    options.engine = options.engine or [*DEFAULT_ENGINES[options.mode], *(PLANNED if options.budget else ())]
+    planned = [name for name in options.engine if name in PLANNED]
+    if bool(planned) != bool(options.budget):
+        parser.error("--engine planned and planned-compiled take --budget GIB, and nothing else does: give both")
+    if planned and options.mode != "steps":
+        parser.error(f"{planned[0]} runs in mode steps, got {options.mode}: take --engine offloadkit")
+    if options.ckpt == []:
+        options.ckpt = list(ENGINE_NAMES)
     is_t5 = options.model.startswith("t5")
     numbers = (options.tokens or ("512+128" if is_t5 else "1024")).split("+")
     if len(numbers) != 1 + is_t5 or not all(number.isdigit() for number in numbers):
@@ -87,15 +115,28 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def tasks(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What is measured, in order: each engine once, by a plan once a budget."""
+    found: list[dict[str, Any]] = []
+    for name in options.engine:
+        task, work = {"mode": options.mode, "engine": name}, work_of(options)
+        if name in PLANNED:
+            task["engine"], own = "planned", {"vram_cap_gib": 0.0, "compile_blocks": PLANNED[name]}
+            found += [{**task, "work": work | own | {"vram_budget_gib": budget}} for budget in options.budget]
+        else:
+            found.append({**task, "work": work | {"checkpointing": name in (options.ckpt or ())}})
+    return found
+
+
 def work_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `workloads.Workload`, as JSON carries them."""
+    """The fields of `workloads.Workload` that all engines share, as JSON carries them."""
     return {
         "model": options.model,
         "batch_size": options.batch,
         "tokens": options.numbers[0],
         "target_tokens": options.numbers[1] if len(options.numbers) > 1 else 0,
         "accumulation": options.accumulation,
-        "checkpointing": options.ckpt,
+        "checkpointing": False,
         "attention": options.attention,
         "vram_cap_gib": options.vram,
         "cores": options.cores,
@@ -135,8 +176,32 @@ def run_task(task: dict[str, Any], options: argparse.Namespace) -> Row:
     asked: Row = {key: value for key, value in task.items() if key != "folder"}
     with tempfile.TemporaryDirectory() as scratch:
         log = None if options.verbose else Path(scratch) / "log"
-        row = in_fresh_process(task, timeout=options.timeout, ram=None, log=log, module="benchmarks.measure")
+        with ended_by_signals():
+            row = in_fresh_process(task, timeout=options.timeout, ram=None, log=log, module=MEASURE)
     return asked | ({"failed": row["reason"]} if "status" in row else row)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT raise here, so that the process being waited for, which has a session of its own, is ended.
+
+    By default SIGTERM ends this process alone, and a shell's background jobs ignore SIGINT.
+
+    Raises:
+        SystemExit: such a signal came.
+    """
+
+    def end(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # a second one would stop the clearing up
+        raise SystemExit(f"ended by {signal.Signals(number).name}: what ran is ended, rows measured before are written")
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, was in before.items():
+            signal.signal(number, was)
 
 
 def write_results(options: argparse.Namespace, rows: list[Row]) -> Path:

@@ -84,6 +84,14 @@ COLUMNS: dict[str, list[Column]] = {
 }
 
 
+def label(row: Row) -> str:
+    """The engine of a row or task, and what sets it apart from another one of the same work."""
+    work, words = row["work"], [row["engine"]]
+    if row["engine"] == "planned":
+        words += [f"{work['vram_budget_gib']:g} GiB"] + ["compiled"] * work["compile_blocks"]
+    return " ".join(words + ["ckpt"] * work["checkpointing"])
+
+
 def add_slowdowns(rows: list[Row]) -> None:
     """Put into each row how many times as long its step takes as that of each baseline that ran."""
     for baseline in ("gpu", "gpu-ours"):
@@ -98,13 +106,13 @@ def print_table(mode: str, rows: list[Row]) -> None:
     add_slowdowns(rows)
     columns = COLUMNS[mode]
     lines = [["engine", *(title for title, _ in columns)]]
-    lines += [[row["engine"], *(show(row) for _, show in columns)] for row in rows if "failed" not in row]
+    lines += [[label(row), *(show(row) for _, show in columns)] for row in rows if "failed" not in row]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     for row in rows:
         if "failed" in row:
-            print(f"{row['engine']}: {row['failed']}")
+            print(f"{label(row)}: {row['failed']}")
     sources = {row["vram_source"] for row in rows if "failed" not in row} - {"none"}
     if sources:
         print(f"VRAM: device memory used ({'; '.join(sorted(sources))}); alloc, resvd: torch's peaks. GiB.")
