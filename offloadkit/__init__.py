@@ -13,6 +13,7 @@ from offloadkit.errors import OffloadkitError
 from offloadkit.finetune import FinetuneResult, finetune
 from offloadkit.monitor import Monitor
 from offloadkit.planning import plan
+from offloadkit.profiling import breakdown
 from offloadkit.telemetry import StepRecord, Telemetry
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "Sweep",
     "Telemetry",
     "__version__",
+    "breakdown",
     "compare",
     "finetune",
     "measure_slowdown",

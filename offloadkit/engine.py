@@ -121,8 +121,8 @@ class OffloadEngine:
         self._thread = StepThread(self.device)
         self._undo = ExitStack()
         self._undo.callback(self._thread.close)
-        self._finalizer = weakref.finalize(self, self._undo.close)  # an engine forgotten lets go of the model too
-        self._finalizer.atexit = False
+        # An engine forgotten lets go of the model too, and a program that ends ends the threads.
+        self._finalizer = weakref.finalize(self, self._undo.close)
         self._ram_watch = RamWatch(self.plan.tiers["ram"])
         self._undo.callback(self._ram_watch.close)
 
@@ -225,11 +225,10 @@ class OffloadEngine:
             self._placed.forget_pending()
             self.drop_gradients()
             raise
-        self.num_updates, self._stepped = self.num_updates + 1, True
+        self.num_updates += 1
         self._past.add(update)
-        self._newest, self._overflow_known = update, False
+        self._newest, self._overflow_known, self._stepped, self._num_backwards = update, False, True, 0
         self._clock.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy())
-        self._num_backwards = 0
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
         if self._profile is not None and self._profile.step(self._settle, self._past.read, self.telemetry):
             self._profile = None
@@ -239,10 +238,11 @@ class OffloadEngine:
         """Snapshot of what the stepping thread needs; from here on forward waits for its layers."""
         layers = self._placed.start_update()
         options = [GroupOptions.of(group) for group in self.optimizer.param_groups]
-        done = record_compute(self.device)
-        update = Update(self.num_updates + 1, layers, options, self.config.max_grad_norm, done)
+        update = Update(self.num_updates + 1, layers, options, self.config.max_grad_norm, record_compute(self.device))
         if self.loss_scale is not None:
             update.loss_scale, update.scale_may_fall = self.loss_scale.scale, self.loss_scale.can_fall
+        if self._profile is not None:
+            self._profile.boundary()
         return update
 
     def _learn_of_overflow(self) -> None:
@@ -277,7 +277,7 @@ class OffloadEngine:
         self._read_past()
 
     def profile(self, *, steps: int = 3, path: str | Path = "offloadkit-trace.json") -> Profile:
-        """Trace the next `steps` updates; then a Chrome trace is written, and what bounds a step is printed.
+        """Trace `steps` steps, from the next boundary on; then a Chrome trace is written, and what bounds them printed.
 
         Raises:
             OffloadkitError: `steps` is no whole number from 1, others are being traced, or `path` cannot be written.

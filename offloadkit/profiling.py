@@ -1,5 +1,8 @@
 """`OffloadEngine.profile`: some steps as a trace, and what bounds them.
 
+What is traced lies between two boundaries: of each step its forward and backward, and the update of the step before,
+which runs beside that forward. A step goes untraced before them, for the first one starts from a standstill.
+
 A step has two phases, because clipping needs the whole norm before the first layer is stepped (docs/design.md,
 section 2): the update, beside which forward runs, and backward. Each is bound by the resource that would need the
 longest for its share alone, at its measured rate; the step's bound is the sum of both.
@@ -135,7 +138,7 @@ def breakdown(record: StepRecord) -> str:
 
 
 class Profile:
-    """Some steps that are traced; at their end the trace is written, and what bounds them printed.
+    """Steps that are traced, after one that is not; at their end the trace is written, and what bounds them printed.
 
     Attributes:
         bound: None until then.
@@ -154,25 +157,32 @@ class Profile:
             raise ConfigError(f"steps must be a whole number >= 1, got {steps!r}")
         if not path.absolute().parent.is_dir():
             raise OutputError(f"{path.parent} is no folder for the trace: make it, or choose another path")
-        if trace.active() is not None:
+        if trace.prepared() is not None:
             raise ConfigError("steps are being traced already: wait until they are done, or close that engine")
         self.path, self.num_steps = path, steps
         self.bound: Bound | None = None
-        self._left = steps
+        self._done = 0
         self._machine = hardware.measure(device)  # now: measured at the end, it may find no room left in VRAM
-        self._trace = trace.begin(device, partial(record_compute, device, timing=True))
+        self._trace = trace.prepare(device, partial(record_compute, device, timing=True))
         undo.callback(self.stop)
 
+    def boundary(self) -> None:
+        """A step's gradients are on their way, and its update is about to start."""
+        if self._done == 0:
+            trace.begin()
+        elif self._done == self.num_steps:
+            trace.end()
+
     def step(self, settle: Callable[[], None], read_past: Callable[[], None], telemetry: Telemetry) -> bool:
-        """An update was started. Whether it was the last one that is traced: then it is waited for, and what was traced
-        is written and printed.
+        """An update was started. Whether its step was the last one that is traced: then it is waited for, and what was
+        traced is written and printed.
 
         Args:
             settle: waits until it is done.
             read_past: has the records of the steps that are done added to `telemetry`.
         """
-        self._left -= 1
-        if self._left:
+        self._done += 1
+        if self._done != 1 + self.num_steps:
             return False
         settle()
         ranges = self._trace.read()
@@ -188,5 +198,5 @@ class Profile:
 
     def stop(self) -> None:
         """Trace no more, whatever was traced; later calls do nothing."""
-        if trace.active() is self._trace:
-            trace.end()
+        if trace.prepared() is self._trace:
+            trace.forget()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -95,6 +98,15 @@ def test_a_steps_phases_on_one_line() -> None:
     )
 
 
+def test_a_line_for_each_step_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    with engine_of() as engine:
+        engine.telemetry.subscribe(lambda record: print(offloadkit.breakdown(record)))
+        steps(engine, 3)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["step 1", "step 2", "step 3"]
+    assert all("| forward " in line and "| backward " in line and "| cpu step " in line for line in lines)
+
+
 def engine_of(**options: Any) -> offloadkit.OffloadEngine:
     torch.manual_seed(0)
     return offloadkit.OffloadEngine(TinyLM(), offloadkit.OffloadConfig(**options), device="cpu")
@@ -106,32 +118,94 @@ def steps(engine: offloadkit.OffloadEngine, number: int) -> None:
         engine.step()
 
 
+def drawn(path: Path) -> list[tuple[str, str, dict[str, Any]]]:
+    """(track, name, event) of a trace's ranges, by time."""
+    events = json.loads(path.read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    return [(tracks[event["tid"]], event["name"], event) for event in events if event["ph"] == "X"]
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_some_steps_of_an_engine(tmp_path: Path, accumulation: int, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json"
     with engine_of(gradient_accumulation=accumulation, placement=offloadkit.Placement(weights="ram")) as engine:
         steps(engine, 2 * accumulation)
         profile = engine.profile(steps=3, path=path)
-        steps(engine, 3 * accumulation)
+        steps(engine, 4 * accumulation)
         assert trace.active() is None
+        assert trace.prepared() is None
         steps(engine, accumulation)
         names = {state.layer.name for state in engine._placed.states}
-    events = json.loads(path.read_text())["traceEvents"]
-    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    drawn = [(tracks[event["tid"]], event["name"], event) for event in events if event["ph"] == "X"]
-    for track, word in (("GPU", "forward"), ("GPU", "backward"), ("CPU step", ""), ("H2D", ""), ("D2H", "")):
-        found = {name for on, name, _ in drawn if on == track and name.startswith(word)}
-        assert any(layer in name for name in found for layer in names), (track, word, found)
-    assert sum(name == "norm" for _, name, _ in drawn) == 3
-    assert all(event["dur"] >= 0 and event["ts"] >= 0 for _, _, event in drawn)
-    stepped = {name for on, name, _ in drawn if on == "CPU step"}
-    assert names <= stepped
+    ranges = drawn(path)
+    counts = Counter((track, name) for track, name, _ in ranges)
+    for name in names:
+        assert counts["CPU step", name] == 3
+        assert counts["GPU", f"backward {name}"] == 3 * accumulation
+    assert counts["norm", "norm"] == 3
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for _, _, event in ranges)
     assert profile.bound is not None
     assert profile.bound.seconds > 0
     shown = capsys.readouterr().out
-    assert "steps 3 to 5 traced in" in shown
+    assert "steps 4 to 6 traced in" in shown
     assert shown.count("\nstep ") == 3
     assert "bound by" in shown
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_is_traced_is_whole_steps_each_beside_the_update_of_the_one_before(
+    tmp_path: Path, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.json"
+
+    def measure(device: torch.device) -> Hardware:
+        time.sleep(2)  # a step takes milliseconds
+        return FAST
+
+    monkeypatch.setattr(hardware, "measure", measure)
+    with engine_of(gradient_accumulation=accumulation) as engine:
+        steps(engine, 3 * accumulation - 1)  # the third step has begun, where it is one of several micro-batches
+        profile = engine.profile(steps=3, path=path)
+        steps(engine, 3 * accumulation + 1)
+        records = list(engine.telemetry.records)
+        assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
+        names = [state.layer.name for state in engine._placed.states]
+    assert profile.bound is not None
+    assert profile.bound.step_seconds == mean(record.seconds["step"] for record in records[-3:])
+    assert max(record.seconds["step"] for record in records[-3:]) < 1
+    ranges = drawn(path)
+    for name in names:
+        stepped = [event["ts"] + event["dur"] for on, what, event in ranges if (on, what) == ("CPU step", name)]
+        done = [event["ts"] for on, what, event in ranges if (on, what) == ("GPU", f"backward {name}")]
+        assert len(stepped) == 3
+        assert len(done) == 3 * accumulation
+        assert all(first < then for first, then in zip(stepped, done[::accumulation], strict=True))
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        offloadkit.Placement(),
+        offloadkit.Placement(weights="ram", activations="offload"),
+        offloadkit.Placement(step="gpu", gradients="vram"),
+        offloadkit.Placement(step="gpu", weights="ram"),
+    ],
+)
+def test_every_layers_ways_up_and_down_are_named(tmp_path: Path, placement: offloadkit.Placement) -> None:
+    path = tmp_path / "trace.json"
+    with engine_of(placement=placement) as engine:
+        engine.profile(steps=1, path=path)
+        steps(engine, 2)
+        layers = {state.layer.name for state in engine._placed.states}
+        blocks = {name for name in layers if name.startswith("blocks.")}
+    for track in ("H2D", "D2H"):
+        found = {name for on, name, _ in drawn(path) if on == track}
+        named = {name.removesuffix(" states").removesuffix(" input") for name in found} - {"norm sums"}
+        assert named == layers, track
+        assert blocks
+        if placement.activations == "offload":
+            assert {name for name in found if name.endswith(" input")} == {f"{name} input" for name in blocks}
+        if placement.step == "gpu":
+            assert {name for name in found if name.endswith(" states")} == {f"{name} states" for name in layers}
 
 
 def test_profiling_changes_no_number() -> None:
@@ -177,6 +251,6 @@ def test_the_machine_is_measured_before_steps_are_traced(tmp_path: Path, monkeyp
     with engine_of() as engine:
         profile = engine.profile(steps=1, path=tmp_path / "trace.json")
         assert measured == [None]
-        steps(engine, 1)
+        steps(engine, 2)
     assert profile.bound is not None
     assert measured == [None]

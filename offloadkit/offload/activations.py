@@ -43,8 +43,8 @@ def checkpoint_activations(
     Raises:
         ConfigError: the model has no repeated blocks to recompute.
     """
-    blocks = [block for _, block in repeated_blocks(model)]
-    if not blocks:
+    names = {block: name for name, block in repeated_blocks(model)}
+    if not names:
         raise ConfigError(
             f"activation_checkpointing=True, but {type(model).__name__} has no repeated blocks to recompute: "
             "put its layers in an nn.ModuleList, or leave the switch off"
@@ -52,11 +52,12 @@ def checkpoint_activations(
 
     def recompute(block: nn.Module) -> Callable[..., Any]:
         """A function, not a partial: a deepcopy of the model must not copy what it refers to."""
-        run = offloaded.checkpoint if choices[block] == "offload" else partial(_checkpoint, offloaded.device)
+        offload = partial(offloaded.checkpoint, f"{names[block]} input")
+        run = offload if choices[block] == "offload" else partial(_checkpoint, offloaded.device)
         return lambda forward, *args, **kwargs: run(weights.get(block, ()), forward, *args, **kwargs)
 
     if getattr(model, "supports_gradient_checkpointing", False) and not compiled:
-        return _as_huggingface_does(model, blocks, choices, recompute)
+        return _as_huggingface_does(model, list(names), choices, recompute)
     before = {block: vars(block).get("forward") for block in choices}
     for block in choices:
         block.forward = partial(recompute(block), block.forward)
@@ -115,26 +116,26 @@ class OffloadedInputs:
         self._order: list[_Offloaded] = []
 
     def checkpoint(
-        self, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self, name: str, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """As `_checkpoint`, with the first argument in RAM until backward."""
+        """As `_checkpoint`, with the first argument, by `name` in a trace, in RAM until backward."""
         hidden = args[0].data_ptr() if args and isinstance(args[0], torch.Tensor) else None  # autograd keeps `pack`
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Handle:
-            return self._send(tensor) if tensor.data_ptr() == hidden and tensor.is_floating_point() else tensor
+            return self._send(tensor, name) if tensor.data_ptr() == hidden and tensor.is_floating_point() else tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._bring_back):
             return _checkpoint(self.device, weights, forward, *args, **kwargs)
 
-    def _send(self, tensor: torch.Tensor) -> _Handle:
+    def _send(self, tensor: torch.Tensor, name: str) -> _Handle:
         self._let_go(1)
         slot = self._take(tensor.numel() * tensor.element_size())
         tensor = tensor.detach().contiguous()
-        slot.put(tensor)
+        slot.put(tensor, name)
         self.d2h.wait(record_compute(self.device))
         if slot.returned is not None:
             self.d2h.wait(slot.returned)
-        self.d2h.copy(slot.host, tensor.view(-1), "inputs", timed=True)
+        self.d2h.copy(slot.host, tensor.view(-1), name, timed=True)
         slot.arrived = self.d2h.record()
         self._copying.append((tensor, slot.arrived))
         self._order.append(slot)
@@ -188,7 +189,7 @@ class OffloadedInputs:
             self.h2d.wait(record_compute(self.device))  # its memory may just have been freed by the compute stream
             assert saved.arrived is not None
             self.h2d.wait(saved.arrived)
-            self.h2d.copy(saved.device.view(-1), saved.host, "inputs", timed=True)
+            self.h2d.copy(saved.device.view(-1), saved.host, saved.name, timed=True)
             saved.returned = self.h2d.record()
         return saved.device
 
@@ -204,15 +205,16 @@ class _Offloaded:
     """One input: its memory in RAM, and its way there and back."""
 
     def __init__(self, slab: HostSlab) -> None:
-        self.slab = slab
+        self.slab, self.name = slab, ""
         self.host = torch.empty(0)
         self.shape = torch.Size()
         self.device: torch.Tensor | None = None
         self.arrived: Event | None = None
         self.returned: Event | None = None
 
-    def put(self, tensor: torch.Tensor) -> None:
+    def put(self, tensor: torch.Tensor, name: str) -> None:
         """Make `host` of the tensor's size and dtype."""
+        self.name = name
         self.slab.clear()
         self.host = self.slab.cut(tensor.numel(), tensor.dtype)
         self.shape, self.device = tensor.shape, None

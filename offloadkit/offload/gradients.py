@@ -270,7 +270,7 @@ class Gradients:
         for layer in window:
             if layer.on_device and layer.host is not None:
                 self.d2h.copy(layer.host, layer.kept, layer.layer.name, timed=True)
-        self.d2h.copy(self._host_sums, self._device_sums)
+        self.d2h.copy(self._host_sums, self._device_sums, "norm sums")
         arrived = self.d2h.record()
         for layer in window:
             layer.sent = arrived

@@ -61,16 +61,21 @@ class PassingStates:
     """What of a layer passes through VRAM when the GPU steps it.
 
     Attributes:
+        name: in a trace.
         drained: the end of the newest copy into `host`'s arrays; until then nobody else reads or writes them.
     """
 
-    def __init__(self, host: FlatState, resident: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
+    def __init__(
+        self, layer: str, host: FlatState, resident: torch.Tensor | None, gradient: torch.Tensor | None
+    ) -> None:
         """
         Args:
+            layer: its name.
             host: its states are in RAM, and so are its weights where they are not `resident`.
             resident: 1-D working weights that are in VRAM and are stepped there.
             gradient: 1-D, in RAM; None: it is in VRAM.
         """
+        self.name = f"{layer} states"
         self._host, self._resident, self.gradient = host, resident, gradient
         self.drained: Event | None = None
 
@@ -175,7 +180,7 @@ class StateRing:
             if parts:
                 self._hold_back()
                 buffer = self._fetched(layer, chunk)
-                drained = self._step_chunk(chunk, buffer, gradient, parts, grad_scale, stream)
+                drained = self._step_chunk(layer.name, chunk, buffer, gradient, parts, grad_scale, stream)
         layer.drained = drained
         return stream.record()
 
@@ -183,11 +188,12 @@ class StateRing:
         """Copy from VRAM to RAM among the layer's other arrays."""
         if after is not None:
             self.d2h.wait(after)
-        self.d2h.copy(into, source, "weights")
+        self.d2h.copy(into, source, layer.name)
         layer.drained = self.d2h.record()
 
     def _step_chunk(
         self,
+        name: str,
         chunk: _Chunk,
         buffer: _Buffer,
         gradient: torch.Tensor | None,
@@ -207,9 +213,8 @@ class StateRing:
         self._stepped = stepped = stream.record()
         self._under_way.append(stepped)
         self.d2h.wait(stepped)
-        drained = self.d2h.copy_all(
-            [(part, here[name]) for name, part in chunk.host.items() if name != "gradient"], "states"
-        )
+        stepped_parts = [(part, here[of]) for of, part in chunk.host.items() if of != "gradient"]
+        drained = self.d2h.copy_all(stepped_parts, name)
         buffer.free = drained
         if self.fill_with_nan:
             with self.d2h.as_current():
@@ -235,7 +240,7 @@ class StateRing:
             if event is not None:
                 self.h2d.wait(event)
         here = buffer.parts(chunk)
-        buffer.arrived = self.h2d.copy_all([(here[name], chunk.host[name]) for name in names], "states")
+        buffer.arrived = self.h2d.copy_all([(here[name], chunk.host[name]) for name in names], layer.name)
         return buffer
 
     def _hold_back(self) -> None:

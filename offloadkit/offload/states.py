@@ -161,7 +161,8 @@ class LayerState:
         if self.placement.states != "ram" or not gpu_can_step(self.placement):
             return None
         resident = self.weights.flat if isinstance(self.weights, ResidentWeights) else None
-        return PassingStates(self.flat, resident, host_gradient if self.placement.gradients == "ram" else None)
+        gradient = host_gradient if self.placement.gradients == "ram" else None
+        return PassingStates(self.layer.name, self.flat, resident, gradient)
 
     @property
     def passes(self) -> bool:

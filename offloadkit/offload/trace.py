@@ -1,8 +1,8 @@
 """What ran when, for a few steps: named ranges by track, written as a Chrome trace (chrome://tracing, ui.perfetto.dev).
 
 On the host a range lies between two readings of the clock, on the device between two events of one stream; one origin,
-taken while nothing was running, brings both on one scale. While nothing is traced, `active()` is None and nobody
-records anything.
+taken while nothing was running, brings both on one scale. A trace is prepared there and begins later, in the steady
+state, without anyone waiting. While nothing is traced, `active()` is None and nobody records anything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Mark(Protocol):
 
 @dataclass(frozen=True)
 class Range:
-    """Something that ran, in seconds since the trace began; `num_bytes` is what it moved."""
+    """Something that ran, in seconds since the trace was prepared; `num_bytes` is what it moved."""
 
     track: str
     name: str
@@ -45,7 +45,7 @@ class Range:
 
 
 class Trace:
-    """Ranges of what runs from now on, until `read`."""
+    """Ranges of what is begun, or queued, from `begin` to `end`; what ends after that is in it too."""
 
     def __init__(self, device: torch.device, mark: Callable[[], Mark]) -> None:
         """
@@ -108,11 +108,17 @@ class Trace:
         return sorted(ranges, key=lambda each: each.began)
 
 
+_prepared: Trace | None = None
 _active: Trace | None = None
 
 
+def prepared() -> Trace | None:
+    """The trace that is or will be taken; there is one at a time."""
+    return _prepared
+
+
 def active() -> Trace | None:
-    """The trace that is being taken."""
+    """The trace that has begun and not ended."""
     return _active
 
 
@@ -121,17 +127,30 @@ def host(track: str, name: str, num_bytes: Callable[[], int] = int) -> AbstractC
     return nullcontext() if _active is None else _active.host(track, name, num_bytes)
 
 
-def begin(device: torch.device, mark: Callable[[], Mark]) -> Trace:
-    """Trace what runs from now on."""
+def prepare(device: torch.device, mark: Callable[[], Mark]) -> Trace:
+    """A trace that is to begin later. Waits until the device is done, for the origin of both clocks."""
+    global _prepared
+    _prepared = Trace(device, mark)
+    return _prepared
+
+
+def begin() -> None:
+    """Trace what is begun, or queued, from now on."""
     global _active
-    _active = Trace(device, mark)
-    return _active
+    _active = _prepared
 
 
 def end() -> None:
     """Trace nothing any more."""
     global _active
     _active = None
+
+
+def forget() -> None:
+    """Another trace may be prepared."""
+    global _prepared
+    _prepared = None
+    end()
 
 
 def write(path: Path, ranges: Sequence[Range]) -> None:

@@ -24,7 +24,7 @@ def test_another_copy_to_vram_goes_between_two_chunks(monkeypatch: pytest.Monkey
     remainder = torch.zeros(numel, dtype=torch.int16, pin_memory=True)
     moments = [torch.zeros(numel, pin_memory=True) for _ in range(2)]
     weights = torch.zeros(numel, dtype=torch.bfloat16, device=device)
-    layer = PassingStates(FlatState(weights, remainder, *moments), weights, None)
+    layer = PassingStates("layer", FlatState(weights, remainder, *moments), weights, None)
     segments = [Segment(0, numel, adamw_scalars(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, step=1), 0, 0)]
     gradient = torch.zeros_like(weights)
     ring, kernels = StateRing(device, 10 * CHUNK + 4096, 3), CopyStream(device, "step on the GPU", urgent=True)

@@ -163,7 +163,9 @@ def test_activation_checkpointing_changes_no_weight(tmp_path: Path) -> None:
 def test_the_engine_recomputes_in_every_run_not_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[torch.Size] = []
     send = OffloadedInputs._send
-    monkeypatch.setattr(OffloadedInputs, "_send", lambda self, tensor: sent.append(tensor.shape) or send(self, tensor))
+    monkeypatch.setattr(
+        OffloadedInputs, "_send", lambda self, tensor, name: sent.append(tensor.shape) or send(self, tensor, name)
+    )
     more = {"offload": OffloadConfig(placement=Placement(activations="offload"))}
     trainer = train(tmp_path, t5(), seq2seq_rows(), more=more, gradient_checkpointing=True, save_strategy="epoch")
     assert trainer.engine.config.activation_checkpointing
