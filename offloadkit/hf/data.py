@@ -110,6 +110,7 @@ def prepare(
             f"there is nothing to learn in any of the {len(dataset)} rows: "
             + ("all labels are -100" if kind == "tokenised" else "their text gives no tokens to predict")
         )
+    run.check_words()
     run.warn_of_losses()
     return PreparedData(tokenised, _collator(tokenizer, task), task, run.id2label, run.num_skipped, run.num_truncated)
 

@@ -207,6 +207,7 @@ def load_tokenizer(
                 f"no tokenizer can be loaded from {source!r}: pass tokenizer= a name, a folder, a tokenizer, or 'byte' "
                 f"({error})"
             ) from error
+        _check_vocabulary(tokenizer, source)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ModelError(
@@ -214,6 +215,18 @@ def load_tokenizer(
             )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Raise `ModelError` for a tokenizer that knows special tokens alone: transformers makes one where no file of it is
+    found (T5's knows the word boundary too), and every word becomes the unknown token."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if len(set(tokenizer.get_vocab()) - special) < 2:
+        raise ModelError(
+            f"{source!r} has no tokenizer files, or not all of them: without these transformers makes an empty "
+            f"{type(tokenizer).__name__}, to which every word is unknown. Put them there, or pass tokenizer= the name "
+            "or folder of the tokenizer that the model was trained with, or 'byte' for a model with random weights"
+        )
 
 
 def _own_name(model: str | os.PathLike[str] | PreTrainedModel) -> str | os.PathLike[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from offloadkit.errors import DataError
@@ -39,6 +40,10 @@ class Tokenising:
     """Rows that teach nothing."""
     num_truncated: int = 0
     """Inputs and targets that were cut."""
+    num_tokens: Counter[str] = field(default_factory=Counter)
+    """By column; begin, end and padding are not counted."""
+    num_unknown: Counter[str] = field(default_factory=Counter)
+    """Those of `num_tokens` that stand for what the tokenizer does not know."""
 
     def warn_of_losses(self) -> None:
         """Log how many rows were left out or cut, if any were."""
@@ -51,6 +56,16 @@ class Tokenising:
                 self.max_input_length,
                 self.max_target_length,
             )
+
+    def check_words(self) -> None:
+        """Raise `DataError` where half of the tokens or more are the unknown one: nothing would be learned."""
+        for column, number in self.num_unknown.items():
+            if 2 * number >= self.num_tokens[column]:
+                raise DataError(
+                    f"the tokenizer does not know {number / self.num_tokens[column]:.0%} of the tokens in {column!r} "
+                    f"(they became {self.tokenizer.unk_token!r}): pass tokenizer= the one that the model was trained "
+                    "with, or a model made for this text and these characters"
+                )
 
 
 def tokenise(run: Tokenising, kind: str) -> Dataset:
@@ -71,6 +86,8 @@ def tokenise(run: Tokenising, kind: str) -> Dataset:
     def rows_that_teach(batch: _Columns, indices: list[int]) -> _Columns:
         tokens = _TOKENISERS[kind](run, batch, indices)
         _check_token_ids(run, tokens, indices)
+        if kind != "tokenised":
+            _count_unknown(run, tokens)
         keep = [_num_learned(run.task, labels) > 0 for labels in tokens["labels"]]
         run.num_skipped += keep.count(False)
         return {
@@ -203,6 +220,19 @@ def _check_token_ids(run: Tokenising, tokens: _Columns, indices: list[int]) -> N
                     f"row {index} has the token id {worst} in {column!r}, and the model's vocabulary is 0 ... "
                     f"{run.vocab_size - 1}: is the tokenizer the model's own?"
                 )
+
+
+def _count_unknown(run: Tokenising, tokens: _Columns) -> None:
+    """Add to the run's counts. Where the unknown token serves as another too (GPT-2), it says nothing."""
+    words = run.tokenizer
+    marks = {words.bos_token_id, words.eos_token_id, words.pad_token_id, words.cls_token_id, words.sep_token_id}
+    if words.unk_token_id is None or words.unk_token_id in marks:
+        return
+    for column in ["input_ids"] + (["labels"] if run.task == "seq2seq" else []):
+        for row in tokens[column]:
+            if unknown := row.count(words.unk_token_id):
+                run.num_unknown[column] += unknown
+            run.num_tokens[column] += len(row) - sum(row.count(mark) for mark in marks)
 
 
 @contextmanager

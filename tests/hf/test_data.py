@@ -280,6 +280,25 @@ def test_field_that_only_later_rows_have_is_seen() -> None:
         prepared([{"input": "a"}, {"input": "b", "target": "c"}])
 
 
+@pytest.mark.parametrize(
+    ("texts", "share"),
+    [(["the dog sat", "le chien dort"], "50%"), (["the dog sat on", "le chien dort"], None), (["le chat"], "100%")],
+)
+def test_text_that_the_tokenizer_mostly_does_not_know_is_refused(texts: list[str], share: str | None) -> None:
+    rows = [{"text": text} for text in texts]
+    if share is None:
+        assert len(prepared(rows, WORDS, LLAMA).dataset) == 2
+        return
+    with pytest.raises(DataError, match=f"does not know {share} of the tokens in 'input_ids' .*pass tokenizer="):
+        prepared(rows, WORDS, LLAMA)
+
+
+def test_an_end_token_that_is_the_unknown_one_too_is_no_unknown_word() -> None:
+    words = tiny.word_tokenizer()
+    words.unk_token = "</s>"
+    assert prepared([{"text": "hello"}], words, LLAMA).dataset[0]["input_ids"] == [1, 16, 2]
+
+
 @pytest.mark.parametrize("row", [{"input_ids": [5, 384], "labels": [1]}, {"input_ids": [5], "labels": [-1, 1]}])
 def test_token_outside_the_vocabulary_names_the_row(row: dict[str, list[int]]) -> None:
     with pytest.raises(DataError, match=r"row 1 has the token id (384|-1) .* 0 \.\.\. 383"):

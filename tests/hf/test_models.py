@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     ByT5Tokenizer,
     LlamaConfig,
+    PreTrainedConfig,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -296,6 +297,21 @@ def test_missing_tokenizer_says_what_to_pass(tmp_path: Path) -> None:
         load_tokenizer(tiny.save_config(tiny.llama_config(), tmp_path))
     with pytest.raises(ModelError, match="pass tokenizer="):
         load_tokenizer(AutoModelForSeq2SeqLM.from_config(tiny.t5_config()))
+
+
+@pytest.mark.parametrize("config", [tiny.t5_config(), tiny.bert_config()])
+@pytest.mark.parametrize("settings", [{}, {"pad_token": "<pad>"}])
+def test_folder_without_a_vocabulary_is_refused_where_transformers_makes_an_empty_tokenizer(
+    config: PreTrainedConfig, settings: dict[str, str], tmp_path: Path
+) -> None:
+    """With `settings` there is a tokenizer_config.json alone."""
+    folder = tiny.save_config(config, tmp_path)
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=r"no tokenizer files.* pass tokenizer= .*'byte'"):
+        load_tokenizer(folder)
+    ByT5Tokenizer().save_pretrained(folder)
+    assert load_tokenizer(folder)("A")["input_ids"] == [68, 1]
 
 
 def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
