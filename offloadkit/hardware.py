@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -98,6 +99,24 @@ def measure(
     from offloadkit import measuring  # runs kernels that lie above this module
 
     return measuring.measure(None if device is None else torch.device(device), folder=folder, fresh=fresh)
+
+
+def vram_rate(device: torch.device) -> float | None:
+    """Bytes a second of `device`'s memory: what `measure` has kept, else a look of a few hundredths of a second.
+
+    None where there is no room for the array that the look takes.
+    """
+    from offloadkit import measuring
+
+    return measuring.vram_rate(device)
+
+
+def busiest_device() -> torch.device:
+    """The CUDA device of which torch holds most here; the CPU where this process has not begun to use CUDA."""
+    cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
+    if not cuda.is_initialized():
+        return torch.device("cpu")
+    return torch.device("cuda", max(range(cuda.device_count()), key=cuda.memory_reserved))
 
 
 def num_cores() -> int:

@@ -31,7 +31,7 @@ ROWS = [
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 # Public functions whose work lies higher: (module, part), imported in the function that is called.
 DOORS = {("hardware", "measuring"), ("baseline", "compare")}
-MONITOR_SEES = {"monitor", "plan", "telemetry", "errors"}
+MONITOR_SEES = {"monitor", "plan", "hardware", "telemetry", "errors"}
 ENTRY_POINTS = {"__init__", "__main__"}
 
 NUMERIC_CORE = {name for row in ROWS[:7] for name in row}

@@ -122,6 +122,30 @@ def test_rates_are_kept_and_sizes_are_not(quick: list[torch.device], monkeypatch
     assert all(getattr(first, f.name) == getattr(second, f.name) for f in fields(first) if f.name not in changed)
 
 
+def test_the_rate_of_vram_alone_is_the_kept_one_where_there_is_one(
+    quick: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "quick_vram_rate", lambda device: 7.0)
+    assert hardware.vram_rate(CPU) == 7.0
+    hardware.measure(CPU)
+    assert hardware.vram_rate(CPU) == 1.0
+    assert len(quick) == 1, "it does not measure the rest"
+
+
+def test_a_quick_look_at_vram_takes_a_few_hundredths_of_a_second() -> None:
+    rates.quick_vram_rate(CPU)
+    began = time.process_time()
+    rate = rates.quick_vram_rate(CPU)
+    assert rate is not None
+    assert 1e8 < rate < 1e13
+    assert time.process_time() - began < 0.5
+
+
+def test_without_room_for_its_array_there_is_no_quick_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "ram_available_bytes", lambda: rates._QUICK_RAM_BYTES)
+    assert rates.quick_vram_rate(CPU) is None
+
+
 def test_a_fresh_measurement_replaces_what_was_kept(quick: list[torch.device]) -> None:
     assert hardware.measure("cpu").h2d_bytes_per_second == 1
     assert hardware.measure("cpu", fresh=True).h2d_bytes_per_second == 2

@@ -25,7 +25,7 @@ from offloadkit import hardware
 from offloadkit.errors import OutputError
 from offloadkit.hardware import Hardware
 from offloadkit.measuring.disk import disk_rates
-from offloadkit.measuring.rates import machine_rates
+from offloadkit.measuring.rates import machine_rates, quick_vram_rate
 from offloadkit.optim import cpu
 
 _VERSION = 3
@@ -65,6 +65,14 @@ def measure(device: torch.device | None, *, folder: str | Path | None, fresh: bo
             _keep(disk_key, disk)
         disk |= {"disk_folder": str(where), "disk_free_bytes": shutil.disk_usage(where).free}
     return Hardware(**_sizes(device), **rates, **disk)
+
+
+def vram_rate(device: torch.device) -> float | None:
+    """See `hardware.vram_rate`."""
+    device = hardware.indexed(device)
+    kept = (_of_this_process | _read_kept()).get(_machine_key(device), {})
+    rate: float | None = kept.get("vram_bytes_per_second") or quick_vram_rate(device)
+    return rate
 
 
 def _own_cores() -> list[Any]:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ _SLOW_SECONDS = 0.05
 _COPY_BYTES = 64 << 20
 _PIECE_BYTES = 16 << 20
 _VRAM_BYTES = 256 << 20
+_QUICK_VRAM_BYTES, _QUICK_RAM_BYTES = 192 << 20, 32 << 20
+"""Larger than the caches, of GPUs with 96 MiB too."""
 _STATE_BYTES = 2 + 2 + 4 + 4 + 2
 """A parameter's bf16 weight, remainder, exp_avg, exp_avg_sq and bf16 gradient."""
 _ADAMW_TRAFFIC_BYTES: dict[Precision, float] = {
@@ -229,6 +232,19 @@ def _vram_rate(device: torch.device) -> float:
     large = _VRAM_BYTES if device.type == "cuda" else 2 * _COPY_BYTES
     array = torch.zeros(max(1, min(large, room // 8) // 4), device=device)
     return 2 * 4 * array.numel() / _best_seconds(lambda: array.add_(1.0), device, 2)
+
+
+def quick_vram_rate(device: torch.device) -> float | None:
+    """The same from a smaller array, in a few hundredths of a second; None where there is no room for it."""
+    on_gpu = device.type == "cuda"
+    large = _QUICK_VRAM_BYTES if on_gpu else _QUICK_RAM_BYTES
+    room = hardware.vram_bytes(device)[0] if on_gpu else hardware.ram_available_bytes()
+    if room < 2 * large:
+        return None
+    seconds = _best_seconds(partial(torch.zeros(large // 4, device=device).add_, 1.0), device, 4 if on_gpu else 1)
+    if on_gpu:
+        torch.cuda.empty_cache()  # what was held for it would count as the training's
+    return 2 * large / seconds
 
 
 def _launch_seconds(device: torch.device) -> float:

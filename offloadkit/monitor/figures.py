@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offloadkit.monitor.history import History, Point
+from offloadkit.monitor.machine import Machine
 from offloadkit.plan import Plan
 from offloadkit.plan.costs import KERNEL_SECONDS, STEP_EFFICIENCY
 from offloadkit.plan.shapes import CATEGORIES
 from offloadkit.telemetry import StepRecord
 
-State = Literal["waiting", "running", "stopping", "finished", "stopped", "failed"]
+State = Literal["waiting", "running", "stopping", "finished", "closed", "stopped", "failed"]
 Parts = tuple[tuple[str, float], ...]
 """Names and seconds."""
 
@@ -32,6 +33,8 @@ class Memory:
         parts: bytes by category; they add up to `used`, or to `planned` while nothing was measured.
         used: what the process really has; None while nothing was measured.
         budget: what it may have; None where that is not known.
+        planned_whole: whether activations and the framework's own memory are in `planned`, which a plan that was made
+            without a micro-batch leaves out.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Memory:
     used: int | None
     planned: int
     budget: int | None
+    planned_whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,19 +104,25 @@ def figures(
     plan: Plan | None = None,
     *,
     total_steps: int | None = None,
+    machine: Machine | None = None,
     baseline_seconds: float | None = None,
     state: State = "running",
 ) -> Figures:
     """What there is to show.
 
     Args:
+        machine: that it runs on, where the plan was made without one.
         baseline_seconds: a step's, measured where everything is in VRAM.
     """
     typical = history.typical()
     seconds = mean(typical)
     newest = history.newest
     done = newest.step if newest else 0
-    slow, why = slowdown(seconds, plan, baseline_seconds)
+    measured = newest.bytes if newest else None
+    machine = Machine.of(plan) or machine
+    if machine is not None and measured and machine.on_gpu is not _on_gpu(measured):
+        machine = None  # the engine computes on another device than this process seemed to
+    slow, why = slowdown(seconds, plan, machine, baseline_seconds)
     tokens = [record.num_tokens or 0 for record in typical]
     trend = history.loss.trend()
     mean_step = history.mean_step_seconds()
@@ -130,7 +140,7 @@ def figures(
         split=split(seconds),
         beside=beside(seconds),
         tokens_per_second=sum(tokens) / (len(typical) * seconds["step"]) if any(tokens) and seconds["step"] else None,
-        memory=memory(newest.bytes if newest else None, plan),
+        memory=memory(measured, plan, machine),
         slowdown=slow,
         why_no_slowdown=why,
         num_skipped=history.num_skipped,
@@ -183,7 +193,13 @@ def beside(seconds: Mapping[str, float]) -> Parts:
     return tuple((name, seconds[phase]) for name, phase in names.items() if phase in seconds)
 
 
-def memory(measured: Mapping[str, Mapping[str, int]] | None, plan: Plan | None) -> tuple[Memory, ...]:
+def _on_gpu(measured: Mapping[str, Mapping[str, int]]) -> bool:
+    return "process" in measured.get("vram", {})
+
+
+def memory(
+    measured: Mapping[str, Mapping[str, int]] | None, plan: Plan | None, machine: Machine | None = None
+) -> tuple[Memory, ...]:
     """VRAM and RAM; only RAM, which both are in, where there is no GPU.
 
     Args:
@@ -192,18 +208,19 @@ def memory(measured: Mapping[str, Mapping[str, int]] | None, plan: Plan | None) 
     tiers = measured or (plan.tiers if plan else {})
     known = {tier: _known(tiers.get(tier, {})) for tier in _TIERS}
     used = {tier: tiers.get(tier, {}).get("process") for tier in _TIERS}
-    no_gpu = plan is not None and plan.on_cpu if measured is None else used["vram"] is None
+    no_gpu = machine is not None and not machine.on_gpu if measured is None else not _on_gpu(measured)
+    whole = "framework" in known["ram"]
     if no_gpu:
         both = [*known["ram"].items(), *known.pop("vram").items()]
         known["ram"] = {name: sum(size for other, size in both if other == name) for name, _ in both}
-    budgets = plan.budgets if plan else {}
+    budgets = (machine.budgets if machine else {}) | (plan.budgets if plan else {})
     found = []
     for tier, sizes in known.items():
         have = used[tier]
         parts = sizes if have is None else divided(sizes, have)
         in_order = sorted(parts.items(), key=lambda part: _place(part[0]))
         if parts:
-            found.append(Memory(_TIERS[tier], tuple(in_order), have, sum(sizes.values()), budgets.get(tier)))
+            found.append(Memory(_TIERS[tier], tuple(in_order), have, sum(sizes.values()), budgets.get(tier), whole))
     return tuple(found)
 
 
@@ -227,7 +244,7 @@ def _place(category: str) -> int:
 
 
 def slowdown(
-    seconds: Mapping[str, float], plan: Plan | None, baseline_seconds: float | None
+    seconds: Mapping[str, float], plan: Plan | None, machine: Machine | None, baseline_seconds: float | None
 ) -> tuple[Slowdown | None, str]:
     """The slowdown, or why it is not known.
 
@@ -240,9 +257,9 @@ def slowdown(
             return Slowdown(plan.seconds.step, plan.large_gpu_seconds, "predicted", is_planned=True), ""
         return None, "no step was timed yet"
     parts = dict(split(seconds))
-    gpu_step = gpu_step_seconds(plan)
+    gpu_step = gpu_step_seconds(plan, machine)
     if baseline_seconds is None and gpu_step is None:
-        return None, "the plan knows no machine, and no baseline was measured"
+        return None, _missing(plan, machine)
     recomputed = parts["forward"] * recomputed_share(plan)
     extra = {
         "wait for bus": parts["wait for bus"],
@@ -258,10 +275,20 @@ def slowdown(
     return Slowdown(step, total, "predicted" if baseline_seconds is None else "measured", named), ""
 
 
-def gpu_step_seconds(plan: Plan | None) -> float | None:
-    """AdamW on a GPU that holds all states: its traffic at the rate of VRAM; None without a machine."""
-    machine = plan.basis.hardware if plan is not None and plan.basis is not None else None
-    if plan is None or machine is None:
+def _missing(plan: Plan | None, machine: Machine | None) -> str:
+    """What a baseline cannot be predicted without, and what helps."""
+    if plan is None:
+        missing = "without a plan the AdamW step in VRAM cannot be predicted: pass Monitor(engine.plan, ...)"
+    elif machine is None:
+        missing = "nothing is known of the device that the engine computes on"
+    else:
+        missing = "VRAM is too full to measure how fast it is"
+    return f"{missing}; a step without offloading that you have timed can be passed as baseline_seconds"
+
+
+def gpu_step_seconds(plan: Plan | None, machine: Machine | None) -> float | None:
+    """AdamW on a GPU that holds all states: its traffic at the rate of VRAM; None where that is not known."""
+    if plan is None or machine is None or machine.vram_bytes_per_second is None:
         return None
     traffic = sum(layer.step_bytes(plan.accumulation) for layer in plan.layers)
     return traffic / (machine.vram_bytes_per_second * STEP_EFFICIENCY) + len(plan.layers) * KERNEL_SECONDS

@@ -7,12 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from offloadkit.errors import ConfigError
 from offloadkit.monitor.figures import Figures, State
 from offloadkit.monitor.figures import figures as compute_figures
 from offloadkit.monitor.history import History
+from offloadkit.monitor.machine import Machine
 from offloadkit.monitor.notebook import NotebookDisplay, running_shell
 from offloadkit.monitor.stop import Stop
 from offloadkit.plan import Plan
@@ -69,6 +70,9 @@ class Monitor:
     ) -> None:
         """
         Args:
+            plan: the engine's. Where it was made without a machine, as an engine makes its own, this one's free memory
+                is the budget, and the rate of its VRAM, measured at `start` in some hundredths of a second if it never
+                was before, predicts the step without offloading.
             telemetry: what the engine reports to; None makes one, to be given to the engine.
             total_steps: how many there will be, for the time that is left.
             baseline_seconds: of a step with everything in VRAM, measured; None: predicted from what is measured here.
@@ -78,14 +82,7 @@ class Monitor:
         Raises:
             ConfigError: an argument without a meaning.
         """
-        if display not in DISPLAYS:
-            raise ConfigError(f"display must be one of {', '.join(map(repr, DISPLAYS))}, got {display!r}")
-        if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
-            raise ConfigError(
-                f"total_steps must be a whole number >= 1, or None where it is not known: {total_steps!r}"
-            )
-        if baseline_seconds is not None and not 0 < baseline_seconds < float("inf"):
-            raise ConfigError(f"baseline_seconds must be a positive number, or None: {baseline_seconds!r}")
+        _check(plan, telemetry, total_steps, baseline_seconds, display)
         self.plan, self.telemetry = plan, telemetry or Telemetry()
         self.total_steps, self.baseline_seconds = total_steps, baseline_seconds
         self.steps_before = 0
@@ -94,6 +91,7 @@ class Monitor:
         self._stop = Stop()
         self._new: deque[StepRecord] = deque()
         self._history = History()
+        self._machine: Machine | None = None
         self._lock = threading.Lock()
         self._state: State = "waiting"
         self._ended = threading.Event()
@@ -124,6 +122,7 @@ class Monitor:
         if self._thread is None and not self._ended.is_set():
             self._unsubscribe = self.telemetry.subscribe(self._hear)
             self._stop.catch_interrupts()
+            self._look_at_the_machine()
             self._try(self._open_display)
             self._thread = threading.Thread(target=self._refresh, name="offloadkit-monitor", daemon=True)
             self._thread.start()
@@ -133,7 +132,8 @@ class Monitor:
         """Show the end, and leave the summary. Later calls do nothing.
 
         Args:
-            state: how it ended; None: "stopped" where that was requested, else "finished".
+            state: how it ended; None: "stopped" where that was requested, "closed" where steps are missing to
+                `total_steps`, else "finished".
         """
         if self._ended.is_set():
             return
@@ -142,7 +142,11 @@ class Monitor:
         self._stop.let_interrupts_go()
         if self._thread is not None:
             self._thread.join(timeout=5)
-        self._state = state or ("stopped" if self._stop.wished else "finished")
+        self._state = "finished" if state is None else state
+        if state is None and self._stop.wished:
+            self._state = "stopped"
+        elif state is None and self.figures().steps_done < (self.total_steps or 0):
+            self._state = "closed"
         display, self._display = self._display, None
         if display is not None:
             self._try(lambda: display.close(self.figures()))
@@ -165,6 +169,7 @@ class Monitor:
                 self._history,
                 self.plan,
                 total_steps=self.total_steps,
+                machine=self._machine,
                 baseline_seconds=self.baseline_seconds,
                 state=self._present_state(),
             )
@@ -172,6 +177,14 @@ class Monitor:
     def _hear(self, record: StepRecord) -> None:
         """Keep a record; all that is done on the thread that trains."""
         self._new.append(record)
+
+    def _look_at_the_machine(self) -> None:
+        """Where the plan was made without one."""
+        if Machine.of(self.plan) is None:
+            try:
+                self._machine = Machine.here()
+            except (OSError, RuntimeError) as error:
+                _say(f"budgets and a predicted slowdown are missing, because of {type(error).__name__}: {error}")
 
     def _present_state(self) -> State:
         if self._ended.is_set():
@@ -224,6 +237,23 @@ class Monitor:
         except Exception as error:
             self._display = None
             _say(f"nothing is drawn any more, because of {type(error).__name__}: {error}")
+
+
+def _check(plan: Any, telemetry: Any, total_steps: Any, baseline_seconds: Any, display: Any) -> None:
+    """Raise `ConfigError` for the first argument without a meaning."""
+    for name, value, kind in (("plan", plan, Plan), ("telemetry", telemetry, Telemetry)):
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(
+                f"{name} must be a {kind.__name__}, as engine.{name} is, or None; got a {type(value).__name__}: "
+                "Monitor(engine.plan, engine.telemetry)"
+            )
+    if display not in DISPLAYS:
+        raise ConfigError(f"display must be one of {', '.join(map(repr, DISPLAYS))}, got {display!r}")
+    if total_steps is not None and (type(total_steps) is not int or total_steps < 1):
+        raise ConfigError(f"total_steps must be a whole number >= 1, or None where it is not known: {total_steps!r}")
+    is_number = isinstance(baseline_seconds, int | float) and not isinstance(baseline_seconds, bool)
+    if baseline_seconds is not None and not (is_number and 0 < baseline_seconds < float("inf")):
+        raise ConfigError(f"baseline_seconds must be a positive number, or None: {baseline_seconds!r}")
 
 
 def can_be_drawn() -> bool:

@@ -73,7 +73,7 @@ def page(figures: Figures, ident: str, note: str = "") -> str:
     sections += [_memory(tier, f"{ident}-m{number}") for number, tier in enumerate(figures.memory)]
     if figures.split:
         sections.append(_step(figures, f"{ident}-s"))
-    sections.append(f'<div class="okm-words">{escape(words.slowdown(figures))}</div>')
+    sections.append(f'<div class="okm-words">{escape(words.unbroken(words.slowdown(figures)))}</div>')
     if len(figures.loss_curve) > 1:
         newest = "" if figures.loss is None else f"{figures.loss:.4g}"
         sections.append(
@@ -109,7 +109,8 @@ def _tiles(figures: Figures) -> str:
 
 
 def _title(name: str, value: str) -> str:
-    return f'<div class="okm-title"><b>{escape(name)}</b><span class="okm-faint">{escape(value)}</span></div>'
+    said = escape(words.unbroken(value))
+    return f'<div class="okm-title"><b>{escape(name)}</b><span class="okm-faint">{said}</span></div>'
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> str:

@@ -96,7 +96,7 @@ def memory_chart(tier: Memory, ident: str) -> str:
     at = tier.planned * scale
     drawn.append(_mark(at, top - 2, top + 32, "", 0, dashed=False))
     drawn.append(f'<path d="M{at - 5:.1f} {top + 35}h10l-5 -8z"/>')
-    drawn.append(_beside(at, top + 42, f"planned {format_bytes(tier.planned)}"))
+    drawn.append(_beside(at, top + 42, words.planned(tier, f"planned {format_bytes(tier.planned)}")))
     description = f"{words.memory(tier)}. " + ", ".join(f"{name} {format_bytes(size)}" for name, size in tier.parts)
     return chart(top + 48, f"{tier.name} by category", description, "".join(drawn), ident)
 

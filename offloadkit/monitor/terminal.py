@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Iterable
 
@@ -16,6 +17,7 @@ from offloadkit.plan import format_bytes
 from offloadkit.plan.text import format_seconds
 
 _NAME = 6
+_PLANNED, _BUDGET, _FAR = "▲", "┃", "→"
 _SPARKS = "▁▂▃▄▅▆▇█"
 _LINE_SECONDS = 30.0
 
@@ -64,7 +66,7 @@ class LogLines:
 
 
 def view(figures: Figures, width: int) -> Group:
-    """Some fifteen lines of at most `width` columns."""
+    """Some twenty lines of at most `width` columns."""
     room = max(20, min(width, 100) - _NAME)
     lines = [_head(figures), *_key_figures(figures, width)]
     for tier in figures.memory:
@@ -73,11 +75,11 @@ def view(figures: Figures, width: int) -> Group:
         timed = [(name, seconds, format_seconds(seconds)) for name, seconds in figures.split if seconds > 0]
         total = sum(seconds for _, seconds, _ in timed)
         lines += [_named("step", _bar([(n, s) for n, s, _ in timed], total, room)), *_legend(timed, room)]
-        busy = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in figures.beside)
-        lines.append(_named("busy", Text(busy)))
+        busy = [Text(f"{name} {format_seconds(seconds)}") for name, seconds in figures.beside]
+        lines += [_named("" if number else "busy", line) for number, line in enumerate(_in_lines(busy, room))]
     if len(figures.loss_curve) > 1:
         lines.append(_named("loss", Text(sparks([loss for _, loss in figures.loss_curve], room), style="bright_blue")))
-    lines.append(Text(words.slowdown(figures)))
+    lines += [Text(line) for line in _wrapped(words.slowdown(figures), min(width, 100))]
     return Group(*lines)
 
 
@@ -98,12 +100,35 @@ def _key_figures(figures: Figures, width: int) -> list[Text]:
 
 
 def _memory(tier: Memory, room: int) -> list[Text]:
-    full = max(tier.used or 0, tier.planned, tier.budget or 0, 1)
-    if tier.budget is not None and tier.budget > 3 * max(tier.used or 0, tier.planned):
-        full = max(tier.used or 0, tier.planned, 1)
+    """The bar, with the budget's line through it and the plan's mark below; a budget far away is an arrow there."""
+    most = max(tier.used or 0, tier.planned, 1)
+    far = tier.budget is not None and tier.budget > 3 * most
+    full = most if tier.budget is None or far else max(most, tier.budget)
     parts = [(name, size, format_bytes(size)) for name, size in tier.parts]
     bar = _bar([(name, float(size)) for name, size, _ in parts], full, room)
-    return [_named(tier.name, bar), _named("", Text(words.memory(tier), style="dim")), *_legend(parts, room)]
+    marks = {_column(tier.planned, full, room): _PLANNED}
+    mark = _FAR if far else _BUDGET
+    if tier.budget is not None:
+        at = _column(full if far else tier.budget, full, room)
+        if at in marks:  # then the plan's mark is moved: it fits
+            marks = {at - 1 if at else 1: _PLANNED}
+        marks[at] = mark
+        if not far and not bar.plain[at].isdigit():
+            bar = Text.assemble(bar[:at], (_BUDGET, "bold"), bar[at + 1 :])
+    said = words.memory(tier, f"{_PLANNED} ", f"{mark} ")
+    below = Text("".join(marks.get(column, " ") for column in range(room)).rstrip(), "bold")
+    told = [_named("", Text(line, "dim")) for line in _wrapped(said, room)]
+    return [_named(tier.name, bar), _named("", below), *told, *_legend(parts, room)]
+
+
+def _wrapped(said: str, room: int) -> list[str]:
+    """Lines that end before a name and its number, not between them."""
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in textwrap.wrap(words.unbroken(said), room)]
+
+
+def _column(size: int, full: int, room: int) -> int:
+    """Where a bar of `size` ends."""
+    return max(1, min(room, round(room * size / full))) - 1
 
 
 def _named(name: str, content: Text) -> Text:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from offloadkit.monitor.figures import Figures, Memory
 from offloadkit.plan import format_bytes
 from offloadkit.plan.text import format_seconds
@@ -11,6 +13,7 @@ STATES = {
     "running": "training",
     "stopping": "stopping after this step",
     "finished": "finished",
+    "closed": "closed before the end",
     "stopped": "stopped",
     "failed": "failed",
 }
@@ -26,6 +29,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def unbroken(words: str) -> str:
+    """With no-break spaces before numbers and units: a line does not end between "D2H", "65.2" and "ms"."""
+    return re.sub(r" (?=[+−]?\d|(?:ms|s|[KMG]iB)\b)", "\N{NO-BREAK SPACE}", words)
+
+
 def progress(figures: Figures) -> str:
     """ "step 320 of 1,000"."""
     of = f" of {figures.total_steps:,}" if figures.total_steps else ""
@@ -38,7 +46,7 @@ def tiles(figures: Figures) -> list[tuple[str, str, str]]:
     skipped = f"{figures.num_skipped} skipped" if figures.num_skipped else ""
     basis = "" if slow is None else "as planned" if slow.is_planned else f"{slow.baseline} baseline"
     rate = figures.tokens_per_second
-    ended = figures.state in ("finished", "stopped", "failed")
+    ended = figures.state in ("finished", "closed", "stopped", "failed")
     left = figures.eta_seconds
     return [
         ("slowdown", "–" if slow is None else f"{slow.factor:.2f}×", basis or "not known"),
@@ -72,13 +80,18 @@ def _signed(seconds: float) -> str:
     return ("+" if seconds >= 0 else "−") + format_seconds(abs(seconds))
 
 
-def memory(tier: Memory) -> str:
-    """ "5.87 GiB measured, 5.61 GiB planned, budget 6 GiB"."""
+def memory(tier: Memory, planned_mark: str = "", budget_mark: str = "") -> str:
+    """ "5.87 GiB used, 5.61 GiB planned, budget 6 GiB", each with what marks it in a picture before it."""
     words = [] if tier.used is None else [f"{format_bytes(tier.used)} used"]
-    words.append(f"{format_bytes(tier.planned)} planned")
+    words.append(planned(tier, f"{planned_mark}{format_bytes(tier.planned)} planned"))
     if tier.budget is not None:
-        words.append(f"budget {format_bytes(tier.budget)}")
+        words.append(f"{budget_mark}budget {format_bytes(tier.budget)}")
     return ", ".join(words)
+
+
+def planned(tier: Memory, words: str) -> str:
+    """The words, with what is not in the number."""
+    return words if tier.planned_whole else f"{words} without activations and framework"
 
 
 def line(figures: Figures) -> str:
@@ -100,7 +113,8 @@ def line(figures: Figures) -> str:
 
 def summary(figures: Figures) -> str:
     """Several lines of plain text: what stays where no picture can be shown."""
-    lines = [f"{STATES[figures.state]}: {line(figures)}", slowdown(figures)]
+    ended = "closed at " if figures.state == "closed" else f"{STATES[figures.state]}: "
+    lines = [ended + line(figures), slowdown(figures)]
     if figures.split:
         shown = [f"{name} {format_seconds(seconds)}" for name, seconds in figures.split if seconds > 0]
         lines.append("a step: " + ", ".join(shown))

@@ -14,6 +14,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 import offloadkit
+from offloadkit import hardware
 from offloadkit.demo.dates import date_pairs
 from offloadkit.demo.run import small_t5
 
@@ -66,6 +67,35 @@ def test_its_figures_are_what_nvml_proc_and_the_clock_say() -> None:
     assert figures.tokens_per_second == pytest.approx(2 * tokens.numel() / wall, rel=0.1)
     assert figures.steps_done == 40
     assert figures.eta_seconds == pytest.approx(20 * wall, rel=0.5)  # at the mean of all, the slow first ones too
+
+
+def test_a_loop_of_ones_own_is_set_against_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing was measured before
+    config = T5Config(d_model=256, d_ff=1024, num_layers=2, vocab_size=384, decoder_start_token_id=0)
+    tokens = torch.randint(3, 384, (8, 64), device="cuda")
+    with offloadkit.OffloadEngine(T5ForConditionalGeneration(config)) as engine:
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        engine.synchronize()
+        torch.cuda.empty_cache()
+        reserved = torch.cuda.memory_reserved()
+        began = time.perf_counter()
+        quick = hardware.vram_rate(torch.device("cuda"))
+        took = time.perf_counter() - began
+        assert torch.cuda.memory_reserved() == reserved
+        with offloadkit.Monitor(engine.plan, engine.telemetry, total_steps=10, display="none") as monitor:
+            for _ in range(10):
+                engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+                engine.step()
+            engine.synchronize()
+    figures = monitor.figures()
+    assert took < 0.25
+    assert quick == pytest.approx(hardware.measure("cuda").vram_bytes_per_second, rel=0.2)
+    assert figures.slowdown is not None, figures.why_no_slowdown
+    assert (figures.slowdown.baseline, figures.slowdown.is_planned) == ("predicted", False)
+    budgets = {tier.name: tier.budget for tier in figures.memory}
+    assert budgets["VRAM"] == pytest.approx(torch.cuda.get_device_properties(0).total_memory, rel=0.05)
+    assert budgets["RAM"] is not None
 
 
 def finetune(folder: Path, **options: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.monitor.figures import beside, divided, figures, gpu_step_seconds, memory, recomputed_share, split
 from offloadkit.monitor.history import MAX_POINTS, NUM_RECENT, History, LossCurve
+from offloadkit.monitor.machine import Machine
 from offloadkit.plan import MicroBatch, Plan, make_plan
 from tests.monitor.records import BYTES, GIB, SECONDS, record
 from tests.plan_machines import H200, shape, stage
@@ -112,7 +114,50 @@ def test_with_nothing_known_nothing_is_made_up() -> None:
     assert shown.why_no_slowdown == "no step was timed yet"
     without_machine = figures(history(record(1)))
     assert without_machine.slowdown is None
-    assert "no baseline was measured" in without_machine.why_no_slowdown
+    assert "without a plan the AdamW step in VRAM cannot be predicted" in without_machine.why_no_slowdown
+
+
+def engines_plan(**options: Any) -> Plan:
+    """As an engine makes its own: without a micro-batch and without a machine."""
+    return make_plan([shape(f"block.{index}", 1 << 26) for index in range(4)], OffloadConfig(**options))
+
+
+CARD = Machine(on_gpu=True, vram_bytes_per_second=4e12, budgets={"vram": 24 * GIB, "ram": 64 * GIB})
+
+
+def test_an_engines_own_plan_is_set_against_the_machine_that_is_there() -> None:
+    made = engines_plan(ram="40GiB")
+    shown = figures(history(record(1), record(2)), made, machine=CARD)
+    assert shown.slowdown is not None
+    assert shown.slowdown.baseline == "predicted"
+    gpu_step = 4 * (2**26 * 26) / (4e12 * 0.85) + 4 * 4e-6
+    assert shown.slowdown.baseline_seconds == pytest.approx(0.2 + 0.3 + 0.1 + gpu_step)
+    assert [tier.budget for tier in shown.memory] == [24 * GIB, 40 * GIB], "a wish goes before what is free"
+    assert figures(History(), made, machine=CARD).memory[0].budget == 24 * GIB
+
+
+def test_a_plan_without_a_micro_batch_says_what_it_leaves_out() -> None:
+    (ram, *_) = memory(None, engines_plan(), Machine(False, 5e10))
+    assert (ram.name, ram.planned_whole) == ("RAM", False)
+    assert all(tier.planned_whole for tier in memory(None, plan()))
+
+
+@pytest.mark.parametrize(
+    ("made", "machine", "why"),
+    [
+        (None, CARD, "without a plan the AdamW step in VRAM cannot be predicted: pass Monitor(engine.plan, ...)"),
+        (engines_plan(), None, "nothing is known of the device that the engine computes on"),
+        (engines_plan(), Machine(False, 5e10), "nothing is known of the device that the engine computes on"),
+        (engines_plan(), replace(CARD, vram_bytes_per_second=None), "VRAM is too full to measure how fast it is"),
+    ],
+)
+def test_what_is_missing_for_a_predicted_slowdown_is_said(made: Any, machine: Any, why: str) -> None:
+    shown = figures(history(record(1), record(2)), made, machine=machine)
+    assert shown.slowdown is None
+    assert shown.why_no_slowdown.startswith(why)
+    assert "can be passed as baseline_seconds" in shown.why_no_slowdown
+    measured = figures(history(record(1), record(2)), made, machine=machine, baseline_seconds=0.5)
+    assert measured.slowdown is not None
 
 
 def test_slowdown_against_a_measured_baseline_says_what_it_is_made_of() -> None:
@@ -125,7 +170,7 @@ def test_slowdown_against_a_measured_baseline_says_what_it_is_made_of() -> None:
 
 def test_a_predicted_baseline_is_the_computing_and_the_rest_measured_here_and_adamw_in_vram() -> None:
     made = plan(Placement())
-    gpu_step = gpu_step_seconds(made)
+    gpu_step = gpu_step_seconds(made, Machine.of(made))
     assert gpu_step is not None
     assert gpu_step == pytest.approx(4 * (2**26 * 26) / (4.05e12 * 0.85) + 4 * 4e-6)
     slow = figures(history(record(1), record(2)), made).slowdown
@@ -137,7 +182,7 @@ def test_a_predicted_baseline_is_the_computing_and_the_rest_measured_here_and_ad
 
 def test_states_that_come_from_ram_are_waited_for_beyond_adamw_in_vram() -> None:
     made = plan(Placement(gradients="vram", step="gpu"))
-    gpu_step = gpu_step_seconds(made)
+    gpu_step = gpu_step_seconds(made, Machine.of(made))
     assert gpu_step is not None
     waited = record(1)
     waited.seconds["forward_gpu_step_wait"] = 0.15
@@ -155,7 +200,7 @@ def test_recomputed_blocks_are_not_part_of_the_baseline() -> None:
     slow = figures(history(record(1), record(2)), made).slowdown
     assert slow is not None
     assert dict(slow.parts)["recomputed activations"] == pytest.approx(0.2)
-    assert slow.baseline_seconds == pytest.approx(0.3 + 0.1 + gpu_step_seconds(made))
+    assert slow.baseline_seconds == pytest.approx(0.3 + 0.1 + gpu_step_seconds(made, Machine.of(made)))
 
 
 def test_time_left_is_the_mean_of_all_steps_but_the_first() -> None:

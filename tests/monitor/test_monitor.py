@@ -12,16 +12,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError
-from offloadkit.monitor import Monitor
+from offloadkit.monitor import Monitor, words
 from offloadkit.monitor import monitor as monitor_module
 from offloadkit.monitor.figures import Figures
+from offloadkit.monitor.machine import Machine
 from offloadkit.monitor.stop import Stop
 from offloadkit.monitor.terminal import TerminalDisplay
+from offloadkit.plan import make_plan
 from tests.models import TinyLM, tokens
-from tests.monitor.records import record
+from tests.monitor.records import GIB, record
+from tests.plan_machines import H200, shape
 
 
 def threads() -> list[str]:
@@ -155,6 +159,60 @@ def test_a_monitor_closed_in_mid_run_hears_no_more(watched: Watched) -> None:
     assert [kind for kind, _ in watched.shown].count("close") == 1
 
 
+def test_a_loop_of_ones_own_has_a_predicted_slowdown_and_a_budget(watched: Watched) -> None:
+    with OffloadEngine(TinyLM(), OffloadConfig(learning_rate=1e-3, ram="900GiB"), device="cpu") as engine:
+        with Monitor(engine.plan, engine.telemetry, total_steps=8):
+            for batch in tokens(8):
+                engine.backward(engine(batch))
+                engine.step()
+            engine.synchronize()
+        assert engine.plan.basis is not None
+        assert engine.plan.basis.hardware is None, "what the monitor found out is not the engine's"
+    first, last = watched.shown[0][1], watched.shown[-1][1]
+    assert [tier.name for tier in first.memory] == ["RAM"]
+    assert first.memory[0].budget == last.memory[0].budget == 900 * GIB
+    assert not last.memory[0].planned_whole
+    assert last.slowdown is not None
+    assert (last.slowdown.baseline, last.slowdown.is_planned) == ("predicted", False)
+    assert "predicted: the computing measured here, and AdamW in VRAM" in words.slowdown(last)
+
+
+def test_without_a_wish_the_budget_is_what_the_process_has_and_what_is_free(watched: Watched) -> None:
+    with Monitor() as monitor:
+        monitor.telemetry.add(record(1, bytes={"ram": {"process": GIB}}))
+        free = hardware.process_ram_bytes() + hardware.ram_available_bytes()
+        (ram,) = monitor.figures().memory
+    assert ram.budget == pytest.approx(free, rel=0.1)
+
+
+def test_a_plan_with_a_machine_is_not_measured_for(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "here", lambda: pytest.fail("the plan knows its machine"))
+    made = make_plan([shape("block.0", 1 << 20)], OffloadConfig(), hardware=H200)
+    with Monitor(made):
+        pass
+
+
+def test_a_machine_that_will_not_be_looked_at_is_done_without(
+    watched: Watched, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Machine, "here", breaks)
+    with Monitor() as monitor:
+        monitor.telemetry.add(record(1))
+    assert "predicted slowdown are missing, because of RuntimeError: CUDA error" in capsys.readouterr().err
+    assert monitor.figures().steps_done == 1
+
+
+def test_a_monitor_that_is_closed_before_the_end_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with Monitor(total_steps=30) as monitor:
+        for step in range(1, 16):
+            monitor.telemetry.add(record(step))
+    assert monitor.figures().state == "closed"
+    assert capsys.readouterr().out.startswith("closed at step 15 of 30  loss 1")
+
+
 def test_two_monitors_of_one_run(watched: Watched) -> None:
     with Monitor() as first, Monitor(telemetry=first.telemetry) as second:
         first.telemetry.add(record(1))
@@ -266,6 +324,11 @@ def test_on_another_thread_interrupts_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ({"plan": TinyLM()}, "plan must be a Plan, as engine.plan is, or None; got a TinyLM: Monitor\\(engine.plan"),
+        ({"telemetry": "log"}, "telemetry must be a Telemetry, as engine.telemetry is, or None; got a str"),
+        ({"total_steps": True}, "total_steps must be a whole number >= 1"),
+        ({"baseline_seconds": "x"}, "baseline_seconds must be a positive number, or None: 'x'"),
+        ({"baseline_seconds": True}, "baseline_seconds must be a positive number"),
         ({"display": "browser"}, "display must be one of 'auto', 'notebook', 'terminal', 'none', got 'browser'"),
         ({"total_steps": 0}, "total_steps must be a whole number >= 1"),
         ({"total_steps": 2.5}, "total_steps must be a whole number >= 1"),

@@ -179,6 +179,48 @@ def rendered(made: Figures, width: int = 80) -> str:
     return console.export_text()
 
 
+def test_a_plan_of_weights_and_states_alone_says_so() -> None:
+    tiers = tuple(replace(tier, planned_whole=False) for tier in shown().memory)
+    html = words_in(parsed(page(shown(memory=tiers), "a1")))
+    assert html.count("planned 7 GiB without activations and framework") == 1
+    assert "21 GiB planned without activations and framework" in html
+    assert "7 GiB planned without activations and framework" in rendered(shown(memory=tiers), 100)
+    assert "without activations and framework" not in words_in(parsed(page(shown(), "a1")))
+
+
+def test_a_line_does_not_end_between_a_name_and_its_number() -> None:
+    space = "\N{NO-BREAK SPACE}"
+    said = words.unbroken("D2H 65.2 ms, wait for bus +210 ms, budget 11 GiB.")
+    assert said == f"D2H{space}65.2{space}ms, wait for bus{space}+210{space}ms, budget{space}11{space}GiB."
+    assert f"bus{space}+210{space}ms" in page(shown(), "a1")
+
+
+@pytest.mark.parametrize("width", range(40, 101))
+def test_a_terminals_lines_end_between_entries(width: int) -> None:
+    beside = (("CPU step", 0.6), ("GPU step", 0.4), ("H2D", 0.0652), ("D2H", 0.0652))
+    lines = [line.strip() for line in rendered(shown(beside=beside), width).splitlines()]
+    assert sum("D2H 65.2 ms" in line for line in lines) == 1
+    assert not [line for line in lines if line.startswith(("ms", "s ", "s,", "GiB", "65.2", "+210"))]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_terminal_marks_budget_and_plan(width: int) -> None:
+    lines = rendered(shown(), width).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("VRAM"))
+    bar, below, said = lines[at : at + 3]
+    room = width - 6
+    assert bar.index("┃") == below.index("┃") == width - 1, "the budget is what the bar could grow to"
+    assert below.index("▲") == 6 + round(room * 7 / 11) - 1
+    assert bar.count("·") == room - round(room * 8 / 11) - 1
+    assert said.strip() == "8 GiB used, ▲ 7 GiB planned, ┃ budget 11 GiB"
+    ram = next(number for number, line in enumerate(lines) if line.startswith("RAM"))
+    assert "┃" not in lines[ram]
+    assert lines[ram + 1].endswith("▲→"), "a budget far away is named at the edge"
+    over = rendered(shown(memory=(replace(shown().memory[0], budget=4 * GIB, planned=4 * GIB),)), width).splitlines()
+    bar, below = over[at], over[at + 1]
+    assert bar.index("┃") == below.index("┃") == below.index("▲") + 1 == 6 + round(room / 2) - 1
+
+
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_a_terminal_shows_the_same_figures(width: int) -> None:
     text = rendered(shown(), width)
