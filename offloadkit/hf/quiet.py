@@ -30,6 +30,19 @@ def progress_bars(shown: bool) -> Iterator[None]:
 
 
 @contextmanager
+def no_loader_messages() -> Iterator[None]:
+    """Keep the loaders of datasets from logging the fault of a file that they raise as an error too."""
+    import datasets
+
+    before = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(before)
+
+
+@contextmanager
 def no_tying_advice() -> Iterator[None]:
     """Drop transformers' advice to correct the config of a checkpoint with a head of its own: the loader does."""
     logger = logging.getLogger("transformers.modeling_utils")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from offloadkit.errors import DataError
 from offloadkit.hf.hub import hub_answers, readable_hub_errors, unreachable
+from offloadkit.hf.quiet import no_loader_messages
+from offloadkit.hf.read_json import dataset_from_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -106,13 +107,19 @@ def _from_file(path: Path) -> Dataset:
         raise DataError(f"the extension of {path.name!r} says nothing about its form: use {', '.join(_BUILDERS)}")
     if path.stat().st_size == 0:
         raise DataError(f"{str(path)!r} is empty: training needs at least one row")
+    if builder == "json":
+        return dataset_from_json(path)
+    options: dict[str, Any] = {}
+    if builder == "csv":  # texts as they were written, were they numbers or "None"; an empty cell holds nothing
+        options = {"converters": dict.fromkeys(("input", "target", "text"), str)}
+        options |= {"keep_default_na": False, "na_values": [""]}
     try:
-        return cast("Dataset", datasets.load_dataset(builder, data_files=str(path), split="train"))
+        with no_loader_messages():
+            return cast("Dataset", datasets.load_dataset(builder, data_files=str(path), split="train", **options))
     except Exception as error:  # each of the builders has its own classes
         if "corresponds to no data" in str(error):
             raise DataError(f"{str(path)!r} has no rows: training needs at least one") from error
-        reason = _first_bad_line(path) if path.suffix.lower() == ".jsonl" else None
-        raise DataError(f"{str(path)!r} cannot be read as {builder}: {reason or _innermost(error)}") from error
+        raise DataError(f"{str(path)!r} cannot be read as {builder}: {_innermost(error)}") from error
 
 
 def _from_hub(name: str, split: str) -> Dataset:
@@ -129,20 +136,6 @@ def _from_hub(name: str, split: str) -> Dataset:
                 f"the hub's dataset {name!r} cannot be taken as it is ({error}): load the part you want with "
                 f"datasets.load_dataset({name!r}, ...) and pass that"
             ) from error
-
-
-def _first_bad_line(path: Path) -> str | None:
-    """Which line of a .jsonl file is no JSON object, in words; None when all of them are."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    value = json.loads(line)
-                except json.JSONDecodeError as error:
-                    return f"line {number}, column {error.colno if error.lineno == 1 else len(line)}: {error.msg}"
-                if not isinstance(value, dict):
-                    return f"line {number} is no JSON object but a {type(value).__name__}"
-    return None
 
 
 def _innermost(error: BaseException) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -132,6 +134,7 @@ def _messages(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
         )
     rows = []
     for index, messages in zip(indices, batch["messages"], strict=True):
+        messages = _parsed(messages)
         if not isinstance(messages, list) or not messages:
             raise DataError(f"row {index} has no messages: fill them in or drop the row")
         for message in messages:
@@ -142,6 +145,14 @@ def _messages(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
         run.num_truncated += len(row) > run.max_input_length
         rows.append(row[: run.max_input_length])
     return _causal_columns(rows)
+
+
+def _parsed(messages: Any) -> Any:
+    """Messages that a file's reader left as JSON text; others, and other text, as they are."""
+    try:
+        return json.loads(messages) if isinstance(messages, str) else messages
+    except json.JSONDecodeError:
+        return messages
 
 
 def _labelled_text(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
@@ -197,8 +208,14 @@ def _encode(run: Tokenising, texts: list[str], max_length: int, *, target: bool 
 def _strings(batch: _Columns, column: str, indices: list[int]) -> list[str]:
     for index, value in zip(indices, batch[column], strict=True):
         if not isinstance(value, str):
-            found = "no value" if value is None else f"a {type(value).__name__} instead of a string"
-            raise DataError(f"row {index} has {found} in {column!r}: correct or drop the row")
+            if value is None:
+                raise DataError(f"row {index} has no value in {column!r}: correct or drop the row")
+            name = type(value).__name__
+            article = "an" if name[0] in "aeiou" else "a"
+            raise DataError(
+                f"row {index} has {article} {name} instead of a string in {column!r}: write it as text, such as "
+                f"{reprlib.repr(str(value))}"
+            )
     return batch[column]
 
 

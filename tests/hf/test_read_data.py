@@ -1,0 +1,130 @@
+"""Rows of files reach training as they were written, and faults of files are named once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from offloadkit.errors import DataError
+from offloadkit.hf.data import load_dataset_like, prepare
+from offloadkit.hf.models import load_tokenizer
+from tests.hf import tiny
+
+
+@pytest.fixture(autouse=True)
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_text(json.dumps(rows, indent=1) if path.suffix == ".json" else lines)
+    return path
+
+
+AS_WRITTEN = [
+    {"input": "3 May 1999", "target": "1999-05-03"},
+    {"input": "2001-01-01T00:00:00", "target": "007"},
+    {"input": "ä", "target": "None"},
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_texts_that_look_like_dates_or_numbers_stay_as_they_were_written(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"data{suffix}"
+    if "json" in suffix:
+        written(path, AS_WRITTEN)
+    elif suffix == ".csv":
+        pd.DataFrame(AS_WRITTEN).to_csv(path, index=False)
+    else:
+        pd.DataFrame(AS_WRITTEN).to_parquet(path)
+    assert load_dataset_like(path).to_list() == AS_WRITTEN
+
+
+def test_numbers_in_a_csv_file_are_the_text_that_was_written_and_labels_stay_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("input,target,label\n1+1,2.50,10\n2,,2\n")
+    assert load_dataset_like(path).to_list() == [
+        {"input": "1+1", "target": "2.50", "label": 10},
+        {"input": "2", "target": None, "label": 2},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, r"row 0 has an int instead of a string in 'target': write it as text, such as '3'"),
+        (2.5, r"row 0 has a float instead of a string in 'target': write it as text, such as '2\.5'"),
+    ],
+)
+def test_a_number_where_text_belongs_says_how_to_write_it(value: Any, message: str, tmp_path: Path) -> None:
+    rows = [{"input": "b", "target": value}]
+    with pytest.raises(DataError, match=message):
+        prepare(
+            load_dataset_like(written(tmp_path / "data.jsonl", rows)), load_tokenizer("byte", "byte"), tiny.t5_config()
+        )
+
+
+def test_messages_keep_what_differs_from_one_to_the_next(tmp_path: Path) -> None:
+    """Dates in them, and calls of tools: a column of one type would give every call the arguments of all."""
+    template = "{% for m in messages %}{{ m['content'] }} {{ m['call'] | default(0) | tojson }} {% endfor %}"
+    rows = [
+        {"messages": [{"role": "user", "content": "1999-05-03", "call": {"day": 3}}]},
+        {"messages": [{"role": "user", "content": "hello", "call": {"name": "x"}}, {"role": "tool", "content": "a"}]},
+    ]
+    words = load_tokenizer("byte", "byte")
+    words.chat_template = template
+    data = prepare(load_dataset_like(written(tmp_path / "data.jsonl", rows)), words, tiny.llama_config(vocab_size=384))
+    texts = [words.decode(ids) for ids in data.dataset["input_ids"]]
+    assert texts[0].startswith('1999-05-03 {"day": 3}')
+    assert texts[1].startswith('hello {"name": "x"} a 0')
+
+
+def test_rows_of_many_forms_have_the_types_of_all_of_them(tmp_path: Path) -> None:
+    """A field that is there from row 1500 on, and a column that is not learned from and has no common type."""
+    rows: list[dict[str, Any]] = [{"text": "a", "id": 1}] * 1500 + [{"text": "b", "id": "x", "label": 2}]
+    dataset = load_dataset_like(written(tmp_path / "data.jsonl", rows))
+    assert dataset.column_names == ["text", "id", "label"]
+    assert (dataset[0]["label"], dataset[1500]["label"], dataset[1500]["text"]) == (None, 2, "b")
+
+
+def test_token_ids_are_read_from_json(tmp_path: Path) -> None:
+    rows = [{"input_ids": [5, 6, 1], "labels": []}, {"input_ids": [5], "labels": [-100, 1]}]
+    assert load_dataset_like(written(tmp_path / "data.jsonl", rows)).to_list() == rows
+
+
+def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
+    path = written(tmp_path / "data.jsonl", [{"text": "a"}])
+    assert load_dataset_like(path)[0] == {"text": "a"}
+    assert load_dataset_like(written(path, [{"text": "b"}]))[0] == {"text": "b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data.jsonl", b'{"text": "a"}\n\n["b"]\n', "line 3 is no JSON object but a list"),
+        ("data.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"line 2, column 13: Expecting ','"),
+        ("data.json", b'[{"text": "a"},\n 3]', "item 1 is no JSON object but a int"),
+        ("data.json", b'[{"text": "a"},\n {"text"]', "line 2 column 9"),
+        ("data.json", b"\n \n", "has no rows: training needs at least one"),
+        ("data.jsonl", b'{"text": "\xe4"}\n', "not saved as UTF-8"),
+        ("data.jsonl", b'{"text": "a"}\n{"text": 3}\n', "column 'text' holds int and str: give every row text"),
+        ("data.jsonl", b'{"text": {"a": 1}}\n', "column 'text' holds dict: give every row text"),
+        ("data.jsonl", b'{"input_ids": ["a"], "labels": [1]}\n', "cannot be read as json"),
+        ("data.csv", b'text\n"a\n', "cannot be read as csv"),
+        ("data.parquet", b"no parquet at all", "cannot be read as parquet"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_fault_and_nothing_else_is_printed(
+    name: str, content: bytes, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as raised:
+        load_dataset_like(tmp_path / name)
+    assert name in str(raised.value)
+    assert caplog.text == ""
+    assert "Failed" not in capfd.readouterr().err
