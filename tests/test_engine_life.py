@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -14,10 +17,11 @@ import pytest
 import torch
 from torch import nn
 
-from offloadkit.config import OffloadConfig
+from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine as EngineOfDevice
-from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError
+from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OutOfVramError
 from offloadkit.offload import update
+from offloadkit.offload.gradients import Gradients
 from offloadkit.telemetry import Telemetry
 from tests.models import TinyLM, tokens, train
 
@@ -212,3 +216,65 @@ def test_interrupts_lose_no_staging_buffer(submitted: bool) -> None:
         engine.synchronize()
         assert gradients._staging.qsize() == 2
     assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in expected.state_dict().items())
+
+
+UNFINISHED = """
+import torch
+from torch import nn
+from offloadkit import OffloadConfig, OffloadEngine
+engines = [OffloadEngine(nn.Sequential(*[nn.Linear(64, 64) for _ in range(100)]), OffloadConfig(), device="cpu")
+           for _ in range(4)]
+for engine in engines:
+    engine.backward(engine(torch.rand(2, 64)).sum())
+    engine.step()
+"""
+
+
+def test_a_program_that_ends_without_closing_ends_well() -> None:
+    """Its threads are in the middle of an update."""
+    root = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    ended = subprocess.run([sys.executable, "-c", UNFINISHED], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("placement", [Placement(), Placement(weights="ram", activations="checkpoint")])
+def test_an_engine_that_could_not_be_built_leaves_no_hook(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model, batches = TinyLM(), tokens(2)
+    config = OffloadConfig(placement=placement)
+    with monkeypatch.context() as patch:
+        patch.setattr(Gradients, "_place", full)
+        with pytest.raises(OutOfVramError):
+            OffloadEngine(model, config)
+    assert not any(module._forward_pre_hooks or "forward" in vars(module) for module in model.modules())
+    with OffloadEngine(model, config) as engine:
+        train(engine, batches)
+
+
+@pytest.mark.parametrize(
+    "placement", [Placement(), Placement(step="gpu"), Placement(states="disk"), Placement(weights="ram")]
+)
+def test_a_parameter_without_elements_stays_so(placement: Placement) -> None:
+    class WithNothing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+            self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.sum() + self.nothing.float().sum()
+
+    model = WithNothing()
+    before = model.blocks[0].weight.detach().clone()
+    with OffloadEngine(model, OffloadConfig(placement=placement, learning_rate=0.1)) as engine:
+        engine.backward(engine(torch.ones(2, 8)))
+        engine.step()
+    assert model.nothing.shape == (0,)
+    assert not torch.equal(model.blocks[0].weight, before)

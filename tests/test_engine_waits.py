@@ -13,6 +13,7 @@ from torch import nn
 
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
+from offloadkit.errors import EngineStateError
 from offloadkit.offload import update
 from tests.models import TinyLM, tokens, train
 
@@ -142,3 +143,27 @@ def test_a_graph_older_than_the_step_fails_as_it_does_in_torch(device: str) -> N
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             engine.backward(second)
         train(engine, [batch])
+
+
+class ByModuleOrByHand(nn.Module):
+    """Uses a parameter through its module or without it, as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.big = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor, by_hand: bool) -> torch.Tensor:
+        return (nn.functional.linear(x, self.big.weight) if by_hand else self.big(x)).float().pow(2).mean()
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_weights_read_while_they_are_stepped_are_an_error(device: str) -> None:
+    x = torch.randn(2, 64, device=device)
+    with OffloadEngine(ByModuleOrByHand(), OffloadConfig(), device=device) as engine:
+        engine.backward(engine(x, by_hand=False))
+        engine.step()
+        with pytest.raises(EngineStateError, match=r"forward read 'big\.weight' while it was being stepped"):
+            engine.backward(engine(x, by_hand=True))
+        engine.synchronize()
+        engine.backward(engine(x, by_hand=True))
+        engine.step()

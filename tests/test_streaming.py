@@ -304,3 +304,78 @@ def test_a_forward_without_a_backward_leaves_no_activation(placement: Placement,
         del loss
         engine.backward(engine(x[:1]).sum())  # no copy of an input is on its way any more
         assert [reference() for reference in made[:8]] == [None] * 8
+
+
+class InPlace(nn.Module):
+    """A block that writes to a tensor which backward needs: its input, or what tanh gave."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where = nn.Linear(8, 8), where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "input":
+            return x.mul_(0.5) + torch.tanh(self.linear(x))
+        y = torch.tanh(self.linear(x))
+        return torch.tanh(x + y.mul_(2))
+
+
+@pytest.mark.parametrize("activations", ["keep", "checkpoint", "offload"])
+@pytest.mark.parametrize("where", ["input", "output"])
+def test_what_backward_needs_is_not_changed_unseen(where: str, activations: Any, device: str) -> None:
+    """As in plain torch, where a version counter tells; it is not asked for what passes through hooks."""
+
+    def norm(weights: Any, activations: Any) -> float | None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*[InPlace(where) for _ in range(3)]))
+        placement = Placement(weights=weights, activations=activations)
+        with OffloadEngine(model, config(placement), device=device) as engine:
+            engine.backward(engine(torch.randn(2, 8, device=device)).pow(2).sum())
+            engine.step()
+            return engine.grad_norm()
+
+    if where == "input" and activations == "keep":  # autograd tells the input from what becomes of it
+        assert norm("ram", "keep") == norm("vram", "keep")
+        return
+    with pytest.raises(ModelError, match=r"a tensor \[2, 8\] float32 that backward needs was written to"):
+        norm("ram", activations)
+    with pytest.raises((ModelError, RuntimeError)):
+        norm("vram", activations)
+
+
+@pytest.mark.parametrize("placement", [STREAMED, Placement(weights="ram", step="gpu")])
+def test_a_graph_from_before_a_step_is_an_error(placement: Placement, device: str) -> None:
+    with OffloadEngine(TinyLM(tied=False), config(placement), device=device) as engine:
+        first, second = tokens(2, device)
+        losses = [engine(first), engine(second)]
+        engine.backward(losses[0])
+        engine.step()
+        with pytest.raises((ModelError, EngineStateError), match=r"engine.step\(\)"):
+            engine.backward(losses[1])
+
+
+def test_stepped_weights_of_a_block_are_told_from_those_that_a_graph_saved(device: str) -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])  # nothing outside the blocks
+    with OffloadEngine(model, config(STREAMED), device=device) as engine:
+        x = torch.randn(2, 8, device=device)
+        losses = [engine(x).sum(), engine(x).sum()]
+        engine.backward(losses[0])
+        engine.step()
+        with pytest.raises(EngineStateError, match=r"the weights of '.*' were stepped since this loss was computed"):
+            engine.backward(losses[1])
+
+
+@pytest.mark.parametrize("placement", ALL)
+def test_inference_mode_between_steps_changes_nothing(placement: Placement, device: str) -> None:
+    def weights(mode: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = TinyLM()
+        with OffloadEngine(model, config(placement), device=device) as engine:
+            for batch in tokens(4, device):
+                with mode():
+                    engine(batch)
+                train(engine, [batch])
+        return {name: weight.detach().cpu().clone() for name, weight in model.state_dict().items()}
+
+    expected, found = weights(torch.no_grad), weights(torch.inference_mode)
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.items())

@@ -15,7 +15,7 @@ from offloadkit.errors import ConfigError
 from offloadkit.offload import host_memory
 from offloadkit.offload.host_memory import HostSlab
 from offloadkit.offload.layers import repeated_blocks
-from offloadkit.offload.recomputation import recomputed_in_backward
+from offloadkit.offload.recomputation import changed_in_place, recomputed_in_backward
 from offloadkit.offload.streams import CopyStream, Event, record_compute
 from offloadkit.offload.waits import Waits
 from offloadkit.offload.weights import LayerWeights
@@ -118,14 +118,24 @@ class OffloadedInputs:
     def checkpoint(
         self, name: str, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """As `_checkpoint`, with the first argument, by `name` in a trace, in RAM until backward."""
-        hidden = args[0].data_ptr() if args and isinstance(args[0], torch.Tensor) else None  # autograd keeps `pack`
+        """As `_checkpoint`, with the first argument, by `name` in a trace, in RAM until backward.
+
+        Raises:
+            ModelError: the block wrote to it, while it was copied.
+        """
+        if not torch.is_grad_enabled():
+            return _checkpoint(self.device, weights, forward, *args, **kwargs)
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        hidden, version = (None, 0) if first is None else (first.data_ptr(), first._version)  # autograd keeps `pack`
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Handle:
             return self._send(tensor, name) if tensor.data_ptr() == hidden and tensor.is_floating_point() else tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._bring_back):
-            return _checkpoint(self.device, weights, forward, *args, **kwargs)
+            output = _checkpoint(self.device, weights, forward, *args, **kwargs)
+        if first is not None and first._version != version:
+            raise changed_in_place(first)
+        return output
 
     def _send(self, tensor: torch.Tensor, name: str) -> _Handle:
         self._let_go(1)

@@ -218,7 +218,7 @@ class Gradients:
         gradients: list[Any] = [slot.parameter.grad for slot in slots]
         for slot, gradient in zip(slots, gradients, strict=True):
             _check_dense(slot, gradient)
-        self._open(layer)
+        self._open(layer, layer.received)
         places = layer.places()
         torch._foreach_copy_([places[index] for index in layer.received], gradients)
         for slot in slots:
@@ -234,7 +234,7 @@ class Gradients:
         if layer.complete:
             self._reopen(layer)
         if not layer.received:
-            self._open(layer)
+            self._open(layer, {index})
         place = layer.places()[index]
         if index in layer.received:
             place.add_(gradient)
@@ -242,8 +242,9 @@ class Gradients:
             place.copy_(gradient)
             layer.received.add(index)
 
-    def _open(self, layer: LayerGradient) -> None:
-        """Have a landing. The step, or a copy to RAM, may still read the last gradient from the layer's own."""
+    def _open(self, layer: LayerGradient, slots: set[int]) -> None:
+        """Have a landing, `slots` first. The step, or a copy to RAM, may still read the last gradient from its own."""
+        layer.weights.check_waited([layer.layer.slots[index] for index in slots & layer.known])
         layer.weights.wait()
         if layer.own_buffer is not None and layer.sent is not None:
             self._waits.delay(layer.sent)

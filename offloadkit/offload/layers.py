@@ -82,6 +82,7 @@ class FlatLayer:
         for slot in self.slots:
             slot.start = self.numel
             self.numel += -(-slot.numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self.numel = max(self.numel, SLOT_ALIGNMENT)  # parameters without elements
 
     @property
     def num_norm_blocks(self) -> int:

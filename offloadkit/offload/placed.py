@@ -97,6 +97,7 @@ class PlacedModel:
             undo.callback(compile_blocks(module, tied))
         self._checkpoint_blocks(config, undo)
         self.gates = Gates(module, weights, settle)
+        undo.callback(self.gates.remove)
         self.gradients = Gradients(
             [state.gradient for state in self.states],
             accumulation=self._accumulation,
@@ -105,9 +106,8 @@ class PlacedModel:
             got_gradient=self.gates.got_gradient,
             waits=self._waits,
         )
-        uses = TiedUses(list(layers), self.gradients.land)
-        for let_go in (self.gates.remove, self.gradients.remove, uses.remove):
-            undo.callback(let_go)
+        undo.callback(self.gradients.remove)
+        undo.callback(TiedUses(list(layers), self.gradients.land).remove)
 
     def _allocate(self, layers: Sequence[FlatLayer]) -> tuple[list[LayerState], list[torch.Tensor]]:
         """The layers' states, and the staging buffers for accumulation in RAM."""

@@ -42,7 +42,7 @@ class _Recomputation:
         self._inputs = _Inputs(args)
         self._surroundings = _Surroundings(device)
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
-        self._found: dict[int, torch.Tensor] = {}
+        self._found: dict[int, tuple[torch.Tensor, int]] = {}
 
     def pack(self, tensor: torch.Tensor) -> int:
         """Autograd saves, instead of `tensor`, how many it saved before."""
@@ -54,10 +54,14 @@ class _Recomputation:
         """The tensor that autograd wants back, which is let go: to `unpack` it again is another run."""
         if index not in self._found:
             self._found = self._run_again()
-        return self._found.pop(index)
+        tensor, version = self._found.pop(index)
+        if tensor._version != version:
+            raise changed_in_place(tensor)
+        return tensor
 
-    def _run_again(self) -> dict[int, torch.Tensor]:
-        expected, found = self._saved, dict[int, torch.Tensor]()
+    def _run_again(self) -> dict[int, tuple[torch.Tensor, int]]:
+        """What the second run saves, by its number, and how often it had been written to."""
+        expected, found = self._saved, dict[int, tuple[torch.Tensor, int]]()
         num_saved = len(expected)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +70,7 @@ class _Recomputation:
                 raise _changed(f"tensor {index} {_words(tensor.shape, tensor.dtype)}", _words(*expected[index]))
             if tensor.requires_grad:
                 tensor = tensor.detach()  # else what autograd saves of an operation's output would hold itself
-            found[index] = tensor
+            found[index] = tensor, tensor._version
             if index + 1 == num_saved:
                 raise _FoundAllError
             return tensor
@@ -90,6 +94,14 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 def _words(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def changed_in_place(tensor: torch.Tensor) -> ModelError:
+    """For a tensor that autograd saved, and something wrote to since."""
+    return ModelError(
+        f"a tensor {_words(tensor.shape, tensor.dtype)} that backward needs was written to after it had been saved. An "
+        "in-place operation did (x.mul_(2): compute x = x * 2 instead), or engine.step() before engine.backward(loss)"
+    )
 
 
 def _changed(found: str, expected: str) -> ModelError:

@@ -20,6 +20,7 @@ from torch import nn
 
 from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import FlatLayer, Slot
+from offloadkit.offload.recomputation import changed_in_place
 from offloadkit.offload.streams import CopyStream, Event, record_compute
 from offloadkit.offload.waits import Waits
 from offloadkit.offload.weights import LayerWeights, PendingUpdate
@@ -71,7 +72,8 @@ class StreamedWeights(LayerWeights):
         """Bind the parameters to `memory`, the layer's bytes in one of the ring's buffers."""
         address = memory.data_ptr()
         if address not in self._views:
-            self._views[address] = self.views(memory.view(self.layer.dtype))
+            with torch.inference_mode(False):  # views made in it could not be trained with
+                self._views[address] = self.views(memory.view(self.layer.dtype))
         self.bind(self._views[address])
 
     def use(self) -> None:
@@ -87,6 +89,7 @@ class StreamedWeights(LayerWeights):
 
     def start_update(self, slots: set[int]) -> PendingUpdate:
         assert self.block is not None
+        self.block.num_updates += 1
         self.block.ring.evict(self.block)
         return super().start_update(slots)
 
@@ -108,11 +111,12 @@ class StreamedBlock:
 
     Attributes:
         recomputed: whether backward may hold views of the block's buffer, made by a recomputation.
+        num_updates: how often its layers were stepped.
     """
 
     def __init__(self, layers: Sequence[StreamedWeights], ring: WeightRing) -> None:
         self.layers, self.ring = layers, ring
-        self.recomputed = False
+        self.recomputed, self.num_updates = False, 0
         for layer in layers:
             layer.block = self
 
@@ -166,9 +170,10 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _SavedWeight:
-    """A view of a block's weights, as offset in bytes, dtype, shape and strides."""
+    """A view of a block's weights, as offset in bytes, dtype, shape and strides, and the updates that they had seen."""
 
     block: StreamedBlock
+    num_updates: int
     offset: int
     dtype: torch.dtype
     shape: torch.Size
@@ -247,20 +252,33 @@ class WeightRing:
         """Block the calling thread until the copies asked for are done: their memory may go."""
         self.h2d.synchronize()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedWeight:
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | _SavedWeight:
         offset = tensor.data_ptr() - self._address
         if 0 <= offset < self._num_bytes and tensor.device == self.device:
             index, offset = divmod(offset, self._size)
             block = self._buffers[index].holds
             if block is not None:
-                return _SavedWeight(block, offset, tensor.dtype, tensor.shape, tensor.stride())
+                return _SavedWeight(block, block.num_updates, offset, tensor.dtype, tensor.shape, tensor.stride())
         # an operation's output would hold itself through what its node saved, and stay if backward never comes
-        return tensor.detach() if tensor.requires_grad else tensor
+        return tensor.detach() if tensor.requires_grad else tensor, tensor._version
 
-    def _unpack(self, saved: torch.Tensor | _SavedWeight) -> torch.Tensor:
-        if type(saved) is not _SavedWeight:
-            assert isinstance(saved, torch.Tensor)
-            return saved
+    def _unpack(self, saved: tuple[torch.Tensor, int] | _SavedWeight) -> torch.Tensor:
+        """
+        Raises:
+            ModelError, EngineStateError: what was saved is not there any more. (Autograd checks this itself, but not
+                for what passes through hooks.)
+        """
+        if type(saved) is tuple:
+            tensor, version = saved
+            if tensor._version != version:
+                raise changed_in_place(tensor)
+            return tensor
+        assert isinstance(saved, _SavedWeight)
+        if saved.num_updates != saved.block.num_updates:
+            raise EngineStateError(
+                f"the weights of {saved.block.layers[0].layer.name!r} were stepped since this loss was computed: call "
+                "engine.backward(loss) before engine.step(), or compute the loss again"
+            )
         self.use(saved.block)
         assert self._current is not None
         if saved.dtype not in self._as_dtype:

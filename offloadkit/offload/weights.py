@@ -107,6 +107,19 @@ class LayerWeights:
         """Have the newest weights where they live, for whoever reads or writes the parameters."""
         self.wait()
 
+    def check_waited(self, slots: Sequence[Slot]) -> None:
+        """
+        Raises:
+            EngineStateError: gradients of `slots`, which were stepped before, come though forward never waited for the
+                update: it may have read weights that were being stepped.
+        """
+        if slots and self.pending is not None:
+            raise EngineStateError(
+                f"forward read {slots[0].name!r} while it was being stepped: in earlier steps its module ran, in this "
+                "one the parameter was used without it (F.linear(x, module.weight)). Call the module in every step, "
+                "or engine.synchronize() before such a forward"
+            )
+
     def check_held(self, slot: Slot) -> None:
         """A gradient of `slot` arrives: what it was computed from must have been there until now."""
 
