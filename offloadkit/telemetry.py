@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -82,10 +84,26 @@ class Telemetry:
         self._log = self._log or self._opened(self._log_path)
         if self._log is not None:
             line = asdict(record) | {"tokens_per_second": record.tokens_per_second}
-            self._log.write(json.dumps(_finite(line)) + "\n")
-            self._log.flush()
+            try:
+                self._log.write(json.dumps(_finite(line)) + "\n")
+                self._log.flush()
+            except OSError as error:
+                self._give_up(error)
         for listener in list(self._subscribers):
             listener(record)
+
+    def _give_up(self, error: OSError) -> None:
+        """The log ends here, and training goes on."""
+        warnings.warn(
+            f"the telemetry log {self._log_path} could not be written at step {self.records[-1].step} and ends there "
+            f"({error.strerror}); training goes on",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        self._log_path = None
+        with suppress(OSError):  # closing writes what is left
+            self.close()
+        self._log = None
 
     def close(self) -> None:
         """Close the log; a later record opens it again."""

@@ -10,6 +10,7 @@ import pytest
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hardware import Hardware
 from offloadkit.plan import MicroBatch, Plan, make_plan
+from offloadkit.plan.text import format_bytes, format_seconds
 from tests.plan_machines import H200, TWO_CORES, shape, stage
 
 IN_RAM = Placement()
@@ -95,3 +96,18 @@ def test_more_vram_lets_the_gpu_step_more() -> None:
 def test_a_machine_without_contention_is_not_said_to_be_slow() -> None:
     fast = replace(H200, cpu_adamw_bytes_per_second=1e15, dram_bytes_per_second=1e15)
     assert "AdamW" not in plan(fast, placement=IN_RAM).explain()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [(1023 * 1024, "1023 KiB"), (2**20 - 1, "1 MiB"), (1_048_261_000, "1000 MiB"), (2**30, "1 GiB")],
+)
+def test_bytes_are_never_said_in_powers_of_ten(num_bytes: int, words: str) -> None:
+    assert format_bytes(num_bytes) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.9996, "1 s"), (0.9994, "999 ms"), (1234.5, "1234 s"), (0.0123, "12.3 ms")]
+)
+def test_seconds_are_never_said_in_powers_of_ten(seconds: float, words: str) -> None:
+    assert format_seconds(seconds) == words

@@ -40,3 +40,13 @@ def test_means_leave_the_first_tenth_out_and_count_a_missing_phase_as_nothing() 
     ]
     assert mean_seconds(records) == pytest.approx({"step": 2.0, "norm": 1.0})
     assert mean_seconds([]) == {}
+
+
+def test_a_full_disk_ends_the_log_and_not_the_training() -> None:
+    telemetry, heard = Telemetry(log_path="/dev/full"), []
+    telemetry.subscribe(heard.append)
+    with pytest.warns(RuntimeWarning, match="the telemetry log /dev/full could not be written at step 1 and ends"):
+        telemetry.add(record(1))
+    telemetry.add(record(2))
+    telemetry.close()
+    assert [each.step for each in heard] == [1, 2]

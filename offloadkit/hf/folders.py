@@ -111,6 +111,8 @@ def put_in_place(folder: Path, save: Callable[[Path], None]) -> None:
     new, old = (folder.with_name(f".{folder.name}-{kind}") for kind in ("new", "old"))
     try:
         with written_to(folder):
+            if old.exists() and not folder.exists():  # a process was killed between two renames
+                old.rename(folder)
             for leftover in (new, old):
                 shutil.rmtree(leftover, ignore_errors=True)
             new.mkdir(parents=True)
@@ -121,5 +123,10 @@ def put_in_place(folder: Path, save: Callable[[Path], None]) -> None:
     with written_to(folder):
         if folder.exists():
             folder.rename(old)
-        new.rename(folder)
+        try:
+            new.rename(folder)
+        except OSError:
+            if old.exists():
+                old.rename(folder)
+            raise
         shutil.rmtree(old, ignore_errors=True)

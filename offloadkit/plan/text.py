@@ -22,14 +22,19 @@ _STEPPERS = {
 def format_bytes(num_bytes: int) -> str:
     """ "1.23 GiB", "45.6 MiB" or "789 KiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 1000 * size else f"{num_bytes / size:.0f} {unit}"
-    return f"{num_bytes / 1024:.3g} KiB"
+        if num_bytes >= 0.9995 * size:
+            return f"{_three_digits(num_bytes / size)} {unit}"
+    return f"{_three_digits(num_bytes / 1024)} KiB"
+
+
+def _three_digits(number: float) -> str:
+    """At least: 1.23, 12.3, 123, 1234."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
 def format_seconds(seconds: float) -> str:
     """ "1.23 s" or "45.6 ms"."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+    return f"{_three_digits(seconds)} s" if seconds >= 0.9995 else f"{1000 * seconds:.3g} ms"
 
 
 def as_text(plan: Plan) -> str:

@@ -61,6 +61,33 @@ def test_a_full_disk_leaves_the_earlier_model_or_nothing(tmp_path: Path, error: 
     assert not had_one or (folder / "weights").read_text() == "old"
 
 
+def test_a_save_that_fails_in_its_last_moment_leaves_the_earlier_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rename = tmp_path / "model", Path.rename
+    put_in_place(folder, lambda new: (new / "weights").write_text("old") and None)
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name.endswith("-new"):
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(OutputError):
+            put_in_place(folder, lambda new: (new / "weights").write_text("new") and None)
+    assert (folder / "weights").read_text() == "old"
+
+
+def test_a_model_that_a_killed_save_had_set_aside_is_not_lost(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    put_in_place(folder, lambda new: (new / "weights").write_text("old") and None)
+    folder.rename(tmp_path / ".model-old")
+    with pytest.raises(OutputError):
+        put_in_place(folder, lambda new: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert (folder / "weights").read_text() == "old"
+
+
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), EngineStateError("closed")])
 def test_other_faults_while_saving_stay_what_they_are(tmp_path: Path, error: Exception) -> None:
     with pytest.raises(type(error), match=str(error)), written_to(tmp_path):
