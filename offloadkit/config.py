@@ -120,7 +120,7 @@ class OffloadConfig:
     """Folder on a local disk for optimizer states on disk; None: the system's folder for temporary files."""
 
     seed: int = 0
-    """Of the stochastic rounding of "compact"."""
+    """Of the stochastic rounding of "compact" and "tiny"."""
 
     activation_checkpointing: bool = False
     """Recompute each layer's activations in backward: less VRAM, about a third more compute."""

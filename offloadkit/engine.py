@@ -311,8 +311,8 @@ class OffloadEngine:
     # ---- states by name ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All numbers of the run: "module" (the model's state_dict), "optimizer" (by parameter name: step, exp_avg,
-        exp_avg_sq, remainder), "param_groups" (options by group) and "num_updates". Tensors are live, not copies."""
+        """All numbers of the run, live, not copies: "module" (the model's state_dict), "optimizer" (its `state`, by
+        parameter name), "param_groups" (options by group), "num_updates" and "loss_scale" (fp16's, else None)."""
         self.synchronize()
         return {
             **run_state(self.module, self.optimizer, self._placed),

@@ -153,7 +153,7 @@ class Gradients:
         passing = [layer for layer in layers if self._passes(layer)]
         sizes = [layer.landing_bytes for layer in passing]
         self._pool = LandingPool(self._device, max(sizes, default=0), waits)
-        self._pooled = {layer for layer in passing if not is_small(layer.landing_bytes, sizes)}
+        self._pooled = {layer for layer in passing if not is_small(layer.landing_bytes, max(sizes))}
         self.d2h = CopyStream(self._device, "D2H")
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in staging:

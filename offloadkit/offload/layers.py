@@ -359,6 +359,7 @@ def _piece(
     return current[dtype]
 
 
-def _listed(names: Iterable[str], most: int = 5) -> str:
+def _listed(names: Iterable[str]) -> str:
+    """The first five."""
     listed = list(names)
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

@@ -114,9 +114,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def reset_peak(self) -> None:
         self.peak = self.live
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        return id(tensor.untyped_storage()) in self._storages
-
     def _remember(self, tensor: torch.Tensor, num_bytes: int) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
@@ -143,7 +140,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storages = {id(tensor.untyped_storage()) for tensor in read}
         is_view = not function._schema.is_mutable and all(id(t.untyped_storage()) in storages for t in made)
         if made and not is_view and not function.__name__.startswith(("empty", "new_empty")):
-            self._count(function, args, kwargs, output, sum(map(num_bytes_of, [*read, *made])))
+            self._count(function, args, kwargs, output, sum(tensor.nbytes for tensor in [*read, *made]))
         for tensor in made:
             if tensor.device == META:
                 self._remember(tensor, allocated_bytes(tensor.untyped_storage().nbytes()))
@@ -156,10 +153,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             number = flops(*args, **kwargs, out_val=output)
             self.total += Pass(flops=number, matmul_bytes=moved, num_operations=1)
-
-
-def num_bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def allocated_bytes(num_bytes: int) -> int:

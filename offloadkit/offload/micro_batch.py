@@ -17,20 +17,17 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offloadkit.offload.layers import repeated_blocks
-from offloadkit.offload.meter import META, AsOnGpu, Meter, allocated_bytes, num_bytes_of
+from offloadkit.offload.meter import META, AsOnGpu, Meter, allocated_bytes
 from offloadkit.offload.step_clock import num_tokens
 from offloadkit.plan.work import MicroBatch, Pass, Stage
 
 
-def trace_micro_batch(
-    model: nn.Module, batch: dict[str, torch.Tensor], loss: Callable[[Any], torch.Tensor] | None = None
-) -> MicroBatch:
-    """Follow one forward and backward of `model` over `batch`.
+def trace_micro_batch(model: nn.Module, batch: dict[str, torch.Tensor]) -> MicroBatch:
+    """Follow one forward and backward of `model` over `batch`; the loss is the output's `.loss`, or the output itself.
 
     Args:
         model: on the meta device, in the dtype it computes with and in training mode.
         batch: keyword arguments of forward; only shapes and dtypes count.
-        loss: takes the loss from what forward returns; None takes its `.loss`, or the output where that is a tensor.
     """
     inputs = {
         name: torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
@@ -46,10 +43,10 @@ def trace_micro_batch(
         undo.enter_context(meter)
         with torch.enable_grad():
             output = model(**inputs)
-            value = loss(output) if loss is not None else getattr(output, "loss", output)
+            loss = getattr(output, "loss", output)
             stages.end_of_forward()
             del output
-            value.backward()
+            loss.backward()
             stages.end_of_backward()
     return MicroBatch(stages.in_order(), num_tokens(model, inputs) or 0)
 
@@ -159,8 +156,8 @@ class _Stages:
             backward=meter.total - self._counted,
             kept_bytes=kept,
             output_bytes=sum(map(allocated_bytes, storages.values())),
-            input_bytes=sum(map(num_bytes_of, inputs[:1])),
-            shared_bytes=sum(map(num_bytes_of, differentiated[1:])),
+            input_bytes=sum(tensor.nbytes for tensor in inputs[:1]),
+            shared_bytes=sum(tensor.nbytes for tensor in differentiated[1:]),
             forward_peak_bytes=forward_peak,
             backward_peak_bytes=meter.peak - self._before,
         )

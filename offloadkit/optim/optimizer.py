@@ -27,9 +27,10 @@ class Run(Protocol):
 class OffloadAdamW(torch.optim.Optimizer):
     """AdamW whose states live in host RAM and whose step the engine runs.
 
-    `state[parameter]` holds "step" (fp32 scalar), "exp_avg" and "exp_avg_sq" (fp32, the parameter's shape) and
-    "remainder": for bf16 working weights the low half of the split master weights (int16), for fp16 ones the master
-    weights (fp32). They are views of the engine's memory: read them after `state_dict()` or `engine.synchronize()`.
+    `state[parameter]` holds "step" (fp32 scalar), "exp_avg" and "exp_avg_sq" (the parameter's shape; fp32, bf16 in
+    "compact", 8 bits in "tiny", with 1-D fp32 "exp_avg_scale" and "exp_avg_sq_scale") and "remainder": for bf16 working
+    weights the low half of the split master weights (int16), for fp16 ones the master weights (fp32). They are views of
+    the engine's memory: read them after `state_dict()` or `engine.synchronize()`.
     """
 
     def __init__(

@@ -112,11 +112,6 @@ def _fit(plan: Plan) -> Iterator[str]:
         yield f"{words} would fit: {needs}{speed}"
 
 
-def limit(plan: Plan) -> tuple[str, float] | None:
-    """What the step waits for most ("GPU", "CPU step", "H2D", "D2H", "disk", "launches"), and its share of the step."""
-    return next(iter(_shares(plan)), None)
-
-
 def _shares(plan: Plan) -> list[tuple[str, float]]:
     """What is busy, and for which share of the step; what is busy longest first."""
     if plan.seconds is None:

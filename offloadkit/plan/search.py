@@ -319,9 +319,9 @@ class _Room:
     disk: int
 
 
-def _grid(most: int, parts: int = GRID) -> list[int]:
-    """0 to `most` in at most `parts` steps."""
-    return sorted({round(most * part / parts) for part in range(parts + 1)})
+def _grid(most: int) -> list[int]:
+    """0 to `most` in at most `GRID` steps."""
+    return sorted({round(most * part / GRID) for part in range(GRID + 1)})
 
 
 def _is_among(number: int, place: int, total: int) -> bool:

@@ -174,7 +174,7 @@ def tier_bytes(
     for layer, placement in placed:
         tiers["ram"].update(layer.ram_bytes(placement, accumulation))
         tiers["vram"].update(layer.vram_bytes(placement, accumulation))
-        if placement.states not in ("vram", "ram"):
+        if placement.states == "disk":
             tiers["disk"].update(layer.state_bytes())
     buffers = buffer_bytes(placed, accumulation)
     for tier, parts in buffers.items():
@@ -184,14 +184,14 @@ def tier_bytes(
     }
 
 
-def is_small(landing_bytes: int, sizes: Sequence[int]) -> bool:
-    """Whether a gradient has a landing of its own, among gradients of these sizes."""
-    return landing_bytes * SMALL_LANDING <= max(sizes)
+def is_small(landing_bytes: int, largest: int) -> bool:
+    """Whether a gradient has a landing of its own, beside one of the largest size."""
+    return landing_bytes * SMALL_LANDING <= largest
 
 
 def pool_of_landings(sizes: Sequence[int]) -> int:
     """How many landings gradients of these sizes share, each as large as the largest gradient."""
-    largest = sizes and [max(sizes)]
+    largest = max(sizes, default=0)
     return min(NUM_LANDINGS - 1, sum(not is_small(size, largest) for size in sizes))
 
 
@@ -208,12 +208,12 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
     landings, own = pool_of_landings(sizes), sum(layer.landing_bytes() for layer in landing if layer.shared)
     largest = max(sizes, default=0)
     autograds = max((layer.landing_bytes() for layer, _ in placed if not layer.shared), default=0)
-    landings_bytes = autograds + landings * largest + own + sum(size for size in sizes if is_small(size, [largest]))
+    landings_bytes = autograds + landings * largest + own + sum(size for size in sizes if is_small(size, largest))
     streamed: dict[str, int] = defaultdict(int)  # a block has a flat layer for each of its dtypes
     for layer, where in placed:
         if where.weights == "ram":
             streamed[layer.name] += layer.weight_bytes()
-    on_disk = [sum(layer.state_bytes().values()) for layer, where in placed if where.states not in ("vram", "ram")]
+    on_disk = [sum(layer.state_bytes().values()) for layer, where in placed if where.states == "disk"]
     staging = max((layer.landing_bytes() for layer in through_ram), default=0) if accumulation > 1 else 0
     return {
         "vram": {
