@@ -15,7 +15,8 @@ What the arguments of `finetune` take:
 - `gradient_accumulation`: micro-batches an update.
 - `learning_rate`: None takes `LEARNING_RATES`; it rises over the first 5 % of the steps and falls linearly to 0.
 - `init`: "random" starts from random weights.
-- `max_input_length`, `max_target_length`: in tokens; None is 512 (causal: 1024), and 128 for targets.
+- `max_input_length`, `max_target_length`: in tokens; None is 512 (causal: 1024), and 128 for targets. The plan is for
+  the longest of the rows; where something must be downloaded to tokenise them, first for these lengths, and again then.
 - `retry_leaner`: where the GPU's memory is full, say so, write a checkpoint of the last finished step and, once, go on
   from it by a plan with less in VRAM; the weights come out as if there had been room. (The loss and seconds that are
   handed back are then those since the checkpoint, as with `resume`.)
@@ -55,13 +56,14 @@ from offloadkit.hf.bars import bars_where_live
 from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
 from offloadkit.hf.evaluation import Sample, predict, share_correct
 from offloadkit.hf.folders import check_same_model, newest_checkpoint, put_in_place, writable
-from offloadkit.hf.models import check_kind, load_config, load_tokenizer
+from offloadkit.hf.models import check_kind, load_config, load_tokenizer, needs_no_hub
+from offloadkit.hf.read_data import on_hub
 from offloadkit.monitor import Monitor
 from offloadkit.monitor.monitor import can_be_drawn
 from offloadkit.plan import Dtype, Plan
 from offloadkit.planning import auto_batch_size, check_rows, default_dtype, with_wishes
 from offloadkit.telemetry import StepRecord
-from offloadkit.training import TrainingRun, checked_plan, errors_hold_nothing
+from offloadkit.training import TrainingRun, checked_plan, errors_hold_nothing, longest_row, plan_for_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainingArguments
@@ -144,7 +146,7 @@ def finetune(
         ConfigError: an argument has no meaning, or two contradict each other.
         OutputError: `output_dir` cannot be written; found out before anything is loaded.
         DataError, ModelError, ModelNotFoundError, ModelAccessError: the dataset or the model will not do.
-        DoesNotFitError: what the plan needs is not there; found out before anything is loaded.
+        DoesNotFitError: what the plan needs is not there; found out before anything is downloaded or loaded.
         OutOfVramError: the GPU's memory is full, with `retry_leaner` for the second time.
         NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
     """
@@ -156,14 +158,15 @@ def finetune(
     output = writable(output_dir)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
-    own |= {
-        "per_device_train_batch_size": _rows(model, batch_size, lengths, offload, training_arguments),
-        "gradient_accumulation_steps": gradient_accumulation,
-        "learning_rate": learning_rate or LEARNING_RATES[init],
-    }
+    own |= {"gradient_accumulation_steps": gradient_accumulation}
+    own |= {"learning_rate": learning_rate or LEARNING_RATES[init]}
+    own["per_device_train_batch_size"] = _rows(model, batch_size, lengths, offload, training_arguments)
     args = _training_arguments(own, training_arguments, dtype, eval_dataset is not None)
-    sizes = checked_plan(model, args, offload, lengths)
+    at_once = needs_no_hub(model, tokenizer, init=init) and not any(map(on_hub, (train_dataset, eval_dataset)))
+    assumed = None if at_once else checked_plan(model, args, offload, lengths)
     words, config, data, evaluation = _read(model, init, tokenizer, train_dataset, eval_dataset, lengths)
+    lengths = longest_row(data, evaluation)
+    sizes = plan_for_rows(model, args, offload, lengths, assumed=assumed, task=data.task)
     checkpoint = _checkpoint(output, config) if resume else None
     watch = _monitor(sizes, model, data, args, dtype, output, shown=monitor, measured=baseline == "measure")
     run = TrainingRun(model, init, args, offload, lengths, words, data, evaluation, watch)

@@ -19,12 +19,13 @@ from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import OutOfVramError
 from offloadkit.hf.data import PreparedData, with_decoder_inputs
-from offloadkit.hf.models import build_model, load_model
+from offloadkit.hf.models import Task, build_model, load_model
 from offloadkit.hf.weight_files import Materialise
 from offloadkit.monitor import Monitor
 from offloadkit.offload.layers import flat_layers
 from offloadkit.offload.shortage import leaner_budget
 from offloadkit.plan import Plan, format_bytes
+from offloadkit.plan.text import format_seconds
 from offloadkit.planning import check_fits, plan
 
 if TYPE_CHECKING:
@@ -187,6 +188,48 @@ def checked_plan(model: Any, args: Seq2SeqTrainingArguments, offload: OffloadCon
     """The plan, printed; raises `DoesNotFitError` where it does not fit."""
     sizes = _plan(model, args, offload, lengths)
     print(sizes, flush=True)
+    check_fits(sizes)
+    return sizes
+
+
+def longest_row(*prepared: PreparedData | None) -> dict[str, Any]:
+    """The lengths to plan for once the rows are tokenised: no batch is longer."""
+    some = [data for data in prepared if data is not None]
+    lengths = {name: max(getattr(data, name) for data in some) for name in ("longest_input", "longest_target")}
+    return {"max_input_length": lengths["longest_input"], "max_target_length": lengths["longest_target"]}
+
+
+def plan_for_rows(
+    model: Any,
+    args: Seq2SeqTrainingArguments,
+    offload: OffloadConfig,
+    lengths: dict[str, Any],
+    *,
+    assumed: Plan | None,
+    task: Task,
+) -> Plan:
+    """The plan for rows of known `lengths`. They may be longer than was assumed: rows that came as tokens are not cut.
+
+    Args:
+        assumed: the plan that was shown before; then one line says what is otherwise now.
+        task: what the rows teach.
+
+    Raises:
+        DoesNotFitError: it does not fit.
+    """
+    if assumed is None:
+        return checked_plan(model, args, offload, lengths)
+    sizes = _plan(model, args, offload, lengths)
+    if sizes == assumed:
+        return assumed
+    target = f" + {lengths['max_target_length']}" if task == "seq2seq" else ""
+    takes = [f"{format_seconds(sizes.seconds.step)} a step"] if sizes.seconds else []
+    tiers = {"ram": "RAM"} if sizes.on_cpu else {"vram": "VRAM", "ram": "RAM"}
+    takes += [f"{format_bytes(sizes.needs()[tier])} of {name}" for tier, name in tiers.items()]
+    print(
+        f"planned again, the longest row has {lengths['max_input_length']}{target} tokens: {', '.join(takes)}",
+        flush=True,
+    )
     check_fits(sizes)
     return sizes
 

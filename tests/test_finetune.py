@@ -192,7 +192,7 @@ def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
         seen["by batch size"] = offload.working_dtype
         return 4
 
-    def plan(model: Any, args: Any, offload: OffloadConfig, lengths: Any) -> None:
+    def plan(model: Any, args: Any, offload: OffloadConfig, lengths: Any, **_: Any) -> None:
         seen["by plan"] = engine_config(offload, args).working_dtype
         seen["bf16"], seen["fp16"] = args.bf16, args.fp16
         raise KeyboardInterrupt
@@ -201,7 +201,7 @@ def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
     monkeypatch.setattr(hardware, "default_device", lambda: device)
     monkeypatch.setattr(hardware, "supports_bf16", lambda device: gpu == "H200" or device.type == "cpu")
     monkeypatch.setattr(module, "auto_batch_size", auto_batch_size)
-    monkeypatch.setattr(module, "checked_plan", plan)
+    monkeypatch.setattr(module, "plan_for_rows", plan)
     monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
     with pytest.raises(KeyboardInterrupt):
         finetune(t5(), PAIRS, **({"batch_size": "auto", "use_cpu": False} | options))
@@ -293,9 +293,9 @@ def test_a_plan_from_a_name_needs_no_weights_and_counts_every_parameter() -> Non
     assert plan.tiers["ram"]["master weights"] == pytest.approx(2 * plan.num_parameters, rel=1e-3)
 
 
-def test_a_plan_of_a_model_is_the_plan_it_trains_with() -> None:
+def test_a_plan_for_the_longest_row_is_the_plan_it_trains_with() -> None:
     model = t5()
-    planned = offloadkit.plan(model, batch_size=4, gradient_accumulation=2)
+    planned = offloadkit.plan(model, batch_size=4, gradient_accumulation=2, max_input_length=4, max_target_length=3)
     assert finetune(model, PAIRS, batch_size=4, gradient_accumulation=2).plan == planned
 
 

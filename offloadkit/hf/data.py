@@ -62,6 +62,12 @@ class PreparedData:
     num_truncated: int = 0
     """Inputs and targets that were cut to the longest length."""
 
+    longest_input: int = 1
+    """Tokens of the longest row."""
+
+    longest_target: int = 1
+    """Tokens of the longest row's labels; 1 in classification."""
+
 
 def prepare(
     dataset: Dataset,
@@ -112,7 +118,8 @@ def prepare(
         )
     run.check_words()
     run.warn_of_losses()
-    return PreparedData(tokenised, _collator(tokenizer, task), task, run.id2label, run.num_skipped, run.num_truncated)
+    counts = (run.num_skipped, run.num_truncated, run.longest_input, run.longest_target)
+    return PreparedData(tokenised, _collator(tokenizer, task), task, run.id2label, *counts)
 
 
 def _column_set(dataset: Dataset, task: Task | None) -> str:

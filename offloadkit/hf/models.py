@@ -40,6 +40,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "meta_model",
+    "needs_no_hub",
 ]
 
 EAGER_ATTENTION = {"t5", "mt5", "umt5"}
@@ -227,6 +228,21 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
             f"{type(tokenizer).__name__}, to which every word is unknown. Put them there, or pass tokenizer= the name "
             "or folder of the tokenizer that the model was trained with, or 'byte' for a model with random weights"
         )
+
+
+def needs_no_hub(model: Any, tokenizer: Any, *, init: str) -> bool:
+    """Whether config and tokenizer (arguments: as `load_config` and `load_tokenizer`) are read without a download."""
+    by_name = isinstance(model, str | os.PathLike)
+    config_is_here = not by_name or _is_folder(model) or (init == "random" and str(model) in PRESETS)
+    if tokenizer is None:
+        tokenizer = model if by_name else getattr(model, "name_or_path", "") or None
+    return config_is_here and (
+        tokenizer == "byte" or not isinstance(tokenizer, str | os.PathLike) or _is_folder(tokenizer)
+    )
+
+
+def _is_folder(name: str | os.PathLike[str]) -> bool:
+    return bool(os.fspath(name)) and os.path.isdir(os.path.expanduser(name))
 
 
 def _own_name(model: str | os.PathLike[str] | PreTrainedModel) -> str | os.PathLike[str]:

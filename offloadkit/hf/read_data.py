@@ -40,6 +40,11 @@ def load_dataset_like(data: object, *, split: str = "train") -> Dataset:
     return dataset
 
 
+def on_hub(data: object) -> bool:
+    """Whether `data` can only be a dataset's name on the hub: reading it may be a download."""
+    return isinstance(data, str | os.PathLike) and not Path(data).expanduser().exists()
+
+
 def _load(data: object, split: str) -> Dataset:
     import datasets
 

@@ -42,6 +42,9 @@ class Tokenising:
     """Rows that teach nothing."""
     num_truncated: int = 0
     """Inputs and targets that were cut."""
+    longest_input: int = 1
+    longest_target: int = 1
+    """Tokens, after cutting."""
     num_tokens: Counter[str] = field(default_factory=Counter)
     """By column; begin, end and padding are not counted."""
     num_unknown: Counter[str] = field(default_factory=Counter)
@@ -92,6 +95,9 @@ def tokenise(run: Tokenising, kind: str) -> Dataset:
             _count_unknown(run, tokens)
         keep = [_num_learned(run.task, labels) > 0 for labels in tokens["labels"]]
         run.num_skipped += keep.count(False)
+        run.longest_input = max(run.longest_input, *map(len, tokens["input_ids"]))
+        if run.task != "classification":
+            run.longest_target = max(run.longest_target, *map(len, tokens["labels"]))
         return {
             name: [value for value, kept in zip(column, keep, strict=True) if kept] for name, column in tokens.items()
         }

@@ -68,15 +68,16 @@ class Plan:
         """Planned bytes of a tier."""
         return sum(self.tiers[tier].values())
 
-    def lacking(self) -> dict[str, int]:
-        """Bytes that are missing, by tier; {} where the plan fits.
-
-        Without a GPU, what would be in VRAM is in RAM.
-        """
+    def needs(self) -> dict[str, int]:
+        """Planned bytes by tier. Without a GPU, what would be in VRAM is in RAM."""
         needs = {tier: self.total_bytes(tier) for tier in TIERS}
         if self.on_cpu:
             needs["ram"] += needs.pop("vram")
-        short = {tier: need - self.budgets[tier] for tier, need in needs.items() if tier in self.budgets}
+        return needs
+
+    def lacking(self) -> dict[str, int]:
+        """Bytes that are missing, by tier; {} where the plan fits."""
+        short = {tier: need - self.budgets[tier] for tier, need in self.needs().items() if tier in self.budgets}
         return {tier: number for tier, number in short.items() if number > 0}
 
     @property
