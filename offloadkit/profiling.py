@@ -100,17 +100,17 @@ def bound(ranges: Sequence[Range], records: Sequence[StepRecord], machine: Hardw
 
     shares: dict[str, tuple[Share, ...]] = {}
     for phase, name in ((UPDATE, "forward"), (BACKWARD, "backward")):
-        (down, down_busy), (up, up_busy) = bytes_of("H2D", phase), bytes_of("D2H", phase)
+        (h2d_bytes, h2d_busy), (d2h_bytes, d2h_busy) = bytes_of("H2D", phase), bytes_of("D2H", phase)
         stepped, stepping = bytes_of("CPU step", phase)
-        h2d, d2h = both_ways(down, up, machine)
-        traffic = stepped + down + up
+        h2d, d2h = both_ways(h2d_bytes, d2h_bytes, machine)
+        traffic = stepped + h2d_bytes + d2h_bytes
         computing, computing_and_waits = (mean(of(each, name) for each in records) for of in (_computing, _phase))
         shares[phase] = (
             Share("compute", computing, computing_and_waits),
-            Share("bus down", down / h2d, down_busy, down),
-            Share("bus up", up / d2h, up_busy, up),
+            Share("bus down", h2d_bytes / h2d, h2d_busy, h2d_bytes),
+            Share("bus up", d2h_bytes / d2h, d2h_busy, d2h_bytes),
             Share("cores", stepped / machine.cpu_adamw_bytes_per_second, stepping, stepped),
-            Share("DRAM", traffic / machine.cpu_and_bus_bytes_per_second, max(stepping, down_busy, up_busy), traffic),
+            Share("DRAM", traffic / machine.cpu_and_bus_bytes_per_second, max(stepping, h2d_busy, d2h_busy), traffic),
         )
     return Bound(mean(record.seconds["step"] for record in records), shares)
 

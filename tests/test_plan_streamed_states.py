@@ -24,7 +24,7 @@ UP_SECOND = {"h2d_bytes_per_second": 10e6}
 
 
 @pytest.mark.parametrize(
-    ("placement", "up", "down"),
+    ("placement", "h2d", "d2h"),
     [
         (LEAST_RAM, 10, 10),
         (ON_GPU, 12, 10),
@@ -32,12 +32,12 @@ UP_SECOND = {"h2d_bytes_per_second": 10e6}
         (Placement(weights="ram", step="gpu"), 14 + 2, 12),
     ],
 )
-def test_bytes_a_parameter_each_way(placement: Placement, up: int, down: int) -> None:
+def test_bytes_a_parameter_each_way(placement: Placement, h2d: int, d2h: int) -> None:
     rates = {"h2d_bytes_per_second": 1e6, "d2h_bytes_per_second": 1e6}
     first = model(machine(**rates), num_blocks=3).seconds([placement] * 3)  # streamed weights are there in backward
-    assert first.busy["H2D"] == pytest.approx(3 * up, rel=1e-3)
+    assert first.busy["H2D"] == pytest.approx(3 * h2d, rel=1e-3)
     in_backward = 2 if placement.gradients == "ram" else 0
-    assert first.busy["D2H"] == pytest.approx(3 * (down + in_backward), rel=1e-3)
+    assert first.busy["D2H"] == pytest.approx(3 * (d2h + in_backward), rel=1e-3)
     assert first.busy["CPU step"] == 0
 
 
@@ -91,7 +91,7 @@ def test_both_directions_share_the_bus_as_long_as_both_are_in_use() -> None:
 
 def test_a_layers_chunks_follow_each_other_through_the_ring() -> None:
     ring = Ring(Queues(16))
-    stepped, back = ring.step(up=4, down=4, kernel=0.4, num_chunks=4)
+    stepped, back = ring.step(h2d=4, d2h=4, kernel=0.4, num_chunks=4)
     assert stepped == pytest.approx(4 + 0.4)  # each chunk waits for the step of the one before
     assert back == pytest.approx(4 + 0.4 + 1)  # and the last one's way back
 
@@ -107,15 +107,15 @@ def test_uploads_go_before_states() -> None:
     ring = Ring(Queues(16))
     ring.give_way(end=3, seconds=1)
     ring.give_way(end=9, seconds=1)
-    assert ring.step(up=4, down=0, kernel=0, num_chunks=1)[0] == 5
-    assert ring.step(up=2, down=0, kernel=0, num_chunks=1)[0] == 7
-    assert ring.step(up=2, down=0, kernel=0, num_chunks=1)[0] == 10
+    assert ring.step(h2d=4, d2h=0, kernel=0, num_chunks=1)[0] == 5
+    assert ring.step(h2d=2, d2h=0, kernel=0, num_chunks=1)[0] == 7
+    assert ring.step(h2d=2, d2h=0, kernel=0, num_chunks=1)[0] == 10
 
 
 def test_inputs_on_their_way_to_ram_are_before_states_too() -> None:
     ring = Ring(Queues(16))
     ring.sent(3)
-    assert ring.step(up=1, down=1, kernel=0, num_chunks=1) == (1, 4)
+    assert ring.step(h2d=1, d2h=1, kernel=0, num_chunks=1) == (1, 4)
 
 
 def test_python_takes_its_time_for_each_chunk() -> None:

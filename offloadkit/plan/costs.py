@@ -103,17 +103,17 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
     )
 
 
-def both_ways(up: float, down: float, hardware: Hardware) -> tuple[float, float]:
+def both_ways(h2d_bytes: float, d2h_bytes: float, hardware: Hardware) -> tuple[float, float]:
     """Mean bytes a second of H2D and D2H where so many bytes go each way: as long as both go on they share
     `both_bytes_per_second`, and what is left of the longer one goes alone."""
     h2d, d2h = hardware.h2d_bytes_per_second, hardware.d2h_bytes_per_second
     share = min(1.0, hardware.both_bytes_per_second / (h2d + d2h))
-    together = min(up / (h2d * share), down / (d2h * share))
+    together = min(h2d_bytes / (h2d * share), d2h_bytes / (d2h * share))
 
     def mean(num_bytes: float, rate: float) -> float:
         return num_bytes / (together + (num_bytes - together * rate * share) / rate) if num_bytes else rate
 
-    return mean(up, h2d), mean(down, d2h)
+    return mean(h2d_bytes, h2d), mean(d2h_bytes, d2h)
 
 
 def times_slower(

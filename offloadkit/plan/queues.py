@@ -53,7 +53,7 @@ class Ring:
 
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
-        self._up = self._down = 0.0
+        self._h2d = self._d2h = 0.0
         self._others: list[tuple[float, float]] = []
 
     def give_way(self, end: float, seconds: float) -> None:
@@ -62,21 +62,21 @@ class Ring:
 
     def sent(self, seconds: float) -> None:
         """A copy of so many seconds to RAM, some time or other."""
-        self._down += seconds
+        self._d2h += seconds
 
-    def step(self, up: float, down: float, kernel: float, num_chunks: int) -> tuple[float, float]:
+    def step(self, h2d: float, d2h: float, kernel: float, num_chunks: int) -> tuple[float, float]:
         """When a layer is stepped, and when it is back in RAM.
 
         Args:
-            up, down, kernel: seconds of the whole layer.
+            h2d, d2h, kernel: seconds of the whole layer.
         """
-        began = self._up
-        stepped = began + up + kernel
+        began = self._h2d
+        stepped = began + h2d + kernel
         while self._others and self._others[0][0] <= stepped:
             stepped += heappop(self._others)[1]
-        back = max(max(self._down, began + (up + kernel) / num_chunks) + down, stepped + down / num_chunks)
-        self._up = max(stepped, back - (NUM_STEP_BUFFERS - 1) * down / num_chunks)
-        self._down = back
-        self._queues.busy["H2D"] += up
-        self._queues.busy["D2H"] += down
+        back = max(max(self._d2h, began + (h2d + kernel) / num_chunks) + d2h, stepped + d2h / num_chunks)
+        self._h2d = max(stepped, back - (NUM_STEP_BUFFERS - 1) * d2h / num_chunks)
+        self._d2h = back
+        self._queues.busy["H2D"] += h2d
+        self._queues.busy["D2H"] += d2h
         return stepped, back

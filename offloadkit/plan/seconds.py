@@ -213,10 +213,10 @@ class StepModel:
         self, queues: Queues, ring: Ring, layer: LayerCost, where: Placement, bus: _Bus
     ) -> tuple[float, float]:
         """When the GPU has stepped a layer whose states are in RAM, and when those are back."""
-        up, down = layer.passing(where)
+        h2d_bytes, d2h_bytes = layer.passing(where)
         queues.python(CHUNK_LAUNCHES * layer.num_chunks * self._hardware.launch_seconds)
         queues.take("GPU", layer.gpu_step, 0.0, "GPU step")
-        return ring.step(up / bus.h2d, down / bus.d2h, layer.gpu_step, layer.num_chunks)
+        return ring.step(h2d_bytes / bus.h2d, d2h_bytes / bus.d2h, layer.gpu_step, layer.num_chunks)
 
     def _bus_in_update(self, placements: Sequence[Placement], updates: bool) -> _Bus:
         """The bus beside forward. Streamed states share both directions with what else moves, and DRAM with the CPU's
@@ -225,7 +225,7 @@ class StepModel:
         alone = _Bus(machine.h2d_bytes_per_second, machine.d2h_bytes_per_second)
         if not updates or not any(where.step == "gpu" and where.states == "ram" for where in placements):
             return alone
-        up = down = cpu_seconds = 0.0
+        h2d_bytes = d2h_bytes = cpu_seconds = 0.0
         for unit in self._units:
             for layer in unit.layers:
                 where = placements[layer.index]
@@ -233,13 +233,14 @@ class StepModel:
                     cpu_seconds += layer.cpu_step
                 elif where.states == "ram":
                     passing = layer.passing(where)
-                    up, down = up + passing[0], down + passing[1]
+                    h2d_bytes, d2h_bytes = h2d_bytes + passing[0], d2h_bytes + passing[1]
                 if where.step == "cpu" or where.weights == "ram":
-                    up += layer.weight_bytes
+                    h2d_bytes += layer.weight_bytes
             if any(placements[layer.index].activations == "offload" for layer in unit.layers):
-                down += unit.input_bytes
-        h2d, d2h = both_ways(up, down, machine)
-        cores, bus = times_slower(cpu_seconds, self._cpu_rate, max(up / h2d, down / d2h), up + down, machine)
+                d2h_bytes += unit.input_bytes
+        h2d, d2h = both_ways(h2d_bytes, d2h_bytes, machine)
+        bus_seconds = max(h2d_bytes / h2d, d2h_bytes / d2h)
+        cores, bus = times_slower(cpu_seconds, self._cpu_rate, bus_seconds, h2d_bytes + d2h_bytes, machine)
         return _Bus(h2d / bus, d2h / bus, cores)
 
     def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> Queues:
