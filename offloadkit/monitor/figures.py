@@ -280,7 +280,9 @@ def _missing(plan: Plan | None, machine: Machine | None) -> str:
     if plan is None:
         missing = "without a plan the AdamW step in VRAM cannot be predicted: pass Monitor(engine.plan, ...)"
     elif machine is None:
-        missing = "nothing is known of the device that the engine computes on"
+        planned = Machine.of(plan) is not None
+        missing = "the plan was made for another device" if planned else "nothing is known of the device"
+        missing += " than the engine computes on" if planned else " that the engine computes on"
     else:
         missing = "VRAM is too full to measure how fast it is"
     return f"{missing}; a step without offloading that you have timed can be passed as baseline_seconds"

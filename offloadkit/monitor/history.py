@@ -60,7 +60,11 @@ class LossCurve:
 
     def points(self) -> tuple[Point, ...]:
         """Lowest and highest of each bucket, by step."""
-        return tuple(point for bucket in self._buckets for point in sorted({bucket.lowest, bucket.highest}))
+        found = []
+        for bucket in self._buckets:
+            low, high = bucket.lowest, bucket.highest
+            found += [low] if low == high else [low, high] if low < high else [high, low]
+        return tuple(found)
 
     def trend(self) -> tuple[Point, ...]:
         """The mean over a twentieth of the curve before and at each bucket; () for a short one."""

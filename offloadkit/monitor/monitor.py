@@ -22,7 +22,7 @@ from offloadkit.telemetry import StepRecord, Telemetry
 DISPLAYS = ("auto", "notebook", "terminal", "none")
 _SHORTEST, _LONGEST = 0.25, 0.5
 """Seconds between two drawings."""
-_SHARE = 0.004
+_SHARE = 0.003
 """Of a core's time that drawing may take, as far as the seconds above allow."""
 
 

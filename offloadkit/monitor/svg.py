@@ -151,12 +151,13 @@ def loss_chart(figures: Figures, ident: str, height: int = 150) -> str:
     low, high = low - room, high + room
     first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
     left, top, right, bottom = 44, 6, WIDTH - 6, height - 20
+    across, down = (right - left) / (last - first), (bottom - top) / (high - low)
 
     def x_of(step: float) -> float:
-        return left + (step - first) / (last - first) * (right - left)
+        return left + (step - first) * across
 
     def y_of(loss: float) -> float:
-        return bottom - (loss - low) / (high - low) * (bottom - top)
+        return bottom - (loss - low) * down
 
     drawn = []
     for tick in ticks(low, high, 4):
@@ -169,7 +170,7 @@ def loss_chart(figures: Figures, ident: str, height: int = 150) -> str:
     ]
     trend = figures.loss_trend
     for line, style in ((points, ' opacity="0.45" stroke-width="1"' if trend else ' stroke-width="2"'), (trend, "")):
-        path = " ".join(f"{x_of(step):.1f},{y_of(loss):.1f}" for step, loss in line)
+        path = " ".join([f"{left + (s - first) * across:.1f},{bottom - (y - low) * down:.1f}" for s, y in line])
         width = style or ' stroke-width="2.5"'
         drawn.append(f'<polyline points="{path}" fill="none" stroke="{BLUE}" class="okm-line"{width}/>' if path else "")
     at, newest = (trend or points)[-1]

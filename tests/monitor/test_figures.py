@@ -203,6 +203,13 @@ def test_recomputed_blocks_are_not_part_of_the_baseline() -> None:
     assert slow.baseline_seconds == pytest.approx(0.3 + 0.1 + gpu_step_seconds(made, Machine.of(made)))
 
 
+def test_a_plan_for_a_gpu_that_is_trained_without_one_says_so() -> None:
+    on_cpu = record(1, bytes={"vram": {"working weights": GIB}, "ram": {"process": 2 * GIB}})
+    shown = figures(history(on_cpu, on_cpu), plan())
+    assert shown.slowdown is None
+    assert shown.why_no_slowdown.startswith("the plan was made for another device than the engine computes on; ")
+
+
 def test_time_left_is_the_mean_of_all_steps_but_the_first() -> None:
     steps = [record(1, step=50.0), *(record(step, step=2.0) for step in range(2, 6)), record(6, step=12.0)]
     shown = figures(history(*steps), total_steps=26)
