@@ -55,7 +55,7 @@ from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.bars import bars_where_live
 from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
 from offloadkit.hf.evaluation import Sample, predict, share_correct
-from offloadkit.hf.folders import check_same_model, newest_checkpoint, put_in_place, writable
+from offloadkit.hf.folders import check_same_model, newest_checkpoint, other_rows, put_in_place, writable
 from offloadkit.hf.models import check_kind, load_config, load_tokenizer, needs_no_hub
 from offloadkit.hf.read_data import on_hub
 from offloadkit.monitor import Monitor
@@ -87,8 +87,8 @@ class FinetuneResult:
     tokenizer: PreTrainedTokenizerBase
     plan: Plan
     metrics: dict[str, float]
-    """train_loss, train_seconds; with an evaluation set eval_loss, and exact_match (seq2seq) or accuracy
-    (classification), 0 to 1, over its first `NUM_PREDICTED` rows."""
+    """train_loss, train_seconds, if a step was taken; with an evaluation set eval_loss, and exact_match (seq2seq) or
+    accuracy (classification), 0 to 1, over its first `NUM_PREDICTED` rows."""
     history: list[dict[str, Any]]
     """What was logged: loss, grad_norm, learning_rate, eval_loss by step."""
     samples: list[Sample]
@@ -167,7 +167,7 @@ def finetune(
     words, config, data, evaluation = _read(model, init, tokenizer, train_dataset, eval_dataset, lengths)
     lengths = longest_row(data, evaluation)
     sizes = plan_for_rows(model, args, offload, lengths, assumed=assumed, task=data.task)
-    checkpoint = _checkpoint(output, config) if resume else None
+    checkpoint = _checkpoint(output, config, args) if resume else None
     watch = _monitor(sizes, model, data, args, dtype, output, shown=monitor, measured=baseline == "measure")
     run = TrainingRun(model, init, args, offload, lengths, words, data, evaluation, watch)
     trainer, sizes, metrics = run.train(sizes, checkpoint, retry_leaner=retry_leaner)
@@ -269,11 +269,13 @@ def _prepare(
         raise DataError(f"eval_dataset: {error}") from error
 
 
-def _checkpoint(output: Path, config: Any) -> Path:
+def _checkpoint(output: Path, config: Any, args: Any) -> Path:
     """The newest checkpoint, of this very model."""
     checkpoint = newest_checkpoint(output)
     check_same_model(checkpoint, config)
     print(f"going on from {checkpoint}", flush=True)
+    if warning := other_rows(checkpoint, args.per_device_train_batch_size):
+        print(warning, flush=True)
     return checkpoint
 
 

@@ -102,7 +102,9 @@ class TrainingRun:
 
     def _metrics(self, trainer: Any, output: Any) -> dict[str, float]:
         """Of this attempt. (transformers 5.17 divides its loss by the steps before a checkpoint too.)"""
-        num_steps = max(1, trainer.state.global_step - self.monitor.steps_before)
+        num_steps = trainer.state.global_step - self.monitor.steps_before
+        if num_steps == 0:
+            return {}
         mean_loss = trainer._total_loss_scalar / num_steps
         return {"train_loss": mean_loss, "train_seconds": output.metrics["train_runtime"]}
 
@@ -112,6 +114,9 @@ class TrainingRun:
         if stopped:
             done, checkpoint = trainer.state.global_step, f"checkpoint-{trainer.state.global_step}"
             print(f"stopped after step {done} of {trainer.state.max_steps}: resume=True goes on from {checkpoint}")
+        elif trainer.state.global_step == self.monitor.steps_before:
+            of = f"{trainer.state.global_step} steps were done and {trainer.state.max_steps} are wanted"
+            print(f"nothing was left to train: {of}; more epochs or max_steps train on")
 
     def _to_go_on_from(self, trainer: Any, stop_point: StopPoint, began_from: Path | None) -> Path | None:
         """A checkpoint of the last finished step; None: from the beginning."""

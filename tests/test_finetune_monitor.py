@@ -203,6 +203,50 @@ def test_a_checkpoint_of_weights_alone_and_a_best_one_do_not_keep_the_stopped_on
     assert len(finetune(by_name, resume=True, **(options | {"save_only_model": False})).steps) == 3
 
 
+@pytest.mark.parametrize(("best", "kept"), [(False, [5]), (True, [4, 5])])
+def test_a_stopped_run_keeps_its_last_checkpoint_and_a_best_one_where_there_is_one(
+    best: bool, kept: list[int], by_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    if best:
+        options |= {"eval_dataset": PAIRS, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    at_step(5, monkeypatch, interrupt)
+    finetune(by_name, **options)
+    assert sorted(int(path.name.split("-")[1]) for path in Path("out").glob("checkpoint-*")) == kept
+
+
+@pytest.mark.parametrize(("rows", "happens"), [(1, "are seen again"), (4, "are left out")])
+def test_resuming_with_another_batch_size_says_what_differs(
+    rows: int, happens: str, by_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patched:
+        at_step(2, patched, interrupt)
+        finetune(by_name)
+    finetune(by_name, resume=True, max_steps=3)
+    assert "batch_size" not in capsys.readouterr().out
+    finetune(by_name, resume=True, max_steps=3, batch_size=rows)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "batch_size" in line]
+    assert line.startswith(f"batch_size is {rows} now and was 2: ")
+    assert happens in line
+    assert line.endswith("batch_size=2 goes on exactly")
+
+
+@pytest.mark.parametrize("steps", [8, 9])
+def test_resuming_what_was_done_already_takes_no_step_and_says_so(
+    steps: int, by_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In mid-epoch, and at an epoch's end."""
+    options = {"save_strategy": "steps", "save_steps": steps, "eval_dataset": PAIRS, "eval_strategy": "no"}
+    options |= {"lr_scheduler_type": "constant", "max_steps": steps}
+    whole = finetune(by_name, **options)
+    assert "nothing was left" not in capsys.readouterr().out
+    again = finetune(by_name, resume=True, **options)
+    assert f"nothing was left to train: {steps} steps were done and {steps} are wanted" in capsys.readouterr().out
+    assert again.steps == []
+    assert set(again.metrics) == {"eval_loss", "exact_match"}
+    assert all(torch.equal(weight, weights(again)[name]) for name, weight in weights(whole).items())
+
+
 def test_an_interrupt_is_heeded_where_nothing_is_drawn(by_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at_step(2, monkeypatch, interrupt)
     assert len(finetune(by_name, monitor=False).steps) == 2

@@ -81,6 +81,19 @@ def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
             )
 
 
+def other_rows(checkpoint: Path, batch_size: int) -> str | None:
+    """A warning in words where the checkpoint's micro-batches were not of `batch_size` rows: the Trainer counts rows by
+    steps, so it goes on elsewhere in the dataset."""
+    before = json.loads((checkpoint / "trainer_state.json").read_text()).get("train_batch_size")
+    if before in (None, batch_size):
+        return None
+    return (
+        f"batch_size is {batch_size} now and was {before}: steps are counted on, at {batch_size} rows each, so some "
+        f"rows are {'seen again' if batch_size < before else 'left out'}, and the weights not those of one run; "
+        f"batch_size={before} goes on exactly"
+    )
+
+
 @contextmanager
 def written_to(folder: Path) -> Iterator[None]:
     """What a full disk raises while something is saved there (each library has its own error), as an `OutputError`.

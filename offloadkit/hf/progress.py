@@ -115,8 +115,8 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.stopped = control.should_training_stop = True
         control.should_save = not float(state.epoch).is_integer()
         args.save_only_model = False  # from weights alone nothing goes on
-        if args.save_total_limit == 1:
-            args.save_total_limit = 2  # else the best model's checkpoint, where there is one, would be the one kept
+        if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
+            args.save_total_limit = 2  # else the best model's checkpoint would be the one kept
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self.stopped:

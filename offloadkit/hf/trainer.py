@@ -177,7 +177,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     # -- one accumulated batch
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """The micro-batches of the next update; counts their targets. What an unfinished update left is dropped."""
+        """The micro-batches of the next update; counts their targets. What an unfinished update left is dropped. None
+        where a checkpoint of the last step in mid-epoch was resumed: the loop would take one step more."""
+        if 0 < self.state.max_steps <= self.state.global_step:
+            self.control.should_training_stop = True
+            return [], None
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = samples[0]
         self._num_micro_batches = len(batches)
