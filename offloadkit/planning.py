@@ -24,8 +24,8 @@ from offloadkit.config import OffloadConfig, parse_bytes
 from offloadkit.errors import ConfigError, DoesNotFitError, OutputError
 from offloadkit.hardware import Hardware
 from offloadkit.hf.chunked_loss import compute_loss_in_chunks
-from offloadkit.hf.fused_norms import fuse_norms
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
+from offloadkit.hf.fused_norms import fuse_norms
 from offloadkit.hf.models import EAGER_ATTENTION, Task, check_kind, infer_task, load_config, meta_model
 from offloadkit.offload.disk import unfit_for_states
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of
