@@ -18,6 +18,8 @@ app = typer.Typer(
     help="Train models that do not fit: exact AdamW with the optimizer in host memory.",
 )
 
+_STEPS = "Timed, after four that warm up. Left out: six, or as many as take three seconds."
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -196,13 +198,16 @@ def compare(
     precision: Annotated[str, typer.Option(help="Of offloadkit's optimizer states: exact, compact or tiny.")] = "exact",
     vram: Annotated[str | None, typer.Option(help="Most VRAM of each process, e.g. 11GiB.")] = None,
     ram: Annotated[str | None, typer.Option(help="Most RAM of each process.")] = None,
-    steps: Annotated[int, typer.Option(help="Timed, after four that warm up.")] = 6,
-    timeout: Annotated[float, typer.Option(help="Seconds for one process.")] = 600,
+    steps: Annotated[int | None, typer.Option(help=_STEPS)] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for one process. Left out: by the plan.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for the table, the chart and the rows.")] = Path(
         "offloadkit-compare"
     ),
 ) -> None:
-    """Draw how long offloadkit, plain training and DeepSpeed take for each of MODELS. Running again goes on."""
+    """Draw how long offloadkit, plain training and DeepSpeed take for each of MODELS. Running again goes on.
+
+    Exits with 1 where nothing could be measured.
+    """
     from offloadkit.compare.comparison import ENGINES, T5_MODELS
     from offloadkit.compare.comparison import compare as compare_models
 
@@ -218,7 +223,7 @@ def compare(
         output_dir=output,
         **options,
     )
-    typer.echo(str(result))
+    _show_measured(result)
 
 
 @app.command()
@@ -242,13 +247,18 @@ def sweep(
     precision: Annotated[str, typer.Option(help="Of the optimizer states: exact, compact or tiny.")] = "exact",
     vram: Annotated[str | None, typer.Option(help="Most VRAM of each process, e.g. 11GiB.")] = None,
     ram: Annotated[str | None, typer.Option(help="Most RAM of each process.")] = None,
-    steps: Annotated[int, typer.Option(help="Timed, after four that warm up.")] = 6,
-    timeout: Annotated[float, typer.Option(help="Seconds for one process.")] = 600,
+    steps: Annotated[int | None, typer.Option(help=_STEPS)] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds for one process. Left out: by the plan; with DATASET no limit.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the table, the chart and the rows.")] = Path(
         "offloadkit-sweep"
     ),
 ) -> None:
-    """Measure what larger batches cost; with DATASET, what they do to the held-out loss. Running again goes on."""
+    """Measure what larger batches cost; with DATASET, what they do to the held-out loss. Running again goes on.
+
+    Exits with 1 where nothing could be measured.
+    """
     from offloadkit.compare.sweeping import sweep as sweep_sizes
 
     options: Any = {"precision": precision, "vram": vram, "ram": ram, "steps": steps, "timeout": timeout}
@@ -267,7 +277,14 @@ def sweep(
         output_dir=output,
         **options,
     )
+    _show_measured(result)
+
+
+def _show_measured(result: Any) -> None:
+    """Print a `Comparison` or `Sweep`; exit with 1 where none of its rows has figures."""
     typer.echo(str(result))
+    if not any(row["status"] == "measured" for row in result.rows):
+        raise typer.Exit(1)
 
 
 def _numbers(text: str, option: str) -> list[int]:

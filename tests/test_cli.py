@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,7 +153,8 @@ def test_compare_measures_the_models_and_engines_that_are_named(
 
 def test_compare_without_names_is_the_chart_of_all_sizes_of_t5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(comparison, "compare", lambda models, engines, **_: told.append((models, engines)))
+    measured = SimpleNamespace(rows=[{"status": "measured"}])
+    monkeypatch.setattr(comparison, "compare", lambda *names, **_: (told.append(names), measured)[1])
     assert run("compare", "--output", str(tmp_path)).exit_code == 0
     assert told == [(comparison.T5_MODELS, comparison.ENGINES)]
 
@@ -171,7 +173,8 @@ def test_sweep_times_each_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_sweep_of_a_dataset_tells_what_training_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(sweeping, "sweep", lambda *names, **options: told.append((names, options)))
+    measured = SimpleNamespace(rows=[{"status": "measured"}])
+    monkeypatch.setattr(sweeping, "sweep", lambda *names, **options: (told.append((names, options)), measured)[1])
     learning = ("--eval-dataset", "held.jsonl", "--scale-learning-rate", "none,sqrt", "--learning-rate", "0.001")
     done = run("sweep", "t5-small", "rows.jsonl", *learning, "--tokenizer", "byte", "--output", str(tmp_path))
     assert done.exit_code == 0, done.output
@@ -179,6 +182,13 @@ def test_sweep_of_a_dataset_tells_what_training_needs(tmp_path: Path, monkeypatc
     assert names == ("t5-small", "rows.jsonl")
     assert (options["eval_dataset"], options["scale_learning_rate"]) == ("held.jsonl", ["none", "sqrt"])
     assert (options["learning_rate"], options["tokenizer"], options["batch_sizes"][-1]) == (0.001, "byte", 64)
+
+
+@pytest.mark.parametrize("command", ["compare", "sweep"])
+def test_where_nothing_was_measured_the_exit_code_says_so(command: str, tmp_path: Path) -> None:
+    done = run(command, "t5-tiny", "--timeout", "0.1", "--output", str(tmp_path))
+    assert done.exit_code == 1
+    assert "the plan failed: took more than 0.1 s (--timeout)" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ What the arguments of `compare` take:
 - `precision`: of offloadkit's optimizer states; the others keep fp32.
 - `vram`, `ram`: what a process may take ("11GiB"), CUDA's context included; None: what there is. offloadkit plans with
   it; torch refuses to allocate more VRAM in any of them; a process that goes beyond `ram` is killed.
-- `steps`: timed, after four that warm up. `timeout`: seconds for one process.
+- `steps`: timed, after four that warm up; None: six, or as many as take three seconds.
+- `timeout`: seconds for one process; None: 600, and ten times what is planned for its steps.
 - `output_dir`: gets comparison.json, .png and .svg, and the rows.
 """
 
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from offloadkit.compare import forecast, words
 from offloadkit.compare.forecast import Forecast
-from offloadkit.compare.runner import Row, Runs
+from offloadkit.compare.runner import Row, Runs, write_whole
 from offloadkit.compare.work import Work, config_of
 from offloadkit.config import Precision, parse_bytes
 from offloadkit.errors import ConfigError
@@ -145,8 +146,8 @@ def compare(
     precision: Precision = "exact",
     vram: int | str | None = None,
     ram: int | str | None = None,
-    steps: int = 6,
-    timeout: float = 600,
+    steps: int | None = None,
+    timeout: float | None = None,
     output_dir: str | os.PathLike[str] = "offloadkit-compare",
 ) -> Comparison:
     """Measure some steps of each model and engine in a fresh process; draw and save the chart.
@@ -161,8 +162,8 @@ def compare(
         OutputError: `output_dir` cannot be written.
     """
     counts = {"num_samples": num_samples, "batch_size": batch_size, "max_input_length": max_input_length}
-    counts |= {"max_target_length": max_target_length, "gradient_accumulation": gradient_accumulation, "steps": steps}
-    check_counts(counts)
+    counts |= {"max_target_length": max_target_length, "gradient_accumulation": gradient_accumulation}
+    check_counts(counts | {"steps": steps}, optional=("steps",))
     _check_names(models, engines)
     work = Work(
         model="",
@@ -194,9 +195,11 @@ def compare(
     return result
 
 
-def check_counts(counts: dict[str, Any]) -> None:
-    """Raise `ConfigError` for the first that is no whole number from 1."""
+def check_counts(counts: dict[str, Any], optional: Sequence[str] = ()) -> None:
+    """Raise `ConfigError` for the first that is no whole number from 1; those that are `optional` may be None."""
     for name, value in counts.items():
+        if value is None and name in optional:
+            continue
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
 
@@ -248,7 +251,7 @@ def _tried(runs: Runs, work: Work, name: str, made: Forecast) -> Row:
     if reason is not None:
         return {"status": "does not fit", "reason": reason, "tried_for_real": False}
     task = {"mode": "measure", "engine": name, "work": asdict(work)}
-    return runs.row(task, work.ram) | {"tried_for_real": True}
+    return runs.row(task, work.ram, made.steps_seconds(work)) | {"tried_for_real": True}
 
 
 def summary(row: Row) -> str:
@@ -279,11 +282,16 @@ def _remarks(work: Work, rows: Sequence[Row], *, on_cpu: bool) -> Iterator[str]:
 
 
 def save(stem: Path, content: dict[str, Any], chart: Callable[[], Any]) -> None:
-    """`stem`.json first, whatever drawing does; then .svg and .png."""
-    stem.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+    """`stem`.json first, whatever drawing does; then .svg and .png.
+
+    Raises:
+        OutputError: one of them cannot be written.
+    """
+    text = json.dumps(content, indent=1) + "\n"
+    write_whole(stem.with_suffix(".json"), lambda new: new.write_text(text))
     figure = chart()
-    figure.savefig(stem.with_suffix(".svg"))
-    figure.savefig(stem.with_suffix(".png"), dpi=150)
+    write_whole(stem.with_suffix(".svg"), lambda new: figure.savefig(new, format="svg"))
+    write_whole(stem.with_suffix(".png"), lambda new: figure.savefig(new, format="png", dpi=150))
     print(f"saved in {stem.parent}: {stem.name}.json, {stem.name}.svg, {stem.name}.png", flush=True)
 
 

@@ -37,27 +37,29 @@ def explained(result: Sweep) -> Iterator[str]:
 def _sides(result: Sweep, times: int) -> Iterator[str]:
     """What bounds the step below the knee and above it, and where the plan has it."""
     rows, knee = result.measured(times), result.knee(times)
+    if len(rows) == 1:
+        yield f"Batch {min(rows)} alone shows no knee: measure several sizes"
     if knee is None:
         return
     sizes = sorted(rows)
-    smallest, last = rows[sizes[0]], rows[sizes[-1]]
     below, above = _bounds({size: result.forecasts.get(times, {}).get(size) for size in sizes}, sizes)
-    growth = last["step_seconds"] / smallest["step_seconds"]
+
+    def grown(size: int) -> str:
+        ratio = rows[size]["step_seconds"] / rows[sizes[0]]["step_seconds"]
+        first = f"{sizes[0]} row{'s' if sizes[0] > 1 else ''}"
+        return f"a step of {size} rows takes {ratio:.1f} times as long as one of {first}"
+
     if knee.where == "before":
-        grows = f"a step of {sizes[-1]} rows takes {growth:.1f} x one of {sizes[0]}"
-        yield f"From batch {sizes[0]} on {above} bounds the step: larger batches are not free ({grows})"
+        yield f"From batch {sizes[0]} on {above} bounds the step: larger batches are not free ({grown(sizes[-1])})"
     elif knee.where == "beyond":
-        yield (
-            f"Up to batch {sizes[-1]} {below} bounds the step: larger batches are almost free (a step of {sizes[-1]} "
-            f"rows takes {growth:.1f} x one of {sizes[0]}), and the knee lies beyond"
-        )
+        free = f"larger batches are almost free ({grown(sizes[-1])})"
+        yield f"Up to batch {sizes[-1]} {below} bounds the step: {free}, and the knee lies beyond"
     else:
-        free = max(size for size in sizes if size <= knee.size)
-        takes = rows[free]["step_seconds"] / smallest["step_seconds"]
-        yield (
-            f"Until about batch {round(knee.size)} {below} bounds the step: larger batches are almost free "
-            f"(a step of {free} rows takes {takes:.1f} x one of {sizes[0]})"
-        )
+        free_sizes = [size for size in sizes if size <= knee.size]
+        free = f"larger batches are almost free ({grown(free_sizes[-1])})"
+        if len(free_sizes) == 1:
+            free = f"larger batches are almost free up to there ({grown(sizes[1])})"
+        yield f"Until about batch {round(knee.size)} {below} bounds the step: {free}"
         each = words.duration(min(row["sample_seconds"] for row in rows.values()))
         yield f"Beyond it {above} does: time grows with the batch, and a sample takes {each} at best"
     yield from _prediction(result, times, knee, sizes)
@@ -97,8 +99,10 @@ def _largest(result: Sweep) -> Iterator[str]:
         if found.get("status") == "measured":
             key, tier = ("vram_bytes", "VRAM") if found["vram_bytes"] else ("peak_ram_bytes", "RAM")
             yield f"{sentence}, and it runs in {format_bytes(found[key])} of {tier}"
+        elif "reason" in found:
+            yield f"{sentence}; run, it {'' if found['status'] == 'does not fit' else 'failed: '}{found['reason']}"
         else:
-            yield f"{sentence}; run, it {found.get('reason', 'was not tried')}"
+            yield f"{sentence}, and was not run"
     for row in result.rows:
         if row["status"] != "measured":
             yield f"Batch {row['batch_size']} x {row['accumulation']}: {row['reason']}"

@@ -22,6 +22,8 @@ COLOURS = {"baseline": "#8c8c8c", "offloadkit": "#0072b2", "deepspeed": "#e69f00
 HATCHES = {"baseline": "", "offloadkit": "", "deepspeed": "////"}
 INK, QUIET, LIMIT = "#222222", "#666666", "#d55e00"
 GIB = 1 << 30
+_VALUE_WIDTH = 0.2
+"""Of a size's panel: what "9.72" takes."""
 
 
 class Chart(Figure):
@@ -33,6 +35,11 @@ class Chart(Figure):
         return text.getvalue()
 
 
+def off_the_edge(figure: Chart) -> None:
+    """Leave a tenth of an inch between the figure's edge and its title and remarks."""
+    figure.get_layout_engine().set(h_pad=0.1)  # type: ignore[union-attr,call-arg]
+
+
 def comparison_chart(result: Comparison) -> Chart:
     """A line of three panels for each model: seconds, VRAM and RAM; the reason in the place of a missing bar."""
     models = list(dict.fromkeys(row["model"] for row in result.rows))
@@ -41,10 +48,7 @@ def comparison_chart(result: Comparison) -> Chart:
     figure = Chart(figsize=(12, height), layout="constrained", facecolor="white")
     panels: Any = figure.subplots(len(models), 3, squeeze=False, width_ratios=(2.9, 1, 1))
     for line, model in zip(panels, models, strict=True):
-        rows = [result.row(model, engine) for engine in engines]
-        _times(line[0], model, rows)
-        for axes, key in ((line[1], "vram_bytes"), (line[2], "peak_ram_bytes")):
-            _sizes(axes, rows, key)
+        _times(line[0], model, [result.row(model, engine) for engine in engines])
     panels[0][0].set_title(
         f"time for {result.num_samples:,} samples (each model in its own scale)",
         loc="left",
@@ -52,9 +56,11 @@ def comparison_chart(result: Comparison) -> Chart:
         color=INK,
         pad=10,
     )
-    _same_scale(panels[:, 1], result.vram, result.rows, "vram_bytes", "peak VRAM")
-    _same_scale(panels[:, 2], result.ram, result.rows, "peak_ram_bytes", "peak RAM")
+    by_model = [[result.row(model, engine) for engine in engines] for model in models]
+    _sizes(panels[:, 1], by_model, "vram_bytes", result.vram, "peak VRAM")
+    _sizes(panels[:, 2], by_model, "peak_ram_bytes", result.ram, "peak RAM")
     figure.suptitle("\n".join(textwrap.wrap(result.title, 130)), x=0.01, ha="left", fontsize=10.5, color=INK)
+    off_the_edge(figure)
     if result.remarks:
         figure.supxlabel(" ".join(result.remarks), x=0.01, ha="left", fontsize=8.5, color=QUIET)
     return figure
@@ -100,35 +106,30 @@ def _bar(axes: Axes, place: int, length: float, engine: str) -> None:
     )
 
 
-def _sizes(axes: Axes, rows: list[dict[str, Any]], key: str) -> None:
-    _bare(axes, len(rows))
-    axes.set_yticks([])
-    for place, row in enumerate(rows):
-        if row["status"] == "measured" and row[key]:
-            _bar(axes, place, row[key] / GIB, row["engine"])
-            axes.annotate(
-                f"{row[key] / GIB:.3g}",
-                (row[key] / GIB, place),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=9,
-                color=INK,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # over the limit's line
-            )
-
-
-def _same_scale(column: Any, limit: int | None, rows: list[dict[str, Any]], key: str, title: str) -> None:
-    """One scale for a column of panels, and the limit as a line through all of them."""
-    largest = max([row[key] / GIB for row in rows if row["status"] == "measured"], default=0.0) or 1.0
-    shown = limit is not None and largest > 0.02 * limit / GIB  # a limit far away would press the bars flat
-    end = max(largest, limit / GIB if shown and limit is not None else 0.0)
-    for axes in column:
-        axes.set_xlim(0, 1.3 * end)
-        if shown and limit is not None:
-            axes.axvline(limit / GIB, color=LIMIT, linestyle="--", linewidth=1.2, zorder=1)
-    if shown and limit is not None:
-        title += f", limit {limit / GIB:.3g} GiB"
-    else:
-        title += ", GiB"
+def _sizes(column: Any, by_model: list[list[dict[str, Any]]], key: str, limit_bytes: int | None, title: str) -> None:
+    """A column of panels in one scale, and the limit as a line through all of them."""
+    sizes = [[row[key] / GIB if row["status"] == "measured" else 0.0 for row in rows] for rows in by_model]
+    largest = max(max(each) for each in sizes) or 1.0
+    limit = None if limit_bytes is None else limit_bytes / GIB
+    if limit is not None and largest <= 0.02 * limit:
+        limit = None  # so far away, it would press the bars flat
+    end = 1.3 * max(largest, limit or 0.0)
+    for axes, rows, each in zip(column, by_model, sizes, strict=True):
+        _bare(axes, len(rows))
+        axes.set_yticks([])
+        axes.set_xlim(0, end)
+        if limit is not None:
+            axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=1.2, zorder=1)
+        for place, (row, size) in enumerate(zip(rows, each, strict=True)):
+            if size:
+                _bar(axes, place, size, row["engine"])
+                at = _beside(size, limit, _VALUE_WIDTH * end)
+                where: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+                axes.annotate(f"{size:.3g}", (at, place), **where, fontsize=9, color=INK)
+    title += ", GiB" if limit is None else f", limit {limit:.3g} GiB"
     column[0].set_title(title, loc="left", fontsize=10, color=INK, pad=10)
+
+
+def _beside(size: float, limit: float | None, width: float) -> float:
+    """Where a bar's value of this width begins: at its end, or past the limit's line where that would cross it."""
+    return limit if limit is not None and size < limit < size + width else size

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from offloadkit.compare.steps import LEAST_STEPS
 from offloadkit.compare.work import Work, model_to_plan
 from offloadkit.config import OffloadConfig
 from offloadkit.plan import Plan, format_bytes
@@ -42,6 +43,10 @@ class Forecast:
     busy: dict[str, float]
     kept_bytes: int
     recomputed_bytes: int
+
+    def steps_seconds(self, work: Work) -> float:
+        """Of a run of `work`, as planned; 0 where the plan knows no seconds."""
+        return (self.step_seconds or 0.0) * (2 + work.warmup + (work.steps or LEAST_STEPS))
 
     @property
     def reason(self) -> str | None:
@@ -127,7 +132,7 @@ def does_not_fit(lacking: dict[str, tuple[int, int]], on_cpu: bool = False, *, a
         for tier, (needs, has) in lacking.items()
         if not (on_cpu and tier == "vram")
     ]
-    return f"does not fit: {' and '.join(wants)}"
+    return f"does not fit: {', and '.join(wants)}"
 
 
 def hopeless(engine: str, made: Forecast, *, recomputed: bool) -> str | None:

@@ -4,12 +4,15 @@ held-out loss."""
 from __future__ import annotations
 
 import copy
+import difflib
 import hashlib
+import inspect
 import json
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +21,7 @@ from offloadkit.compare.work import TINY, config_of
 from offloadkit.errors import ConfigError
 from offloadkit.finetune import LEARNING_RATES, finetune
 from offloadkit.hf.data import load_dataset_like
+from offloadkit.hf.folders import written_to
 from offloadkit.hf.models import check_kind, load_config
 
 SCALINGS: dict[str, Callable[[float], float]] = {"none": lambda ratio: 1.0, "sqrt": math.sqrt, "linear": float}
@@ -74,18 +78,20 @@ def rows_file(dataset: Any, folder: Path, name: str, split: str) -> tuple[str, i
 
     Raises:
         DataError: as `finetune`.
+        OutputError: it cannot be written.
     """
     rows = load_dataset_like(dataset, split=split)
-    waiting = folder / f"{name}.part"
-    rows.to_parquet(str(waiting))
-    path = folder / f"{name}-{hashlib.sha256(waiting.read_bytes()).hexdigest()[:12]}.parquet"
-    waiting.replace(path)
+    with written_to(folder / f"{name}.parquet"), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        waiting = Path(scratch) / name
+        rows.to_parquet(str(waiting))
+        path = folder / f"{name}-{hashlib.sha256(waiting.read_bytes()).hexdigest()[:12]}.parquet"
+        waiting.replace(path)
     return str(path.resolve()), len(rows)
 
 
 def _kept(folder: Path, name: str, write: Any) -> Path:
     """What `write` puts into a folder, under a name that follows from its contents."""
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with written_to(folder / name), tempfile.TemporaryDirectory(dir=folder) as scratch:
         new = Path(scratch) / name
         write(new)
         digest = hashlib.sha256()
@@ -109,10 +115,21 @@ def learning_rates(base: float, rows: list[int], scalings: list[str]) -> list[tu
     return found
 
 
-def check_jsonable(arguments: dict[str, Any]) -> None:
-    """Raise `ConfigError` for an argument of `finetune` that cannot be sent to another process."""
+def check_arguments(arguments: dict[str, Any], of_sweep: Iterable[str]) -> None:
+    """Raise `ConfigError` for what `finetune` does not take, and for what cannot be sent to another process.
+
+    Args:
+        of_sweep: what `sweep` itself takes, which may be meant.
+    """
+    from transformers import Seq2SeqTrainingArguments
+
     own = {"output_dir", "max_steps", "epochs", "batch_size", "resume"}
+    of_training = [field.name for field in fields(Seq2SeqTrainingArguments) if field.init]
+    known = {*of_sweep, *inspect.signature(finetune).parameters, *of_training}
     for name, value in arguments.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known - own, 1)
+            raise ConfigError(f"sweep has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         if name in own:
             raise ConfigError(f"sweep sets {name} of finetune by itself: leave it out")
         try:

@@ -11,14 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from offloadkit import hardware
 from offloadkit.compare.memory import tree_ram_bytes
+from offloadkit.errors import ConfigError
+from offloadkit.hf.folders import writable, written_to
 from offloadkit.plan import format_bytes
 
 Row = dict[str, Any]
@@ -29,41 +32,82 @@ _LOOK_SECONDS = 0.1
 _SETTLED = ("measured", "does not fit")
 """What is not tried again; a run that failed otherwise is."""
 
+_STARTING_SECONDS = 600.0
+_TIMES_PLANNED = 10.0
+"""A process that was given no time may take `_STARTING_SECONDS`, and its steps this many times what was planned."""
+
+_TIED_TO_ITS_PARENT = """
+import os, runpy, signal, sys, threading
+
+def end_with_parent(pipe):
+    os.read(pipe, 1)  # until the other end closes, which happens when the parent ends, however it does
+    os.killpg(0, signal.SIGKILL)
+
+_, pipe, module, *sys.argv[1:] = sys.argv
+threading.Thread(target=end_with_parent, args=(int(pipe),), daemon=True).start()
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+"""Runs a module as `python -m` does. A parent that is killed cannot end what it started: it would go on using the GPU,
+and falsify what is measured next."""
+
 
 class Runs:
     """Rows by task in a folder. A row is kept as long as task, machine and versions are the same."""
 
-    def __init__(self, folder: Path, timeout: float) -> None:
+    def __init__(self, folder: Path, timeout: float | None) -> None:
         """
         Args:
             folder: where rows/ and logs/ are; it exists.
-            timeout: seconds that one task may take.
+            timeout: seconds that one task may take; None: by what is planned.
+
+        Raises:
+            ConfigError: `timeout` is no positive number.
+            OutputError: nothing can be written into `folder`.
         """
-        self._rows, self._logs, self._timeout = folder / "rows", folder / "logs", timeout
-        self._rows.mkdir(exist_ok=True)
-        self._logs.mkdir(exist_ok=True)
+        number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if timeout is not None and not (number and timeout > 0):
+            raise ConfigError(f"timeout must be a positive number of seconds, or None; got {timeout!r}")
+        self._rows, self._logs, self._timeout = writable(folder / "rows"), writable(folder / "logs"), timeout
         self.environment = environment()
 
-    def row(self, task: Task, ram: int | None = None) -> Row:
+    def row(self, task: Task, ram: int | None = None, planned_seconds: float = 0.0) -> Row:
         """The kept row of `task`, else one from a fresh process; {"status": "measured" | "does not fit" | "failed",
         "reason": ..., figures}.
 
         Args:
             task: what worker.py takes, in JSON's types.
             ram: bytes of RAM that the process and its children may take together; they are killed beyond.
+            planned_seconds: of its steps, for the time it is given where the user gave none.
+
+        Raises:
+            OutputError: the row cannot be written.
         """
         settings = {"task": task, "environment": self.environment}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
         path = self._rows / f"{key}.json"
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no file, or not one of ours
             kept: Row = json.loads(path.read_text())["row"]
             if kept["status"] in _SETTLED:
                 return kept | {"kept": True}
-        row = in_fresh_process(task, timeout=self._timeout, ram=ram, log=self._logs / f"{key}.log")
-        written = path.with_suffix(".part")
-        written.write_text(json.dumps({**settings, "row": row}, indent=1) + "\n")
-        written.replace(path)
+        timeout = self._timeout or _STARTING_SECONDS + _TIMES_PLANNED * planned_seconds
+        row = in_fresh_process(task, timeout=timeout, ram=ram, log=self._logs / f"{key}.log")
+        write_whole(path, lambda new: new.write_text(json.dumps({**settings, "row": row}, indent=1) + "\n"))
         return row
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Have `write` fill a file beside `path`, then let it take that place: never a half-written one.
+
+    Raises:
+        OutputError: it could not be written (a full disk, a folder in its place); what was at `path` is still there.
+    """
+    new = path.with_name(f".{path.name}.part")
+    with written_to(path):
+        try:
+            write(new)
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def environment() -> dict[str, str]:
@@ -89,7 +133,7 @@ def environment() -> dict[str, str]:
 def in_fresh_process(
     task: Task, *, timeout: float, ram: int | None, log: Path | None, module: str = "offloadkit.compare.worker"
 ) -> Row:
-    """Do one task; whatever happens to the process, there is a row.
+    """Do one task; whatever happens to the process, there is a row. It ends when this process does.
 
     The limit on RAM is held by looking ten times a second, because making cgroups takes rights that users do not have.
 
@@ -102,14 +146,7 @@ def in_fresh_process(
         task_path, row_path = Path(scratch) / "task.json", Path(scratch) / "row.json"
         task_path.write_text(json.dumps(task))
         began = time.monotonic()
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, str(task_path), str(row_path)],
-            env=_environment_of_worker(),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT if output else None,
-            start_new_session=True,
-        )
+        process = _started(module, task_path, row_path, output, opened)
         try:
             peak, killed = _watch(process, timeout, ram)
         finally:
@@ -123,6 +160,26 @@ def in_fresh_process(
     status = process.returncode
     reason = f"killed by signal {-status} (out of RAM?)" if status < 0 else f"exit {status}"
     return {"status": "failed", "reason": f"{reason}: {last_line(log)}"}
+
+
+def _started(
+    module: str, task_path: Path, row_path: Path, output: IO[bytes] | None, opened: contextlib.ExitStack
+) -> subprocess.Popen[bytes]:
+    """The process, in a session of its own; `opened` holds the end of the pipe whose closing ends it."""
+    watched, held = os.pipe()
+    opened.callback(os.close, held)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _TIED_TO_ITS_PARENT, str(watched), module, str(task_path), str(row_path)],
+            env=_environment_of_worker(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if output else None,
+            start_new_session=True,
+            pass_fds=(watched,),
+        )
+    finally:
+        os.close(watched)
 
 
 def _environment_of_worker() -> dict[str, str]:
@@ -146,7 +203,7 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, ram: int | None) ->
         if ram is not None and peak > ram:
             return peak, too_much_ram(ram)
         if time.monotonic() > end:
-            return peak, {"status": "failed", "reason": f"took more than {timeout:g} s"}
+            return peak, {"status": "failed", "reason": f"took more than {timeout:g} s (--timeout)"}
 
 
 def _within(row: Row, peak: int, ram: int | None) -> Row:

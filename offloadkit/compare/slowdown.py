@@ -10,15 +10,12 @@ from typing import Literal
 
 from offloadkit.compare import forecast
 from offloadkit.compare.comparison import check_counts, forecasts_of, progress, summary
-from offloadkit.compare.runner import Runs
+from offloadkit.compare.runner import Row, Runs
 from offloadkit.compare.work import Work, config_of
 from offloadkit.config import Precision, parse_bytes
 from offloadkit.errors import DoesNotFitError, OffloadkitError
 from offloadkit.hf.folders import writable
 from offloadkit.plan import Dtype
-
-_STEPS = 4
-_TIMEOUT = 600.0
 
 
 @dataclass(frozen=True)
@@ -28,12 +25,14 @@ class Slowdown:
     Attributes:
         baseline: whether `baseline_seconds` were measured, or predicted by the plan from measured rates.
         reason: why they had to be predicted; "" where they were measured.
+        on_gpu: False where there is no GPU, and the baseline is plain training on the CPU.
     """
 
     offloadkit_seconds: float
     baseline_seconds: float
     baseline: Literal["measured", "predicted"]
     reason: str = ""
+    on_gpu: bool = True
 
     @property
     def ratio(self) -> float:
@@ -42,7 +41,8 @@ class Slowdown:
 
     def __str__(self) -> str:
         why = f"; plain training {self.reason}" if self.reason else ""
-        return f"{self.ratio:.3g}x of a GPU that holds everything ({self.baseline}{why})"
+        against = "a GPU that holds everything" if self.on_gpu else "plain training on the CPU, without a GPU"
+        return f"{self.ratio:.3g}x of {against} ({self.baseline}{why})"
 
 
 def measure_slowdown(
@@ -55,8 +55,8 @@ def measure_slowdown(
     precision: Precision = "exact",
     vram: int | str | None = None,
     ram: int | str | None = None,
-    steps: int = _STEPS,
-    timeout: float = _TIMEOUT,
+    steps: int | None = None,
+    timeout: float | None = None,
     output_dir: str | os.PathLike[str] | None = None,
 ) -> Slowdown:
     """Run a few steps of offloadkit within `vram` and `ram`, and, where the GPU itself has room, of plain training
@@ -71,7 +71,7 @@ def measure_slowdown(
         OffloadkitError: offloadkit's own run failed.
     """
     counts = {"batch_size": batch_size, "max_input_length": max_input_length, "max_target_length": max_target_length}
-    check_counts(counts | {"gradient_accumulation": gradient_accumulation, "steps": steps})
+    check_counts(counts | {"gradient_accumulation": gradient_accumulation, "steps": steps}, optional=("steps",))
     config_of(model)
     limited = Work(
         model=model,
@@ -84,7 +84,6 @@ def measure_slowdown(
         ram=None if ram is None else parse_bytes(ram),
         our_compute=True,
         steps=steps,
-        warmup=1,
     )
     with tempfile.TemporaryDirectory() as scratch:
         return _slowdown(limited, Runs(Path(scratch) if output_dir is None else writable(output_dir), timeout))
@@ -101,16 +100,17 @@ def _slowdown(limited: Work, runs: Runs) -> Slowdown:
     if within.reason:
         raise DoesNotFitError(within.reason)
     say = progress(f"{limited.model}, offloadkit")
-    ours = runs.row({"mode": "measure", "engine": "offloadkit", "work": asdict(limited)}, limited.ram)
+    task = {"mode": "measure", "engine": "offloadkit", "work": asdict(limited)}
+    ours = runs.row(task, limited.ram, within.steps_seconds(limited))
     say(summary(ours))
     if ours["status"] != "measured":
         raise (DoesNotFitError if ours["status"] == "does not fit" else OffloadkitError)(ours["reason"])
-    seconds, reason = _plain(free, without, runs)
-    if seconds is not None:
-        return Slowdown(ours["step_seconds"], seconds, "measured")
+    plain, reason = _plain(free, without, runs)
+    if plain is not None:
+        return Slowdown(_seconds(ours, within), _seconds(plain, without), "measured", on_gpu=not within.on_cpu)
     if within.large_gpu_seconds is None:
         raise OffloadkitError(f"plain training cannot be measured ({reason}), nor predicted for this model")
-    return Slowdown(ours["step_seconds"], within.large_gpu_seconds, "predicted", reason)
+    return Slowdown(_seconds(ours, within), within.large_gpu_seconds, "predicted", reason, not within.on_cpu)
 
 
 def measure_baseline(
@@ -141,20 +141,26 @@ def measure_baseline(
         accumulation=gradient_accumulation,
         dtype=dtype,
         our_compute=True,
-        steps=_STEPS,
-        warmup=1,
     )
-    runs = Runs(output_dir, _TIMEOUT)
+    runs = Runs(output_dir, None)
     (made,) = forecasts_of([work], runs)
-    return (None, made["reason"]) if isinstance(made, dict) else _plain(work, made, runs)
+    row, reason = (None, made["reason"]) if isinstance(made, dict) else _plain(work, made, runs)
+    return None if row is None else row["step_seconds"], reason.removesuffix(" (--timeout)")  # which `finetune` has not
 
 
-def _plain(work: Work, made: forecast.Forecast, runs: Runs) -> tuple[float | None, str]:
-    """Seconds of a step of plain training, or None and why it cannot be measured."""
+def _seconds(row: Row, made: forecast.Forecast) -> float:
+    """Of a step; of the shortest without a GPU: other processes take a share of the cores, now more and now less."""
+    seconds: float = min(row["all_step_seconds"]) if made.on_cpu else row["step_seconds"]
+    return seconds
+
+
+def _plain(work: Work, made: forecast.Forecast, runs: Runs) -> tuple[Row | None, str]:
+    """The row of plain training, or None and why it cannot be measured."""
     reason = forecast.hopeless("baseline", made, recomputed=False)
     if reason is not None:
         return None, reason
     say = progress(f"{work.model}, all on the GPU")
-    row = runs.row({"mode": "measure", "engine": "baseline", "work": asdict(work)})
+    task = {"mode": "measure", "engine": "baseline", "work": asdict(work)}
+    row = runs.row(task, planned_seconds=made.steps_seconds(work))
     say(summary(row))
-    return (row["step_seconds"], "") if row["status"] == "measured" else (None, row["reason"])
+    return (row, "") if row["status"] == "measured" else (None, row["reason"])

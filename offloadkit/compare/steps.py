@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from statistics import median
 from typing import Any, Protocol
@@ -11,6 +12,11 @@ import torch
 
 from offloadkit.compare.memory import DeviceMemory
 from offloadkit.compare.work import Batch, Work
+
+LEAST_STEPS, MOST_STEPS = 6, 300
+WARM_SECONDS, TIMED_SECONDS = 1.0, 3.0
+"""Of steps whose number is not told. Single steps of some milliseconds differ by half of that; and after the first
+steps layers move between processors for a while."""
 
 
 class Engine(Protocol):
@@ -54,7 +60,8 @@ class Clock:
 def timed_steps(
     engine: Engine, batches: list[Batch], work: Work, device: torch.device, vram: DeviceMemory
 ) -> dict[str, Any]:
-    """Train for one first step, `work.warmup` more, one that fills the pipeline, and `work.steps` that are timed.
+    """Train for one first step, `work.warmup` more, one that fills the pipeline, and `work.steps` that are timed: where
+    these are None, as many as it takes for two runs to agree.
 
     A step's time is that from its end to the end of the one before: nothing is synchronised in between, so what an
     engine hides under the next forward stays hidden, and what it does not is counted. `settled_seconds` is the mean
@@ -76,16 +83,19 @@ def timed_steps(
     train_step()
     engine.settle()
     first_step_seconds = time.perf_counter() - began
-    for _ in range(work.warmup):
+    began, num_warm = time.perf_counter(), 0
+    while num_warm < work.warmup or (work.steps is None and time.perf_counter() - began < WARM_SECONDS):
         train_step()
+        num_warm += 1
     engine.settle()
+    num_steps = work.steps or _enough_steps((time.perf_counter() - began) / num_warm)
     clock = Clock(on_cuda)
     began = time.perf_counter()
-    for _ in range(1 + work.steps):
+    for _ in range(1 + num_steps):
         train_step()
         clock.mark("step")
     engine.settle()
-    settled_seconds = (time.perf_counter() - began) / (1 + work.steps)
+    settled_seconds = (time.perf_counter() - began) / (1 + num_steps)
     each = [seconds for _, seconds in clock.phases()]
     return {
         "step_seconds": median(each),
@@ -97,3 +107,8 @@ def timed_steps(
         "vram_source": vram.source,
         "max_reserved_bytes": torch.cuda.max_memory_reserved() if on_cuda else 0,
     }
+
+
+def _enough_steps(seconds: float) -> int:
+    """How many to time where one takes so long."""
+    return min(MOST_STEPS, max(LEAST_STEPS, math.ceil(TIMED_SECONDS / seconds)))

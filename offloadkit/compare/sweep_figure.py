@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
 from offloadkit.compare import words
-from offloadkit.compare.figure import GIB, INK, LIMIT, QUIET, Chart
+from offloadkit.compare.figure import GIB, INK, LIMIT, QUIET, Chart, off_the_edge
 
 if TYPE_CHECKING:
     from offloadkit.compare.sweeping import Sweep
@@ -35,6 +35,7 @@ def sweep_chart(result: Sweep) -> Chart:
     for axes in panels:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8, frameon=False, labelcolor=INK)
+    off_the_edge(figure)
     figure.suptitle(result.title, x=0.01, ha="left", fontsize=11, color=INK)
     figure.supxlabel("\n".join(sentences), x=0.01, ha="left", fontsize=9, color=INK)
     return figure
@@ -132,10 +133,10 @@ def _vram(axes: Axes, result: Sweep) -> None:
         key, name, limit = "peak_ram_bytes", "RAM", result.ram
     axes.set_title(f"peak {name}, GiB", loc="left", fontsize=10, color=INK)
     _lines(axes, result, key, scale=1 / GIB)
-    axes.set_ylim(bottom=0)
-    highest = max((row[key] / GIB for row in result.rows if row.get(key)), default=0.0)
+    highest = max((row[key] / GIB for row in result.rows if row.get(key)), default=0.0) or 1.0
+    axes.set_ylim(0, 1.1 * highest)
     if limit is not None and highest > 0.2 * limit / GIB:
-        axes.set_ylim(top=1.1 * max(highest, limit / GIB))
+        axes.set_ylim(0, 1.1 * max(highest, limit / GIB))
         axes.axhline(limit / GIB, color=LIMIT, linestyle="--", linewidth=1.2, label=f"limit {limit / GIB:.3g}")
     for row in result.rows:
         if row["status"] == "does not fit":

@@ -9,7 +9,8 @@ What the arguments of `sweep` take:
 - `train_dataset`, `eval_dataset`, `tokenizer`, `max_input_length`, `max_target_length`: as `finetune`; without a
   dataset the lengths are 512 and 128 tokens.
 - `batch_sizes`: rows of a micro-batch. `gradient_accumulation`: micro-batches a step, each combined with each size.
-- `precision`, `vram`, `ram`, `steps`, `timeout`: as `compare`.
+- `precision`, `vram`, `ram`, `steps`: as `compare`.
+- `timeout`: as `compare`; with a dataset None is no limit.
 - `num_samples`: of an epoch; with a dataset: the rows that each size trains on. None: 10,000, or the dataset's.
 - `learning_rate`: of the smallest step; None: as `finetune`.
 - `scale_learning_rate`: "none", and by the ratio of rows to the smallest step's its root ("sqrt") or all of it
@@ -20,6 +21,7 @@ What the arguments of `sweep` take:
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -28,6 +30,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from offloadkit import errors
 from offloadkit.compare import learning, words
 from offloadkit.compare.comparison import check_counts, forecasts_of, progress, save, summary
 from offloadkit.compare.forecast import Forecast
@@ -178,8 +181,8 @@ def sweep(
     learning_rate: float | None = None,
     scale_learning_rate: Sequence[Literal["none", "sqrt", "linear"] | str] = ("none",),
     tokenizer: Any = None,
-    steps: int = 6,
-    timeout: float = 600,
+    steps: int | None = None,
+    timeout: float | None = None,
     output_dir: str | os.PathLike[str] = "offloadkit-sweep",
     **finetune_arguments: Any,
 ) -> Sweep:
@@ -193,13 +196,13 @@ def sweep(
 
     Raises:
         ConfigError: an argument has no meaning.
-        DataError: the dataset will not do.
+        DataError: the dataset will not do; found out by the first size.
         ModelError, ModelNotFoundError, ModelAccessError: the model will not do.
         OutputError: `output_dir` cannot be written.
     """
     _check_sizes(batch_sizes, gradient_accumulation)
     _check_learning(train_dataset, eval_dataset, scale_learning_rate, learning_rate, tokenizer, finetune_arguments)
-    check_counts({"steps": steps} | ({} if num_samples is None else {"num_samples": num_samples}))
+    check_counts({"steps": steps, "num_samples": num_samples}, optional=("steps", "num_samples"))
     budgets: dict[str, Any] = {
         name: None if size is None else parse_bytes(size) for name, size in (("vram", vram), ("ram", ram))
     }
@@ -215,7 +218,7 @@ def sweep(
         rows = list(trained.rows(runs, grid, learning_rate, list(scale_learning_rate)))
         result = Sweep(name, rows, {}, trained.num_samples, **budgets, environment=runs.environment, output_dir=folder)
     else:
-        check_counts({key: length for key, length in lengths.items() if length is not None})
+        check_counts(lengths, optional=tuple(lengths))
         common |= {"input_length": max_input_length or 512}
         common |= {"target_length": max_target_length or DEFAULT_TARGET_LENGTH}
         work = Work(model=learning.config_folder(model, folder), batch_size=1, steps=steps, **common)
@@ -238,7 +241,7 @@ def _check_learning(
     if not known or any(scaling not in learning.SCALINGS for scaling in scalings):
         choices = ", ".join(map(repr, learning.SCALINGS))
         raise ConfigError(f"scale_learning_rate must be some of {choices}, such as ('none', 'sqrt'); got {scalings!r}")
-    learning.check_jsonable(others)
+    learning.check_arguments(others, inspect.signature(sweep).parameters)
     of_learning = {"eval_dataset": held_out, "learning_rate": learning_rate, "tokenizer": tokenizer, **others}
     given = [name for name, value in of_learning.items() if value is not None]
     if train is None and (given or list(scalings) != ["none"]):
@@ -268,7 +271,8 @@ def _timed(name: str, base: Work, grid: list[tuple[int, int]], runs: Runs, num_s
             forecasts.setdefault(work.accumulation, {})[work.batch_size] = planned
         rows.append(_with_rates(_timed_row(work, planned, runs), num_samples))
         say(summary(rows[-1]))
-    largest = _largest(replace(works[0], batch_size=max(size for size, _ in grid)), rows, runs)
+    most = replace(works[0], batch_size=max(size for size, _ in grid))
+    largest = _largest(most, forecasts.get(most.accumulation, {}).get(most.batch_size), rows, runs)
     budgets: dict[str, Any] = {"vram": base.vram, "ram": base.ram}
     return Sweep(
         name, rows, forecasts, num_samples, **budgets, environment=runs.environment, output_dir=folder, largest=largest
@@ -281,14 +285,19 @@ def _timed_row(work: Work, planned: Forecast | Row, runs: Runs) -> Row:
         return row | planned
     if planned.reason:
         return row | {"status": "does not fit", "reason": planned.reason}
-    row |= runs.row({"mode": "measure", "engine": "offloadkit", "work": asdict(work)}, work.ram)
+    task = {"mode": "measure", "engine": "offloadkit", "work": asdict(work)}
+    row |= runs.row(task, work.ram, planned.steps_seconds(work))
     if row["status"] == "measured":
         row["tokens_per_second"] = planned.num_tokens / row["step_seconds"] if planned.num_tokens else None
     return row
 
 
-def _largest(work: Work, rows: list[Row], runs: Runs) -> Row:
-    """The largest size by the plan, and a short run of it where it was not among those asked for."""
+def _largest(work: Work, planned: Forecast | None, rows: list[Row], runs: Runs) -> Row:
+    """The largest size by the plan, and a short run of it where it was not among those asked for.
+
+    Args:
+        work, planned: of the largest size that was asked for.
+    """
     if any(row["status"] == "failed" for row in rows) and not any(row["status"] == "measured" for row in rows):
         return {}
     most = MOST_TIMES_LARGER * work.batch_size
@@ -302,12 +311,10 @@ def _largest(work: Work, rows: list[Row], runs: Runs) -> Row:
         if (row["batch_size"], row["accumulation"]) == (size, work.accumulation):
             return known | {key: row[key] for key in kept if key in row}
     say = progress(f"the largest batch that fits by the plan, {size}")
-    task = {
-        "mode": "measure",
-        "engine": "offloadkit",
-        "work": asdict(replace(work, batch_size=size, steps=1, warmup=0)),
-    }
-    row = runs.row(task, work.ram)
+    tried = replace(work, batch_size=size, steps=1, warmup=0)
+    planned_seconds = planned.steps_seconds(tried) * size / work.batch_size if planned else 0.0
+    task = {"mode": "measure", "engine": "offloadkit", "work": asdict(tried)}
+    row = runs.row(task, work.ram, planned_seconds)
     say(summary(row))
     return known | {key: row[key] for key in kept if key in row}
 
@@ -346,7 +353,11 @@ class _Learning:
     def rows(
         self, runs: Runs, grid: list[tuple[int, int]], learning_rate: float | None, scalings: list[str]
     ) -> Iterator[Row]:
-        """Train each size with each learning rate."""
+        """Train each size with each learning rate.
+
+        Raises:
+            ConfigError, DataError, ModelError, DownloadError, OutputError: `finetune`'s own, of what no size changes.
+        """
         base = learning.base_rate(learning_rate, self.finetune.get("init", "pretrained"))
         of_rows: dict[int, list[tuple[str, float]]] = {}
         for number, scaling, rate in learning.learning_rates(base, sorted({s * t for s, t in grid}), scalings):
@@ -356,6 +367,10 @@ class _Learning:
             say = progress(f"[{number}/{len(tried)}] batch {size} x {times}, learning rate {rate:.3g} ({scaling})")
             row: Row = {"batch_size": size, "accumulation": times, "scaling": scaling, "learning_rate": rate}
             row |= self._trained(runs, size, times, rate)
+            if "fault" in row:
+                say("refused")
+                kind, message = row["fault"]
+                raise getattr(errors, kind)(message)
             yield _with_rates(row, self.num_samples)
             loss = f", held-out loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
             say(summary(row) + loss)
@@ -367,7 +382,7 @@ class _Learning:
             return {"status": "does not fit", "reason": f"does not fit: {reason}"}
         told = {"batch_size": size, "gradient_accumulation": times, "max_steps": num_steps, "learning_rate": rate}
         task = {"mode": "finetune", "finetune": self.finetune | told, "scratch": self.scratch}
-        row = runs.row(task, self.finetune["ram"])
+        row = runs.row(task, self.finetune["ram"], math.inf)  # what it should take is known only there
         if row["status"] == "measured":
             row |= {name: row["metrics"][name] for name in ("eval_loss", "train_loss") if name in row["metrics"]}
             row["num_samples"] = num_steps * size * times

@@ -65,8 +65,9 @@ class Work:
     vram: int | None = None
     """Bytes the process may take, CUDA's context included; None: what is free."""
     ram: int | None = None
-    steps: int = 6
-    """Timed, after one and `warmup` others."""
+    steps: int | None = None
+    """Timed, after one and `warmup` others; None: six, and where they are short as many as take three seconds, after
+    at least one second of others."""
     warmup: int = 2
     seed: int = 0
 

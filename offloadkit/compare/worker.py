@@ -20,10 +20,21 @@ from offloadkit.compare.engines import ENGINES
 from offloadkit.compare.memory import DeviceMemory
 from offloadkit.compare.steps import timed_steps
 from offloadkit.compare.work import Work, random_batches
-from offloadkit.errors import DoesNotFitError, OffloadkitError
+from offloadkit.errors import (
+    ConfigError,
+    DataError,
+    DoesNotFitError,
+    DownloadError,
+    ModelError,
+    OffloadkitError,
+    OutputError,
+)
 from offloadkit.plan import format_bytes
 
 Row = dict[str, Any]
+
+_FAULTS = (ConfigError, DataError, DownloadError, ModelError, OutputError)
+"""Of what was given: another batch size would meet them again."""
 
 
 def main(task_path: str, row_path: str) -> None:
@@ -85,13 +96,15 @@ def measured(work: Work, engine_name: str) -> Row:
 
 
 def why(error: BaseException, limit: int | None) -> Row:
-    """The status and the reason of what went wrong."""
+    """The status and the reason of what went wrong; `fault` holds type and message of an error of ours in what was
+    given."""
     if isinstance(error, DoesNotFitError):
         return {"status": "does not fit", "reason": first_line(error).removeprefix("the plan ")}
     shortage = next((each for each in _causes(error) if isinstance(each, torch.OutOfMemoryError)), None)
     if shortage is not None:
         return {"status": "does not fit", "reason": _out_of_vram(shortage, limit)}
-    return {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"[:300]}
+    row: Row = {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"[:300]}
+    return row | ({"fault": [type(error).__name__, str(error)]} if isinstance(error, _FAULTS) else {})
 
 
 def _causes(error: BaseException) -> list[BaseException]:

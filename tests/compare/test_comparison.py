@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from matplotlib.text import Text
 
-from offloadkit.compare import Comparison, compare, comparison, forecast
+from offloadkit.compare import Comparison, compare, comparison, forecast, runner
 from offloadkit.errors import ConfigError, ModelNotFoundError, OutputError
 from tests.compare import made_up
 from tests.compare.made_up import GIB, T5_3B, bar, no_bar
@@ -117,7 +118,7 @@ def test_the_least_that_each_engine_needs() -> None:
     assert forecast.hopeless("zero2", T5_3B, recomputed=False) is None
     small = forecast.replace(T5_3B, limits={"vram": 3 * GIB, "ram": 20 * GIB})
     assert forecast.hopeless("zero2", small, recomputed=False) == (
-        "does not fit: needs at least 7.71 GiB of VRAM, has 3 GiB and needs at least 31.9 GiB of RAM, has 20 GiB"
+        "does not fit: needs at least 7.71 GiB of VRAM, has 3 GiB, and needs at least 31.9 GiB of RAM, has 20 GiB"
     )
     assert forecast.hopeless("zero3", small, recomputed=True) == (
         "does not fit: needs at least 37.2 GiB of RAM, has 20 GiB"
@@ -164,6 +165,7 @@ def test_a_plan_that_fails_is_the_reason_of_its_model_alone(tmp_path: Path, answ
         ({"num_samples": 0}, "num_samples must be a whole number >= 1, got 0"),
         ({"batch_size": 1.5}, "batch_size must be a whole number >= 1, got 1.5"),
         ({"vram": "much"}, "cannot read 'much' as a size"),
+        ({"steps": 0}, "steps must be a whole number >= 1, got 0"),
     ],
 )
 def test_what_has_no_meaning_is_refused(wrong: dict[str, Any], message: str, tmp_path: Path, answers: Answers) -> None:
@@ -180,6 +182,52 @@ def test_unknown_models_and_folders_that_cannot_be_written_are_refused(tmp_path:
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="is a file"):
         compare(("t5-tiny",), output_dir=tmp_path / "file")
+    with pytest.raises(ConfigError, match="timeout must be a positive number of seconds, or None; got 0"):
+        compare(("t5-tiny",), timeout=0, output_dir=tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "rows").touch()
+    with pytest.raises(OutputError, match="taken/rows is a file"):
+        compare(("t5-tiny",), output_dir=tmp_path / "taken")
+
+
+@pytest.mark.parametrize("name", ["comparison.json", "comparison.svg", "comparison.png"])
+def test_what_cannot_be_saved_is_named_and_what_was_there_stays(name: str, tmp_path: Path, answers: Answers) -> None:
+    answers(lambda task: forecasts(task) if task["mode"] == "plan" else FIGURES)
+    (tmp_path / name).mkdir()
+    with pytest.raises(OutputError, match=rf"{name} could not be written, .* GiB are free there .*make room, or pass"):
+        compare(("t5-3b",), ("offloadkit",), output_dir=tmp_path)
+    assert (tmp_path / name).is_dir()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_full_disk_is_an_error_of_one_line(tmp_path: Path, drawn: Comparison) -> None:
+    class Full:
+        def savefig(self, path: Path, **_: Any) -> None:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+    (tmp_path / "comparison.svg").write_text("before")
+    with pytest.raises(OutputError, match=r"comparison\.svg could not be written.*No space left on device") as caught:
+        comparison.save(tmp_path / "comparison", drawn.to_dict(), Full)
+    assert "\n" not in str(caught.value)
+    assert {path.name: path.read_text()[:6] for path in tmp_path.iterdir()} == {
+        "comparison.json": '{\n "ro',
+        "comparison.svg": "before",
+    }
+
+
+def test_a_process_may_take_what_is_planned_or_what_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def run(task: dict[str, Any], *, timeout: float, **_: Any) -> dict[str, Any]:
+        given.append(timeout)
+        return forecasts(task) if task["mode"] == "plan" else FIGURES
+
+    monkeypatch.setattr(runner, "in_fresh_process", run)
+    compare(("t5-3b",), ("offloadkit",), output_dir=tmp_path / "planned")
+    compare(("t5-3b",), ("offloadkit",), steps=100, output_dir=tmp_path / "more")
+    compare(("t5-3b",), ("offloadkit",), steps=100, timeout=9, output_dir=tmp_path / "told")
+    assert given == [600, 600 + 10 * 10 * 0.5, 600, 600 + 10 * 104 * 0.5, 9, 9]
 
 
 @pytest.fixture
@@ -212,6 +260,23 @@ def test_the_chart_shows_bars_and_reasons(drawn: Comparison, tmp_path: Path) -> 
     assert "<svg" in chart._repr_svg_()
     chart.savefig(tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 10_000
+
+
+def test_no_value_lies_on_the_line_of_a_limit_and_the_title_is_off_the_edge(drawn: Comparison) -> None:
+    for row, gib in zip(drawn.rows, (9.7, 8.6, 10.8, 0, 7, 0), strict=True):
+        row.update({"vram_bytes": int(gib * GIB)} if gib else {})
+    chart = drawn.chart()
+    chart.savefig(io.BytesIO())
+    values = []
+    for axes in chart.axes:
+        lines = [line.get_window_extent().x0 for line in axes.get_lines()]
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert not [x for x in lines for box in boxes if box.x0 - 1 < x < box.x1 + 1]
+        assert all(box.x1 < chart.bbox.x1 for box in boxes)
+        values += [text.get_text() for text in axes.texts] if lines else []
+    assert {"9.7", "8.6", "10.8", "7"} < set(values)
+    title = chart._suptitle  # type: ignore[attr-defined]
+    assert chart.bbox.y1 - title.get_window_extent().y1 >= 0.09 * chart.dpi
 
 
 def test_the_table_has_ratios_and_reasons(drawn: Comparison) -> None:

@@ -100,7 +100,7 @@ def test_each_side_of_the_knee_is_explained() -> None:
     lines = swept(rows, forecasts, largest=largest).explain().splitlines()
     assert lines.pop(0) == (
         "Until about batch 14 the optimizer on the CPU (RAM's bandwidth) bounds the step: larger batches are almost "
-        "free (a step of 8 rows takes 1.3 x one of 1)"
+        "free (a step of 8 rows takes 1.3 times as long as one of 1 row)"
     )
     assert lines == [
         "Beyond it the GPU's computing does: time grows with the batch, and a sample takes 31.4 ms at best",
@@ -117,13 +117,16 @@ def test_sweeps_without_a_knee_say_where_it_is_and_how_far_the_plan_is_off() -> 
     assert "has the knee at batch 16: 4 sizes away" in before
     beyond = swept([row(b, 0.5) for b in SIZES], forecasts).explain()
     assert "Up to batch 64 the optimizer on the CPU" in beyond
-    assert "takes 1.0 x one of 1), and the knee lies beyond" in beyond
+    assert "takes 1.0 times as long as one of 1 row), and the knee lies beyond" in beyond
 
 
 def test_a_largest_batch_that_fails_says_why() -> None:
     largest = {"batch_size": 512, "is_most": True, "status": "failed", "reason": "took more than 9 s"}
     text = swept([row(1, 0.5)], {1: T5_3B}, largest=largest).explain()
-    assert text == "The largest batch that fits is at least 512 by the plan; run, it took more than 9 s"
+    assert text.splitlines() == [
+        "Batch 1 alone shows no knee: measure several sizes",
+        "The largest batch that fits is at least 512 by the plan; run, it failed: took more than 9 s",
+    ]
 
 
 def test_learning_is_summed_up() -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from offloadkit.compare import engines, memory, runner, steps, worker
 from offloadkit.compare.words import duration, text_table
 from offloadkit.compare.work import Work, plain_model, random_batches
-from offloadkit.errors import DoesNotFitError
+from offloadkit.errors import DoesNotFitError, OutputError
 
 CPU = torch.device("cpu")
 TINY = Work("t5-tiny", batch_size=2, input_length=8, target_length=4, steps=1, warmup=0)
@@ -25,8 +30,56 @@ TINY = Work("t5-tiny", batch_size=2, input_length=8, target_length=4, steps=1, w
 def test_a_task_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     began = time.monotonic()
     row = runner.in_fresh_process({"mode": "plan", "works": []}, timeout=0.3, ram=None, log=tmp_path / "log")
-    assert row == {"status": "failed", "reason": "took more than 0.3 s"}
+    assert row == {"status": "failed", "reason": "took more than 0.3 s (--timeout)"}
     assert time.monotonic() - began < 5
+
+
+LASTING = """
+import os, subprocess, sys, time
+from pathlib import Path
+
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+Path(__file__).with_name("new").write_text(f"{os.getpid()} {child.pid}")
+Path(__file__).with_name("new").rename(Path(__file__).with_name("pids"))
+time.sleep(300)
+"""
+WAITING = """
+from offloadkit.compare.runner import in_fresh_process
+
+in_fresh_process({}, timeout=300, ram=None, log=None, module="lasting")
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_a_task_ends_with_the_process_that_started_it(how: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "lasting.py").write_text(LASTING)
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    with subprocess.Popen([sys.executable, "-c", WAITING], env=os.environ | {"PYTHONPATH": paths}) as parent:
+        assert within(60, (tmp_path / "pids").exists)
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert all(psutil.Process(pid).is_running() for pid in pids)
+        parent.send_signal(how)
+    assert parent.returncode == -how
+    try:
+        assert within(10, lambda: not any(runs(pid) for pid in pids))
+    finally:
+        for pid in filter(runs, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def within(seconds: float, done: Callable[[], bool]) -> bool:
+    """Whether it comes true in so many seconds."""
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(0.05)
+    return done()
 
 
 def test_an_error_in_a_task_is_a_row_and_its_log_stays(tmp_path: Path) -> None:
@@ -55,10 +108,51 @@ def test_a_row_that_was_written_by_halves_is_made_again(tmp_path: Path, monkeypa
     runs = runner.Runs(tmp_path, timeout=1)
     assert runs.row({"mode": "plan"}) == {"status": "measured", "number": 1}
     (path,) = (tmp_path / "rows").iterdir()
-    path.write_text(path.read_text()[:20])
-    assert "kept" not in runs.row({"mode": "plan"})
+    for wrong in (path.read_text()[:20], "[1, 2]", "3", '{"row": [1]}', '{"row": {}}'):
+        path.write_text(wrong)
+        assert "kept" not in runs.row({"mode": "plan"})
     assert runs.row({"mode": "plan"})["kept"]
     assert json.loads(path.read_text())["environment"]["torch"] == torch.__version__
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(OutputError, match=rf"rows/{path.name} could not be written, .*Is a directory"):
+        runs.row({"mode": "plan"})
+
+
+class Steps:
+    """An engine whose steps take four milliseconds, the first ones more."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.taken += 1
+        time.sleep(0.02 if self.taken < 5 else 0.004)
+
+    def step(self, is_boundary: bool) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+
+def test_as_many_steps_are_timed_as_it_takes_for_two_runs_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "WARM_SECONDS", 0.2)
+    monkeypatch.setattr(steps, "TIMED_SECONDS", 0.3)
+
+    def timed(work: Work) -> dict[str, Any]:
+        return steps.timed_steps(Steps(), [{}], work, CPU, memory.DeviceMemory(CPU))
+
+    row = timed(replace(TINY, steps=None))
+    assert 0.2 < sum(row["all_step_seconds"]) < 2
+    assert len(row["all_step_seconds"]) > 20
+    assert row["step_seconds"] == pytest.approx(0.004, rel=0.5)
+    assert len(timed(replace(TINY, steps=3))["all_step_seconds"]) == 3
+    monkeypatch.setattr(steps, "TIMED_SECONDS", 0.001)
+    assert len(timed(replace(TINY, steps=None))["all_step_seconds"]) == 6
 
 
 def test_ram_of_children_counts() -> None:
@@ -94,7 +188,9 @@ def test_a_refused_plan_does_not_fit_and_another_error_failed() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_the_baseline_trains_in_every_dtype(dtype: str, recomputed: bool, one_thread: None) -> None:
-    work = Work("t5-tiny", batch_size=2, input_length=8, target_length=4, accumulation=2, recomputed=recomputed)
+    work = Work(
+        "t5-tiny", batch_size=2, input_length=8, target_length=4, accumulation=2, recomputed=recomputed, steps=6
+    )
     engine: Any = engines.Baseline(work, dtype, CPU)
     before = [weight.clone() for weight in engine._masters]
     row = steps.timed_steps(engine, random_batches(work, CPU), work, CPU, memory.DeviceMemory(CPU))

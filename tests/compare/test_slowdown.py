@@ -39,6 +39,13 @@ def test_both_are_run_where_the_gpu_has_room(answers: Answers) -> None:
     assert asked[2]["work"]["our_compute"]
 
 
+def test_without_a_gpu_it_says_what_it_is_compared_with(answers: Answers) -> None:
+    here = forecast.replace(T5_3B, on_cpu=True, limits={"ram": 640 * GIB})
+    ours, plain = OURS | {"all_step_seconds": [0.9, 0.6, 0.8]}, PLAIN | {"all_step_seconds": [0.3, 0.9]}
+    answers(answering(here, here, offloadkit=ours, baseline=plain))
+    assert str(measure_slowdown("t5-3b")) == "2x of plain training on the CPU, without a GPU (measured)"
+
+
 def test_it_is_predicted_where_plain_training_does_not_fit(answers: Answers) -> None:
     made = forecast.replace(T5_3B, large_gpu_seconds=0.25)
     asked = answers(answering(made, made, offloadkit=OURS))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from matplotlib.text import Text
 from transformers import ByT5Tokenizer, T5ForConditionalGeneration
 
-from offloadkit.compare import forecast, learning, sweep, sweeping
+from offloadkit.compare import Sweep, forecast, learning, runner, sweep, sweeping
 from offloadkit.compare.work import config_of
-from offloadkit.errors import ConfigError, DataError, ModelError
+from offloadkit.errors import ConfigError, DataError, ModelError, OutputError
 from offloadkit.hf.data import load_dataset_like
 from tests.compare.made_up import GIB, at_batch
 
@@ -78,6 +80,7 @@ def test_a_size_that_fails_shows_its_reason_and_the_sweep_goes_on(tmp_path: Path
     assert predicted.size == pytest.approx(0.42 / 0.026)
     text = str(result)
     assert "Batch 4 x 1: took more than 9 s" in text
+    assert "larger batches are almost free (a step of 16 rows takes 1.0 times as long as one of 1 row)" in text
     assert "Batch 64 x 1: does not fit: needs 13 GiB of VRAM, has 11 GiB" in text
     assert "The largest batch that fits is 32 by the plan, and it runs in 32 GiB of VRAM" in text
     assert all(line in result._repr_html_() for line in ("took more than 9 s", "larger batches are almost free"))
@@ -178,12 +181,15 @@ def test_learning_rates_are_scaled_from_the_smallest_step() -> None:
         ({"gradient_accumulation": (0,)}, "gradient_accumulation must be some different whole numbers"),
         ({"scale_learning_rate": ("log",)}, "scale_learning_rate must be some of 'none', 'sqrt', 'linear'"),
         ({"scale_learning_rate": ("sqrt",)}, "scale_learning_rate needs a train_dataset"),
+        ({"batchsizes": (1, 2)}, "sweep has no argument 'batchsizes'; did you mean 'batch_sizes'?"),
+        ({"train_dataset": PAIRS, "warmup_step": 3}, "no argument 'warmup_step'; did you mean 'warmup_steps'?"),
+        ({"train_dataset": PAIRS, "xyzzy": 3}, "sweep has no argument 'xyzzy'$"),
         ({"eval_dataset": PAIRS}, "eval_dataset needs a train_dataset"),
         ({"init": "random"}, "init needs a train_dataset"),
         ({"max_input_length": 0}, "max_input_length must be a whole number >= 1, got 0"),
         ({"num_samples": 0}, "num_samples must be a whole number >= 1"),
         ({"train_dataset": PAIRS, "max_steps": 3}, "sweep sets max_steps of finetune by itself"),
-        ({"train_dataset": PAIRS, "callbacks": [object()]}, "callbacks=.* goes to another process"),
+        ({"train_dataset": PAIRS, "offload": object()}, "offload=.* goes to another process"),
         ({"train_dataset": PAIRS, "tokenizer": "byte", "learning_rate": -1}, "learning_rate must be a positive number"),
     ],
 )
@@ -191,6 +197,83 @@ def test_what_has_no_meaning_is_refused(wrong: dict[str, Any], message: str, tmp
     answers(never)
     with pytest.raises(ConfigError, match=message):
         sweep("t5-tiny", **{"output_dir": tmp_path, **wrong})
+
+
+def test_columns_that_will_not_do_are_said_once(
+    tmp_path: Path, in_this_process: list[Task], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"question": "1", "answer": "2"}] * 8
+    with pytest.raises(DataError, match="Columns found: question, answer"):
+        sweep("t5-tiny", rows, tokenizer="byte", batch_sizes=(1, 2, 4), output_dir=tmp_path)
+    assert len(in_this_process) == 1
+    assert capsys.readouterr().out.endswith("refused\n")
+    with pytest.raises(ConfigError, match="bogus"):
+        sweep("t5-tiny", PAIRS, tokenizer="byte", lr_scheduler_type="bogus", batch_sizes=(1, 2), output_dir=tmp_path)
+    assert len(in_this_process) == 2
+
+
+def test_rows_that_cannot_be_written_down_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(datasets.Dataset, "to_parquet", full)
+    with pytest.raises(OutputError, match=r"train\.parquet could not be written.*No space left on device"):
+        sweep("t5-tiny", PAIRS, output_dir=tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
+
+
+def timed(seconds: dict[int, float], ram: float = 4.0) -> Sweep:
+    """A sweep on a CPU of steps that took so long, by rows; RAM in GiB grows by a hundredth each."""
+    rows = [
+        {"batch_size": size, "accumulation": 1, "scaling": "none", "status": "measured", "step_seconds": each}
+        | {"sample_seconds": each / size, "epoch_seconds": each / size, "tokens_per_second": 1.0, "vram_bytes": 0}
+        | {"peak_ram_bytes": int((ram + index / 100) * GIB)}
+        for index, (size, each) in enumerate(seconds.items())
+    ]
+    return Sweep("t5-tiny", rows, {}, 100, None, None, {"gpu": "none"}, Path())
+
+
+def test_sentences_make_sense_where_few_sizes_lie_below_the_knee() -> None:
+    few = timed({1: 0.010, 8: 0.030}).explain()
+    assert (
+        "larger batches are almost free up to there (a step of 8 rows takes 3.0 times as long as one of 1 row)" in few
+    )
+    assert "Batch 4 alone shows no knee: measure several sizes" in timed({4: 0.01}).explain()
+    assert "(a step of 8 rows takes 4.0 times as long as one of 2 rows)" in timed({2: 0.010, 8: 0.040}).explain()
+
+
+def test_a_largest_batch_that_failed_or_was_not_run_says_so() -> None:
+    found = {"batch_size": 176, "is_most": False}
+    assert "is 176 by the plan, and was not run" in replace(timed({4: 0.01}), largest=found).explain()
+    late = found | {"status": "failed", "reason": "took more than 9 s (--timeout)"}
+    assert "plan; run, it failed: took more than 9 s" in replace(timed({4: 0.01}), largest=late).explain()
+    full = found | {"status": "does not fit", "reason": "does not fit: needs more"}
+    assert "plan; run, it does not fit: needs more" in replace(timed({4: 0.01}), largest=full).explain()
+
+
+def test_the_highest_point_of_memory_is_whole() -> None:
+    memory = timed({1: 0.01, 2: 0.01, 4: 0.02}).chart().axes[2]
+    assert memory.get_ylim()[1] > 1.05 * 4.02
+
+
+def test_the_largest_batch_is_given_the_time_that_its_rows_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[int, float] = {}
+
+    def run(task: Task, *, timeout: float, **_: Any) -> dict[str, Any]:
+        if task["mode"] == "plan":
+            return {"status": "measured", "forecasts": [forecast.as_row(at_batch(64)) for _ in task["works"]]}
+        if task["mode"] == "largest":
+            return {"status": "measured", "batch_size": 512}
+        given[task["work"]["batch_size"]] = timeout
+        return {"status": "measured", "step_seconds": 2.0, "vram_bytes": GIB, "peak_ram_bytes": GIB}
+
+    monkeypatch.setattr(runner, "in_fresh_process", run)
+    sweep("t5-3b", batch_sizes=(64,), output_dir=tmp_path)
+    step = at_batch(64).step_seconds
+    assert step is not None
+    assert given == pytest.approx({64: 600 + 10 * 10 * step, 512: 600 + 10 * 3 * 8 * step})
 
 
 def test_a_dataset_without_rows_is_refused(tmp_path: Path, answers: Answers) -> None:
