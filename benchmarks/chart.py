@@ -1,9 +1,13 @@
-"""The README's picture, from a result file: python -m benchmarks.chart benchmarks/results/FILE.json docs/FILE.png"""
+"""A picture of the docs, from a result file of benchmarks, `compare` or `sweep`:
+
+python -m benchmarks.chart benchmarks/results/FILE.json docs/FILE.png
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from offloadkit.compare import Comparison, Sweep
+from offloadkit.compare.forecast import from_row
 
 LABELS = {
     "gpu": "all on the GPU",
@@ -53,5 +60,18 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150, facecolor="white")
 
 
+def draw_again(result: dict[str, Any], path: Path) -> None:
+    """What `compare` or `sweep` saved, as they draw it today."""
+    kind = Sweep if "forecasts" in result else Comparison
+    kept = {field.name: result[field.name] for field in fields(kind) if field.name in result} | {"output_dir": path}
+    if kind is Sweep:
+        kept["forecasts"] = {
+            int(times): {int(size): from_row(row) for size, row in by_size.items()}
+            for times, by_size in result["forecasts"].items()
+        }
+    kind(**kept).chart().savefig(path, dpi=150)
+
+
 if __name__ == "__main__":
-    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    content = json.loads(Path(sys.argv[1]).read_text())
+    (draw_again if "num_samples" in content else draw)(content, Path(sys.argv[2]))
