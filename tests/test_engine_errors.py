@@ -226,10 +226,24 @@ def test_placements_that_contradict_themselves() -> None:
 def test_sizes_are_read_and_refused() -> None:
     assert parse_bytes("8GiB") == 8 << 30
     assert parse_bytes("1.5 gb") == 1_500_000_000
-    assert parse_bytes(123) == 123
+    assert parse_bytes(" 8589934592") == parse_bytes(8 << 30) == 8 << 30
     for bad in ("eight", "8 parsecs", "", "-1GiB", 0):
         with pytest.raises(ConfigError):
             parse_bytes(bad)
+
+
+@pytest.mark.parametrize("name", ["vram", "ram"])
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("42", r"'42' is 42 bytes, less than 1 MiB: did you mean '42GiB'\?"),
+        (8, r"8 is 8 bytes, less than 1 MiB: did you mean '8GiB'\?"),
+        ("42KiB", "'42KiB' is 43,008 bytes, less than 1 MiB: nothing fits that"),
+    ],
+)
+def test_a_budget_without_its_unit_is_refused(name: str, size: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OffloadConfig(**{name: size})
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def footing(plan: Plan) -> list[str]:
     lines = []
     if plan.num_tokens is None:
         lines.append("(activations and the framework's own memory come on top)")
-    if plan.num_tokens is None or plan.on_cpu:
+    if plan.on_cpu:
         lines.append("(without a GPU, VRAM is RAM too)")
     if plan.seconds is not None and plan.tokens_per_second is not None and plan.slowdown is not None:
         slowdown = "" if plan.on_cpu else f", {plan.slowdown:.3g}x a GPU that holds everything"
