@@ -34,11 +34,21 @@ def _readable(command: Command) -> Command:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt as error:
-            hint = "; --resume goes on from the newest checkpoint" if "resume" in kwargs else ""
-            typer.echo(f"\ninterrupted{hint}", err=True)
+            typer.echo(f"\ninterrupted{_how_to_go_on(kwargs['output']) if 'resume' in kwargs else ''}", err=True)
             raise typer.Exit(130) from error
 
     return run  # type: ignore[return-value]
+
+
+def _how_to_go_on(output: Path) -> str:
+    """What `--resume` would do after an interrupt that left no time for a checkpoint."""
+    from offloadkit.errors import ConfigError
+    from offloadkit.hf.folders import newest_checkpoint
+
+    try:
+        return f"; --resume goes on from {newest_checkpoint(output)}"
+    except ConfigError:
+        return f"; there is no checkpoint in {output} to resume from"
 
 
 @app.command()

@@ -64,14 +64,19 @@ def test_errors_of_ours_are_one_message_and_exit_with_one(model_folder: Path, tm
     assert "batch_size must be a whole number >= 1, got 0" in zero.stderr
 
 
-def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["offloadkit.finetune"], "finetune", interrupted)
-    done = run("train", "model", "data.jsonl")
+    done = run("train", "model", "data.jsonl", "--output", str(tmp_path))
     assert done.exit_code == 130
-    assert "interrupted; --resume goes on" in done.stderr
+    assert f"interrupted; there is no checkpoint in {tmp_path} to resume from" in done.stderr
+    for name in ("trainer_state.json", "optimizer.pt"):
+        (tmp_path / "checkpoint-3").mkdir(exist_ok=True)
+        (tmp_path / "checkpoint-3" / name).touch()
+    done = run("train", "model", "data.jsonl", "--output", str(tmp_path))
+    assert f"interrupted; --resume goes on from {tmp_path / 'checkpoint-3'}" in done.stderr
 
 
 def test_switches_of_train_are_those_of_finetune(monkeypatch: pytest.MonkeyPatch) -> None:

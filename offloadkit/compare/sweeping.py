@@ -378,8 +378,8 @@ class _Learning:
     def _trained(self, runs: Runs, size: int, times: int, rate: float) -> Row:
         num_steps = self.num_samples // (size * times)
         if num_steps == 0:
-            reason = f"{self.num_samples} samples are less than one step of {size * times}"
-            return {"status": "does not fit", "reason": f"does not fit: {reason}"}
+            reason = f"not trained: {self.num_samples:,} samples are fewer than the {size * times:,} of one step"
+            return {"status": "failed", "reason": reason}
         told = {"batch_size": size, "gradient_accumulation": times, "max_steps": num_steps, "learning_rate": rate}
         task = {"mode": "finetune", "finetune": self.finetune | told, "scratch": self.scratch}
         row = runs.row(task, self.finetune["ram"], math.inf)  # what it should take is known only there

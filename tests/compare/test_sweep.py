@@ -151,7 +151,7 @@ def test_a_model_and_a_tokenizer_are_handed_to_other_processes_and_left_alone(tm
 
     answers(answer)
     rows = sweep(model, PAIRS, tokenizer=ByT5Tokenizer(), batch_sizes=(2, 64), output_dir=tmp_path, seed=3).rows
-    assert [row["reason"] for row in rows] == ["seen", "does not fit: 24 samples are less than one step of 64"]
+    assert [row["reason"] for row in rows] == ["seen", "not trained: 24 samples are fewer than the 64 of one step"]
     assert seen[0]["finetune"]["seed"] == 3
     assert seen[0]["finetune"]["max_steps"] == 12
     assert all(weight.equal(before[name]) for name, weight in model.state_dict().items())
