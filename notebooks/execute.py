@@ -15,17 +15,30 @@ FOLDER = Path(__file__).parent.resolve()
 
 
 def execute(path: Path) -> None:
-    """Run one notebook in place; it stays as it was where a cell fails."""
+    """Run one notebook in place. It is saved after every cell, and where one fails or the run is interrupted: with the
+    outputs so far, and none of an earlier run."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(path.parent)}})
-    client.execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if VIEW not in output.get("data", {})]
-            cell.metadata.pop("execution", None)
-    notebook.metadata.pop("widgets", None)
-    notebook.metadata["language_info"] = {"name": "python"}
-    nbformat.write(notebook, path)
+            cell.outputs, cell.execution_count = [], None
+
+    def save(**_: object) -> None:
+        kept = nbformat.from_dict(notebook)
+        for cell in kept.cells:
+            if cell.cell_type == "code":
+                cell.outputs = [output for output in cell.outputs if VIEW not in output.get("data", {})]
+                cell.metadata.pop("execution", None)
+        kept.metadata.pop("widgets", None)
+        kept.metadata["language_info"] = {"name": "python"}
+        new = path.with_suffix(".part")
+        nbformat.write(kept, new)
+        new.replace(path)
+
+    resources = {"metadata": {"path": str(path.parent)}}
+    try:
+        NotebookClient(notebook, timeout=None, resources=resources, on_cell_executed=save).execute()
+    finally:
+        save()
 
 
 if __name__ == "__main__":
