@@ -103,7 +103,7 @@ class FinetuneResult:
         return self.output_dir / "model"
 
     def __repr__(self) -> str:
-        numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()) or "nothing was trained"
         name = type(self.model).__name__
         return (
             f"FinetuneResult({name} of {self.plan.num_parameters:,} parameters, {len(self.steps)} steps\n"
