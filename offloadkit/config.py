@@ -20,7 +20,7 @@ def parse_bytes(size: int | str) -> int:
     """Bytes of a budget, from an int or a string such as "8GiB", "512 MB" or "8589934592".
 
     Raises:
-        ConfigError: the text is no size, or the size is less than 1 MiB: a unit was left out.
+        ConfigError: the text is no size, or the size is less than 64 KiB: a unit was left out.
     """
     if isinstance(size, int):
         num_bytes = size
@@ -33,9 +33,9 @@ def parse_bytes(size: int | str) -> int:
         num_bytes = int(float(match[1]) * _UNITS[match[2].lower()])
     if num_bytes <= 0:
         raise ConfigError(f"a size must be positive, got {size!r}")
-    if num_bytes < 1 << 20:
+    if num_bytes < 1 << 16:
         meant = f"did you mean '{str(size).strip()}GiB'?" if str(size).strip().isdigit() else "nothing fits that"
-        raise ConfigError(f"{size!r} is {num_bytes:,} bytes, less than 1 MiB: {meant}")
+        raise ConfigError(f"{size!r} is {num_bytes:,} bytes, less than 64 KiB: {meant}")
     return num_bytes
 
 

@@ -236,9 +236,9 @@ def test_sizes_are_read_and_refused() -> None:
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        ("42", r"'42' is 42 bytes, less than 1 MiB: did you mean '42GiB'\?"),
-        (8, r"8 is 8 bytes, less than 1 MiB: did you mean '8GiB'\?"),
-        ("42KiB", "'42KiB' is 43,008 bytes, less than 1 MiB: nothing fits that"),
+        ("42", r"'42' is 42 bytes, less than 64 KiB: did you mean '42GiB'\?"),
+        (8, r"8 is 8 bytes, less than 64 KiB: did you mean '8GiB'\?"),
+        ("42KiB", "'42KiB' is 43,008 bytes, less than 64 KiB: nothing fits that"),
     ],
 )
 def test_a_budget_without_its_unit_is_refused(name: str, size: Any, message: str) -> None:
