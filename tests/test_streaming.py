@@ -354,15 +354,55 @@ def test_a_graph_from_before_a_step_is_an_error(placement: Placement, device: st
             engine.backward(losses[1])
 
 
-def test_stepped_weights_of_a_block_are_told_from_those_that_a_graph_saved(device: str) -> None:
+@pytest.mark.parametrize("activations", ["keep", "checkpoint", "offload"])
+@pytest.mark.parametrize("weights", ["vram", "ram"])
+def test_stepped_weights_of_a_block_are_told_from_those_that_a_graph_saw(
+    weights: Any, activations: Any, device: str
+) -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])  # nothing outside the blocks
-    with OffloadEngine(model, config(STREAMED), device=device) as engine:
-        x = torch.randn(2, 8, device=device)
+    with OffloadEngine(model, config(Placement(weights, activations=activations)), device=device) as engine:
+        x = torch.randn(2, 8, device=device, requires_grad=True)
         losses = [engine(x).sum(), engine(x).sum()]
         engine.backward(losses[0])
         engine.step()
-        with pytest.raises(EngineStateError, match=r"the weights of '.*' were stepped since this loss was computed"):
+        error = RuntimeError if (weights, activations) == ("vram", "keep") else EngineStateError  # autograd's own
+        with pytest.raises(error, match=r"inplace operation|the weights of '.*' were stepped since this loss was"):
             engine.backward(losses[1])
+
+
+class Masked(nn.Module):
+    """A block with an input that all share, by position or by name."""
+
+    def __init__(self, by_name: bool) -> None:
+        super().__init__()
+        self.linear, self.by_name = nn.Linear(8, 8), by_name
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, masks: Any = ()) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) * (masks[0] if mask is None else mask)
+
+
+class ChangesItsMask(nn.Module):
+    def __init__(self, by_name: bool) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList([Masked(by_name) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, mask = self.first(x), torch.ones_like(x)
+        for block in self.blocks:
+            x = block(x, masks=(mask,)) if block.by_name else block(x, mask)
+        mask.mul_(3)
+        return x.sum()
+
+
+@pytest.mark.parametrize("activations", ["keep", "checkpoint", "offload"])
+@pytest.mark.parametrize("weights", ["vram", "ram"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_blocks_share_is_not_changed_unseen(by_name: bool, weights: Any, activations: Any, device: str) -> None:
+    placement = Placement(weights, activations=activations)
+    with OffloadEngine(ChangesItsMask(by_name), config(placement), device=device) as engine:
+        loss = engine(torch.randn(2, 8, device=device))
+        with pytest.raises((ModelError, RuntimeError), match=r"was written to after|inplace operation"):
+            engine.backward(loss)
 
 
 @pytest.mark.parametrize("placement", ALL)

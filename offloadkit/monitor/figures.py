@@ -120,9 +120,9 @@ def figures(
     done = newest.step if newest else 0
     measured = newest.bytes if newest else None
     machine = Machine.of(plan) or machine
-    if machine is not None and measured and machine.on_gpu is not _on_gpu(measured):
-        machine = None  # the engine computes on another device than this process seemed to
-    slow, why = slowdown(seconds, plan, machine, baseline_seconds)
+    elsewhere = machine is not None and measured and machine.on_gpu is not _on_gpu(measured)
+    rated = None if elsewhere else machine  # the engine may compute on another device than this process seemed to
+    slow, why = slowdown(seconds, plan, rated, baseline_seconds)
     tokens = [record.num_tokens or 0 for record in typical]
     trend = history.loss.trend()
     mean_step = history.mean_step_seconds()

@@ -90,10 +90,18 @@ def _as_huggingface_does(
 def _checkpoint(
     device: torch.device, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """`forward` with its activations recomputed in backward, for which `weights` are brought to VRAM."""
+    """`forward` with its activations recomputed in backward, for which `weights` are brought to VRAM.
+
+    Raises:
+        EngineStateError: (in backward) `weights` were stepped since.
+    """
+    seen = [layer.num_updates for layer in weights]
+    if isinstance(forward, partial) and not forward.args:  # HuggingFace's keyword arguments
+        kwargs, forward = {**forward.keywords, **kwargs}, forward.func
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        for layer in weights:
+        for layer, num_updates in zip(weights, seen, strict=True):
+            layer.check_seen(num_updates)
             layer.use()
         return forward(*args, **kwargs)
 
@@ -128,8 +136,9 @@ class OffloadedInputs:
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         hidden, version = (None, 0) if first is None else (first.data_ptr(), first._version)  # autograd keeps `pack`
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | _Handle:
-            return self._send(tensor, name) if tensor.data_ptr() == hidden and tensor.is_floating_point() else tensor
+        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | _Handle:
+            sent = tensor.data_ptr() == hidden and tensor.is_floating_point()
+            return self._send(tensor, name) if sent else (tensor, tensor._version)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._bring_back):
             output = _checkpoint(self.device, weights, forward, *args, **kwargs)
@@ -178,10 +187,13 @@ class OffloadedInputs:
         (slab,) = host_memory.allocate([num_bytes], self.device, "inputs of recomputed blocks")
         return _Offloaded(slab)
 
-    def _bring_back(self, packed: torch.Tensor | _Handle) -> torch.Tensor:
+    def _bring_back(self, packed: tuple[torch.Tensor, int] | _Handle) -> torch.Tensor:
         """The input of the block that backward has reached; the one before it is fetched meanwhile."""
-        if isinstance(packed, torch.Tensor):
-            return packed
+        if isinstance(packed, tuple):
+            tensor, version = packed
+            if tensor._version != version:
+                raise changed_in_place(tensor)
+            return tensor
         self._let_go(0)
         saved = packed.slot
         here = self._fetch(saved)

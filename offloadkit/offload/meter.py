@@ -72,8 +72,10 @@ def _fused_attention(
 def _fused_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """`rms_norm` where it is one kernel; without a weight, or with one of another dtype, it is several."""
-    if weight is None or weight.dtype != input.dtype:
+    """`rms_norm` where it is one kernel; with a weight of another dtype it is several."""
+    if weight is None:
+        weight = input.new_empty(tuple(normalized_shape))
+    if weight.dtype != input.dtype:
         return nn.functional.rms_norm(input, normalized_shape, weight, eps)
     apply: Any = _FusedNorm.apply
     output: torch.Tensor = apply(input, weight)

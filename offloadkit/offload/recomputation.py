@@ -7,7 +7,7 @@ functions for each tensor that autograd saves, saves again and reads, where thes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,7 +23,8 @@ def recomputed_in_backward(device: torch.device, function: Callable[..., Any], *
     The second run sees the random states of the CPU and of `device`, autocast and the default device as the first did.
 
     Raises:
-        ModelError: (in backward) the second run came to other tensors than the first.
+        ModelError: (in backward) the second run came to other tensors than the first, or something wrote to tensors
+            among `args` and `kwargs`, or in lists and tuples there, or to those that it saved.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -39,6 +40,7 @@ class _Recomputation:
         self, device: torch.device, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._function, self._kwargs = function, kwargs
+        self._versions = [(tensor, tensor._version) for tensor in _tensors_in(kwargs.values())]
         self._inputs = _Inputs(args)
         self._surroundings = _Surroundings(device)
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
@@ -76,12 +78,25 @@ class _Recomputation:
             return tensor
 
         args = self._inputs.get()
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise changed_in_place(tensor)
         try:
             with self._surroundings.restored(), saved_tensors_hooks(pack, _as_it_is), torch.enable_grad():
                 self._function(*args, **self._kwargs)
         except _FoundAllError:
             return found
         raise _changed(f"{len(found)} tensors", f"{num_saved}")
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those that count how often they were written to."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not value.is_inference():
+                yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
 
 
 class _FoundAllError(Exception):
@@ -113,7 +128,7 @@ def _changed(found: str, expected: str) -> ModelError:
 
 class _Inputs:
     """Positional arguments. Tensors are saved as an operation's inputs are: hooks that are open around it see them, and
-    in-place changes before backward are an error."""
+    in-place changes before backward are an error (autograd's, or the hooks' own)."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]

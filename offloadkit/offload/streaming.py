@@ -89,9 +89,10 @@ class StreamedWeights(LayerWeights):
 
     def start_update(self, slots: set[int]) -> PendingUpdate:
         assert self.block is not None
-        self.block.num_updates += 1
         self.block.ring.evict(self.block)
-        return super().start_update(slots)
+        pending = super().start_update(slots)
+        self.block.num_updates = [layer.num_updates for layer in self.block.layers]
+        return pending
 
     def check_held(self, slot: Slot) -> None:
         """
@@ -111,12 +112,12 @@ class StreamedBlock:
 
     Attributes:
         recomputed: whether backward may hold views of the block's buffer, made by a recomputation.
-        num_updates: how often its layers were stepped.
+        num_updates: of each layer.
     """
 
     def __init__(self, layers: Sequence[StreamedWeights], ring: WeightRing) -> None:
         self.layers, self.ring = layers, ring
-        self.recomputed, self.num_updates = False, 0
+        self.recomputed, self.num_updates = False, [0] * len(layers)
         for layer in layers:
             layer.block = self
 
@@ -173,7 +174,7 @@ class _SavedWeight:
     """A view of a block's weights, as offset in bytes, dtype, shape and strides, and the updates that they had seen."""
 
     block: StreamedBlock
-    num_updates: int
+    num_updates: list[int]
     offset: int
     dtype: torch.dtype
     shape: torch.Size
@@ -275,10 +276,8 @@ class WeightRing:
             return tensor
         assert isinstance(saved, _SavedWeight)
         if saved.num_updates != saved.block.num_updates:
-            raise EngineStateError(
-                f"the weights of {saved.block.layers[0].layer.name!r} were stepped since this loss was computed: call "
-                "engine.backward(loss) before engine.step(), or compute the loss again"
-            )
+            for layer, num_updates in zip(saved.block.layers, saved.num_updates, strict=True):
+                layer.check_seen(num_updates)
         self.use(saved.block)
         assert self._current is not None
         if saved.dtype not in self._as_dtype:

@@ -52,6 +52,7 @@ class LayerWeights:
 
     Attributes:
         pending: the update that forward has not waited for yet.
+        num_updates: how many there were.
         stepped_on_gpu: whether that is a step, and not a copy, on the device.
     """
 
@@ -59,6 +60,7 @@ class LayerWeights:
         self.layer = layer
         self.device = device
         self.pending: PendingUpdate | None = None
+        self.num_updates = 0
         self.stepped_on_gpu = False
         self._waits = waits
         self._bound: list[torch.Tensor] = []
@@ -120,6 +122,17 @@ class LayerWeights:
                 "or engine.synchronize() before such a forward"
             )
 
+    def check_seen(self, num_updates: int) -> None:
+        """
+        Raises:
+            EngineStateError: there were more updates than a forward had seen whose backward needs the weights.
+        """
+        if self.num_updates != num_updates:
+            raise EngineStateError(
+                f"the weights of {self.layer.name!r} were stepped since this loss was computed: call "
+                "engine.backward(loss) before engine.step(), or compute the loss again"
+            )
+
     def check_held(self, slot: Slot) -> None:
         """A gradient of `slot` arrives: what it was computed from must have been there until now."""
 
@@ -127,7 +140,7 @@ class LayerWeights:
         """From here on forward waits; a graph that saved the old weights of `slots` fails, as after any torch step."""
         torch.autograd.graph.increment_version([self.layer.slots[index].parameter for index in slots])
         self._versions = self._present_versions()
-        self.pending = PendingUpdate()
+        self.pending, self.num_updates = PendingUpdate(), self.num_updates + 1
         return self.pending
 
     def written_outside(self) -> list[Slot]:

@@ -136,6 +136,13 @@ def test_an_engines_own_plan_is_set_against_the_machine_that_is_there() -> None:
     assert figures(History(), made, machine=CARD).memory[0].budget == 24 * GIB
 
 
+def test_an_engine_on_the_cpu_of_a_gpus_machine_keeps_its_budget_of_ram() -> None:
+    on_cpu = {"ram": {"process": GIB}}
+    shown = figures(history(record(1, bytes=on_cpu), record(2, bytes=on_cpu)), engines_plan(), machine=CARD)
+    assert [(tier.name, tier.budget) for tier in shown.memory] == [("RAM", 64 * GIB)]
+    assert shown.slowdown is None
+
+
 def test_a_plan_without_a_micro_batch_says_what_it_leaves_out() -> None:
     (ram, *_) = memory(None, engines_plan(), Machine(False, 5e10))
     assert (ram.name, ram.planned_whole) == ("RAM", False)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from offloadkit import hardware
@@ -57,6 +58,7 @@ class Watched:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     display = Watched()
     monkeypatch.setattr(Monitor, "_chosen_display", lambda self: display)
+    monkeypatch.setattr(hardware, "busiest_device", lambda: torch.device("cpu"))  # though other tests used the GPU
     return display
 
 
