@@ -45,9 +45,8 @@ def test_a_planned_row_says_what_bounds_it(result: Path) -> None:
         assert "failed" not in row
         assert ("bound_seconds" in row) is (row["engine"] == "planned")
         if row["engine"] == "planned":
-            assert (
-                len(row["losses"]) == 1 + 2 + 1 + 2
-            )  # first, warm-up, one that fills the pipeline, timed: none traced
+            first, warm_up, fills_the_pipeline, timed = 1, 2, 1, 2  # none of them traced
+            assert len(row["losses"]) == first + warm_up + fills_the_pipeline + timed
             assert 0 < row["bound_seconds"] == sum(share["seconds"] for share in row["bound_by"].values())
             assert set(row["bound_by"]) == {"update and forward", "backward"}
             assert row["traced_step_seconds"] > 0
