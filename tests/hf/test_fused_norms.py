@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM, T5ForConditionalGeneration
+from transformers import LlamaForCausalLM, T5ForConditionalGeneration, TrainerCallback
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
+import offloadkit
+from offloadkit.config import OffloadConfig
 from offloadkit.hf.fused_norms import fuse_norms
+from offloadkit.offload import compiled as compiled_blocks
 from offloadkit.offload.meter import META, AsOnGpu, Meter
 from offloadkit.offload.micro_batch import trace_micro_batch
 from offloadkit.plan import Pass
 from tests.hf.tiny import llama_config, t5_config
+from tests.hf.training import seq2seq_rows, t5, train
 
 
 class NoNormLayerNorm(nn.Module):
@@ -119,3 +124,33 @@ def test_a_micro_batch_keeps_and_moves_less() -> None:
     assert fused.forward.moved_bytes < own.forward.moved_bytes
     assert fused.backward.num_operations <= own.backward.num_operations - 20
     assert fused.forward.flops == own.forward.flops
+
+
+def test_they_are_planned_where_a_gpu_computes_eagerly() -> None:
+    def activations(**options: Any) -> int:
+        made = offloadkit.plan("t5-small", vram="16GiB", ram="30GiB", offload=OffloadConfig(**options))
+        assert {placement.activations for placement in made.placements} == {"keep"}
+        return made.tiers["vram"]["activations"]
+
+    assert activations() < activations(compile_blocks=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_trainer_fuses_them_while_it_trains(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
+    found: list[int] = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, *arguments: Any, model: nn.Module, **others: Any) -> None:
+            found.append(sum(map(is_replaced, norms(model))))
+
+    def norms(model: nn.Module) -> list[nn.Module]:
+        return [module for module in model.modules() if isinstance(module, T5LayerNorm)]
+
+    more = {"callbacks": [Looks()], "offload": OffloadConfig(compile_blocks=compiled)}
+    trainer = train(tmp_path, t5(), seq2seq_rows(), more=more, max_steps=1)
+    assert found == [0 if compiled else len(norms(trainer.model))]
+    trainer.close()
+    assert not any(map(is_replaced, norms(trainer.model)))
