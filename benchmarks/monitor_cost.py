@@ -16,6 +16,7 @@ import io
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -35,6 +36,7 @@ FRAMES = ("start", "middle", "end")
 FRAMES_FOLDER = Path(tempfile.gettempdir()) / "monitor-frames"
 THREADS = {"monitor": "offloadkit-monitor", "sending": "IOPub"}
 """Those that draw, and that send what was drawn."""
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NARROW, WIDE = 420, 800
 """Pixels of the windows that frames are drawn in."""
 
@@ -159,8 +161,6 @@ def render(frames: Path, folder: Path) -> list[Path]:
     Raises:
         SystemExit: `frames` holds none.
     """
-    import shutil
-
     from playwright.sync_api import sync_playwright
 
     missing = [name for name in FRAMES if not (frames / f"{name}.html").exists()]
@@ -170,7 +170,7 @@ def render(frames: Path, folder: Path) -> list[Path]:
     asked += [("end", "dark", "dark", WIDE), ("end", "narrow", "light", NARROW)]
     written = []
     with sync_playwright() as player:
-        browser = player.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = player.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         for frame, name, theme, width in asked:
             page = browser.new_page(viewport={"width": width, "height": 900}, device_scale_factor=2)
             html = (frames / f"{frame}.html").read_text()

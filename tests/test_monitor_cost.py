@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -122,7 +121,7 @@ def test_a_run_in_a_real_kernel(
         assert (each["thread_seconds"]["monitor"] > 0) is each["watched"]
     assert 0 < total["monitor_thread_share_with"] < 0.5
     assert "difference of 2 pairs" in capsys.readouterr().out
-    if shutil.which("chromium"):
+    if monitor_cost.CHROMIUM:
         pytest.importorskip("playwright")
         pictures = monitor_cost.render(frames, tmp_path)
         assert [path.name for path in pictures] == [

@@ -4,7 +4,6 @@ held-out loss."""
 from __future__ import annotations
 
 import copy
-import difflib
 import hashlib
 import inspect
 import json
@@ -12,7 +11,6 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -121,15 +119,13 @@ def check_arguments(arguments: dict[str, Any], of_sweep: Iterable[str]) -> None:
     Args:
         of_sweep: what `sweep` itself takes, which may be meant.
     """
-    from transformers import Seq2SeqTrainingArguments
+    from offloadkit.hf.training_arguments import argument_names, did_you_mean
 
     own = {"output_dir", "max_steps", "epochs", "batch_size", "resume"}
-    of_training = [field.name for field in fields(Seq2SeqTrainingArguments) if field.init]
-    known = {*of_sweep, *inspect.signature(finetune).parameters, *of_training}
+    known = {*of_sweep, *inspect.signature(finetune).parameters, *argument_names()}
     for name, value in arguments.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known - own, 1)
-            raise ConfigError(f"sweep has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ConfigError(f"sweep has no argument {name!r}{did_you_mean(name, known - own)}")
         if name in own:
             raise ConfigError(f"sweep sets {name} of finetune by itself: leave it out")
         try:

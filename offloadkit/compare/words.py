@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from html import escape
 
 from offloadkit.plan import format_bytes
+from offloadkit.plan.text import format_seconds
 
 
 def duration(seconds: float) -> str:
     """ "45 ms", "8.3 s", "2 min 05 s", "78 min" or "2 h 20 min"."""
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
     if seconds < 100:
-        return f"{seconds:.3g} s"
+        return format_seconds(seconds)
     if seconds < 600:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min" + (f" {rest:02} s" if rest else "")

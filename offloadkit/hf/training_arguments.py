@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -29,6 +29,17 @@ _RECOMPUTATION = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
 """Keys of gradient_checkpointing_kwargs, and the one value that the engine can follow."""
 
 
+def argument_names() -> list[str]:
+    """Of `Seq2SeqTrainingArguments`."""
+    return [field.name for field in fields(Seq2SeqTrainingArguments) if field.init]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown argument: the known one that is nearest, or nothing."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def arguments_of_finetune(
     own: dict[str, Any], given: dict[str, Any], dtype: Dtype, evaluates: bool
 ) -> Seq2SeqTrainingArguments:
@@ -42,13 +53,12 @@ def arguments_of_finetune(
         ConfigError: an unknown argument, one under another name than `finetune` has for it, or a value that
             transformers refuses.
     """
-    known = [field.name for field in fields(Seq2SeqTrainingArguments) if field.init]
+    known = argument_names()
     for name in given:
         if name in _OWN_NAMES:
             raise ConfigError(f"finetune has no {name}: pass {_OWN_NAMES[name]}=")
         if name not in known:
-            near = difflib.get_close_matches(name, [*known, *_OWN_NAMES.values()], 1)
-            raise ConfigError(f"no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ConfigError(f"no argument {name!r}{did_you_mean(name, [*known, *_OWN_NAMES.values()])}")
     defaults = {
         "bf16": dtype == "bf16",
         "fp16": dtype == "fp16",

@@ -208,11 +208,22 @@ def test_both_engines_get_the_same_rows_and_a_baseline_of_our_compute() -> None:
     assert all(tensor.equal(again[0][name]) for name, tensor in first[0].items())
     ours: Any = plain_model(Work("t5-tiny", 1, 8, 4, our_compute=True), "fp32", CPU, CPU)
     assert ours.config._attn_implementation == "eager"
+    theirs: Any = plain_model(Work("t5-tiny", 1, 8, 4), "fp32", CPU, CPU)
+    fused = [sum("forward" in vars(module) for module in model.modules()) for model in (theirs, ours)]
+    assert fused[0] == 0 < fused[1]
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0453, "45.3 ms"), (8.34, "8.34 s"), (125, "2 min 05 s"), (4680, "78 min"), (8400, "2 h 20 min"), (7200, "2 h")],
+    [
+        (0.9996, "1 s"),
+        (0.0453, "45.3 ms"),
+        (8.34, "8.34 s"),
+        (125, "2 min 05 s"),
+        (4680, "78 min"),
+        (8400, "2 h 20 min"),
+        (7200, "2 h"),
+    ],
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert duration(seconds) == text
