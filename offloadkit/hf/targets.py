@@ -46,7 +46,7 @@ def with_a_target(inputs: Any, count: torch.Tensor | int) -> tuple[Any, torch.Te
     if not isinstance(count, torch.Tensor) or not isinstance(labels, torch.Tensor) or not labels.numel():
         return inputs, count
     last = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
-    last.view(-1)[-1] = True
+    last.view(-1)[-1].fill_(True)  # assigning would copy a number to the device and wait
     return {**inputs, "labels": labels.masked_fill(last & (count == 0), 0)}, count
 
 
