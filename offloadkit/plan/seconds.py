@@ -33,10 +33,10 @@ FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 3.8, 2.9
 time in which bare kernels can be started."""
 LAYER_LAUNCHES = 28
 """The same for a flat layer whose update is started."""
-STREAMED_LAUNCHES = (3.5, 1.5)
+STREAMED_LAUNCHES = (2.9, 1.2)
 """What it takes beside that in forward and backward, for each operation, where weights are streamed: every tensor that
 autograd saves is looked at."""
-RECOMPUTED_LAUNCHES = (3.0, 4.0)
+RECOMPUTED_LAUNCHES = (0.9, 1.8)
 """The same where a block is recomputed, for each operation of its forward; what recomputing takes itself comes on top.
 
 These constants were fitted to the steps of plans-h200-both-steppers.json and -compiled.json in benchmarks/results."""
