@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from offloadkit.hf.chunked_loss import compute_loss_in_chunks
@@ -76,9 +77,9 @@ def t5(**values: Any) -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(config).train()
 
 
-def llama() -> LlamaForCausalLM:
+def llama(num_key_value_heads: int = 2) -> LlamaForCausalLM:
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = LlamaConfig(**shape, num_key_value_heads=2, vocab_size=512, use_cache=False)
+    config = LlamaConfig(**shape, num_key_value_heads=num_key_value_heads, vocab_size=512, use_cache=False)
     return LlamaForCausalLM(config).train()
 
 
@@ -123,6 +124,25 @@ def test_llama_keeps_no_attention_weights() -> None:
     for before, after in zip(short.stages, long.stages, strict=True):
         assert after.kept_bytes <= 4.2 * before.kept_bytes
     assert short.num_tokens == 128
+
+
+def test_queries_that_share_keys_are_counted_by_torch_2_11_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its formula takes no fewer heads of keys than of queries."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    formula, asked = flop_registry[flash], []
+
+    def strict(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any) -> Any:
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        asked.append(tuple(query.shape))
+        return formula(query, key, value, *args, **options)
+
+    every, shared = (on_meta(llama(heads).bfloat16()) for heads in (4, 2))
+    with_all = trace_micro_batch(every, tokens(2, 64)).stages[1]
+    monkeypatch.setitem(flop_registry, flash, strict)
+    with_half = trace_micro_batch(shared, tokens(2, 64)).stages[1]
+    assert asked == [(2, 4, 64, 32)]
+    products = 2 * (2 * (2 * 64) * 128 * 64)  # that make the keys and values which are not there
+    assert with_all.forward.flops - with_half.forward.flops == products
 
 
 def test_blocks_of_one_kind_are_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from offloadkit.config import Placement
 from offloadkit.plan import MicroBatch, Pass
-from offloadkit.plan.costs import CHUNK_LAUNCHES, CPU_EFFICIENCY, MATMUL_EFFICIENCY, STEP_EFFICIENCY, both_ways
+from offloadkit.plan.costs import CHUNK_LAUNCHES, CPU_EFFICIENCY, STEP_EFFICIENCY, both_ways
 from offloadkit.plan.queues import Queues, Ring
 from offloadkit.plan.seconds import StepModel
 from tests.plan_machines import shape, stage
@@ -48,7 +48,7 @@ def test_accumulated_gradients_are_four_bytes() -> None:
 
 
 def test_forward_waits_layer_by_layer() -> None:
-    hardware = machine(**UP_SECOND, bf16_flops_per_second=1 / MATMUL_EFFICIENCY)
+    hardware = machine(**UP_SECOND, bf16_flops_per_second=1.0)
     seconds = model(hardware, forward=Pass(flops=1)).seconds([LEAST_RAM] * 4)
     assert seconds.update_phase == pytest.approx(5, rel=1e-3)
     assert seconds.exposed == pytest.approx(1, rel=1e-3)
@@ -72,7 +72,7 @@ def test_a_processor_that_is_behind_does_not_hold_up_the_other() -> None:
 
 
 def test_the_gpus_kernel_takes_from_its_computing() -> None:
-    hardware = machine(vram_bytes_per_second=26e6 / STEP_EFFICIENCY, bf16_flops_per_second=1 / MATMUL_EFFICIENCY)
+    hardware = machine(vram_bytes_per_second=26e6 / STEP_EFFICIENCY, bf16_flops_per_second=1.0)
     seconds = model(hardware, forward=Pass(flops=10)).seconds([LEAST_RAM] * 4)
     assert seconds.busy["GPU step"] == pytest.approx(4, rel=1e-3)
     assert seconds.update_phase == pytest.approx(4 * (10 + 1), rel=1e-3)

@@ -16,6 +16,10 @@ from torch.utils.flop_counter import flop_registry
 from offloadkit.plan.work import Pass
 
 META = torch.device("meta")
+_FLASH = (
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward,
+)
 _ALLOCATION = 512
 """Bytes to which torch's CUDA allocator rounds a tensor up."""
 
@@ -153,8 +157,20 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if flops is None:
             self.total += Pass(moved_bytes=moved, num_operations=1)
         else:
+            if function.overloadpacket in _FLASH:
+                args = _with_a_key_for_each_query(args)
             number = flops(*args, **kwargs, out_val=output)
             self.total += Pass(flops=number, matmul_bytes=moved, num_operations=1)
+
+
+def _with_a_key_for_each_query(args: Sequence[Any]) -> list[Any]:
+    """The arguments with as many heads in all: torch 2.11 counts no attention whose queries share keys and values."""
+    heads = max(one.shape[1] for one in args if _is_by_heads(one))
+    return [one.new_empty(one.shape[0], heads, *one.shape[2:]) if _is_by_heads(one) else one for one in args]
+
+
+def _is_by_heads(one: Any) -> bool:
+    return isinstance(one, torch.Tensor) and one.dim() == 4
 
 
 def allocated_bytes(num_bytes: int) -> int:

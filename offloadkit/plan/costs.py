@@ -9,10 +9,9 @@ from offloadkit.hardware import Hardware
 from offloadkit.plan.shapes import STEP_CHUNK, LayerShape
 from offloadkit.plan.work import Pass
 
-MATMUL_EFFICIENCY = 0.9
-"""Share of the measured product's rate that a model's products reach."""
-ELEMENTWISE_EFFICIENCY = 0.68
-"""Share of the VRAM's measured rate that a model's other operations reach (reductions, broadcasts, strides)."""
+ELEMENTWISE_EFFICIENCY = 0.7
+"""Share of the VRAM's measured rate that a model's operations reach which are no products (reductions, broadcasts,
+strides)."""
 COMPILED_TRAFFIC = 0.6
 """What a compiled block's other operations read and write of what they do one by one."""
 STEP_EFFICIENCY = 0.85
@@ -34,10 +33,11 @@ CHUNK_LAUNCHES = 25
 
 
 def pass_seconds(work: Pass, hardware: Hardware, dtype: str, *, compiled: bool = False) -> float:
-    """Time on the GPU; products take what computing or reading takes, whichever is longer."""
+    """Time on the GPU. A product reads and writes beside its computing only where it is large and square: none of that
+    is taken to be hidden."""
     flops: float = getattr(hardware, f"{dtype}_flops_per_second")
     memory = hardware.vram_bytes_per_second
-    products = max(work.flops / (flops * MATMUL_EFFICIENCY), work.matmul_bytes / memory)
+    products = work.flops / flops + work.matmul_bytes / memory
     rest = work.moved_bytes * (COMPILED_TRAFFIC if compiled else 1.0) / (memory * ELEMENTWISE_EFFICIENCY)
     return products + rest + work.num_operations * KERNEL_SECONDS
 

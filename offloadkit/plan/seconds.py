@@ -31,15 +31,18 @@ DISK_OVERLAP = 0.8
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 3.8, 2.9
 """What Python takes for an operation of forward and of backward, hooks of the engine included, as a multiple of the
 time in which bare kernels can be started."""
+COMPILED_LAUNCHES = 0.45
+"""Of that, what is left where a block is compiled."""
+RECOMPUTED_LAUNCHES = (0.5, 1.4)
+"""What it takes beside that in forward and backward, for each operation of a block's forward, where the block is
+recomputed; what recomputing takes itself comes on top."""
 LAYER_LAUNCHES = 28
 """The same for a flat layer whose update is started."""
-STREAMED_LAUNCHES = (2.9, 1.2)
-"""What it takes beside that in forward and backward, for each operation, where weights are streamed: every tensor that
-autograd saves is looked at."""
-RECOMPUTED_LAUNCHES = (0.9, 1.8)
-"""The same where a block is recomputed, for each operation of its forward; what recomputing takes itself comes on top.
+STREAMED_LAUNCHES = (30, 18)
+"""The same in forward and backward for a flat layer whose weights are streamed.
 
-These constants were fitted to the steps of plans-h200-both-steppers.json and -compiled.json in benchmarks/results."""
+These constants were fitted to the steps of plans-h200-both-steppers.json and -compiled.json in benchmarks/results; what
+compiling, recomputing and streaming change to launches-h200.json."""
 
 _IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", activations="keep", step="gpu")
 RESOURCES = ("forward", "backward", "GPU step", "CPU step", "H2D", "D2H", "disk", "launches")
@@ -112,12 +115,14 @@ class StepModel:
             members[stage].append(layer_cost(index, layer, hardware, accumulation))
         self._units = []
         for of, its_layers in zip(work.stages, members, strict=True):
+            is_compiled = compiled and bool(of.block)
+            launch = hardware.launch_seconds * (COMPILED_LAUNCHES if is_compiled else 1.0)
             self._units.append(
                 _Unit(
-                    pass_seconds(of.forward, hardware, dtype, compiled=compiled and bool(of.block)),
-                    pass_seconds(of.backward, hardware, dtype, compiled=compiled and bool(of.block)),
-                    of.forward.num_operations * hardware.launch_seconds,
-                    of.backward.num_operations * hardware.launch_seconds,
+                    pass_seconds(of.forward, hardware, dtype, compiled=is_compiled),
+                    pass_seconds(of.backward, hardware, dtype, compiled=is_compiled),
+                    of.forward.num_operations * launch,
+                    of.backward.num_operations * launch,
                     of.input_bytes if of.block else 0,
                     tuple(its_layers),
                 )
@@ -157,7 +162,6 @@ class StepModel:
         """Forward, and beside it the update of the step before: CPU steps, uploads, steps on the GPU."""
         queues = Queues(self._hardware.num_cores)
         ring, bus = Ring(queues), self._bus_in_update(placements, updates)
-        streams = any(where.weights == "ram" for where in placements)
         if updates:
             layers = (layer for unit in self._units for layer in unit.layers)
             norm = sum(layer.norm_in_ram for layer in layers if placements[layer.index].gradients == "ram")
@@ -165,7 +169,7 @@ class StepModel:
         before = 0.0
         ends: list[float] = []
         for unit in self._units:
-            ready, on_gpu, known, again, leaves, streamed = 0.0, 0.0, 0.0, False, False, False
+            ready, on_gpu, known, again, leaves, num_streamed = 0.0, 0.0, 0.0, False, False, 0
             for layer in unit.layers:
                 where, stepped = placements[layer.index], 0.0
                 if where.activations != "keep":
@@ -180,7 +184,7 @@ class StepModel:
                     on_gpu += layer.gpu_step
                 fetched, free = layer.weight_bytes / bus.h2d, 0.0
                 if where.weights == "ram":
-                    streamed = True
+                    num_streamed += 1
                     if not updates and len(ends) < NUM_WEIGHT_BUFFERS:  # it is there since backward
                         continue
                     free = max(before, ends[-NUM_WEIGHT_BUFFERS] if len(ends) >= NUM_WEIGHT_BUFFERS else 0.0)
@@ -192,9 +196,10 @@ class StepModel:
             before = max(queues.free["GPU"], ready)
             queues.take("GPU", on_gpu, ready, "GPU step")
             queues.take("GPU", unit.forward, ready, "forward")
-            launches = FORWARD_LAUNCHES + streams * STREAMED_LAUNCHES[0] + again * RECOMPUTED_LAUNCHES[0]
-            end = queues.launched(launches * unit.forward_launches, known)
-            if streamed:
+            launches = (FORWARD_LAUNCHES + again * RECOMPUTED_LAUNCHES[0]) * unit.forward_launches
+            launches += num_streamed * STREAMED_LAUNCHES[0] * self._hardware.launch_seconds
+            end = queues.launched(launches, known)
+            if num_streamed:
                 ends.append(end)
             if leaves:
                 queues.take("D2H", unit.input_bytes / bus.d2h, before)
@@ -246,7 +251,6 @@ class StepModel:
     def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> Queues:
         """Backward, and beside it recomputation, weights and inputs from RAM, gradients to RAM and their addition."""
         queues, adds = Queues(self._hardware.num_cores), self._accumulation > 1
-        streams = any(where.weights == "ram" for where in placements)
         h2d, d2h = self._bus(placements)
         before, num_streamed = 0.0, 0
         ends: list[float] = []
@@ -254,11 +258,11 @@ class StepModel:
         added: list[float] = []
         for unit in reversed(self._units):
             ready = sent[-NUM_LANDINGS] if len(sent) >= NUM_LANDINGS else 0.0
-            fetched, again, leaves, seconds = 0, False, False, unit.backward
+            fetched, num_layers, again, leaves, seconds = 0, 0, False, False, unit.backward
             for layer in unit.layers:
                 where = placements[layer.index]
                 if where.weights == "ram":
-                    fetched += layer.weight_bytes
+                    fetched, num_layers = fetched + layer.weight_bytes, num_layers + 1
                 if where.activations != "keep":
                     again, leaves = True, where.activations == "offload"
                 seconds += layer.landing
@@ -271,7 +275,8 @@ class StepModel:
             if leaves:
                 ready = max(ready, queues.take("H2D", unit.input_bytes / h2d, before))
             before = max(queues.free["GPU"], ready)
-            launches = (BACKWARD_LAUNCHES + streams * STREAMED_LAUNCHES[1]) * unit.backward_launches
+            launches = BACKWARD_LAUNCHES * unit.backward_launches
+            launches += num_layers * STREAMED_LAUNCHES[1] * self._hardware.launch_seconds
             if again:
                 seconds += unit.forward
                 launches += (FORWARD_LAUNCHES + RECOMPUTED_LAUNCHES[1]) * unit.forward_launches
