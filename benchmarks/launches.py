@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.run import Row, write_results
 
-NUM_BLOCKS, NUM_STEPS, NUM_WARM = 24, 30, 6
+NUM_BLOCKS, NUM_STEPS, NUM_WARM = 16, 12, 4
 WHERE: dict[str, dict[str, Any]] = {
     "kept": {},
     "streamed": {"weights": "ram"},
