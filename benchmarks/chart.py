@@ -21,7 +21,10 @@ from offloadkit.compare.forecast import from_row
 
 LABELS = {
     "gpu": "all on the GPU",
+    "gpu-ours": "all on the GPU, our compute",
     "offloadkit": "offloadkit",
+    "planned": "offloadkit",
+    "planned-compiled": "offloadkit, compiled blocks",
     "ao-amp": "torchao, fp32 (no clipping)",
     "ao": "torchao, bf16 (no clipping,\nno master weights)",
     "zero2": "DeepSpeed ZeRO-2 offload",
@@ -38,11 +41,18 @@ def title_of(row: dict[str, Any], machine: dict[str, Any]) -> str:
     return f"{work['model']}, {row['num_parameters'] / 1e9:.2f} G parameters, {shape}, {machine['gpu']}"
 
 
+def name_of(row: dict[str, Any]) -> str:
+    """Of the engine, as the command line has it."""
+    compiled = row["engine"] == "planned" and row["work"]["compile_blocks"]
+    return f"{row['engine']}-compiled" if compiled else str(row["engine"])
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """Three bars an engine: seconds a step, VRAM and host RAM."""
-    rows = {row["engine"]: row for row in result["rows"] if "step_seconds" in row}
+    rows = {name_of(row): row for row in result["rows"] if "step_seconds" in row}
     names = [name for name in LABELS if name in rows][::-1]
-    colours = [{"offloadkit": OURS, "gpu": BASELINE}.get(name, OTHERS) for name in names]
+    kinds = {"gpu": BASELINE, "gpu-ours": BASELINE, "offloadkit": OURS, "planned": OURS, "planned-compiled": OURS}
+    colours = [kinds.get(name, OTHERS) for name in names]
     panels = [
         ("seconds a step", lambda row: row["step_seconds"], "{:.2f}"),
         ("VRAM of the process, GiB", lambda row: row["vram_bytes"] / GIB, "{:.0f}"),
@@ -56,7 +66,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.margins(x=0.15)
         axis.xaxis.set_visible(False)
         axis.spines[["top", "right", "bottom"]].set_visible(False)
-    figure.suptitle(title_of(rows["offloadkit"], result["machine"]), fontsize=11, x=0.01, ha="left")
+    figure.suptitle(title_of(rows[names[-1]], result["machine"]), fontsize=11, x=0.01, ha="left")
     figure.savefig(path, dpi=150, facecolor="white")
 
 

@@ -92,11 +92,12 @@ def llama(batch_size: int, tokens: int, **values: Any) -> tuple[list[LayerShape]
     return _shapes(model), trace_micro_batch(model, _tokens(input_ids=ids, labels=ids))
 
 
-def of_workload(values: dict[str, Any]) -> tuple[list[LayerShape], MicroBatch]:
-    """Layers and work of a `benchmarks.workloads.Workload`, as JSON carries it."""
+def of_workload(values: dict[str, Any], *, fused: bool = False) -> tuple[list[LayerShape], MicroBatch]:
+    """Layers and work of a `benchmarks.workloads.Workload`, as JSON carries it; `fused`: its norms are one kernel."""
     from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
     from offloadkit.hf.chunked_loss import compute_loss_in_chunks
+    from offloadkit.hf.fused_norms import fuse_norms
 
     config, is_encoder_decoder = model_config(values["model"]), is_t5(values["model"])
     if is_encoder_decoder:
@@ -108,6 +109,8 @@ def of_workload(values: dict[str, Any]) -> tuple[list[LayerShape], MicroBatch]:
         for slot in layer.slots:
             slot.parameter.data = slot.parameter.data.to(layer.dtype)
     compute_loss_in_chunks(model)
+    if fused:
+        fuse_norms(model)
     rows, tokens = values["batch_size"], values["tokens"]
     shapes = {"input_ids": (rows, tokens), "labels": (rows, values["target_tokens"] or tokens)}
     return [layer.shape() for layer in layers], trace_micro_batch(model, _tokens(**shapes))

@@ -44,6 +44,12 @@ STEPS = (
         for row in rows("growth-h200.json")
         if row["engine"] == "planned"
     }
+    | {
+        f"{name} fused{' compiled' if row['work']['compile_blocks'] else ''}": row
+        for name in ("t5-3b-8x640-24gib-h200", "t5-3b-32x640-16gib-h200")
+        for row in rows(f"{name}.json")
+        if row["engine"] == "planned"
+    }
 )
 BEFORE = (
     "t5-3b-6",
@@ -79,14 +85,15 @@ def test_memory_and_step_time_of_one_placement(name: str) -> None:
         assert plan.seconds.step == pytest.approx(measured["step_seconds"], rel=0.15)
 
 
-def as_placed(row: dict[str, Any]) -> tuple[Search, tuple[Placement, ...]]:
+def as_placed(case: str) -> tuple[Search, tuple[Placement, ...]]:
     """The placements of a case, which a plan of that time chose, on the machine as it was measured in that run."""
+    row = STEPS.get(case) or ROWS[case]
     work, found = row["work"], row["planned"]["hardware"]
     found = {"cpu_and_bus_bytes_per_second": found["cpu_adamw_bytes_per_second"]} | found  # not measured at first
     hardware = Hardware(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
-    layers, micro_batch = of_workload(work)
-    layers = [replace(layer, precision=work.get("precision", "exact")) for layer in layers]
     compiled = work.get("compile_blocks", False)
+    layers, micro_batch = of_workload(work, fused=" fused" in case and not compiled)
+    layers = [replace(layer, precision=work.get("precision", "exact")) for layer in layers]
     search = Search(layers, micro_batch, hardware, work.get("accumulation", 1), compiled=compiled)
     number: dict[str, int] = row["planned"]["placements"]
 
@@ -113,7 +120,7 @@ def as_placed(row: dict[str, Any]) -> tuple[Search, tuple[Placement, ...]]:
 def test_what_a_plan_of_its_own_choice_took(case: str) -> None:
     """With the constants of today, which were fitted to `STEPS`."""
     row = STEPS.get(case) or ROWS[case]
-    search, placements = as_placed(row)
+    search, placements = as_placed(case)
     vram, ram, disk = search.bytes(placements)
     assert disk == pytest.approx(row["planned"]["disk_bytes"], rel=0.02)
     assert 0.97 * row["vram_bytes"] < vram < (1.1 if case in LEANER_WHEN_COMPILED else 1.05) * row["vram_bytes"]
@@ -125,7 +132,7 @@ def test_what_a_plan_of_its_own_choice_took(case: str) -> None:
 @pytest.mark.parametrize("case", ["t5-3b-6", "t5-3b-24", "llama-3b-24 compiled", "t5-large-disk", "drawn-1"])
 def test_what_the_plan_chooses_now_is_not_slower(case: str) -> None:
     row = STEPS.get(case) or ROWS[case]
-    search, placements = as_placed(row)
+    search, placements = as_placed(case)
     machine, work = row["planned"]["hardware"], row["work"]
     vram, ram = int(work["vram_budget_gib"] * GIB), int(work.get("ram_budget_gib", 120) * GIB)
     chosen = search.best(vram, ram, machine["disk_free_bytes"] if machine["disk_read_bytes_per_second"] else 0)
@@ -142,7 +149,7 @@ def test_the_table_of_right_plans() -> None:
     assert beyond(ROWS, "vram_bytes", "vram_bytes", 0.05) == set()
     assert beyond(ROWS, "ram_bytes", "peak_ram_bytes", 0.05) == {"t4-t5-large"}
     assert beyond(ROWS, "step_seconds", "step_seconds", 0.15) == {"drawn-0", "drawn-3", "t4-t5-3b"}
-    assert len(STEPS) == 21
+    assert len(STEPS) == 25
     assert beyond(STEPS, "vram_bytes", "vram_bytes", 0.05) == set(LEANER_WHEN_COMPILED)
     assert beyond(STEPS, "ram_bytes", "peak_ram_bytes", 0.05) == {"t5-large-24"}
     assert beyond(STEPS, "step_seconds", "step_seconds", 0.15) == {"t5-large-4"}
