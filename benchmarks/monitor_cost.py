@@ -37,8 +37,8 @@ FRAMES_FOLDER = Path(tempfile.gettempdir()) / "monitor-frames"
 THREADS = {"monitor": "offloadkit-monitor", "sending": "IOPub"}
 """Those that draw, and that send what was drawn."""
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-NARROW, WIDE = 420, 800
-"""Pixels of the windows that frames are drawn in."""
+NARROW, MIDDLE, WIDE = 420, 560, 800
+"""Pixels of the windows that a frame is drawn in."""
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
@@ -156,7 +156,7 @@ def keep_frames(pages: list[str], folder: Path) -> None:
 
 
 def render(frames: Path, folder: Path) -> list[Path]:
-    """Pictures of the frames: each in light, the last in dark and in a narrow window too.
+    """Pictures of the frames: all beside each other, and the last alone, in dark, and in a narrow window.
 
     Raises:
         SystemExit: `frames` holds none.
@@ -166,18 +166,21 @@ def render(frames: Path, folder: Path) -> list[Path]:
     missing = [name for name in FRAMES if not (frames / f"{name}.html").exists()]
     if missing:
         raise SystemExit(f"{frames} has no {missing[0]}.html: name the --frames of a run of benchmarks.monitor_cost")
-    asked = [(name, name, "light", WIDE) for name in FRAMES]
-    asked += [("end", "dark", "dark", WIDE), ("end", "narrow", "light", NARROW)]
+    last = FRAMES[-1:]
+    asked = [("", last, "light", WIDE), ("-dark", last, "dark", WIDE), ("-narrow", last, "light", NARROW)]
     written = []
     with sync_playwright() as player:
         browser = player.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        for frame, name, theme, width in asked:
-            page = browser.new_page(viewport={"width": width, "height": 900}, device_scale_factor=2)
-            html = (frames / f"{frame}.html").read_text()
+        for name, shown, theme, width in [("-moving", FRAMES, "light", len(FRAMES) * MIDDLE), *asked]:
+            page = browser.new_page(viewport={"width": width, "height": 900}, device_scale_factor=1.5)
+            html = "".join(f"<div>{(frames / f'{frame}.html').read_text()}</div>" for frame in shown)
+            grid = f"display:grid;grid-template-columns:repeat({len(shown)},1fr);gap:8px;align-items:start"
             back = "#111" if theme == "dark" else "#fff"
-            page.set_content(f'<html theme="{theme}"><body style="margin:8px;background:{back}">{html}</body></html>')
-            written.append(folder / f"monitor-gpu-{name}.png")
-            page.locator(".okm").screenshot(path=written[-1])
+            page.set_content(
+                f'<html theme="{theme}"><body style="margin:8px;background:{back};{grid}">{html}</body></html>'
+            )
+            written.append(folder / f"monitor-gpu{name}.png")
+            page.screenshot(path=written[-1], full_page=True)
         browser.close()
     return written
 

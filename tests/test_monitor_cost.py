@@ -125,6 +125,6 @@ def test_a_run_in_a_real_kernel(
         pytest.importorskip("playwright")
         pictures = monitor_cost.render(frames, tmp_path)
         assert [path.name for path in pictures] == [
-            f"monitor-gpu-{name}.png" for name in ("start", "middle", "end", "dark", "narrow")
+            f"monitor-gpu{name}.png" for name in ("-moving", "", "-dark", "-narrow")
         ]
         assert all(path.stat().st_size > 10_000 for path in pictures)
