@@ -116,7 +116,7 @@ def test_label_smoothing_trains_and_equals_its_formula_at_any_accumulation() -> 
 def test_the_metrics_are_those_of_the_best_model_where_that_is_handed_back() -> None:
     often = {"eval_strategy": "steps", "eval_steps": 10, "save_strategy": "steps", "save_steps": 10}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
-    too_fast = {"learning_rate": 0.02, "warmup_steps": 0, "max_steps": 60}
+    too_fast = {"learning_rate": 0.02, "lr_scheduler_type": "constant", "max_steps": 60}
     result = finetune(t5(48), PAIRS[:4], eval_dataset=PAIRS[6:], **often, **best, **too_fast)
     losses = [log["eval_loss"] for log in result.history if "eval_loss" in log]
     assert min(losses) < 0.9 * losses[-2]

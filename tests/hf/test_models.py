@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,27 @@ def test_random_model_has_one_dtype_everywhere_and_comes_again_with_the_seed(
     assert {value.dtype for value in drawn[0].values()} == {dtype}
     assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
     assert not torch.equal(drawn[0]["shared.weight"], drawn[2]["shared.weight"])
+
+
+IMPORTED = """
+import importlib.abc, sys, torch
+from transformers import T5Config
+from offloadkit.hf.building import build
+
+class Notes(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.endswith(".modeling_t5"):
+            print(torch.get_default_device())
+
+sys.meta_path.insert(0, Notes())
+build(T5Config(d_model=8, d_ff=8, num_layers=1, vocab_size=8), "seq2seq", None, torch.device("meta"))
+"""
+
+
+def test_a_models_module_is_not_imported_on_the_meta_device() -> None:
+    """It imports what torch 2.6 can import on the CPU alone."""
+    done = subprocess.run([sys.executable, "-c", IMPORTED], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.split() == ["cpu"]
 
 
 def test_random_weights_are_spread_as_t5_spreads_them(tmp_path: Path) -> None:
