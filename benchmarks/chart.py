@@ -23,8 +23,8 @@ LABELS = {
     "gpu": "all on the GPU",
     "gpu-ours": "all on the GPU, our compute",
     "offloadkit": "offloadkit",
-    "planned": "offloadkit",
-    "planned-compiled": "offloadkit, compiled blocks",
+    "planned": "offloadkit, {:g} GiB",
+    "planned-compiled": "offloadkit, {:g} GiB, compiled",
     "ao-amp": "torchao, fp32 (no clipping)",
     "ao": "torchao, bf16 (no clipping,\nno master weights)",
     "zero2": "DeepSpeed ZeRO-2 offload",
@@ -43,16 +43,23 @@ def title_of(row: dict[str, Any], machine: dict[str, Any]) -> str:
 
 def name_of(row: dict[str, Any]) -> str:
     """Of the engine, as the command line has it."""
-    compiled = row["engine"] == "planned" and row["work"]["compile_blocks"]
+    compiled = row["engine"] == "planned" and row["work"].get("compile_blocks")
     return f"{row['engine']}-compiled" if compiled else str(row["engine"])
 
 
+def label_of(row: dict[str, Any]) -> str:
+    """Of a bar."""
+    return LABELS[name_of(row)].format(row["work"].get("vram_budget_gib"))
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Three bars an engine: seconds a step, VRAM and host RAM."""
-    rows = {name_of(row): row for row in result["rows"] if "step_seconds" in row}
-    names = [name for name in LABELS if name in rows][::-1]
+    """Three bars an engine, and a budget: seconds a step, VRAM and host RAM."""
+    order = list(LABELS)
+    known = [row for row in result["rows"] if "step_seconds" in row and name_of(row) in order]
+    rows = {label_of(row): row for row in sorted(known, key=lambda row: order.index(name_of(row)), reverse=True)}
+    names = list(rows)
     kinds = {"gpu": BASELINE, "gpu-ours": BASELINE, "offloadkit": OURS, "planned": OURS, "planned-compiled": OURS}
-    colours = [kinds.get(name, OTHERS) for name in names]
+    colours = [kinds.get(name_of(row), OTHERS) for row in rows.values()]
     panels = [
         ("seconds a step", lambda row: row["step_seconds"], "{:.2f}"),
         ("VRAM of the process, GiB", lambda row: row["vram_bytes"] / GIB, "{:.0f}"),
@@ -60,7 +67,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     ]
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), sharey=True, layout="constrained")
     for axis, (title, value, form) in zip(axes, panels, strict=True):
-        bars = axis.barh([LABELS[name] for name in names], [value(rows[name]) for name in names], color=colours)
+        bars = axis.barh(names, [value(rows[name]) for name in names], color=colours)
         axis.bar_label(bars, labels=[form.format(value(rows[name])) for name in names], padding=3, fontsize=9)
         axis.set_title(title, fontsize=10, loc="left")
         axis.margins(x=0.15)

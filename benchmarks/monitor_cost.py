@@ -167,11 +167,16 @@ def render(frames: Path, folder: Path) -> list[Path]:
     if missing:
         raise SystemExit(f"{frames} has no {missing[0]}.html: name the --frames of a run of benchmarks.monitor_cost")
     last = FRAMES[-1:]
-    asked = [("", last, "light", WIDE), ("-dark", last, "dark", WIDE), ("-narrow", last, "light", NARROW)]
+    asked = [
+        ("-moving", FRAMES, "light", len(FRAMES) * MIDDLE),
+        ("", last, "light", WIDE),
+        ("-dark", last, "dark", WIDE),
+        ("-narrow", last, "light", NARROW),
+    ]
     written = []
     with sync_playwright() as player:
         browser = player.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        for name, shown, theme, width in [("-moving", FRAMES, "light", len(FRAMES) * MIDDLE), *asked]:
+        for name, shown, theme, width in asked:
             page = browser.new_page(viewport={"width": width, "height": 900}, device_scale_factor=1.5)
             html = "".join(f"<div>{(frames / f'{frame}.html').read_text()}</div>" for frame in shown)
             grid = f"display:grid;grid-template-columns:repeat({len(shown)},1fr);gap:8px;align-items:start"

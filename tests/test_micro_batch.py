@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,22 +128,29 @@ def test_llama_keeps_no_attention_weights() -> None:
 
 
 def test_queries_that_share_keys_are_counted_by_torch_2_11_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its formula takes no fewer heads of keys than of queries."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    formula, asked = flop_registry[flash], []
+    """Its formulas take no fewer heads of keys than of queries."""
+    asked = []
 
-    def strict(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any) -> Any:
-        assert query.shape[1] == key.shape[1] == value.shape[1]
-        asked.append(tuple(query.shape))
-        return formula(query, key, value, *args, **options)
+    def strict(formula: Callable[..., int], first: int) -> Callable[..., int]:
+        def count(*args: torch.Tensor, **options: Any) -> int:
+            query, key, value = args[first : first + 3]
+            assert query.shape[1] == key.shape[1] == value.shape[1]
+            asked.append(tuple(query.shape))
+            return formula(*args, **options)
+
+        return count
 
     every, shared = (on_meta(llama(heads).bfloat16()) for heads in (4, 2))
     with_all = trace_micro_batch(every, tokens(2, 64)).stages[1]
-    monkeypatch.setitem(flop_registry, flash, strict)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    back = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    for operation, first in ((flash, 0), (back, 1)):
+        monkeypatch.setitem(flop_registry, operation, strict(flop_registry[operation], first))
     with_half = trace_micro_batch(shared, tokens(2, 64)).stages[1]
-    assert asked == [(2, 4, 64, 32)]
+    assert asked == [(2, 4, 64, 32)] * 2
     products = 2 * (2 * (2 * 64) * 128 * 64)  # that make the keys and values which are not there
     assert with_all.forward.flops - with_half.forward.flops == products
+    assert with_all.backward.flops - with_half.backward.flops == 2 * products
 
 
 def test_blocks_of_one_kind_are_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,10 @@ ONE_PLACEMENT = {
     "t5-3b-4x8x640.json": (8, 4, "keep", H200),
     "t5-3b-8x640-2-cores.json": (8, 1, "keep", TWO_CORES),
 }
-BY_OLDER_PYTHON = ("t5-3b-8x640-ckpt.json", "t5-large-4", "t5-3b-24-2-cores compiled")
-"""Bound by what Python took to recompute then, which is less now: their steps say nothing of today's."""
+BY_OLDER_PYTHON = "t5-3b-8x640-ckpt.json"
+"""Bound by what Python took to recompute then, which is less now: its step says nothing of today's."""
+STEP_WITHIN = {"t5-large-4": 0.35, "t5-3b-24-2-cores compiled": 0.2}
+"""The same of cases: recomputed by an engine that took more of Python. All others: 0.15."""
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -81,7 +83,7 @@ def test_memory_and_step_time_of_one_placement(name: str) -> None:
     assert 0.92 * measured["vram_bytes"] < plan.total_bytes("vram") < 1.02 * measured["vram_bytes"]
     assert plan.total_bytes("ram") == pytest.approx(measured["peak_ram_bytes"], rel=0.05)
     assert plan.seconds is not None
-    if name not in BY_OLDER_PYTHON:
+    if name != BY_OLDER_PYTHON:
         assert plan.seconds.step == pytest.approx(measured["step_seconds"], rel=0.15)
 
 
@@ -125,8 +127,8 @@ def test_what_a_plan_of_its_own_choice_took(case: str) -> None:
     assert disk == pytest.approx(row["planned"]["disk_bytes"], rel=0.02)
     assert 0.97 * row["vram_bytes"] < vram < (1.1 if case in LEANER_WHEN_COMPILED else 1.05) * row["vram_bytes"]
     assert ram == pytest.approx(row["peak_ram_bytes"], rel=0.35 if case == "t5-large-24" else 0.05)  # of measuring
-    if case not in BY_OLDER_PYTHON:
-        assert search.model.seconds(placements).step == pytest.approx(row["step_seconds"], rel=0.15)
+    step = search.model.seconds(placements).step
+    assert step == pytest.approx(row["step_seconds"], rel=STEP_WITHIN.get(case, 0.15))
 
 
 @pytest.mark.parametrize("case", ["t5-3b-6", "t5-3b-24", "llama-3b-24 compiled", "t5-large-disk", "drawn-1"])

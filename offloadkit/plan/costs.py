@@ -33,8 +33,8 @@ CHUNK_LAUNCHES = 25
 
 
 def pass_seconds(work: Pass, hardware: Hardware, dtype: str, *, compiled: bool = False) -> float:
-    """Time on the GPU. A product reads and writes beside its computing only where it is large and square: none of that
-    is taken to be hidden."""
+    """Time on the GPU. A product's reading and writing is taken not to hide behind its computing: it does so only where
+    the product is large and square."""
     flops: float = getattr(hardware, f"{dtype}_flops_per_second")
     memory = hardware.vram_bytes_per_second
     products = work.flops / flops + work.matmul_bytes / memory

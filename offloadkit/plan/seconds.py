@@ -31,18 +31,19 @@ DISK_OVERLAP = 0.8
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 3.8, 2.9
 """What Python takes for an operation of forward and of backward, hooks of the engine included, as a multiple of the
 time in which bare kernels can be started."""
-COMPILED_LAUNCHES = 0.45
-"""Of that, what is left where a block is compiled."""
+COMPILED_LAUNCHES = 0.5
+"""Of that, what is left for an operation of a block that is compiled, counted as if it were not."""
 RECOMPUTED_LAUNCHES = (0.5, 1.4)
 """What it takes beside that in forward and backward, for each operation of a block's forward, where the block is
 recomputed; what recomputing takes itself comes on top."""
-LAYER_LAUNCHES = 28
-"""The same for a flat layer whose update is started."""
 STREAMED_LAUNCHES = (30, 18)
-"""The same in forward and backward for a flat layer whose weights are streamed.
+"""What it takes in forward and backward, as such a multiple, for a flat layer whose weights are streamed."""
+LAYER_LAUNCHES = 28
+"""The same for a flat layer whose update is started.
 
-These constants were fitted to the steps of plans-h200-both-steppers.json and -compiled.json in benchmarks/results; what
-compiling, recomputing and streaming change to launches-h200.json."""
+These constants were fitted to the steps of plans-h200-both-steppers.json, plans-h200-compiled.json, growth-h200.json,
+t5-3b-8x640-24gib-h200.json and t5-3b-32x640-16gib-h200.json in benchmarks/results. launches-h200.json has Python's time
+alone, from a host that was not quiet: it bears out their order of magnitude (docs/design.md, section 5)."""
 
 _IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", activations="keep", step="gpu")
 RESOURCES = ("forward", "backward", "GPU step", "CPU step", "H2D", "D2H", "disk", "launches")
@@ -169,7 +170,7 @@ class StepModel:
         before = 0.0
         ends: list[float] = []
         for unit in self._units:
-            ready, on_gpu, known, again, leaves, num_streamed = 0.0, 0.0, 0.0, False, False, 0
+            ready, on_gpu, known, again, leaves, num_layers = 0.0, 0.0, 0.0, False, False, 0
             for layer in unit.layers:
                 where, stepped = placements[layer.index], 0.0
                 if where.activations != "keep":
@@ -184,7 +185,7 @@ class StepModel:
                     on_gpu += layer.gpu_step
                 fetched, free = layer.weight_bytes / bus.h2d, 0.0
                 if where.weights == "ram":
-                    num_streamed += 1
+                    num_layers += 1
                     if not updates and len(ends) < NUM_WEIGHT_BUFFERS:  # it is there since backward
                         continue
                     free = max(before, ends[-NUM_WEIGHT_BUFFERS] if len(ends) >= NUM_WEIGHT_BUFFERS else 0.0)
@@ -197,9 +198,9 @@ class StepModel:
             queues.take("GPU", on_gpu, ready, "GPU step")
             queues.take("GPU", unit.forward, ready, "forward")
             launches = (FORWARD_LAUNCHES + again * RECOMPUTED_LAUNCHES[0]) * unit.forward_launches
-            launches += num_streamed * STREAMED_LAUNCHES[0] * self._hardware.launch_seconds
+            launches += num_layers * STREAMED_LAUNCHES[0] * self._hardware.launch_seconds
             end = queues.launched(launches, known)
-            if num_streamed:
+            if num_layers:
                 ends.append(end)
             if leaves:
                 queues.take("D2H", unit.input_bytes / bus.d2h, before)
