@@ -108,7 +108,7 @@ def test_bars_move_the_slowdown_appears_and_an_interrupt_leaves_a_checkpoint(lab
     monitor = page.locator(".okm").first
     monitor.wait_for(timeout=40_000)
     monitor.get_by_text("baseline", exact=False).first.wait_for(timeout=60_000)
-    seen = [drawing(monitor) for _ in range(24) if page.wait_for_timeout(250) is None]
+    seen = [drawing(page) for _ in range(24) if page.wait_for_timeout(250) is None]
     steps = [each["step"] for each in seen]
     assert steps == sorted(steps)
     assert len(set(steps)) >= 4, "progress moves"
@@ -128,13 +128,20 @@ def test_bars_move_the_slowdown_appears_and_an_interrupt_leaves_a_checkpoint(lab
     page.get_by_text("writes the same: True").wait_for(timeout=60_000)  # the cells below ran with what was learned
 
 
-def drawing(monitor: Any) -> dict[str, Any]:
+DRAWING = """() => {
+    const element = document.querySelector(".okm");
+    return {
+        head: element.querySelector(".okm-head b").innerText,
+        way: element.querySelector(".okm-way").getAttribute("aria-valuenow"),
+        bars: [...element.querySelectorAll("svg rect")].map(rect => rect.getBoundingClientRect().width),
+    };
+}"""
+"""In one go: between two questions the page may be drawn anew, and what was found before has no size then."""
+
+
+def drawing(page: Any) -> dict[str, Any]:
     """What the monitor shows now: its step, how far the bar of progress reaches in per cent, and the widths in pixels
     of all bars of memory and time."""
-    head = monitor.locator(".okm-head b").inner_text()
-    way = monitor.locator(".okm-way").get_attribute("aria-valuenow")
-    bars = monitor.evaluate(
-        "element => [...element.querySelectorAll('svg rect')].map(rect => rect.getBoundingClientRect().width)"
-    )
-    step = int(head.removeprefix("step ").split(" of ")[0].replace(",", ""))
-    return {"step": step, "way": int(way), "bars": tuple(round(width, 1) for width in bars)}
+    shown = page.evaluate(DRAWING)
+    step = int(shown["head"].removeprefix("step ").split(" of ")[0].replace(",", ""))
+    return {"step": step, "way": int(shown["way"]), "bars": tuple(round(width, 1) for width in shown["bars"])}
