@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import launches
+from offloadkit import hardware
+from tests.plan_machines import H200
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -16,7 +18,7 @@ def test_each_placement_is_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launches, "NUM_STEPS", 4)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(hardware, "measure", lambda device: H200)
     command = ["--blocks", "2", "--eager", "--out", str(tmp_path / "out.json"), "--commit", "abc"]
     rows = launches.main(command)
     assert [(row["model"], row["where"]) for row in rows] == [
@@ -24,7 +26,7 @@ def test_each_placement_is_timed(
     ]
     for row in rows:
         assert 0 < row["forward_seconds"] <= row["median_forward_seconds"]
-        bare = row["num_operations"]["backward"] * row["launch_seconds"]
+        bare = row["num_operations"]["backward"] * H200.launch_seconds
         assert row["backward_launches"] == pytest.approx(row["backward_seconds"] / bare)
     kept, _, recomputed, _ = rows[:4]
     assert recomputed["backward_seconds"] > kept["backward_seconds"]
