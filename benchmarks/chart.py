@@ -16,6 +16,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.table import label
 from offloadkit.compare import Comparison, Sweep
 from offloadkit.compare.forecast import from_row
 
@@ -23,8 +24,7 @@ LABELS = {
     "gpu": "all on the GPU",
     "gpu-ours": "all on the GPU, our compute",
     "offloadkit": "offloadkit",
-    "planned": "offloadkit, {:g} GiB",
-    "planned-compiled": "offloadkit, {:g} GiB, compiled",
+    "planned": "offloadkit",
     "ao-amp": "torchao, fp32 (no clipping)",
     "ao": "torchao, bf16 (no clipping,\nno master weights)",
     "zero2": "DeepSpeed ZeRO-2 offload",
@@ -41,25 +41,20 @@ def title_of(row: dict[str, Any], machine: dict[str, Any]) -> str:
     return f"{work['model']}, {row['num_parameters'] / 1e9:.2f} G parameters, {shape}, {machine['gpu']}"
 
 
-def name_of(row: dict[str, Any]) -> str:
-    """Of the engine, as the command line has it."""
-    compiled = row["engine"] == "planned" and row["work"].get("compile_blocks")
-    return f"{row['engine']}-compiled" if compiled else str(row["engine"])
-
-
 def label_of(row: dict[str, Any]) -> str:
-    """Of a bar."""
-    return LABELS[name_of(row)].format(row["work"].get("vram_budget_gib"))
+    """Of a bar: what a plan was made within is part of it."""
+    name = row["engine"]
+    return label(row).replace(name, LABELS[name]) if name == "planned" else LABELS[name]
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Three bars an engine, and a budget: seconds a step, VRAM and host RAM."""
     order = list(LABELS)
-    known = [row for row in result["rows"] if "step_seconds" in row and name_of(row) in order]
-    rows = {label_of(row): row for row in sorted(known, key=lambda row: order.index(name_of(row)), reverse=True)}
+    known = [row for row in result["rows"] if "step_seconds" in row and row["engine"] in order]
+    rows = {label_of(row): row for row in sorted(known, key=lambda row: order.index(row["engine"]))}
     names = list(rows)
-    kinds = {"gpu": BASELINE, "gpu-ours": BASELINE, "offloadkit": OURS, "planned": OURS, "planned-compiled": OURS}
-    colours = [kinds.get(name_of(row), OTHERS) for row in rows.values()]
+    kinds = {"gpu": BASELINE, "gpu-ours": BASELINE, "offloadkit": OURS, "planned": OURS}
+    colours = [kinds.get(row["engine"], OTHERS) for row in rows.values()]
     panels = [
         ("seconds a step", lambda row: row["step_seconds"], "{:.2f}"),
         ("VRAM of the process, GiB", lambda row: row["vram_bytes"] / GIB, "{:.0f}"),
@@ -73,7 +68,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.margins(x=0.15)
         axis.xaxis.set_visible(False)
         axis.spines[["top", "right", "bottom"]].set_visible(False)
-    figure.suptitle(title_of(rows[names[-1]], result["machine"]), fontsize=11, x=0.01, ha="left")
+    axes[0].invert_yaxis()  # the first on top
+    figure.suptitle(title_of(rows[names[0]], result["machine"]), fontsize=11, x=0.01, ha="left")
     figure.savefig(path, dpi=150, facecolor="white")
 
 

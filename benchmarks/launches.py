@@ -45,10 +45,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     rows: list[Row] = []
     for model in ("t5", "llama"):
         for compiled in (False,) if options.eager else (False, True):
-            operations = num_operations(model, options.blocks, fused=not compiled and device.type == "cuda")
+            fused = not compiled and device.type == "cuda"  # as `finetune` has it
+            operations = num_operations(model, options.blocks, fused=fused)
             for where, placement in WHERE.items():
                 row = {"model": model, "compiled": compiled, "where": where, "num_operations": operations}
-                row |= measure(model, options.blocks, placement, device, compiled=compiled)
+                row |= measure(model, options.blocks, placement, device, fused=fused, compiled=compiled)
                 for name, number in operations.items():
                     row[f"{name}_launches"] = row[f"{name}_seconds"] / (number * launch)
                 rows.append(about | row)
@@ -102,7 +103,7 @@ def num_operations(model: str, num_blocks: int, *, fused: bool) -> dict[str, int
     return {part: sum(getattr(stage, part).num_operations for stage in stages) for part in ("forward", "backward")}
 
 
-def measure(model: str, num_blocks: int, placement: dict[str, Any], device: Any, *, compiled: bool) -> Row:
+def measure(model: str, num_blocks: int, placement: dict[str, Any], device: Any, *, fused: bool, compiled: bool) -> Row:
     """The shortest and the median seconds until forward and backward return, each begun with nothing under way."""
     import torch
 
@@ -110,7 +111,6 @@ def measure(model: str, num_blocks: int, placement: dict[str, Any], device: Any,
     from offloadkit.config import OffloadConfig, Placement
 
     torch.manual_seed(0)
-    fused = not compiled and device.type == "cuda"
     config = OffloadConfig(placement=Placement(**placement), compile_blocks=compiled)
     tokens = torch.randint(3, 32000, (1, 64), device=device)
     seconds: dict[str, list[float]] = {"forward": [], "backward": []}

@@ -88,8 +88,8 @@ def label(row: Row) -> str:
     """The engine of a row or task, and what sets it apart from another one of the same work."""
     work, words = row["work"], [row["engine"]]
     if row["engine"] == "planned":
-        words += [f"{work['vram_budget_gib']:g} GiB"] + ["compiled"] * work["compile_blocks"]
-    return " ".join(words + ["ckpt"] * work["checkpointing"])
+        words += [f"{work['vram_budget_gib']:g} GiB"] + ["compiled"] * work.get("compile_blocks", False)
+    return " ".join(words + ["ckpt"] * work.get("checkpointing", False))
 
 
 def add_slowdowns(rows: list[Row]) -> None:

@@ -53,6 +53,7 @@ STEPS = (
         if row["engine"] == "planned"
     }
 )
+CASES = ROWS | STEPS
 BEFORE = (
     "t5-3b-6",
     "t5-3b-3",
@@ -89,7 +90,7 @@ def test_memory_and_step_time_of_one_placement(name: str) -> None:
 
 def as_placed(case: str) -> tuple[Search, tuple[Placement, ...]]:
     """The placements of a case, which a plan of that time chose, on the machine as it was measured in that run."""
-    row = STEPS.get(case) or ROWS[case]
+    row = CASES[case]
     work, found = row["work"], row["planned"]["hardware"]
     found = {"cpu_and_bus_bytes_per_second": found["cpu_adamw_bytes_per_second"]} | found  # not measured at first
     hardware = Hardware(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
@@ -121,7 +122,7 @@ def as_placed(case: str) -> tuple[Search, tuple[Placement, ...]]:
 @pytest.mark.parametrize("case", [*STEPS, *BEFORE])
 def test_what_a_plan_of_its_own_choice_took(case: str) -> None:
     """With the constants of today, which were fitted to `STEPS`."""
-    row = STEPS.get(case) or ROWS[case]
+    row = CASES[case]
     search, placements = as_placed(case)
     vram, ram, disk = search.bytes(placements)
     assert disk == pytest.approx(row["planned"]["disk_bytes"], rel=0.02)
@@ -133,7 +134,7 @@ def test_what_a_plan_of_its_own_choice_took(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["t5-3b-6", "t5-3b-24", "llama-3b-24 compiled", "t5-large-disk", "drawn-1"])
 def test_what_the_plan_chooses_now_is_not_slower(case: str) -> None:
-    row = STEPS.get(case) or ROWS[case]
+    row = CASES[case]
     search, placements = as_placed(case)
     machine, work = row["planned"]["hardware"], row["work"]
     vram, ram = int(work["vram_budget_gib"] * GIB), int(work.get("ram_budget_gib", 120) * GIB)

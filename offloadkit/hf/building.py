@@ -96,7 +96,7 @@ def fill(model: PreTrainedModel, materialise: Materialise | None, device: torch.
 def build(config: PreTrainedConfig, task: str, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
     """A model with initial weights drawn on `device`."""
     auto_class = auto_class_of(config, task)
-    auto_class._model_mapping.get(type(config), None)  # imports the model's module, which torch 2.6 cannot do in there
+    auto_class._model_mapping.get(type(config), None)  # imports the model's module: torch 2.6 cannot on meta
     with device:
         model = cast("PreTrainedModel", auto_class.from_config(config, dtype=dtype or config.dtype or torch.float32))
         if _has_own_head(config):
