@@ -295,7 +295,7 @@ class OffloadEngine:
 
     def _settle(self) -> None:
         if self._newest is not None:
-            self._newest.done.wait()
+            self._thread.finish(self._newest)
         self._raise_thread_error()
         self._placed.settle()
 

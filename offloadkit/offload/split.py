@@ -17,10 +17,12 @@ WARM_UP = 2
 """Updates that are not looked at: kernels are compiled, and pages and caches are cold."""
 MOST_MOVES = 4
 """Layers that move before one step."""
-TOGETHER = 0.03
-"""Both processors end together when their times differ by less than this share of the longer one."""
+MOST_SEEN = 4
+"""Updates whose mean decides: the newest of those since a layer moved."""
+WORTH = 0.02
+"""A layer moves where the processor that ends later then ends sooner by more than this share."""
 NOISE = 0.15
-"""Once they do, no layer moves before the times differ by more than this."""
+"""One update alone moves none before the processors' times differ by more than this share of the longer one."""
 
 
 @dataclass(frozen=True)
@@ -49,42 +51,54 @@ class Split:
 
     def __init__(self) -> None:
         self._took: deque[Took] = deque()
+        self._seen: deque[tuple[float, float, float, float]] = deque(maxlen=MOST_SEEN)
+        """Seconds and elements of the CPU, and of the GPU."""
         self._num_updates = 0
-        self._tolerated = TOGETHER
+        self._alone = self._one_before_alone = False
 
     def add(self, took: Took) -> None:
         """What the newest update took."""
         self._num_updates += 1
+        self._alone, self._one_before_alone = False, self._alone
         if self._num_updates > WARM_UP:
             self._took.append(took)
 
+    def disregard_newest(self) -> None:
+        """It was waited for: without a forward beside it the GPU ends sooner than in other steps. Where every update is
+        waited for, they count."""
+        if not self._alone and not self._one_before_alone and self._num_updates > WARM_UP and self._took:
+            self._took.pop()
+        self._alone = True
+
     def correct(self, layers: Sequence[LayerState]) -> None:
-        """Move up to `MOST_MOVES` of `layers`, which are stepped next, if the newest update that is over says so."""
-        movable, took = [layer for layer in layers if layer.switchable], None
+        """Move up to `MOST_MOVES` of `layers`, which are stepped next, if the updates that are over say so."""
+        movable = [layer for layer in layers if layer.switchable]
         while self._took and self._took[0].is_over():  # Python may be a step ahead of the GPU
             took = self._took.popleft()
-        if not movable or took is None:
+            gpu = took.gpu[1].seconds_since(took.gpu[0]) if took.gpu else 0.0
+            self._seen.append((took.cpu_seconds, took.cpu_numel, gpu, took.gpu_numel))
+        if not movable or not self._seen:
             return
-        cpu, gpu = took.cpu_seconds, took.gpu[1].seconds_since(took.gpu[0]) if took.gpu else 0.0
-        by_cpu = cpu / took.cpu_numel if took.cpu_numel else 0.0
-        by_gpu = gpu / took.gpu_numel if took.gpu_numel else 0.0
+        cpu, cpu_numel, gpu, gpu_numel = (sum(column) / len(self._seen) for column in zip(*self._seen, strict=True))
+        if len(self._seen) == 1 and abs(cpu - gpu) < NOISE * max(cpu, gpu):
+            return
+        by_cpu, by_gpu = cpu / cpu_numel if cpu_numel else 0.0, gpu / gpu_numel if gpu_numel else 0.0
         rates = by_cpu or by_gpu, by_gpu or by_cpu  # the one that did nothing is taken to be as fast
         for _ in range(MOST_MOVES):
-            moved = _move(movable, cpu, gpu, *rates) if abs(cpu - gpu) > self._tolerated * max(cpu, gpu) else None
+            moved = _move(movable, cpu, gpu, *rates)
             if moved is None:
-                self._tolerated = NOISE
                 return
-            self._tolerated = TOGETHER
             self._took.clear()  # of before the move
+            self._seen.clear()
             cpu, gpu = moved
 
 
 def _move(
     layers: Sequence[LayerState], cpu: float, gpu: float, by_cpu: float, by_gpu: float
 ) -> tuple[float, float] | None:
-    """Move the layer that helps most, of equal ones the last; returns both processors' seconds then, or None where the
-    later one would end no sooner."""
-    best, least = None, max(cpu, gpu)
+    """Move the layer that helps most, of equal ones the last; returns both processors' seconds then, or None where that
+    is not worth it."""
+    best, least = None, (1 - WORTH) * max(cpu, gpu)
     for layer in layers:
         if layer.on_gpu == (gpu > cpu):
             sign = 1 if layer.on_gpu else -1

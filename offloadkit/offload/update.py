@@ -125,6 +125,11 @@ class StepThread:
         """Queue an optimizer step."""
         self.submit(partial(self._make, update))
 
+    def finish(self, update: Update) -> None:
+        """Wait until the thread is done with the newest update."""
+        update.done.wait()
+        self.split.disregard_newest()
+
     def _make(self, update: Update) -> None:
         """Whatever happens, nobody is left waiting for the update."""
         try:

@@ -76,6 +76,37 @@ def test_noise_moves_nothing_once_both_end_together() -> None:
     assert sum(layer.on_gpu for layer in model) < 24
 
 
+def test_a_small_difference_that_stays_moves_a_layer() -> None:
+    model, split = layers(48, 24), Split()
+    for _ in range(WARM_UP + 1):
+        split.add(took(model, 1e-3, 1.1e-3))
+    split.correct(model)
+    assert sum(layer.on_gpu for layer in model) == 24
+    split.add(took(model, 1e-3, 1.1e-3))
+    split.correct(model)
+    assert sum(layer.on_gpu for layer in model) == 23
+
+
+def test_an_update_that_was_waited_for_says_nothing_unless_all_are() -> None:
+    model = layers(48, 24)
+    _, split = run(model, 1e-3, 1e-3, 10)
+    for _ in range(3):  # an evaluation every third step
+        for alone in (False, False, True):
+            split.add(took(model, 1e-3, 0.5e-3 if alone else 1e-3))
+            if alone:
+                split.disregard_newest()
+                split.disregard_newest()
+            split.correct(model)
+            assert sum(layer.on_gpu for layer in model) == 24
+    found = []
+    for _ in range(20):
+        split.add(took(model, 1e-3, 0.5e-3))
+        split.disregard_newest()
+        split.correct(model)
+        found.append(sum(layer.on_gpu for layer in model))
+    assert abs(found[-1] - 32) <= 1
+
+
 def test_the_last_of_equal_layers_moves_first() -> None:
     model = layers(12, 12)
     for layer in model:
