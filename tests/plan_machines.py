@@ -61,11 +61,15 @@ def stage(block: str, kept: int = 100, **changes: Any) -> Stage:
     return replace(made, **changes)
 
 
-def t5_3b(batch_size: int, tokens: int = 512, targets: int = 128) -> tuple[list[LayerShape], MicroBatch]:
-    """Layers and work of T5-3B in bf16 as in the benchmarks: eager attention, no dropout, no padding."""
+def t5_3b(
+    batch_size: int, tokens: int = 512, targets: int = 128, *, fused: bool = False
+) -> tuple[list[LayerShape], MicroBatch]:
+    """Layers and work of T5-3B in bf16 as in the benchmarks: eager attention, no dropout, no padding. `fused`: norms
+    of one kernel, as `finetune` has them."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     from offloadkit.hf.chunked_loss import compute_loss_in_chunks
+    from offloadkit.hf.fused_norms import fuse_norms
     from offloadkit.hf.presets import PRESETS
 
     config = T5Config(**PRESETS["t5-3b"].config_values(), dropout_rate=0.0, use_cache=False)
@@ -73,6 +77,8 @@ def t5_3b(batch_size: int, tokens: int = 512, targets: int = 128) -> tuple[list[
     with torch.device("meta"):
         model = T5ForConditionalGeneration(config).bfloat16().train()
     compute_loss_in_chunks(model)
+    if fused:
+        fuse_norms(model)
     return _shapes(model), trace_micro_batch(
         model, _tokens(input_ids=(batch_size, tokens), labels=(batch_size, targets))
     )

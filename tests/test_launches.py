@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import pytest
 
 from benchmarks import launches
 from offloadkit import hardware
+from offloadkit.plan import seconds
 from tests.plan_machines import H200
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -45,3 +48,39 @@ def test_a_picture_has_a_bar_for_each_engine(tmp_path: Path) -> None:
     chart.draw(result, tmp_path / "chart.svg")
     drawn = (tmp_path / "chart.svg").read_text()
     assert all(f"<!-- {seconds} -->" in drawn for seconds in ("0.34", "0.38", "1.72"))
+
+
+def test_the_plans_constants_are_those_of_the_result_file() -> None:
+    """Means of T5 and Llama; of recomputation and of streaming, each also beside the other, eager and compiled too."""
+    rows = json.loads((RESULTS / "launches-h200.json").read_text())["rows"]
+    timed = {(row["model"], row["compiled"], row["where"]): row for row in rows}
+    num_layers = {"t5": 33, "llama": 17}
+
+    def more(model: str, compiled: bool, part: str, where: str, than: str) -> Any:
+        """Bare launches that `where` takes beyond `than`."""
+        one, other = timed[model, compiled, where], timed[model, compiled, than]
+        return (one[f"{part}_seconds"] - other[f"{part}_seconds"]) / one["launch_seconds"]
+
+    kept = {compiled: [timed[model, compiled, "kept"] for model in num_layers] for compiled in (False, True)}
+    for part, constant in (("forward", seconds.FORWARD_LAUNCHES), ("backward", seconds.BACKWARD_LAUNCHES)):
+        assert mean(row[f"{part}_launches"] for row in kept[False]) == pytest.approx(constant, rel=0.02)
+        of_compiled = constant * seconds.COMPILED_LAUNCHES
+        assert mean(row[f"{part}_launches"] for row in kept[True]) == pytest.approx(of_compiled, rel=0.1)
+    recomputed: list[tuple[float, float]] = []
+    streamed: list[tuple[float, float]] = []
+    for (model, compiled, where), row in timed.items():
+        if where == "kept":
+            both, num = "streamed and recomputed", row["num_operations"]["forward"]
+            unit = num * (seconds.COMPILED_LAUNCHES if compiled else 1.0)
+            for one, other in (("recomputed", "kept"), (both, "streamed")):
+                forward, backward = (more(model, compiled, part, one, other) for part in ("forward", "backward"))
+                again = num * row["forward_launches"]
+                recomputed.append((forward / unit, (backward - again) / unit))
+            for one, other in (("streamed", "kept"), (both, "recomputed")):
+                forward, backward = (more(model, compiled, part, one, other) for part in ("forward", "backward"))
+                streamed.append((forward / num_layers[model], backward / num_layers[model]))
+    found = [mean(column) for column in zip(*recomputed, strict=True)]
+    assert found == pytest.approx(list(seconds.RECOMPUTED_LAUNCHES), rel=0.1)
+    assert [mean(column) for column in zip(*streamed, strict=True)] == pytest.approx(
+        list(seconds.STREAMED_LAUNCHES), rel=0.1
+    )

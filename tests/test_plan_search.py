@@ -22,7 +22,7 @@ Model = tuple[list[LayerShape], MicroBatch]
 @pytest.fixture(scope="module")
 def small_batch() -> Model:
     """T5-3B, 1x(512+128)."""
-    return t5_3b(1)
+    return t5_3b(1, fused=True)
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +118,15 @@ def with_all_from_ram_on_cpu(made: Plan) -> float:
 
 
 def test_both_processors_step_where_both_are_fast(small_batch: Model) -> None:
-    made = plan(small_batch, vram="16GiB")
-    assert made.seconds
-    assert made.seconds.busy["CPU step"] == pytest.approx(made.seconds.update_phase, rel=0.15)
-    assert 5 < on_gpu_from_ram(made) < sum(where.states == "ram" for where in made.placements) / 2
-    assert made.seconds.step < 0.93 * with_all_from_ram_on_cpu(made)
+    """How much that gains depends on DRAM, which serves both: here it moves 9 % more for both than for the cores."""
+    of_the_cores_alone = []
+    for dram in (H200.cpu_and_bus_bytes_per_second, 280e9):
+        made = plan(small_batch, replace(H200, cpu_and_bus_bytes_per_second=dram), vram="16GiB")
+        assert made.seconds
+        assert made.seconds.busy["CPU step"] == pytest.approx(made.seconds.update_phase, rel=0.15)
+        assert 5 < on_gpu_from_ram(made) < sum(where.states == "ram" for where in made.placements) / 2
+        of_the_cores_alone.append(made.seconds.step / with_all_from_ram_on_cpu(made))
+    assert of_the_cores_alone == [pytest.approx(0.974, abs=0.01), pytest.approx(0.792, abs=0.01)]
 
 
 def test_the_gpu_steps_most_where_cores_are_few(small_batch: Model) -> None:

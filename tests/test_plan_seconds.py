@@ -97,10 +97,10 @@ def test_python_waits_for_a_layers_update() -> None:
 def test_with_two_cores_python_and_the_cpu_step_take_turns() -> None:
     hardware = machine(cpu_adamw_bytes_per_second=26e6 / CPU_EFFICIENCY["exact"], launch_seconds=1e-3)
     hidden, in_turn = (
-        model(replace(hardware, num_cores=num_cores), forward=Pass(num_operations=200)).seconds([IN_RAM] * 4)
+        model(replace(hardware, num_cores=num_cores), forward=Pass(num_operations=150)).seconds([IN_RAM] * 4)
         for num_cores in (3, 2)
     )
-    launches = 4 * FORWARD_LAUNCHES * 200 / 1000
+    launches = 4 * FORWARD_LAUNCHES * 150 / 1000
     assert in_turn.update_phase - hidden.update_phase == pytest.approx(launches * 3 / 4, rel=1e-2)
 
 

@@ -28,22 +28,21 @@ from offloadkit.plan.work import MicroBatch, Stage
 
 DISK_OVERLAP = 0.8
 """Of the times that states take to be read and to be written, as much remains when both are under way."""
-FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 3.8, 2.9
+FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 5.4, 6.0
 """What Python takes for an operation of forward and of backward, hooks of the engine included, as a multiple of the
 time in which bare kernels can be started."""
-COMPILED_LAUNCHES = 0.5
+COMPILED_LAUNCHES = 0.45
 """Of that, what is left for an operation of a block that is compiled, counted as if it were not."""
-RECOMPUTED_LAUNCHES = (0.5, 1.4)
+RECOMPUTED_LAUNCHES = (1.2, 2.2)
 """What it takes beside that in forward and backward, for each operation of a block's forward, where the block is
 recomputed; what recomputing takes itself comes on top."""
-STREAMED_LAUNCHES = (30, 18)
+STREAMED_LAUNCHES = (35, 32)
 """What it takes in forward and backward, as such a multiple, for a flat layer whose weights are streamed."""
 LAYER_LAUNCHES = 28
 """The same for a flat layer whose update is started.
 
-These constants were fitted to the steps of plans-h200-both-steppers.json, plans-h200-compiled.json, growth-h200.json,
-t5-3b-8x640-24gib-h200.json and t5-3b-32x640-16gib-h200.json in benchmarks/results. launches-h200.json has Python's time
-alone, from a host that was not quiet: it bears out their order of magnitude (docs/design.md, section 5)."""
+All but the last are what launches-h200.json has of Python's time alone, the mean of T5 and Llama; steps bear them out
+(docs/design.md, section 5)."""
 
 _IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", activations="keep", step="gpu")
 RESOURCES = ("forward", "backward", "GPU step", "CPU step", "H2D", "D2H", "disk", "launches")
