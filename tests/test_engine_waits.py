@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -167,3 +168,36 @@ def test_weights_read_while_they_are_stepped_are_an_error(device: str) -> None:
         engine.synchronize()
         engine.backward(engine(x, by_hand=True))
         engine.step()
+
+
+@pytest.mark.filterwarnings("ignore:the gradient norm")
+def test_updates_that_are_waited_for_say_nothing_of_those_beside_a_forward(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disregarded = []
+    monkeypatch.setattr(update.Split, "disregard_newest", lambda split: disregarded.append(split))
+    batches = tokens(8, device)
+    with OffloadEngine(TinyLM(), OffloadConfig(on_nonfinite="skip"), device=device) as engine:
+
+        def num_after(waits: Callable[[], object], factor: float = 1.0) -> int:
+            """How often it is called after two steps and `waits`."""
+            disregarded.clear()
+            for batch in batches[:2]:
+                engine.backward(engine(batch) * factor)
+                engine.step()
+            waits()
+            there = threading.Event()
+            engine._thread.submit(there.set)
+            there.wait()
+            return len(disregarded)
+
+        def evaluate() -> None:
+            with torch.no_grad():
+                engine.module(batches[0])
+                engine.module(batches[1])
+
+        assert num_after(lambda: None) == 0
+        assert num_after(engine.synchronize) == 1
+        assert num_after(engine.module.state_dict) == 1
+        assert num_after(evaluate) == 1
+        assert num_after(engine.synchronize, float("nan")) == 0  # skipped: nothing was stepped

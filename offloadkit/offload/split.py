@@ -1,7 +1,7 @@
 """Which of the layers that either processor can step the GPU steps: corrected by what both really took.
 
-The plan's assignment comes from predicted rates. Layers move from the processor that ends later to the other one until
-both end together; since both give the same bits, no number depends on it.
+The plan's assignment comes from predicted rates. Layers move from the processor that ends later to the other one as
+long as that is worth it; since both give the same bits, no number depends on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_MOVES = 4
 MOST_SEEN = 4
 """Updates whose mean decides: the newest of those since a layer moved."""
 WORTH = 0.02
-"""A layer moves where the processor that ends later then ends sooner by more than this share."""
+"""Layers move where the processor that ends later then ends sooner by more than this share."""
 NOISE = 0.15
 """One update alone moves none before the processors' times differ by more than this share of the longer one."""
 
@@ -66,7 +66,7 @@ class Split:
     def disregard_newest(self) -> None:
         """It was waited for: without a forward beside it the GPU ends sooner than in other steps. Where every update is
         waited for, they count."""
-        if not self._alone and not self._one_before_alone and self._num_updates > WARM_UP and self._took:
+        if not self._alone and not self._one_before_alone and self._took:
             self._took.pop()
         self._alone = True
 
@@ -84,28 +84,29 @@ class Split:
             return
         by_cpu, by_gpu = cpu / cpu_numel if cpu_numel else 0.0, gpu / gpu_numel if gpu_numel else 0.0
         rates = by_cpu or by_gpu, by_gpu or by_cpu  # the one that did nothing is taken to be as fast
-        for _ in range(MOST_MOVES):
-            moved = _move(movable, cpu, gpu, *rates)
-            if moved is None:
-                return
+        before, moved = max(cpu, gpu), list[LayerState]()
+        while len(moved) < MOST_MOVES and (move := _move(movable, cpu, gpu, *rates)) is not None:
+            layer, cpu, gpu = move
+            layer.on_gpu = not layer.on_gpu
+            moved.append(layer)
+        if max(cpu, gpu) > (1 - WORTH) * before:
+            for layer in moved:
+                layer.on_gpu = not layer.on_gpu
+        elif moved:
             self._took.clear()  # of before the move
             self._seen.clear()
-            cpu, gpu = moved
 
 
 def _move(
     layers: Sequence[LayerState], cpu: float, gpu: float, by_cpu: float, by_gpu: float
-) -> tuple[float, float] | None:
-    """Move the layer that helps most, of equal ones the last; returns both processors' seconds then, or None where that
-    is not worth it."""
-    best, least = None, (1 - WORTH) * max(cpu, gpu)
+) -> tuple[LayerState, float, float] | None:
+    """The layer whose move helps most, of equal ones the last, and both processors' seconds then; None where the later
+    one would end no sooner."""
+    best, least = None, max(cpu, gpu)
     for layer in layers:
         if layer.on_gpu == (gpu > cpu):
             sign = 1 if layer.on_gpu else -1
             then = cpu + sign * layer.layer.numel * by_cpu, gpu - sign * layer.layer.numel * by_gpu
             if max(then) < least or (best is not None and max(then) == least):
-                best, least = (layer, then), max(then)
-    if best is None:
-        return None
-    best[0].on_gpu = not best[0].on_gpu
-    return best[1]
+                best, least = (layer, *then), max(then)
+    return best

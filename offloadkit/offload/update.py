@@ -126,9 +126,10 @@ class StepThread:
         self.submit(partial(self._make, update))
 
     def finish(self, update: Update) -> None:
-        """Wait until the thread is done with the newest update."""
+        """Wait until the newest update is done; `split` is the thread's alone."""
         update.done.wait()
-        self.split.disregard_newest()
+        if not update.skipped:
+            self.submit(self.split.disregard_newest)
 
     def _make(self, update: Update) -> None:
         """Whatever happens, nobody is left waiting for the update."""

@@ -218,9 +218,14 @@ class Gates:
         """Functions, not methods: a deepcopy of the model takes them along, and must not copy this object."""
 
         def at_root(module: nn.Module, args: Any) -> None:
-            if module is self._model:
-                for weight in self._at_root_too if torch.is_grad_enabled() else self._weights:
-                    weight.wait()
+            if module is not self._model:
+                return
+            training = torch.is_grad_enabled()
+            pending = [weight for weight in (self._at_root_too if training else self._weights) if weight.pending]
+            for weight in pending:
+                weight.wait()
+            if pending and not training:
+                wait(module)
 
         def ask(module: nn.Module, args: Any) -> None:
             for weight in self._asking.get(module, ()):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offloadkit.offload.split import MOST_MOVES, WARM_UP, Split, Took
+from offloadkit.offload.split import MOST_MOVES, MOST_SEEN, WARM_UP, Split, Took
 
 
 class Point:
@@ -76,6 +76,13 @@ def test_noise_moves_nothing_once_both_end_together() -> None:
     assert sum(layer.on_gpu for layer in model) < 24
 
 
+@pytest.mark.parametrize("start", [0, 80])
+def test_many_layers_move_though_one_alone_is_not_worth_it(start: int) -> None:
+    found, _ = run(layers(80, start), 2e-3, 1e-3)
+    assert abs(found[-1] - 53) <= 2
+    assert len(set(found[25:])) == 1
+
+
 def test_a_small_difference_that_stays_moves_a_layer() -> None:
     model, split = layers(48, 24), Split()
     for _ in range(WARM_UP + 1):
@@ -87,14 +94,39 @@ def test_a_small_difference_that_stays_moves_a_layer() -> None:
     assert sum(layer.on_gpu for layer in model) == 23
 
 
+def test_a_difference_that_is_no_noise_moves_layers_at_once() -> None:
+    model, split = layers(48, 24), Split()
+    for _ in range(WARM_UP + 1):
+        split.add(took(model, 1e-3, 1.25e-3))
+    split.correct(model)
+    assert sum(layer.on_gpu for layer in model) < 24
+
+
+@pytest.mark.parametrize(("gpu", "moved"), [(1.015e-3, 0), (1.06e-3, 3)])
+def test_a_gain_below_two_percent_moves_nothing(gpu: float, moved: int) -> None:
+    model = layers(200, 100)
+    for layer in model:
+        layer.layer.numel = 100
+    found, _ = run(model, 1e-3, gpu, WARM_UP + 3)
+    assert found[-1] == 100 - moved
+
+
+def test_only_the_newest_updates_count() -> None:
+    model = layers(48, 24)
+    _, split = run(model, 1e-3, 1e-3, 20)
+    for _ in range(MOST_SEEN):
+        split.add(took(model, 1e-3, 1.1e-3))
+        split.correct(model)
+    assert sum(layer.on_gpu for layer in model) == 23
+
+
 def test_an_update_that_was_waited_for_says_nothing_unless_all_are() -> None:
     model = layers(48, 24)
     _, split = run(model, 1e-3, 1e-3, 10)
-    for _ in range(3):  # an evaluation every third step
+    for _ in range(3):
         for alone in (False, False, True):
             split.add(took(model, 1e-3, 0.5e-3 if alone else 1e-3))
             if alone:
-                split.disregard_newest()
                 split.disregard_newest()
             split.correct(model)
             assert sum(layer.on_gpu for layer in model) == 24
@@ -105,6 +137,20 @@ def test_an_update_that_was_waited_for_says_nothing_unless_all_are() -> None:
         split.correct(model)
         found.append(sum(layer.on_gpu for layer in model))
     assert abs(found[-1] - 32) <= 1
+
+
+def test_waiting_twice_disregards_one_update_the_newest() -> None:
+    model, split = layers(48, 24), Split()
+    split.disregard_newest()  # there is none yet
+    for gpu in (1e-3,) * (WARM_UP + 2) + (2e-3, 0.1e-3):
+        split.add(took(model, 1e-3, gpu, done=False))
+    split.disregard_newest()
+    split.disregard_newest()
+    for before in split._took:
+        assert before.gpu is not None
+        before.gpu[1].reach()  # type: ignore[attr-defined]
+    split.correct(model)  # of what was left the mean on the GPU is a third above the CPU's
+    assert sum(layer.on_gpu for layer in model) < 24
 
 
 def test_the_last_of_equal_layers_moves_first() -> None:
