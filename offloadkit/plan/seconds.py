@@ -31,18 +31,18 @@ DISK_OVERLAP = 0.8
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 5.4, 6.0
 """What Python takes for an operation of forward and of backward, hooks of the engine included, as a multiple of the
 time in which bare kernels can be started."""
-COMPILED_LAUNCHES = 0.45
+COMPILED_LAUNCHES = 0.44
 """Of that, what is left for an operation of a block that is compiled, counted as if it were not."""
-RECOMPUTED_LAUNCHES = (1.2, 2.2)
+RECOMPUTED_LAUNCHES = (1.1, 2.2)
 """What it takes beside that in forward and backward, for each operation of a block's forward, where the block is
 recomputed; what recomputing takes itself comes on top."""
-STREAMED_LAUNCHES = (35, 32)
+STREAMED_LAUNCHES = (37, 33)
 """What it takes in forward and backward, as such a multiple, for a flat layer whose weights are streamed."""
 LAYER_LAUNCHES = 28
 """The same for a flat layer whose update is started.
 
 All but the last are what launches-h200.json has of Python's time alone, the mean of T5 and Llama; steps bear them out
-(docs/design.md, section 5)."""
+(docs/design.md, section 5). The last was fitted to steps."""
 
 _IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", activations="keep", step="gpu")
 RESOURCES = ("forward", "backward", "GPU step", "CPU step", "H2D", "D2H", "disk", "launches")
