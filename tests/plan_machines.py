@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -100,25 +101,33 @@ def llama(batch_size: int, tokens: int, **values: Any) -> tuple[list[LayerShape]
 
 def of_workload(values: dict[str, Any], *, fused: bool = False) -> tuple[list[LayerShape], MicroBatch]:
     """Layers and work of a `benchmarks.workloads.Workload`, as JSON carries it; `fused`: its norms are one kernel."""
+    tokens = values["tokens"]
+    shape = (values["batch_size"], tokens, values["target_tokens"] or tokens)
+    return _of_workload(values["model"], values.get("dtype", "bf16"), *shape, fused)
+
+
+@functools.cache
+def _of_workload(
+    name: str, dtype: Any, rows: int, tokens: int, targets: int, fused: bool
+) -> tuple[list[LayerShape], MicroBatch]:
     from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
     from offloadkit.hf.chunked_loss import compute_loss_in_chunks
     from offloadkit.hf.fused_norms import fuse_norms
 
-    config, is_encoder_decoder = model_config(values["model"]), is_t5(values["model"])
+    config, is_encoder_decoder = model_config(name), is_t5(name)
     if is_encoder_decoder:
         config._attn_implementation = "eager"
     with torch.device("meta"):
         model = (T5ForConditionalGeneration if is_encoder_decoder else LlamaForCausalLM)(config).bfloat16().train()
-    layers = flat_layers(model, OffloadConfig(working_dtype=values.get("dtype", "bf16")))
+    layers = flat_layers(model, OffloadConfig(working_dtype=dtype))
     for layer in layers:
         for slot in layer.slots:
             slot.parameter.data = slot.parameter.data.to(layer.dtype)
     compute_loss_in_chunks(model)
     if fused:
         fuse_norms(model)
-    rows, tokens = values["batch_size"], values["tokens"]
-    shapes = {"input_ids": (rows, tokens), "labels": (rows, values["target_tokens"] or tokens)}
+    shapes = {"input_ids": (rows, tokens), "labels": (rows, targets)}
     return [layer.shape() for layer in layers], trace_micro_batch(model, _tokens(**shapes))
 
 
