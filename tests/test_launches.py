@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -75,17 +76,17 @@ def test_the_plans_constants_are_those_of_the_result_file() -> None:
         assert mean(row[f"{part}_launches"] for row in kept[True]) == pytest.approx(of_compiled, rel=0.1)
     recomputed: list[tuple[float, float]] = []
     streamed: list[tuple[float, float]] = []
-    for (model, compiled, where), row in timed.items():
-        if where == "kept":
-            both, num = "streamed and recomputed", row["num_operations"]["forward"]
-            unit = num * (seconds.COMPILED_LAUNCHES if compiled else 1.0)
-            for one, other in (("recomputed", "kept"), (both, "streamed")):
-                forward, backward = (more(model, compiled, part, one, other) for part in ("forward", "backward"))
-                again = num * row["forward_launches"]
-                recomputed.append((forward / unit, (backward - again) / unit))
-            for one, other in (("streamed", "kept"), (both, "recomputed")):
-                forward, backward = (more(model, compiled, part, one, other) for part in ("forward", "backward"))
-                streamed.append((forward / num_blocks[model], backward / num_blocks[model]))
+    both = "streamed and recomputed"
+    for model, compiled in product(num_blocks, (False, True)):
+        row = timed[model, compiled, "kept"]
+        num = row["num_operations"]["forward"]
+        unit, again = num * (seconds.COMPILED_LAUNCHES if compiled else 1.0), num * row["forward_launches"]
+        for one, other in (("recomputed", "kept"), (both, "streamed")):
+            forward, backward = (more(model, compiled, part, one, other) for part in ("forward", "backward"))
+            recomputed.append((forward / unit, (backward - again) / unit))
+        for one, other in (("streamed", "kept"), (both, "recomputed")):
+            forward, backward = (more(model, compiled, part, one, other) for part in ("forward", "backward"))
+            streamed.append((forward / num_blocks[model], backward / num_blocks[model]))
     found = [mean(column) for column in zip(*recomputed, strict=True)]
     assert found == pytest.approx(list(seconds.RECOMPUTED_LAUNCHES), rel=0.04)
     assert [mean(column) for column in zip(*streamed, strict=True)] == pytest.approx(
