@@ -159,7 +159,7 @@ def draw(rows: list[Row], path: Path) -> None:
     gpus = ", ".join(sorted({str(row["gpu"]) for row in measured}))
     note = f"tokens a step, {gpus}\n×: times as long as on the GPU with offloadkit's compute"
     if any(row["work"].get("checkpointing") for row in measured):
-        note += " (*: which recomputes activations there)"
+        note += "; *: activations recomputed"
     figure.supxlabel(note, fontsize=9, color=QUIET)
     figure.savefig(path, dpi=200)
 
@@ -173,10 +173,12 @@ def _panel(axes: Any, model: str, rows: list[Row]) -> None:
         points = [(tokens, found[name, tokens]["step_seconds"]) for tokens in sizes if (name, tokens) in found]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, markersize=5, linewidth=1.8, zorder=3, **looks)
-        for tokens, seconds in points if name in BLOCKS else ():
-            if baseline := found.get(("gpu-ours", tokens)):
+        for tokens, seconds in points:
+            if found[name, tokens]["work"].get("checkpointing"):
+                axes.annotate("*", (tokens, seconds), (6, -3), textcoords="offset points", color=looks["color"])
+            elif name in BLOCKS and (baseline := found.get(("gpu-ours", tokens))):
                 heights = [row["step_seconds"] for (_, where), row in found.items() if where == tokens]
-                text = f"{seconds / baseline['step_seconds']:.2f}×" + "*" * baseline["work"]["checkpointing"]
+                text = f"{seconds / baseline['step_seconds']:.2f}×"
                 _beside(axes, text, tokens, heights, looks["color"], above=name == "planned")
     axes.set_title(model, loc="left", fontsize=11)
     axes.set_xticks(sizes, [f"{tokens:,}" for tokens in sizes], fontsize=9)

@@ -71,9 +71,9 @@ def test_the_chart_has_a_panel_a_model_and_the_slowdown_beside_its_points(
     growth.draw([alone, compiled, row("planned", 32, step_seconds=1.5), row("gpu", failed="full")], tmp_path / "x.png")
     growth.draw([row("gpu"), row("gpu", work={"model": "t5-large"})], tmp_path / "x.png")
     first, second = drawn
-    assert [text.get_text() for text in first.axes[0].texts] == ["1.50×*", "1.25×*"]
+    assert [text.get_text() for text in first.axes[0].texts] == ["*", "1.50×", "1.25×"]
     assert [line.get_linestyle() for line in first.axes[0].get_lines()] == ["--", "-", "-"]
-    assert "recomputes" in first.get_supxlabel()
+    assert "recomputed" in first.get_supxlabel()
     assert [axes.get_title(loc="left") for axes in second.axes] == ["t5-3b", "t5-large"]
 
 
