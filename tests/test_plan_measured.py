@@ -63,7 +63,7 @@ STEPS = (
     {row["case"]: row for row in rows("plans-h200-both-steppers.json")}
     | {f"{row['case']} compiled": row for row in rows("plans-h200-compiled.json")}
     | {
-        f"{work['model']} {work['accumulation']}x{work['batch_size']} fused{' compiled' if work['compile_blocks'] else ''}": row
+        f"{work['model']} {work['accumulation']}x{work['batch_size']} fused{' compiled' * work['compile_blocks']}": row
         for row in rows("growth-h200.json")
         if row["engine"] == "planned" and (work := row["work"])
     }
