@@ -1,4 +1,4 @@
-"""T5's attention alone, forward and backward: the kernels of ours beside the model's own operations, eager and compiled.
+"""T5's attention alone, forward and backward: our kernels beside the model's own operations, eager and compiled.
 
     python -m benchmarks.attention
 
