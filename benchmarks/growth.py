@@ -153,6 +153,7 @@ def draw(rows: list[Row], path: Path) -> None:
         _panel(axes, model, [row for row in measured if row["work"]["model"] == model])
     low, high = panels[0].get_ylim()
     ticks = [seconds for seconds in words.ROUND_SECONDS if low <= seconds <= high]
+    panels[0].set_ylabel("time a step", fontsize=9, color=QUIET)
     panels[0].set_yticks(ticks, [words.duration(seconds) for seconds in ticks])
     shown = {text: line for axes in panels for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(shown.values(), shown, loc="outside upper left", ncols=2, fontsize=9, frameon=False, labelcolor=INK)
