@@ -74,8 +74,7 @@ def attentions(dropout: float) -> dict[str, Callable[..., Any]]:
         return torch.matmul(weights, value).transpose(1, 2).contiguous()
 
     def fused(query: Any, key: Any, value: Any, bias: Any) -> Any:
-        seed = torch.empty((), dtype=torch.int64, device="cuda").random_() if dropout else None
-        return attention_op.attention(query, key, value, bias, None, seed, 1.0, dropout)[0]
+        return attention_op.attention(query, key, value, bias, None, 1.0, dropout)[0]
 
     return {"own": own, "compiled": torch.compile(own, dynamic=False), "fused": fused}
 

@@ -38,8 +38,8 @@ def available() -> bool:
     query = torch.zeros((1, 1, LEAST_QUERIES, WIDTHS[0]), dtype=DTYPES[0], device="cuda")
     bias = query.new_zeros((1, 1, LEAST_QUERIES, LEAST_QUERIES))
     try:
-        outputs = attention(query, query, query, bias, None, None, 1.0, 0.0)
-        attention_backward(outputs[0], query, query, query, bias, None, None, *outputs, 1.0, 0.0, True)
+        outputs = attention(query, query, query, bias, None, 1.0, 0.1)
+        attention_backward(outputs[0], query, query, query, bias, None, *outputs, 1.0, 0.1, True)
     except torch.OutOfMemoryError:  # says nothing of the kernels
         raise
     except Exception as error:  # the compiler, its driver and the C compiler it calls raise many types
@@ -55,31 +55,32 @@ def attention(
     value: Tensor,
     bias: Tensor,
     mask: Tensor | None,
-    seed: Tensor | None,
     scaling: float,
     dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(query @ key^T * scaling + bias + mask) @ value, weights dropped where there is a `seed`.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """softmax(query @ key^T * scaling + bias + mask) @ value, weights dropped by a seed that is drawn here: a compiler
+    may draw it again for backward, but runs no operation again that it knows nothing of.
 
     Args:
         query, key, value: (batch, heads, queries or keys, width), one of `DTYPES`; the last stride is 1.
         bias: (1, heads, queries, keys), any floating-point dtype, contiguous.
         mask: (batch, 1, queries, keys), any floating-point dtype, added; the last stride is 1.
-        seed: (), int64.
         dropout: the share of weights that is dropped; the others are divided by 1 - dropout.
 
     Returns:
         (batch, queries, heads, width), contiguous; fp32 (batch, heads, queries): each row's largest score, and its sum
-        of exp(score - largest).
+        of exp(score - largest); the seed, int64 ().
     """
-    outputs = _empty_outputs(query)
+    *outputs, seed = found = _empty_outputs(query)
+    if dropout:
+        seed.random_()
     batch, heads, queries, _ = query.shape
     arrays, numbers, constants = _arguments((query, key, value, bias, mask, seed), scaling, dropout)
     blocks = _blocks(query, forward=True)
     with _cuda.device_of(query):
         grid = (-(-queries // blocks["block_queries"]), batch * heads)
         _kernels.forward[grid](*arrays, *outputs, *numbers, **constants, **blocks)
-    return outputs
+    return found
 
 
 @torch.library.custom_op("offloadkit::attention_backward", mutates_args=())
@@ -90,10 +91,10 @@ def attention_backward(
     value: Tensor,
     bias: Tensor,
     mask: Tensor | None,
-    seed: Tensor | None,
     output: Tensor,
     largest: Tensor,
     total: Tensor,
+    seed: Tensor,
     scaling: float,
     dropout: float,
     of_bias: bool,
@@ -122,7 +123,7 @@ def attention_backward(
 
 
 @attention.register_fake
-def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _empty_outputs(query)
 
 
@@ -139,7 +140,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     of_bias = ctx.needs_input_grad[3]
     *found, d_bias = attention_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.scaling, ctx.dropout, of_bias)
-    return *(one.transpose(1, 2) for one in found), d_bias if of_bias else None, None, None, None, None
+    return *(one.transpose(1, 2) for one in found), d_bias if of_bias else None, None, None, None
 
 
 attention.register_autograd(_differentiate, setup_context=_keep)
@@ -162,10 +163,10 @@ def _flops_of_a_product(query: tuple[int, ...], key: tuple[int, ...]) -> int:
     return 2 * batch * heads * queries * key[2] * width
 
 
-def _empty_outputs(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_outputs(query: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, heads, queries, width = query.shape
     largest, total = (query.new_empty((batch, heads, queries), dtype=torch.float32) for _ in range(2))
-    return query.new_empty((batch, queries, heads, width)), largest, total
+    return query.new_empty((batch, queries, heads, width)), largest, total, query.new_empty((), dtype=torch.int64)
 
 
 def _empty_gradients(query: Tensor, key: Tensor, bias: Tensor, of_bias: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -176,16 +177,15 @@ def _empty_gradients(query: Tensor, key: Tensor, bias: Tensor, of_bias: bool) ->
 
 
 def _arguments(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], scaling: float, dropout: float
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], scaling: float, dropout: float
 ) -> tuple[list[Tensor], list[float], dict[str, int]]:
-    """What all kernels take: arrays (where there is none, one that is not read), strides and sizes, constants."""
+    """What all kernels take: arrays (for no mask one that is not read), strides and sizes, constants."""
     query, key, value, bias, mask, seed = tensors
     strides = [stride for one in (query, key, value) for stride in one.stride()[:3]]
     strides += [mask.stride(0), mask.stride(2)] if mask is not None else [0, 0]
     numbers = [*strides, query.shape[1], query.shape[2], key.shape[2], scaling, int(dropout * 2**32), 1 / (1 - dropout)]
-    constants = {"has_mask": mask is not None, "drops": seed is not None, "width": query.shape[3]}
-    given = [query, key, value, bias, bias if mask is None else mask, bias if seed is None else seed]
-    return given, numbers, constants
+    constants = {"has_mask": mask is not None, "drops": dropout > 0, "width": query.shape[3]}
+    return [query, key, value, bias, bias if mask is None else mask, seed], numbers, constants
 
 
 def _blocks(query: Tensor, *, forward: bool) -> dict[str, int]:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from offloadkit.hf import attention_op
 
+KINDS = ("cuda", "meta")
+"""Of devices: the meta device stands for a GPU."""
 NAME = "offloadkit"
 """Of this attention, among those of transformers."""
 
@@ -85,19 +87,17 @@ def _attend(
         )
         return found
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    seed = None
-    if dropout > 0 and module.training:
-        seed = torch.empty((), dtype=torch.int64, device=query.device).random_()
     if attention_mask is not None:
         attention_mask = attention_mask.expand(query.shape[0], 1, query.shape[2], key.shape[2])
     bias = position_bias.contiguous()
-    return attention_op.attention(query, key, value, bias, attention_mask, seed, scaling, dropout)[0], None
+    dropout = dropout if module.training else 0.0
+    return attention_op.attention(query, key, value, bias, attention_mask, scaling, dropout)[0], None
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None) -> bool:
     _, heads, queries, width = query.shape
     return (
-        query.device.type in ("cuda", "meta")
+        query.device.type in KINDS
         and query.dtype in attention_op.DTYPES
         and query.dtype == key.dtype == value.dtype
         and width in attention_op.WIDTHS

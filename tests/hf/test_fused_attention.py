@@ -22,10 +22,15 @@ from transformers import (
     UMT5ForConditionalGeneration,
 )
 
-from offloadkit.hf import attention_op
+import offloadkit
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.hf import attention_op, fused_attention
 from offloadkit.hf.fused_attention import NAME, fuse_attention
+from offloadkit.hf.own_compute import fuse
+from offloadkit.offload import compiled as compiled_blocks
 from offloadkit.offload.micro_batch import trace_micro_batch
-from tests.hf.attention_reference import is_kept
+from tests.hf import emulated_attention
+from tests.hf.attention_reference import MASKED, check, is_kept
 from tests.hf.tiny import llama_config, t5_config
 
 INTERPRETED = "from tests.hf.interpreted_attention import main; main()"
@@ -174,3 +179,66 @@ def test_gpus_that_were_not_measured_and_those_without_triton_are_left_alone(
     fuse_attention(model)
     attention_op.available.cache_clear()
     assert attentions(model) == {"eager"}
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels run on the CPU, in torch's operations."""
+    monkeypatch.setattr(attention_op, "_kernels", emulated_attention.KERNELS)
+    monkeypatch.setattr(fused_attention, "KINDS", ("cpu", "meta"))
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("masked", MASKED)
+def test_the_operation_gives_and_keeps_what_its_gradients_need(masked: str, dropout: float) -> None:
+    check((2, 3, 24, 40, 16), torch.bfloat16, masked, dropout, "cpu")
+
+
+def trained(placement: Placement, *, fused: bool = True, compiled: bool = False, dropout: float = 0.1) -> Any:
+    """Losses of ten steps, and the weights."""
+    torch._dynamo.reset()  # it compiles a function a few times a process
+    torch.manual_seed(0)
+    model: Any = T5ForConditionalGeneration(t5_config(**SHAPE, dropout_rate=dropout)).bfloat16().train()
+    if fused:
+        fuse(model, compiled=compiled)
+    settings = OffloadConfig(learning_rate=1e-2, placement=placement, compile_blocks=compiled)
+    draw, losses = torch.Generator().manual_seed(1), []
+    attended = (torch.arange(40) < torch.tensor([[40], [33], [20], [40]])).long()
+    with offloadkit.OffloadEngine(model, settings, device="cpu") as engine:
+        torch.manual_seed(2)
+        for _ in range(10):
+            ids = torch.randint(3, 64, (4, 40), generator=draw)
+            loss = engine(input_ids=ids, attention_mask=attended, labels=ids[:, :24].clone()).loss
+            losses.append(loss.detach().float())
+            engine.backward(loss)
+            engine.step()
+        engine.synchronize()
+        return torch.stack(losses), [weight.clone() for weight in engine.state_dict()["module"].values()]
+
+
+PLACEMENTS = (
+    Placement(activations="checkpoint"),
+    Placement(activations="offload"),
+    Placement(weights="ram"),
+    Placement(weights="ram", activations="checkpoint"),
+    Placement(states="vram", gradients="vram", step="gpu"),
+)
+
+
+@pytest.mark.usefixtures("emulated", "one_thread")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_placement_changes_a_number_and_dropped_weights_are_found_again(compiled: bool) -> None:
+    losses, weights = trained(Placement(), compiled=compiled)
+    for placement in PLACEMENTS:
+        others = trained(placement, compiled=compiled)
+        assert torch.equal(losses, others[0]), placement
+        assert all(torch.equal(one, other) for one, other in zip(weights, others[1], strict=True)), placement
+
+
+@pytest.mark.usefixtures("emulated", "one_thread")
+def test_a_model_learns_as_with_its_own_attention() -> None:
+    mine, own = (trained(Placement(), fused=fused, dropout=0.0)[0] for fused in (True, False))
+    assert not torch.equal(mine, own)
+    torch.testing.assert_close(mine, own, rtol=0.02, atol=0.02)
