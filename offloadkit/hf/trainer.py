@@ -29,6 +29,7 @@ from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.chunked_loss import compute_loss_in_chunks
 from offloadkit.hf.folders import written_to
 from offloadkit.hf.fused_norms import fuse_norms
+from offloadkit.hf.key_value_cache import without_caches
 from offloadkit.hf.targets import num_targets, on_device, with_a_target
 from offloadkit.hf.training_arguments import check_arguments, engine_config, left_to_the_engine
 from offloadkit.offload.shortage import explained_shortage
@@ -153,6 +154,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self._own_compute = ExitStack()
             self._own_compute.callback(_take_loss_in_fp32(self.model).remove)
             self._own_compute.callback(compute_loss_in_chunks(self.model))
+            if not self.args.use_cache:
+                self._own_compute.callback(without_caches(self.model))
             if not self.offload.compile_blocks:
                 self._own_compute.callback(fuse_norms(self.model))
         optimizer: Any = self.engine.optimizer
