@@ -121,8 +121,14 @@ def test_another_file_is_refused_and_left_alone(text: str | None, tmp_path: Path
         with pytest.raises(SystemExit, match="is no result file"):
             growth.main([*TINY, "--out", str(path)])
         assert path.read_text() == text
-    with pytest.raises(SystemExit, match="is no result file"):
+    with pytest.raises(SystemExit, match="there is no file" if text is None else "is no result file"):
         growth.main(["--chart", str(path), str(tmp_path / "x.png")])
+
+
+@pytest.mark.parametrize("picture", ["none/x.png", "x.unknown"])
+def test_a_chart_that_cannot_be_written_says_so(picture: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=rf"the chart cannot be written to .*{picture}: "):
+        growth.draw([row("gpu")], tmp_path / picture)
 
 
 def test_nothing_measured_is_nothing_to_draw(tmp_path: Path) -> None:
