@@ -59,7 +59,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["t5-large", "t5-3b"])
-    parser.add_argument("--samples", nargs="+", type=int, default=[2, 8, 32, 128], help="of a step (default: 2 8 32 128)")
+    sizes = [2, 8, 32, 128]
+    parser.add_argument("--samples", nargs="+", type=int, default=sizes, help=f"of a step (default: {sizes})")
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--compile", action="store_true", help="compile offloadkit's repeated blocks")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
