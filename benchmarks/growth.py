@@ -59,7 +59,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["t5-large", "t5-3b"])
-    parser.add_argument("--samples", nargs="+", type=int, default=[2, 8, 32, 128], help="of a step")
+    sizes = [2, 8, 32, 128]
+    parser.add_argument("--samples", nargs="+", type=int, default=sizes, help=f"of a step (default: {sizes})")
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--compile", action="store_true", help="compile offloadkit's repeated blocks")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
@@ -97,8 +98,10 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         SystemExit: it is no result file of this benchmark.
     """
+    if not path.is_file():
+        raise SystemExit(f"there is no file {path}: name a result file of benchmarks.growth")
     result: Any = None
-    with suppress(OSError, ValueError):
+    with suppress(ValueError):
         result = json.loads(path.read_text())
     if not isinstance(result, dict) or result.get("mode") != "growth":
         raise SystemExit(f"{path} is no result file of benchmarks.growth: name one that it wrote")
@@ -132,14 +135,15 @@ def table(rows: list[Row]) -> list[str]:
                 cells += [f"{least:.3f}", f"{least / row['traced_step_seconds']:.0%}"] if least else ["-", "-"]
             lines.append(cells + ["-"] * (len(header) - len(cells)))
     failed = [f"{' '.join(map(str, key_of(row)))}: {row['failed']}" for row in rows if "failed" in row]
-    return [*words.text_table(header, lines, 1), "* with activation checkpointing", *failed]
+    starred = ["* with activation checkpointing"] * any(row["work"].get("checkpointing") for row in measured.values())
+    return [*words.text_table(header, lines, 1), *starred, *failed]
 
 
 def draw(rows: list[Row], path: Path) -> None:
     """A panel a model: seconds a step against its tokens, both logarithmic; beside them the slowdown.
 
     Raises:
-        SystemExit: nothing was measured.
+        SystemExit: nothing was measured, or the picture cannot be written.
     """
     from offloadkit.compare.figure import INK, QUIET, Chart
 
@@ -162,7 +166,10 @@ def draw(rows: list[Row], path: Path) -> None:
     if any(row["work"].get("checkpointing") for row in measured):
         note += "; *: activations recomputed"
     figure.supxlabel(note, fontsize=9, color=QUIET)
-    figure.savefig(path, dpi=200)
+    try:
+        figure.savefig(path, dpi=200)
+    except (OSError, ValueError) as error:  # no such folder; a kind of picture that matplotlib does not know
+        raise SystemExit(f"the chart cannot be written to {path}: {error}") from None
 
 
 def _panel(axes: Any, model: str, rows: list[Row]) -> None:

@@ -97,6 +97,7 @@ def plan(
     disk: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="On a local disk, for optimizer states that fit no RAM.")
     ] = None,
+    compile_blocks: Annotated[bool, typer.Option("--compile-blocks", help="Plan for compiled blocks.")] = False,
     dtype: Annotated[str, typer.Option(help="Working weights: auto, bf16, fp16 or fp32.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -116,6 +117,7 @@ def plan(
         "gradient_accumulation": gradient_accumulation,
         "working_dtype": dtype,
         "disk": disk,
+        "compile_blocks": compile_blocks,
     }
     planned = plan_model(
         model,

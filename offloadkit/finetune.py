@@ -57,7 +57,7 @@ from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
 from offloadkit.hf.evaluation import Sample, predict, share_correct
 from offloadkit.hf.folders import check_same_model, newest_checkpoint, other_rows, put_in_place, writable
 from offloadkit.hf.models import check_kind, load_config, load_tokenizer, needs_no_hub
-from offloadkit.hf.read_data import on_hub
+from offloadkit.hf.read_data import check_there, on_hub
 from offloadkit.monitor import Monitor
 from offloadkit.monitor.monitor import can_be_drawn
 from offloadkit.plan import Dtype, Plan
@@ -155,7 +155,7 @@ def finetune(
     dtype = _working_dtype(offload, training_arguments)
     wishes: dict[str, Any] = {"vram": vram, "ram": ram, "precision": precision, "compile_blocks": compile_blocks}
     offload = with_wishes(offload, working_dtype=dtype, **wishes)
-    output = writable(output_dir)
+    output = _output(output_dir, train_dataset, eval_dataset)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
     own |= {"gradient_accumulation_steps": gradient_accumulation}
@@ -198,6 +198,13 @@ def _check(
         raise ConfigError(f"init must be 'pretrained' or 'random', got {init!r}")
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {seed!r}")
+
+
+def _output(output_dir: Any, train_dataset: Any, eval_dataset: Any) -> Path:
+    """The output folder; it is not made where a file of rows is missing."""
+    check_there(train_dataset)
+    check_there(eval_dataset, "eval_dataset: ")
+    return writable(output_dir)
 
 
 def _device(given: dict[str, Any]) -> torch.device:

@@ -25,6 +25,7 @@ from offloadkit.errors import ConfigError, DoesNotFitError, OutputError
 from offloadkit.hardware import Hardware
 from offloadkit.hf.chunked_loss import compute_loss_in_chunks
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
+from offloadkit.hf.key_value_cache import without_caches
 from offloadkit.hf.models import EAGER_ATTENTION, Task, check_kind, infer_task, load_config, meta_model
 from offloadkit.hf.own_compute import fuse
 from offloadkit.offload.disk import unfit_for_states
@@ -245,7 +246,7 @@ class _Subject:
             on_meta: Any = meta_model(shape, task)
         else:
             on_meta = _without_memory(model)
-        on_meta.config.use_cache = False
+        without_caches(on_meta)
         layers = flat_layers(on_meta, config)
         for layer in layers:
             for slot in layer.slots:

@@ -164,7 +164,7 @@ class Profile:
         self._done = 0
         self._machine = hardware.measure(device)  # now: measured at the end, it may find no room left in VRAM
         self._trace = trace.prepare(device, partial(record_compute, device, timing=True))
-        undo.callback(self.stop)
+        undo.callback(self._end_with_engine)
 
     def boundary(self) -> None:
         """A step's gradients are on their way, and its update is about to start."""
@@ -195,6 +195,15 @@ class Profile:
         print(f"{numbers} traced in {self.path} (open it in ui.perfetto.dev)", *map(breakdown, records), sep="\n")
         print(*self.bound.lines(), sep="\n", flush=True)
         return True
+
+    def _end_with_engine(self) -> None:
+        if trace.prepared() is self._trace:
+            traced = max(0, self._done - 1)
+            print(
+                f"no trace was written: the engine was closed after {traced} of {self.num_steps} traced steps",
+                flush=True,
+            )
+        self.stop()
 
     def stop(self) -> None:
         """Trace no more, whatever was traced; later calls do nothing."""

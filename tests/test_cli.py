@@ -122,6 +122,15 @@ def test_a_folder_for_states_on_disk_is_told_to_plan_and_training(
     assert json.loads(planned.stdout)["bytes"]["disk"]
 
 
+def test_compiled_blocks_are_told_to_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[OffloadConfig] = []
+    planned = SimpleNamespace(fits=True, explain=lambda: "")
+    monkeypatch.setattr("offloadkit.planning.plan", lambda *_, offload, **__: (told.append(offload), planned)[1])
+    for given in ((), ("--compile-blocks",)):
+        assert run("plan", "t5-small", *given).exit_code == 0
+    assert [config.compile_blocks for config in told] == [False, True]
+
+
 @pytest.mark.parametrize("vram", [(), ("--vram", "8GiB")])
 def test_a_folder_for_states_that_is_not_there_is_refused(vram: tuple[str, ...]) -> None:
     done = run("plan", "t5-small", "--disk", "/no/such", *vram)

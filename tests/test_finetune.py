@@ -264,8 +264,21 @@ def test_what_is_no_model_of_huggingface_is_refused(model: Any, message: str) ->
 def test_an_unwritable_output_folder_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written") as raised:
-        finetune("no/such-model", "no-such-data.jsonl", output_dir=tmp_path / "file" / "out")
+        finetune("no/such-model", PAIRS, output_dir=tmp_path / "file" / "out")
     assert "output_dir" in str(raised.value)
+
+
+@pytest.mark.parametrize("missing", ["pairs.jsonl", "./pairs", "data/pairs.csv", Path("pairs"), ""])
+def test_a_missing_file_is_named_before_anything_is_planned_or_made(
+    missing: str | Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = rf"there is no file '{missing}' \(looked in "
+    with pytest.raises(DataError, match=f"^{reason}"):
+        finetune("no/such-model", missing, vram="1MiB")
+    with pytest.raises(DataError, match=f"^eval_dataset: {reason}"):
+        finetune("no/such-model", PAIRS, eval_dataset=missing)
+    assert capsys.readouterr().out == ""
+    assert not Path("offloadkit-output").exists()
 
 
 def test_rows_with_unknown_columns_are_refused() -> None:

@@ -21,22 +21,25 @@ def row(engine: str, batch_size: int = 2, accumulation: int = 1, **values: Any) 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step of 2 and one of 64 samples (two micro-batches), measured in two goes."""
+    """A step of 2 and one of 64 samples (two micro-batches), measured in three goes; that of the first is made up."""
     out = tmp_path_factory.mktemp("growth") / "growth.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(growth, "run_aloud", lambda name, task, options: task | {"step_seconds": 99.0})
+        growth.main([*TINY, "--samples", "2", "64", "--engine", "gpu-ours", "--out", str(out)])
     growth.main([*TINY, "--samples", "2", "--engine", "gpu-ours", "--out", str(out)])
-    growth.main([*TINY, "--samples", "2", "64", "--engine", "gpu-ours", "planned", "--out", str(out)])
+    growth.main([*TINY, "--samples", "64", "--engine", "planned", "--out", str(out)])
     return out
 
 
 def test_rows_of_a_second_go_replace_those_of_the_first(result: Path) -> None:
     rows = json.loads(result.read_text())["rows"]
     assert [growth.key_of(row) for row in rows] == [
-        ("gpu-ours", "t5-tiny", 48),
-        ("planned", "t5-tiny", 48),
         ("gpu-ours", "t5-tiny", 1536),
+        ("gpu-ours", "t5-tiny", 48),
         ("planned", "t5-tiny", 1536),
     ]
-    assert [(row["work"]["batch_size"], row["work"]["accumulation"]) for row in rows[1::2]] == [(2, 1), (32, 2)]
+    assert [row["step_seconds"] == 99 for row in rows] == [True, False, False]
+    assert [(row["work"]["batch_size"], row["work"]["accumulation"]) for row in rows[1:]] == [(2, 1), (32, 2)]
     assert {row["commit"] for row in rows} == {"abc"}
 
 
@@ -121,8 +124,14 @@ def test_another_file_is_refused_and_left_alone(text: str | None, tmp_path: Path
         with pytest.raises(SystemExit, match="is no result file"):
             growth.main([*TINY, "--out", str(path)])
         assert path.read_text() == text
-    with pytest.raises(SystemExit, match="is no result file"):
+    with pytest.raises(SystemExit, match="there is no file" if text is None else "is no result file"):
         growth.main(["--chart", str(path), str(tmp_path / "x.png")])
+
+
+@pytest.mark.parametrize("picture", ["none/x.png", "x.unknown"])
+def test_a_chart_that_cannot_be_written_says_so(picture: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=rf"the chart cannot be written to .*{picture}: "):
+        growth.draw([row("gpu")], tmp_path / picture)
 
 
 def test_nothing_measured_is_nothing_to_draw(tmp_path: Path) -> None:

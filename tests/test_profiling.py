@@ -220,12 +220,15 @@ def test_profiling_changes_no_number() -> None:
         engine.close()
 
 
-def test_an_engine_that_is_closed_while_it_is_traced_leaves_no_trace_behind(tmp_path: Path) -> None:
+def test_an_engine_that_is_closed_while_it_is_traced_leaves_no_trace_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with engine_of() as engine:
         engine.profile(steps=5, path=tmp_path / "trace.json")
         steps(engine, 1)
     assert trace.active() is None
     assert not (tmp_path / "trace.json").exists()
+    assert "no trace was written: the engine was closed after" in capsys.readouterr().out
 
 
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:

@@ -40,6 +40,16 @@ def load_dataset_like(data: object, *, split: str = "train") -> Dataset:
     return dataset
 
 
+def check_there(data: object, prefix: str = "") -> None:
+    """Raise `DataError`, which begins with `prefix`, for a path without a file; what may be a hub name passes."""
+    if not isinstance(data, str | os.PathLike):
+        return
+    text, path = os.fspath(data), Path(data).expanduser()
+    is_path = isinstance(data, os.PathLike) or text.startswith((".", "~", "/")) or text.count("/") > 1
+    if not text or (not path.exists() and (is_path or path.suffix.lower() in _BUILDERS)):
+        raise DataError(f"{prefix}there is no file {text!r} (looked in {Path.cwd()})")
+
+
 def on_hub(data: object) -> bool:
     """Whether `data` can only be a dataset's name on the hub: reading it may be a download."""
     return isinstance(data, str | os.PathLike) and not Path(data).expanduser().exists()
@@ -89,6 +99,7 @@ def _as_table(make: Callable[[], Any]) -> Dataset:
 
 
 def _from_name(name: str | os.PathLike[str], split: str) -> Dataset:
+    check_there(name)
     text = os.fspath(name)
     path = Path(text).expanduser()
     if path.is_file():
@@ -98,9 +109,6 @@ def _from_name(name: str | os.PathLike[str], split: str) -> Dataset:
             f"{text!r} is a folder: pass one file of it ({', '.join(_BUILDERS)}), or datasets.load_from_disk({text!r}) "
             "if save_to_disk wrote it"
         )
-    is_path = isinstance(name, os.PathLike) or text.startswith((".", "~", "/")) or text.count("/") > 1
-    if is_path or path.suffix in _BUILDERS or not text:
-        raise DataError(f"there is no file {text!r} (looked in {Path.cwd()})")
     return _from_hub(text, split)
 
 

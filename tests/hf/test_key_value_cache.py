@@ -1,0 +1,67 @@
+"""Training keeps no keys and values, in no part of a model, whatever the config it came with says."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration, TrainerCallback
+
+import offloadkit
+from offloadkit.config import OffloadConfig
+from tests.hf.training import seq2seq_rows, t5, train
+
+
+def cached(model: Any) -> set[bool]:
+    return {module.config.use_cache for module in model.modules() if hasattr(module, "config")}
+
+
+@pytest.mark.parametrize("use", [False, True])
+def test_no_stack_keeps_any_while_training_unless_asked_to(use: bool, tmp_path: Path) -> None:
+    seen: list[set[bool]] = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+            seen.append(cached(model))
+
+    model = t5()
+    assert cached(model) == {False, True}  # T5's encoder has none
+    trainer = train(tmp_path, model, seq2seq_rows(), more={"callbacks": [Looks()]}, use_cache=use)
+    assert seen == 3 * [{False, use}]
+    trainer.close()
+    assert model.decoder.config.use_cache
+
+
+def test_a_plan_counts_none() -> None:
+    shape: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 384}
+    plans = []
+    for use in (False, True):
+        with torch.device("meta"):
+            model = T5ForConditionalGeneration(T5Config(**shape, use_cache=use))
+        plans.append(offloadkit.plan(model, offload=OffloadConfig(), batch_size=2, device=torch.device("cpu")))
+        assert cached(model) == {False, use}
+    assert plans[0].tiers == plans[1].tiers
+    assert plans[0].seconds == plans[1].seconds
+
+
+def test_a_run_that_goes_on_rounds_as_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 384}
+    T5Config(**shape, decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"]).save_pretrained(
+        tmp_path / "config"
+    )
+    rows = [{"input": f"{number} and {number}", "target": str(2 * number)} for number in range(24)]
+    options: dict[str, Any] = {"init": "random", "tokenizer": "byte", "batch_size": 2, "max_steps": 6, "seed": 1}
+    options |= {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 3, "monitor": False}
+    whole = offloadkit.finetune(str(tmp_path / "config"), rows, output_dir=tmp_path / "whole", **options)
+    (tmp_path / "resumed").mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
+    resumed = offloadkit.finetune(
+        str(tmp_path / "config"), rows, output_dir=tmp_path / "resumed", resume=True, **options
+    )
+    expected = whole.model.state_dict()
+    assert [
+        name for name, weight in resumed.model.state_dict().items() if not torch.equal(weight, expected[name])
+    ] == []
