@@ -23,8 +23,8 @@ LEAST_QUERIES = 16
 """A matrix product's least; fewer are a text being generated."""
 _LEAST_CAPABILITY = (8, 0)
 """Older GPUs are not tried: none was measured."""
-_SMALL_SHARED_MEMORY = 100 << 10
-"""GPUs with less of it for a block of threads (consumer cards have 99 KiB) take smaller blocks of numbers."""
+_MUCH_SHARED_MEMORY = 200 << 10
+"""For a block of threads, as Hopper has it. GPUs with less take smaller blocks of numbers: larger ones spill registers."""
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _kernels: Any = triton_attention
@@ -192,12 +192,9 @@ def _blocks(query: Tensor, *, forward: bool) -> dict[str, int]:
     """Sizes that follow from shape and GPU alone: chosen by measured time, bits would depend on the clock."""
     if query.device.type == "cpu":  # Triton's interpreter
         return {"block_queries": 32, "block_keys": 16}
-    if _shared_memory(query.device) < _SMALL_SHARED_MEMORY:
-        return {"block_queries": 64 if forward else 32, "block_keys": 32, "num_warps": 4, "num_stages": 1}
-    wide = query.shape[3] > 64
-    if forward:
-        return {"block_queries": 128, "block_keys": 64, "num_warps": 8 if wide else 4, "num_stages": 2}
-    return {"block_queries": 64, "block_keys": 64, "num_warps": 4, "num_stages": 1 if wide else 2}
+    if _shared_memory(query.device) < _MUCH_SHARED_MEMORY:
+        return {"block_queries": 128 if forward else 64, "block_keys": 32, "num_warps": 8, "num_stages": 1}
+    return {"block_queries": 128 if forward else 64, "block_keys": 64, "num_warps": 8, "num_stages": 2}
 
 
 @cache
