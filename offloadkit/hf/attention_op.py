@@ -24,7 +24,7 @@ LEAST_QUERIES = 16
 _LEAST_CAPABILITY = (8, 0)
 """Older GPUs are not tried: none was measured."""
 _MUCH_SHARED_MEMORY = 200 << 10
-"""For a block of threads, as Hopper has it. GPUs with less take smaller blocks of numbers: larger ones spill registers."""
+"""For a block of threads, as Hopper has it. With less, smaller blocks of numbers: larger ones spill registers."""
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _kernels: Any = triton_attention
