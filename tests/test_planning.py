@@ -140,6 +140,18 @@ def test_finetune_refuses_what_does_not_fit_before_anything_is_loaded(
     assert "does not fit" in capsys.readouterr().out
 
 
+def test_without_a_gpu_a_budget_of_vram_holds_too(tmp_path: Path) -> None:
+    """What would be in VRAM is a part of what is in RAM, which has a budget of its own."""
+    run: dict[str, Any] = {"init": "random", "use_cpu": True, "batch_size": 1, "output_dir": tmp_path}
+    with pytest.raises(DoesNotFitError, match=r"needs .* MiB of VRAM, has 100 MiB\n.* of VRAM would fit: ") as refused:
+        offloadkit.finetune("t5-small", "no-such-file.jsonl", vram="100MiB", **run)
+    assert "of RAM, has" not in str(refused.value)
+    cpu = torch.device("cpu")
+    needs = offloadkit.plan("t5-small", batch_size=1, device=cpu).total_bytes("vram")
+    assert offloadkit.plan("t5-small", batch_size=1, device=cpu, vram=needs).fits
+    assert offloadkit.plan("t5-small", batch_size=1, device=cpu, vram=needs - 1).lacking() == {"vram": 1}
+
+
 def test_the_measured_gpu_is_planned_for_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning.hardware, "measure", lambda *_, **__: H200)
     made = offloadkit.plan("t5-small", device=torch.device("cuda", 0))

@@ -92,9 +92,8 @@ def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 def _larger(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """The budgets that the plan itself asks for, which is the leanest there is."""
-    lacking: dict[str, Any] = {tier: plan.total_bytes(tier) for tier in plan.lacking() if tier in ("vram", "ram")}
-    if plan.on_cpu:
-        lacking = {"ram": plan.total_bytes("ram") + plan.total_bytes("vram")}
+    needs = plan.needs()
+    lacking: dict[str, Any] = {tier: needs[tier] for tier in plan.lacking() if tier in ("vram", "ram")}
     if lacking:
         words = " and ".join(f"{format_bytes(need)} of {_NAMES[tier]}" for tier, need in lacking.items())
         yield words, replanned(plan, **lacking)

@@ -69,14 +69,14 @@ class Plan:
         return sum(self.tiers[tier].values())
 
     def needs(self) -> dict[str, int]:
-        """Planned bytes by tier. Without a GPU, what would be in VRAM is in RAM."""
+        """Planned bytes by tier. Without a GPU, what would be in VRAM is in RAM, and counts there too."""
         needs = {tier: self.total_bytes(tier) for tier in TIERS}
         if self.on_cpu:
-            needs["ram"] += needs.pop("vram")
+            needs["ram"] += needs["vram"]
         return needs
 
     def lacking(self) -> dict[str, int]:
-        """Bytes that are missing, by tier; {} where the plan fits."""
+        """Bytes that are missing, by tier; {} where the plan fits. Without a GPU VRAM has the budget that was wished."""
         short = {tier: need - self.budgets[tier] for tier, need in self.needs().items() if tier in self.budgets}
         return {tier: number for tier, number in short.items() if number > 0}
 
