@@ -155,7 +155,7 @@ def finetune(
     dtype = _working_dtype(offload, training_arguments)
     wishes: dict[str, Any] = {"vram": vram, "ram": ram, "precision": precision, "compile_blocks": compile_blocks}
     offload = with_wishes(offload, working_dtype=dtype, **wishes)
-    output = _output(output_dir, train_dataset, eval_dataset)
+    output = _output(output_dir, train_dataset, eval_dataset, resume=resume)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
     own |= {"gradient_accumulation_steps": gradient_accumulation}
@@ -200,11 +200,11 @@ def _check(
         raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {seed!r}")
 
 
-def _output(output_dir: Any, train_dataset: Any, eval_dataset: Any) -> Path:
-    """The output folder; it is not made where a file of rows is missing."""
+def _output(output_dir: Any, train_dataset: Any, eval_dataset: Any, *, resume: bool) -> Path:
+    """The output folder; it is not made where a file of rows, or a checkpoint to resume from, is missing."""
     check_there(train_dataset)
     check_there(eval_dataset, "eval_dataset: ")
-    return writable(output_dir)
+    return writable(output_dir, resume=resume)
 
 
 def _device(given: dict[str, Any]) -> torch.device:

@@ -62,6 +62,7 @@ def test_errors_of_ours_are_one_message_and_exit_with_one(model_folder: Path, tm
     zero = run("train", str(model_folder), "data.jsonl", "--batch-size", "0")
     assert zero.exit_code == 1
     assert "batch_size must be a whole number >= 1, got 0" in zero.stderr
+    assert "output_dir is empty" in run("train", str(model_folder), str(model_folder), "--output", "").stderr
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

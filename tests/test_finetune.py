@@ -268,6 +268,22 @@ def test_an_unwritable_output_folder_is_found_before_anything_is_loaded(tmp_path
     assert "output_dir" in str(raised.value)
 
 
+def test_an_output_folder_without_a_name_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"output_dir is empty: pass the name of a folder \('\.' is the current one\)"
+    ):
+        finetune(t5(), PAIRS, output_dir="")
+
+
+def test_nothing_is_made_or_planned_where_there_is_no_checkpoint_to_resume_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"there is no complete checkpoint to resume from in .*out"):
+        finetune(t5(), PAIRS, output_dir=tmp_path / "out", resume=True)
+    assert not (tmp_path / "out").exists()
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("missing", ["pairs.jsonl", "./pairs", "data/pairs.csv", Path("pairs"), ""])
 def test_a_missing_file_is_named_before_anything_is_planned_or_made(
     missing: str | Path, capsys: pytest.CaptureFixture[str]

@@ -19,15 +19,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def writable(folder: str | os.PathLike[str]) -> Path:
+def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
     """The folder, made where it was missing.
 
+    Args:
+        resume: it has a checkpoint to go on from, or nothing is made.
+
     Raises:
+        ConfigError: its name is empty; or it has no complete checkpoint, where `resume` wants one.
         OutputError: it cannot be made, or nothing can be written into it.
     """
+    if not os.fspath(folder):
+        raise ConfigError("output_dir is empty: pass the name of a folder ('.' is the current one)")
     path = Path(folder).expanduser()
     if path.exists() and not path.is_dir():
         raise OutputError(f"the output folder {path} is a file: pass another output_dir")
+    if resume:
+        newest_checkpoint(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
