@@ -132,11 +132,10 @@ def test_wishes_without_a_meaning_are_refused(wishes: dict[str, Any], message: s
 def test_finetune_refuses_what_does_not_fit_before_anything_is_loaded(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    offload = OffloadConfig(ram="1GiB")
+    offload, rows = OffloadConfig(ram="1GiB"), tmp_path / "rows.jsonl"
+    rows.write_text("cannot be read")
     with pytest.raises(DoesNotFitError, match=r"needs .* GiB of RAM, has 1 GiB"):
-        offloadkit.finetune(
-            "t5-large", "no-such-file.jsonl", init="random", use_cpu=True, offload=offload, output_dir=tmp_path
-        )
+        offloadkit.finetune("t5-large", rows, init="random", use_cpu=True, offload=offload, output_dir=tmp_path / "out")
     assert "does not fit" in capsys.readouterr().out
 
 
@@ -144,7 +143,7 @@ def test_without_a_gpu_a_budget_of_vram_holds_too(tmp_path: Path) -> None:
     """What would be in VRAM is a part of what is in RAM, which has a budget of its own."""
     run: dict[str, Any] = {"init": "random", "use_cpu": True, "batch_size": 1, "output_dir": tmp_path}
     with pytest.raises(DoesNotFitError, match=r"needs .* MiB of VRAM, has 100 MiB\n.* of VRAM would fit: ") as refused:
-        offloadkit.finetune("t5-small", "no-such-file.jsonl", vram="100MiB", **run)
+        offloadkit.finetune("t5-small", PAIRS, vram="100MiB", **run)
     assert "of RAM, has" not in str(refused.value)
     cpu = torch.device("cpu")
     needs = offloadkit.plan("t5-small", batch_size=1, device=cpu).total_bytes("vram")

@@ -76,7 +76,7 @@ class Plan:
         return needs
 
     def lacking(self) -> dict[str, int]:
-        """Bytes that are missing, by tier; {} where the plan fits. Without a GPU VRAM has the budget that was wished."""
+        """Bytes that are missing, by tier; {} where the plan fits. Without a GPU VRAM has a wished budget only."""
         short = {tier: need - self.budgets[tier] for tier, need in self.needs().items() if tier in self.budgets}
         return {tier: number for tier, number in short.items() if number > 0}
 
