@@ -55,7 +55,14 @@ from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.bars import bars_where_live
 from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
 from offloadkit.hf.evaluation import Sample, predict, share_correct
-from offloadkit.hf.folders import check_same_model, newest_checkpoint, other_rows, put_in_place, writable
+from offloadkit.hf.folders import (
+    check_readable,
+    check_same_model,
+    newest_checkpoint,
+    other_rows,
+    put_in_place,
+    writable,
+)
 from offloadkit.hf.models import check_kind, load_config, load_tokenizer, needs_no_hub
 from offloadkit.hf.read_data import check_there, on_hub
 from offloadkit.monitor import Monitor
@@ -277,8 +284,9 @@ def _prepare(
 
 
 def _checkpoint(output: Path, config: Any, args: Any) -> Path:
-    """The newest checkpoint, of this very model."""
+    """The newest checkpoint, whole and of this very model."""
     checkpoint = newest_checkpoint(output)
+    check_readable(checkpoint)
     check_same_model(checkpoint, config)
     print(f"going on from {checkpoint}", flush=True)
     if warning := other_rows(checkpoint, args.per_device_train_batch_size):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +134,21 @@ def test_resume_goes_on_from_the_newest_complete_checkpoint(tmp_path: Path) -> N
     assert [step.step for step in result.steps] == [3, 4, 5, 6]
     assert result.metrics["train_loss"] == pytest.approx(sum(step.loss for step in result.steps) / 4, rel=1e-4)
     assert all(torch.equal(whole[name], weight) for name, weight in result.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "trainer_state.json", "config.json"]
+)
+def test_resuming_from_a_file_that_was_cut_names_it_and_what_to_delete(tmp_path: Path, name: str) -> None:
+    options: dict[str, Any] = {"output_dir": tmp_path, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    finetune(t5(), PAIRS, save_total_limit=2, **options)
+    for step, then in ((2, r"resume=True \(--resume\) then goes on from checkpoint-1"), (1, "there is none before it")):
+        cut = tmp_path / f"checkpoint-{step}" / name
+        os.truncate(cut, cut.stat().st_size * 2 // 3)
+        said = rf"^{name} of the checkpoint {cut.parent} cannot be read \(.*Delete the folder {cut.parent}; {then}$"
+        with pytest.raises(ModelError, match=said):
+            finetune(t5(), PAIRS, resume=True, **options)
+        shutil.rmtree(cut.parent)
 
 
 def test_a_model_whose_evaluation_fails_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
