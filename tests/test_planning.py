@@ -43,7 +43,7 @@ def test_what_does_not_fit_says_so_and_what_would() -> None:
     made = offloadkit.plan("t5-3b", vram="8GiB", ram="30GiB", batch_size=1)
     assert not made.fits
     assert set(made.lacking()) <= {"vram", "ram"}
-    assert "does not fit" in str(made)
+    assert re.search("\n  missing .* GiB", str(made))
     first, *others = made.explain().splitlines()
     assert first.startswith("does not fit: needs ")
     assert any(line.startswith("precision='compact' would fit: ") for line in others)
@@ -51,6 +51,17 @@ def test_what_does_not_fit_says_so_and_what_would() -> None:
         assert other.fits, words
     with pytest.raises(DoesNotFitError, match=r"needs .* GiB of (V?RAM), has .*\n(.*\n)*precision='compact' would fit"):
         planning.check_fits(made)
+
+
+def test_what_is_missing_and_what_would_fit_are_said_once() -> None:
+    made = offloadkit.plan("t5-base", vram="1GiB", ram="2GiB", batch_size=1)
+    said = f"{made}\n{made.explain()}"
+    assert set(made.lacking()) == {"vram", "ram"}
+    assert said.count("does not fit") == 1
+    (larger,) = [line for line in said.splitlines() if " would fit: " in line]
+    asked, takes = larger.split(" would fit: ")
+    assert re.fullmatch(r"\S+ GiB of VRAM and \S+ GiB of RAM", asked)
+    assert re.fullmatch(r"\S+ m?s a step", takes)
 
 
 def test_fewer_rows_are_proposed_where_activations_are_too_large() -> None:
@@ -136,7 +147,7 @@ def test_finetune_refuses_what_does_not_fit_before_anything_is_loaded(
     rows.write_text("cannot be read")
     with pytest.raises(DoesNotFitError, match=r"needs .* GiB of RAM, has 1 GiB"):
         offloadkit.finetune("t5-large", rows, init="random", use_cpu=True, offload=offload, output_dir=tmp_path / "out")
-    assert "does not fit" in capsys.readouterr().out
+    assert "\n  missing " in capsys.readouterr().out
 
 
 def test_without_a_gpu_a_budget_of_vram_holds_too(tmp_path: Path) -> None:

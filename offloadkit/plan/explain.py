@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from offloadkit.plan.costs import cpu_step_rate
 from offloadkit.plan.queues import FEW_CORES
-from offloadkit.plan.text import format_bytes
+from offloadkit.plan.text import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from offloadkit.hardware import Hardware
@@ -95,20 +95,34 @@ def _larger(plan: Plan) -> Iterator[tuple[str, Plan]]:
     needs = plan.needs()
     lacking: dict[str, Any] = {tier: needs[tier] for tier in plan.lacking() if tier in ("vram", "ram")}
     if lacking:
-        words = " and ".join(f"{format_bytes(need)} of {_NAMES[tier]}" for tier, need in lacking.items())
-        yield words, replanned(plan, **lacking)
+        yield " and ".join(_of_tiers(lacking)), replanned(plan, **lacking)
 
 
 def _fit(plan: Plan) -> Iterator[str]:
-    for tier, missing in plan.lacking().items():
-        need, have = plan.budgets[tier] + missing, plan.budgets[tier]
-        yield f"does not fit: needs {format_bytes(need)} of {_NAMES[tier]}, has {format_bytes(have)}"
     if plan.fits:
         return
+    wants = [
+        f"needs {format_bytes(plan.budgets[tier] + missing)} of {_NAMES[tier]}, has {format_bytes(plan.budgets[tier])}"
+        for tier, missing in plan.lacking().items()
+    ]
+    yield f"does not fit: {', and '.join(wants)}"
     for words, other in nearest_fits(plan):
-        needs = " and ".join(f"{format_bytes(other.total_bytes(tier))} of {_NAMES[tier]}" for tier in ("vram", "ram"))
-        speed = f", {other.seconds.step:.3g} s a step" if other.seconds else ""
-        yield f"{words} would fit: {needs}{speed}"
+        memory = " and ".join(_of_tiers({tier: other.needs()[tier] for tier in _tiers_to_name(plan, other)}))
+        takes = [memory] if memory else []
+        if other.seconds is not None:
+            takes.append(f"{format_seconds(other.seconds.step)} a step")
+        yield f"{words} would fit" + (f": {', '.join(takes)}" if takes else "")
+
+
+def _of_tiers(num_bytes: dict[str, int]) -> list[str]:
+    """ "1.23 GiB of VRAM" and so on."""
+    return [f"{format_bytes(number)} of {_NAMES[tier]}" for tier, number in num_bytes.items()]
+
+
+def _tiers_to_name(plan: Plan, other: Plan) -> list[str]:
+    """Those of VRAM and RAM of which `other` was not given more, which is named already; without a GPU all is RAM."""
+    tiers = ["ram"] if other.on_cpu else ["vram", "ram"]
+    return [tier for tier in tiers if other.budgets.get(tier) == plan.budgets.get(tier)]
 
 
 def _shares(plan: Plan) -> list[tuple[str, float]]:

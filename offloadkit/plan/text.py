@@ -93,6 +93,9 @@ def _rows(plan: Plan) -> list[list[str]]:
     rows.append(["in all", *(format_bytes(plan.total_bytes(tier)) for tier in tiers)])
     if plan.budgets:
         rows.append(["available", *(format_bytes(plan.budgets[t]) if t in plan.budgets else "-" for t in tiers)])
+    if not plan.fits:
+        short = plan.lacking()
+        rows.append(["missing", *(format_bytes(short[t]) if t in short else "-" for t in tiers)])
     return rows
 
 
@@ -110,8 +113,6 @@ def footing(plan: Plan) -> list[str]:
         lines += _wrapped("busy: " + ", ".join(busy))
     if plan.basis is not None and plan.basis.assumed:
         lines.append("(this card was not measured: seconds are those of an assumed one)")
-    for tier, number in plan.lacking().items():
-        lines.append(f"does not fit: {format_bytes(number)} of {_TIERS[tier]} are missing")
     return lines
 
 
