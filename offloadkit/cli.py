@@ -171,7 +171,10 @@ def train(
         bool, typer.Option("--retry-leaner", help="Go on with less in VRAM, once, where the GPU's memory is full.")
     ] = False,
 ) -> None:
-    """Train MODEL on DATASET with the optimizer in host RAM."""
+    """Train MODEL on DATASET with the optimizer in host RAM.
+
+    One Ctrl-C ends it after the step under way, saves, and exits with 130; --resume goes on.
+    """
     from offloadkit.config import OffloadConfig
     from offloadkit.finetune import finetune
 
@@ -195,6 +198,9 @@ def train(
         **wishes,
     )
     typer.echo(result)
+    if result.stopped:
+        typer.echo(f"stopped early{_how_to_go_on(result.output_dir)}", err=True)
+        raise typer.Exit(130)
 
 
 @app.command()

@@ -103,6 +103,8 @@ class FinetuneResult:
     steps: list[StepRecord]
     """Telemetry of each step: seconds by phase, bytes by tier."""
     output_dir: Path
+    stopped: bool = False
+    """Whether an interrupt or the stop button ended training early; `resume=True` goes on."""
 
     @property
     def model_dir(self) -> Path:
@@ -307,7 +309,8 @@ def _result(
     _save(trained, tokenizer, output / "model")
     samples = _evaluate(trainer, tokenizer, evaluation, metrics)
     steps = list(trainer.telemetry.records)
-    return FinetuneResult(trained, tokenizer, sizes, metrics, trainer.state.log_history, samples, steps, output)
+    history, stopped = trainer.state.log_history, trainer.state.global_step < trainer.state.max_steps
+    return FinetuneResult(trained, tokenizer, sizes, metrics, history, samples, steps, output, stopped)
 
 
 def _evaluate(
