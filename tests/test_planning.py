@@ -79,6 +79,24 @@ def test_the_batch_size_is_chosen_before_what_lives_where() -> None:
     assert rows[0] < rows[-1] == 32
 
 
+def test_a_plan_says_what_batch_it_is_for() -> None:
+    made = offloadkit.plan("t5-base", vram="3GiB", ram="30GiB", gradient_accumulation=2)
+    facts = made.to_dict()
+    size = facts["batch_size"]
+    assert size in planning.BATCH_SIZES
+    assert facts["num_tokens"] == 2 * size * (facts["input_length"] + facts["target_length"]) == 2 * size * 640
+    words = f"2 x {size} x (512+128) tokens a step"
+    assert str(made).splitlines()[1] == f"  {words}"
+    assert words in made._repr_html_()
+    assert repr(made).startswith(f"Plan(222,903,552 parameters in 25 flat layers, {words}, ")
+    assert len(repr(made)) < 200
+
+
+def test_the_assumed_card_is_described() -> None:
+    text = " ".join(str(offloadkit.plan("t5-small", vram="8GiB", ram="8GiB", batch_size=1)).split())
+    assert "an assumed card with 60 TFLOP/s in bf16 and VRAM of 600 GB/s, 24 GB/s from RAM of 45 GB/s, and 8" in text
+
+
 def test_without_a_gpu_the_plan_is_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     made = offloadkit.plan("t5-small", offload=OffloadConfig(), device=torch.device("cpu"))
     assert made.on_cpu
@@ -106,7 +124,10 @@ def test_a_models_own_attention_shapes_and_frozen_parts_are_planned() -> None:
 def test_a_classifier_is_planned() -> None:
     shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     model = BertForSequenceClassification(BertConfig(**shape, num_attention_heads=4))
-    assert offloadkit.plan(model, vram="4GiB", ram="8GiB", batch_size=2).num_tokens == 2 * 512
+    made = offloadkit.plan(model, vram="4GiB", ram="8GiB", batch_size=2)
+    assert made.num_tokens == 2 * 512
+    assert "\n  2 x 512 tokens a step\n" in str(made)
+    assert made.to_dict()["target_length"] is None
 
 
 def test_a_model_that_the_meta_device_cannot_run_is_planned_without_activations(

@@ -12,7 +12,7 @@ from offloadkit.plan.memory import activations, choices, run_bytes
 from offloadkit.plan.search import Search
 from offloadkit.plan.seconds import Seconds, StepModel
 from offloadkit.plan.shapes import DEFAULT_PLACEMENT, LayerShape, possible
-from offloadkit.plan.work import MicroBatch
+from offloadkit.plan.work import MicroBatch, Rows
 
 TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
 
@@ -34,7 +34,7 @@ class Basis:
     """The machine with a folder that states could go to, where the user has named none; its rates are assumed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Sizes of a run and seconds of its steps, computed from shapes alone.
 
@@ -62,7 +62,7 @@ class Plan:
     seconds: Seconds | None = field(default=None, compare=False)
     large_gpu_seconds: float | None = field(default=None, compare=False)
     num_tokens: int | None = None
-    basis: Basis | None = field(default=None, compare=False, repr=False)
+    basis: Basis | None = field(default=None, compare=False)
 
     def total_bytes(self, tier: str) -> int:
         """Planned bytes of a tier."""
@@ -92,6 +92,12 @@ class Plan:
         return hardware is not None and hardware.device == "cpu"
 
     @property
+    def rows(self) -> Rows | None:
+        """Batch size and lengths of a micro-batch; None without one to plan for."""
+        work = self.basis.work if self.basis else None
+        return work.rows if work else None
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Positions a second, padding included."""
         return self.num_tokens / self.seconds.step if self.num_tokens and self.seconds else None
@@ -112,6 +118,11 @@ class Plan:
         from offloadkit.plan.text import as_dict
 
         return as_dict(self)
+
+    def __repr__(self) -> str:
+        from offloadkit.plan.text import in_short
+
+        return f"Plan({in_short(self)})"
 
     def __str__(self) -> str:
         from offloadkit.plan.text import as_text
