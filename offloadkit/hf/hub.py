@@ -61,7 +61,7 @@ def readable_hub_errors(name: str, *, kind: str = "model", found: bool = False) 
 
     Args:
         name: the hub name or the folder, as the messages show it.
-        kind: "model" or "dataset": whose page and whose error classes.
+        kind: "model", "tokenizer" or "dataset": whose page and whose error classes.
         found: some of it was read already, so a lost connection is no doubt about the name.
 
     Raises:
@@ -121,10 +121,12 @@ def unreachable(name: str, kind: str) -> OffloadkitError:
     why += ", and its cache on this machine holds nothing of that name"
     if kind == "dataset":
         return DataError(f"no dataset {name!r}: there is no such file, and {why}. {todo}")
+    if kind == "tokenizer":
+        other = "or pass tokenizer='byte' (one token a byte) for random weights, or a folder"
+        return ModelNotFoundError(f"the tokenizer of {name!r} is missing: {why}. {todo}; {other}")
     if name in PRESETS:
-        return ModelNotFoundError(
-            f"the files of {name!r} are on the hub, but {why}. {todo}; init='random' needs no network"
-        )
+        without = "init='random' with tokenizer='byte' needs no network"
+        return ModelNotFoundError(f"the files of {name!r} are on the hub, but {why}. {todo}; {without}")
     return ModelNotFoundError(f"{no_model_message(name, why)}. {todo}")
 
 
@@ -141,7 +143,7 @@ def _translate(error: BaseException, name: str, kind: str, found: bool) -> Offlo
     if status is not None and (status == 429 or status >= 500):
         return DownloadError(f"the hub answered {status} for {name!r}. {_RERUN}")
     lost = class_names & _CONNECTION_CLASSES or any(isinstance(link, ConnectionError | TimeoutError) for link in chain)
-    if lost or (kind == "model" and isinstance(error, OSError) and not os.path.isdir(name) and not hub_answers()):
+    if lost or (kind != "dataset" and isinstance(error, OSError) and not os.path.isdir(name) and not hub_answers()):
         if found or _is_cached(name, kind):
             return DownloadError(
                 f"no connection to the hub while files of {name!r} are missing ({chain[-1]}). {_RERUN}"
@@ -184,7 +186,8 @@ def _is_cached(name: str, kind: str) -> bool:
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    snapshots = os.path.join(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind), "snapshots")
+    repo_type = "dataset" if kind == "dataset" else "model"
+    snapshots = os.path.join(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=repo_type), "snapshots")
     return os.path.isdir(snapshots)
 
 
