@@ -72,6 +72,15 @@ def test_fewer_rows_are_proposed_where_activations_are_too_large() -> None:
     assert words[0].startswith("batch_size=")
 
 
+def test_where_no_change_is_enough_alone_fewer_rows_in_a_smaller_budget_are_proposed() -> None:
+    made = offloadkit.plan("t5-base", ram="2GiB", batch_size=8, device=torch.device("cpu"))
+    (larger, whole), (fewer, less), *_ = nearest_fits(made)
+    assert re.fullmatch(r"\S+ GiB of RAM", larger)
+    assert re.fullmatch(r"batch_size=1 with \S+ GiB of RAM", fewer)
+    assert less.fits
+    assert less.budgets["ram"] < 0.9 * whole.budgets["ram"]
+
+
 def test_the_batch_size_is_chosen_before_what_lives_where() -> None:
     sizes = [offloadkit.plan("t5-base", vram=f"{vram}GiB", ram="30GiB").num_tokens for vram in (2, 3, 4, 24)]
     rows = [tokens // 640 for tokens in sizes if tokens]

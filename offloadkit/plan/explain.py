@@ -27,6 +27,8 @@ _MORE = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Budgets to try, as shares of the present one."""
 _WORTHWHILE = 1.05
 """Less than this times faster is not worth a sentence."""
+_SMALLER = 0.9
+"""A smaller micro-batch that still lacks more than this share of what the present one does is not worth a sentence."""
 _AS_BUSY = 0.85
 """What works for more than this share of the time of what works longest limits the step with it."""
 _DRAM_BOUND = 0.6
@@ -59,7 +61,8 @@ def replanned(plan: Plan, *, work: Any = None, hardware: Hardware | None = None,
 def nearest_fits(plan: Plan, most: int = 3) -> list[tuple[str, Plan]]:
     """Up to `most` plans that fit, each with what to ask for: those that change the least come first.
 
-    Tried in this order: states in fewer bytes, smaller micro-batches, both, states on disk, then a larger budget.
+    Tried in this order: states in fewer bytes, smaller micro-batches, both, states on disk, a larger budget, then
+    smaller micro-batches in a budget that is enlarged by less.
     """
     found: list[tuple[str, Plan]] = []
     for words, other in _others(plan):
@@ -88,6 +91,11 @@ def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
         on_disk = replanned(plan, hardware=basis.with_disk, disk=folder)
         yield f"optimizer states on disk (OffloadConfig(disk={folder!r}), or --disk {folder})", on_disk
     yield from _larger(plan)
+    for words, work in basis.smaller[-2:]:  # the leanest: less of a budget has to be added
+        lean = replanned(plan, work=work)
+        if sum(lean.lacking().values()) < _SMALLER * sum(plan.lacking().values()):
+            for budgets, other in _larger(lean):
+                yield f"{words} with {budgets}", other
 
 
 def _larger(plan: Plan) -> Iterator[tuple[str, Plan]]:
