@@ -16,6 +16,7 @@ from offloadkit.errors import (
     ModelNotFoundError,
     OffloadkitError,
 )
+from offloadkit.hf.folders import why_broken
 from offloadkit.hf.presets import PRESETS, close_names
 
 _CONNECTION_CLASSES = {"TransportError", "LocalEntryNotFoundError", "XetDownloadError", "ChunkedEncodingError"}
@@ -151,16 +152,29 @@ def _translate(error: BaseException, name: str, kind: str, found: bool) -> Offlo
         return unreachable(name, kind)
     if kind == "dataset":
         return None
-    if "SafetensorError" in class_names or isinstance(error, pickle.UnpicklingError):
+    cut = "PytorchStreamReader" in str(error)
+    if cut or "SafetensorError" in class_names or isinstance(error, pickle.UnpicklingError):
         return ModelError(
-            f"a weight file of {name!r} cannot be read ({chain[-1]}): it is broken, or holds more than plain tensors. "
-            "Delete it and run again"
+            f"{_broken_weights(name)} of {name!r} cannot be read ({chain[-1]}): it is broken, or holds more than plain "
+            f"tensors. {_PUT_IN_PLACE if os.path.isdir(name) else 'Delete it and run again: it is fetched anew'}"
         )
+    if kind == "model" and isinstance(error, OSError) and "no file named" in str(error) and os.path.isdir(name):
+        return ModelError(f"the folder {name!r} has no weights: {_DRAW} ({error})")
     if isinstance(error, OSError | ValueError | ImportError | RuntimeError) and "OutOfMemoryError" not in class_names:
         return ModelError(f"{name!r} cannot be loaded: {error}")
     return None
 
 
+def _broken_weights(name: str) -> str:
+    """The file of weights that cannot be opened, in a folder or in the hub's cache of the repository `name`."""
+    folders = [Path(name)] if os.path.isdir(name) else list(_snapshots(name, "model").glob("*"))
+    files = [path for folder in folders for end in ("safetensors", "bin") for path in sorted(folder.glob(f"*.{end}"))]
+    broken = [path for path in files if why_broken(path)] or files
+    return f"the weight file {broken[0]}" if len(broken) == 1 else "a weight file"
+
+
+_DRAW = 'init="random" (--random-weights) draws some; or pass the folder that save_pretrained wrote them to'
+_PUT_IN_PLACE = "Put a whole copy in its place"
 _RERUN = "Run the same again: a rerun resumes with the files that are still missing"
 
 
@@ -183,12 +197,16 @@ def _page(name: str, kind: str) -> str:
 
 def _is_cached(name: str, kind: str) -> bool:
     """Whether any file of the repository lies in the hub's cache on this machine."""
+    return _snapshots(name, kind).is_dir()
+
+
+def _snapshots(name: str, kind: str) -> Path:
+    """Where the hub's cache on this machine has the repository's files."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
     repo_type = "dataset" if kind == "dataset" else "model"
-    snapshots = os.path.join(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=repo_type), "snapshots")
-    return os.path.isdir(snapshots)
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=repo_type), "snapshots")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
