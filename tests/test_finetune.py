@@ -259,6 +259,7 @@ def test_fp16_trains_with_master_weights_in_fp32() -> None:
         ({"seed": -1}, "seed must be"),
         ({"num_train_epochs": 3}, "pass epochs="),
         ({"weight_decy": 0.1}, "did you mean 'weight_decay'"),
+        ({"callbacks": []}, "finetune has no callbacks: .*OffloadTrainer and OffloadSeq2SeqTrainer take it"),
         ({"lr_scheduler_type": "diagonal"}, "transformers refuses"),
         ({"offload": OffloadConfig(max_grad_norm=3.0)}, "max_grad_norm"),
         ({"fp16": True, "bf16": True}, "At most one of fp16 and bf16"),
