@@ -17,7 +17,7 @@ import torch
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
-from offloadkit.errors import ConfigError, OffloadkitError, OutOfVramError
+from offloadkit.errors import OutOfVramError
 from offloadkit.hf.data import PreparedData, with_decoder_inputs
 from offloadkit.hf.models import Task, build_model, load_model
 from offloadkit.hf.weight_files import Materialise
@@ -88,8 +88,7 @@ class TrainingRun:
             with closing(asks), ExitStack() as opened:
                 opened.enter_context(closing(trainer))
                 try:
-                    with _states_that_do_not_fit():
-                        output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+                    output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
                     self._end(trainer, stopped=asks.stopped)
                     opened.pop_all()
                     return trainer, sizes, self._metrics(trainer, output)
@@ -177,17 +176,6 @@ class TrainingRun:
         if checkpoint is not None:
             return build_model(checkpoint, task=task, init="pretrained", id2label=id2label)
         return build_model(self.model, task=task, init=self.init, id2label=id2label)
-
-
-@contextmanager
-def _states_that_do_not_fit() -> Iterator[None]:
-    """Saved states of another precision, which the engine refuses with a `ValueError`, as a `ConfigError`."""
-    try:
-        yield
-    except ValueError as error:
-        if isinstance(error, OffloadkitError) or "that the run was saved with" not in str(error):
-            raise
-        raise ConfigError(str(error)) from error
 
 
 def _plan(
