@@ -34,7 +34,7 @@ def _readable(command: Command) -> Command:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt as error:
-            typer.echo(f"\ninterrupted{_how_to_go_on(kwargs['output']) if 'resume' in kwargs else ''}", err=True)
+            typer.echo(f"\ninterrupted{_how_to_go_on(Path(kwargs['output'])) if 'resume' in kwargs else ''}", err=True)
             raise typer.Exit(130) from error
 
     return run  # type: ignore[return-value]
@@ -146,7 +146,9 @@ def train(
     model: Annotated[str, typer.Argument(help="Preset, folder, or hub name.")],
     dataset: Annotated[str, typer.Argument(help=".jsonl, .csv or .parquet file, or hub name.")],
     eval_dataset: Annotated[str | None, typer.Option(help="Evaluated after each epoch and at the end.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for model/ and checkpoints.")] = Path("offloadkit-output"),
+    output: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Folder for model/ and checkpoints.")
+    ] = "offloadkit-output",
     tokenizer: Annotated[str | None, typer.Option(help="Folder or hub name; 'byte': one token a byte.")] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the dataset.")] = 1,
     max_steps: Annotated[int | None, typer.Option(help="Updates; goes before --epochs.")] = None,
@@ -169,7 +171,10 @@ def train(
         bool, typer.Option("--retry-leaner", help="Go on with less in VRAM, once, where the GPU's memory is full.")
     ] = False,
 ) -> None:
-    """Train MODEL on DATASET with the optimizer in host RAM."""
+    """Train MODEL on DATASET with the optimizer in host RAM.
+
+    One Ctrl-C ends it after the step under way, saves, and exits with 130; --resume goes on.
+    """
     from offloadkit.config import OffloadConfig
     from offloadkit.finetune import finetune
 
@@ -193,6 +198,9 @@ def train(
         **wishes,
     )
     typer.echo(result)
+    if result.stopped:
+        typer.echo(f"stopped early{_how_to_go_on(result.output_dir)}", err=True)
+        raise typer.Exit(130)
 
 
 @app.command()

@@ -55,7 +55,14 @@ from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.bars import bars_where_live
 from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
 from offloadkit.hf.evaluation import Sample, predict, share_correct
-from offloadkit.hf.folders import check_same_model, newest_checkpoint, other_rows, put_in_place, writable
+from offloadkit.hf.folders import (
+    check_readable,
+    check_same_model,
+    newest_checkpoint,
+    other_rows,
+    put_in_place,
+    writable,
+)
 from offloadkit.hf.models import check_kind, load_config, load_tokenizer, needs_no_hub
 from offloadkit.hf.read_data import check_there, on_hub
 from offloadkit.monitor import Monitor
@@ -96,6 +103,8 @@ class FinetuneResult:
     steps: list[StepRecord]
     """Telemetry of each step: seconds by phase, bytes by tier."""
     output_dir: Path
+    stopped: bool = False
+    """Whether an interrupt or the stop button ended training early; `resume=True` goes on."""
 
     @property
     def model_dir(self) -> Path:
@@ -155,7 +164,7 @@ def finetune(
     dtype = _working_dtype(offload, training_arguments)
     wishes: dict[str, Any] = {"vram": vram, "ram": ram, "precision": precision, "compile_blocks": compile_blocks}
     offload = with_wishes(offload, working_dtype=dtype, **wishes)
-    output = _output(output_dir, train_dataset, eval_dataset)
+    output = _output(output_dir, train_dataset, eval_dataset, resume=resume)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
     own |= {"gradient_accumulation_steps": gradient_accumulation}
@@ -200,11 +209,11 @@ def _check(
         raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {seed!r}")
 
 
-def _output(output_dir: Any, train_dataset: Any, eval_dataset: Any) -> Path:
-    """The output folder; it is not made where a file of rows is missing."""
+def _output(output_dir: Any, train_dataset: Any, eval_dataset: Any, *, resume: bool) -> Path:
+    """The output folder; it is not made where a file of rows, or a checkpoint to resume from, is missing."""
     check_there(train_dataset)
     check_there(eval_dataset, "eval_dataset: ")
-    return writable(output_dir)
+    return writable(output_dir, resume=resume)
 
 
 def _device(given: dict[str, Any]) -> torch.device:
@@ -277,8 +286,9 @@ def _prepare(
 
 
 def _checkpoint(output: Path, config: Any, args: Any) -> Path:
-    """The newest checkpoint, of this very model."""
+    """The newest checkpoint, whole and of this very model."""
     checkpoint = newest_checkpoint(output)
+    check_readable(checkpoint)
     check_same_model(checkpoint, config)
     print(f"going on from {checkpoint}", flush=True)
     if warning := other_rows(checkpoint, args.per_device_train_batch_size):
@@ -299,7 +309,8 @@ def _result(
     _save(trained, tokenizer, output / "model")
     samples = _evaluate(trainer, tokenizer, evaluation, metrics)
     steps = list(trainer.telemetry.records)
-    return FinetuneResult(trained, tokenizer, sizes, metrics, trainer.state.log_history, samples, steps, output)
+    history, stopped = trainer.state.log_history, trainer.state.global_step < trainer.state.max_steps
+    return FinetuneResult(trained, tokenizer, sizes, metrics, history, samples, steps, output, stopped)
 
 
 def _evaluate(

@@ -31,7 +31,7 @@ from offloadkit.hf.own_compute import fuse
 from offloadkit.offload.disk import unfit_for_states
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of
 from offloadkit.offload.micro_batch import trace_micro_batch
-from offloadkit.plan import Dtype, MicroBatch, Plan
+from offloadkit.plan import Dtype, MicroBatch, Plan, Rows
 from offloadkit.plan.memory import activations
 
 if TYPE_CHECKING:
@@ -214,15 +214,6 @@ def with_disk(machine: Hardware, folder: str) -> Hardware:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The shape of a micro-batch."""
-
-    batch_size: int
-    input_length: int
-    target_length: int
-
-
-@dataclass(frozen=True)
 class _Subject:
     """A model on the meta device, ready to be followed over micro-batches of any shape."""
 
@@ -266,7 +257,8 @@ class _Subject:
     ) -> Rows:
         """The micro-batch to plan for: the wished one, with what was left out chosen."""
         length = max_input_length or default_input_length(self.model.config, self.task)
-        rows = Rows(AUTO_BATCH_SIZE, length, max_target_length or DEFAULT_TARGET_LENGTH)
+        target = (max_target_length or DEFAULT_TARGET_LENGTH) if self.task == "seq2seq" else None
+        rows = Rows(AUTO_BATCH_SIZE, length, target)
         if batch_size != "auto":
             return replace(rows, batch_size=batch_size)
         if machine.device == "cpu":
@@ -285,14 +277,14 @@ class _Subject:
     def batch(self, rows: Rows) -> dict[str, torch.Tensor]:
         """Forward's arguments, int64 on the meta device; some rows are padded."""
         size, length = rows.batch_size, rows.input_length
-        labels = {"seq2seq": (size, rows.target_length), "causal": (size, length), "classification": (size,)}
+        labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
         return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
 
     def work(self, rows: Rows) -> MicroBatch | None:
         """What a micro-batch computes; None for a model that the meta device cannot run."""
         try:
-            return trace_micro_batch(self.model, self.batch(rows))
+            return replace(trace_micro_batch(self.model, self.batch(rows)), rows=rows)
         except Exception as error:
             logger.warning(f"activations and seconds of this model cannot be planned: {type(error).__name__}: {error}")
             return None

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from offloadkit.hf.stop_point import StopPoint
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 
+_RESUME = "resume=True (--resume)"
 _ONCE_MORE = ", or pass retry_leaner=True, which goes on from the last finished step by a leaner plan, once"
 
 
@@ -113,7 +114,7 @@ class TrainingRun:
         self.monitor.close("stopped" if stopped else "finished")
         if stopped:
             done, checkpoint = trainer.state.global_step, f"checkpoint-{trainer.state.global_step}"
-            print(f"stopped after step {done} of {trainer.state.max_steps}: resume=True goes on from {checkpoint}")
+            print(f"stopped after step {done} of {trainer.state.max_steps}: {_RESUME} goes on from {checkpoint}")
         elif trainer.state.global_step == self.monitor.steps_before:
             of = f"{trainer.state.global_step} steps were done and {trainer.state.max_steps} are wanted"
             print(f"nothing was left to train: {of}; more epochs or max_steps train on")
@@ -130,7 +131,7 @@ class TrainingRun:
         """A plan with less in VRAM than `sizes`, which was too much as `full` says; and what that tries, in words."""
         budget = leaner_budget(sizes, self.args.device)
         leaner = _plan(model, self.args, replace(self.offload, vram=budget), self.lengths)
-        resume = "" if checkpoint is None else f"; resume=True goes on from {checkpoint}"
+        resume = "" if checkpoint is None else f"; {_RESUME} goes on from {checkpoint}"
         before, after = (made.total_bytes("vram") for made in (sizes, leaner))
         if not leaner.fits or after >= before:
             why = "it would take as much" if leaner.fits else leaner.explain().splitlines()[0]

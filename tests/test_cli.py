@@ -62,6 +62,7 @@ def test_errors_of_ours_are_one_message_and_exit_with_one(model_folder: Path, tm
     zero = run("train", str(model_folder), "data.jsonl", "--batch-size", "0")
     assert zero.exit_code == 1
     assert "batch_size must be a whole number >= 1, got 0" in zero.stderr
+    assert "output_dir is empty" in run("train", str(model_folder), str(model_folder), "--output", "").stderr
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +82,8 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_switches_of_train_are_those_of_finetune(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, object]] = []
-    monkeypatch.setattr(sys.modules["offloadkit.finetune"], "finetune", lambda *_, **options: told.append(options))
+    done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetune"]
+    monkeypatch.setattr(finetune, "finetune", lambda *_, **options: (told.append(options), done)[1])
     for switches in ((), ("--resume",), ("--retry-leaner",), ("--compile-blocks",)):
         assert run("train", "model", "data.jsonl", *switches).exit_code == 0
     assert [tuple(options[name] for name in ("resume", "retry_leaner", "compile_blocks")) for options in told] == [
@@ -96,7 +98,8 @@ def test_a_folder_for_states_on_disk_is_told_to_plan_and_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[OffloadConfig] = []
-    monkeypatch.setattr(sys.modules["offloadkit.finetune"], "finetune", lambda *_, offload, **__: told.append(offload))
+    done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetune"]
+    monkeypatch.setattr(finetune, "finetune", lambda *_, offload, **__: (told.append(offload), done)[1])
     for given in ((), ("--disk", str(tmp_path))):
         assert run("train", "model", "data.jsonl", *given).exit_code == 0
     assert [config.disk for config in told] == [None, str(tmp_path)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +136,28 @@ def test_resume_goes_on_from_the_newest_complete_checkpoint(tmp_path: Path) -> N
     assert all(torch.equal(whole[name], weight) for name, weight in result.model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "trainer_state.json", "config.json"]
+)
+def test_resuming_from_a_file_that_was_cut_names_it_and_what_to_delete(tmp_path: Path, name: str) -> None:
+    options: dict[str, Any] = {"output_dir": tmp_path, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    finetune(t5(), PAIRS, save_total_limit=2, **options)
+    for step, then in ((2, r"resume=True \(--resume\) then goes on from checkpoint-1"), (1, "there is none before it")):
+        cut = tmp_path / f"checkpoint-{step}" / name
+        os.truncate(cut, cut.stat().st_size * 2 // 3)
+        said = rf"^{name} of the checkpoint {cut.parent} cannot be read \(.*Delete the folder {cut.parent}; {then}$"
+        with pytest.raises(ModelError, match=said):
+            finetune(t5(), PAIRS, resume=True, **options)
+        shutil.rmtree(cut.parent)
+
+
+@pytest.mark.parametrize(("saved", "now"), [("exact", "tiny"), ("tiny", "exact"), ("exact", "compact")])
+def test_resuming_with_another_precision_says_what_to_go_on_with(saved: str, now: str) -> None:
+    finetune(t5(), PAIRS, precision=saved)
+    with pytest.raises(ConfigError, match=r"^saved exp_avg is .*: go on with the precision and the working dtype that"):
+        finetune(t5(), PAIRS, precision=now, resume=True, max_steps=6)
+
+
 def test_a_model_whose_evaluation_fails_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no prediction")
@@ -235,6 +259,7 @@ def test_fp16_trains_with_master_weights_in_fp32() -> None:
         ({"seed": -1}, "seed must be"),
         ({"num_train_epochs": 3}, "pass epochs="),
         ({"weight_decy": 0.1}, "did you mean 'weight_decay'"),
+        ({"callbacks": []}, "finetune has no callbacks: .*OffloadTrainer and OffloadSeq2SeqTrainer take it"),
         ({"lr_scheduler_type": "diagonal"}, "transformers refuses"),
         ({"offload": OffloadConfig(max_grad_norm=3.0)}, "max_grad_norm"),
         ({"fp16": True, "bf16": True}, "At most one of fp16 and bf16"),
@@ -266,6 +291,22 @@ def test_an_unwritable_output_folder_is_found_before_anything_is_loaded(tmp_path
     with pytest.raises(OutputError, match="cannot be written") as raised:
         finetune("no/such-model", PAIRS, output_dir=tmp_path / "file" / "out")
     assert "output_dir" in str(raised.value)
+
+
+def test_an_output_folder_without_a_name_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"output_dir is empty: pass the name of a folder \('\.' is the current one\)"
+    ):
+        finetune(t5(), PAIRS, output_dir="")
+
+
+def test_nothing_is_made_or_planned_where_there_is_no_checkpoint_to_resume_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"there is no complete checkpoint to resume from in .*out"):
+        finetune(t5(), PAIRS, output_dir=tmp_path / "out", resume=True)
+    assert not (tmp_path / "out").exists()
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("missing", ["pairs.jsonl", "./pairs", "data/pairs.csv", Path("pairs"), ""])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import sys
@@ -15,9 +16,11 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration, TrainerCallback
 from transformers.utils import logging
+from typer.testing import CliRunner
 
 import offloadkit
 from offloadkit import Monitor, hardware
+from offloadkit.cli import app
 from offloadkit.errors import ConfigError
 from offloadkit.hf import progress
 from offloadkit.monitor.figures import Figures
@@ -181,9 +184,13 @@ def test_an_interrupt_finishes_the_step_and_resume_gives_the_weights_of_a_run_th
         stopped = finetune(by_name, **options)
     assert signal.getsignal(signal.SIGINT) == handler
     assert len(stopped.steps) == step
+    assert (whole.stopped, stopped.stopped) == (False, True)
     assert stopped.model_dir.is_dir()
     assert "eval_loss" in stopped.metrics
-    assert f"stopped after step {step} of 8: resume=True goes on from checkpoint-{step}" in capsys.readouterr().out
+    assert (
+        f"stopped after step {step} of 8: resume=True (--resume) goes on from checkpoint-{step}"
+        in capsys.readouterr().out
+    )
     assert (watched.ends[-1].state, watched.ends[-1].steps_done) == ("stopped", step)
     resumed = finetune(by_name, resume=True, **options)
     assert (watched.ends[-1].state, watched.ends[-1].steps_done) == ("finished", 8)
@@ -254,6 +261,22 @@ def test_an_interrupt_is_heeded_where_nothing_is_drawn(by_name: str, monkeypatch
     assert Path("out/checkpoint-2/optimizer.pt").is_file()
 
 
+def test_in_a_shell_a_training_that_was_stopped_says_how_to_go_on_and_exits_as_interrupted(
+    by_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    steps = ("--max-steps", "3", "--batch-size", "2", "--output", "out")
+    train = ["train", by_name, "pairs.jsonl", "--random-weights", *steps]
+    with monkeypatch.context() as patched:
+        at_step(2, patched, interrupt)
+        stopped = CliRunner().invoke(app, train)
+    assert stopped.exit_code == 130, stopped.output
+    assert "stopped after step 2 of 3: resume=True (--resume) goes on from checkpoint-2" in stopped.stdout
+    assert stopped.stderr.endswith(f"stopped early; --resume goes on from {Path('out/checkpoint-2')}\n")
+    assert Path("out/model/model.safetensors").is_file()
+    assert CliRunner().invoke(app, [*train, "--resume"]).exit_code == 0
+
+
 def test_a_second_interrupt_and_one_before_the_first_step_break_off(
     by_name: str, watched: Watched, new_threads: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +295,8 @@ def test_an_interrupt_in_the_last_step_changes_nothing(
     by_name: str, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_step(8, monkeypatch, interrupt)
-    assert len(finetune(by_name).steps) == 8
+    result = finetune(by_name)
+    assert (len(result.steps), result.stopped) == (8, False)
     assert watched.ends[-1].state == "finished"
 
 

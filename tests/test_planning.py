@@ -43,7 +43,7 @@ def test_what_does_not_fit_says_so_and_what_would() -> None:
     made = offloadkit.plan("t5-3b", vram="8GiB", ram="30GiB", batch_size=1)
     assert not made.fits
     assert set(made.lacking()) <= {"vram", "ram"}
-    assert "does not fit" in str(made)
+    assert re.search("\n  missing .* GiB", str(made))
     first, *others = made.explain().splitlines()
     assert first.startswith("does not fit: needs ")
     assert any(line.startswith("precision='compact' would fit: ") for line in others)
@@ -51,6 +51,17 @@ def test_what_does_not_fit_says_so_and_what_would() -> None:
         assert other.fits, words
     with pytest.raises(DoesNotFitError, match=r"needs .* GiB of (V?RAM), has .*\n(.*\n)*precision='compact' would fit"):
         planning.check_fits(made)
+
+
+def test_what_is_missing_and_what_would_fit_are_said_once() -> None:
+    made = offloadkit.plan("t5-base", vram="1GiB", ram="2GiB", batch_size=1)
+    said = f"{made}\n{made.explain()}"
+    assert set(made.lacking()) == {"vram", "ram"}
+    assert said.count("does not fit") == 1
+    (larger,) = [line for line in said.splitlines() if " would fit: " in line]
+    asked, takes = larger.split(" would fit: ")
+    assert re.fullmatch(r"\S+ GiB of VRAM and \S+ GiB of RAM", asked)
+    assert re.fullmatch(r"\S+ m?s a step", takes)
 
 
 def test_fewer_rows_are_proposed_where_activations_are_too_large() -> None:
@@ -61,11 +72,38 @@ def test_fewer_rows_are_proposed_where_activations_are_too_large() -> None:
     assert words[0].startswith("batch_size=")
 
 
+def test_where_no_change_is_enough_alone_fewer_rows_in_a_smaller_budget_are_proposed() -> None:
+    made = offloadkit.plan("t5-base", ram="2GiB", batch_size=8, device=torch.device("cpu"))
+    (larger, whole), (fewer, less), *_ = nearest_fits(made)
+    assert re.fullmatch(r"\S+ GiB of RAM", larger)
+    assert re.fullmatch(r"batch_size=1 with \S+ GiB of RAM", fewer)
+    assert less.fits
+    assert less.budgets["ram"] < 0.9 * whole.budgets["ram"]
+
+
 def test_the_batch_size_is_chosen_before_what_lives_where() -> None:
     sizes = [offloadkit.plan("t5-base", vram=f"{vram}GiB", ram="30GiB").num_tokens for vram in (1.5, 2, 4, 24)]
     rows = [tokens // 640 for tokens in sizes if tokens]
     assert rows == sorted(rows)
     assert rows[0] < rows[-1] == 32
+
+
+def test_a_plan_says_what_batch_it_is_for() -> None:
+    made = offloadkit.plan("t5-base", vram="3GiB", ram="30GiB", gradient_accumulation=2)
+    facts = made.to_dict()
+    size = facts["batch_size"]
+    assert size in planning.BATCH_SIZES
+    assert facts["num_tokens"] == 2 * size * (facts["input_length"] + facts["target_length"]) == 2 * size * 640
+    words = f"2 x {size} x (512+128) tokens a step"
+    assert str(made).splitlines()[1] == f"  {words}"
+    assert words in made._repr_html_()
+    assert repr(made).startswith(f"Plan(222,903,552 parameters in 25 flat layers, {words}, ")
+    assert len(repr(made)) < 200
+
+
+def test_the_assumed_card_is_described() -> None:
+    text = " ".join(str(offloadkit.plan("t5-small", vram="8GiB", ram="8GiB", batch_size=1)).split())
+    assert "an assumed card with 60 TFLOP/s in bf16 and VRAM of 600 GB/s, 24 GB/s from RAM of 45 GB/s, and 8" in text
 
 
 def test_without_a_gpu_the_plan_is_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +133,10 @@ def test_a_models_own_attention_shapes_and_frozen_parts_are_planned() -> None:
 def test_a_classifier_is_planned() -> None:
     shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     model = BertForSequenceClassification(BertConfig(**shape, num_attention_heads=4))
-    assert offloadkit.plan(model, vram="4GiB", ram="8GiB", batch_size=2).num_tokens == 2 * 512
+    made = offloadkit.plan(model, vram="4GiB", ram="8GiB", batch_size=2)
+    assert made.num_tokens == 2 * 512
+    assert "\n  2 x 512 tokens a step\n" in str(made)
+    assert made.to_dict()["target_length"] is None
 
 
 def test_a_model_that_the_meta_device_cannot_run_is_planned_without_activations(
@@ -132,12 +173,23 @@ def test_wishes_without_a_meaning_are_refused(wishes: dict[str, Any], message: s
 def test_finetune_refuses_what_does_not_fit_before_anything_is_loaded(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    offload = OffloadConfig(ram="1GiB")
+    offload, rows = OffloadConfig(ram="1GiB"), tmp_path / "rows.jsonl"
+    rows.write_text("cannot be read")
     with pytest.raises(DoesNotFitError, match=r"needs .* GiB of RAM, has 1 GiB"):
-        offloadkit.finetune(
-            "t5-large", "no-such-file.jsonl", init="random", use_cpu=True, offload=offload, output_dir=tmp_path
-        )
-    assert "does not fit" in capsys.readouterr().out
+        offloadkit.finetune("t5-large", rows, init="random", use_cpu=True, offload=offload, output_dir=tmp_path / "out")
+    assert "\n  missing " in capsys.readouterr().out
+
+
+def test_without_a_gpu_a_budget_of_vram_holds_too(tmp_path: Path) -> None:
+    """What would be in VRAM is a part of what is in RAM, which has a budget of its own."""
+    run: dict[str, Any] = {"init": "random", "use_cpu": True, "batch_size": 1, "output_dir": tmp_path}
+    with pytest.raises(DoesNotFitError, match=r"needs .* MiB of VRAM, has 100 MiB\n.* of VRAM would fit: ") as refused:
+        offloadkit.finetune("t5-small", PAIRS, vram="100MiB", **run)
+    assert "of RAM, has" not in str(refused.value)
+    cpu = torch.device("cpu")
+    needs = offloadkit.plan("t5-small", batch_size=1, device=cpu).total_bytes("vram")
+    assert offloadkit.plan("t5-small", batch_size=1, device=cpu, vram=needs).fits
+    assert offloadkit.plan("t5-small", batch_size=1, device=cpu, vram=needs - 1).lacking() == {"vram": 1}
 
 
 def test_the_measured_gpu_is_planned_for_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

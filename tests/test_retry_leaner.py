@@ -152,7 +152,8 @@ def test_where_no_plan_is_leaner_the_error_says_why_and_the_steps_so_far_are_sav
     options: dict[str, Any] = {"offload": OffloadConfig(placement=Placement()), "output_dir": tmp_path / "out"}
     full_at(4)
     with pytest.raises(
-        OutOfVramError, match=r"retry_leaner found no plan .*: does not fit: needs .*resume=True goes on from .*point-2"
+        OutOfVramError,
+        match=r"retry_leaner found no plan .*: does not fit: needs .*resume=True .*goes on from .*point-2",
     ):
         finetune(handed_over(), retry_leaner=True, **options)
     whole = finetune(handed_over())

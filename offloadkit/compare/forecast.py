@@ -51,7 +51,7 @@ class Forecast:
     @property
     def reason(self) -> str | None:
         """Why it does not fit; None where it does."""
-        return does_not_fit(self.lacking, self.on_cpu) if self.lacking else None
+        return does_not_fit(self.lacking) if self.lacking else None
 
 
 def forecast(work: Work, device: torch.device) -> Forecast:
@@ -65,7 +65,7 @@ def forecast(work: Work, device: torch.device) -> Forecast:
         gradient_accumulation=work.accumulation,
         precision=work.precision,
         working_dtype=work.dtype_on(device),
-        vram=work.vram,
+        vram=work.vram if device.type != "cpu" else None,
         ram=work.ram,
     )
     lengths: dict[str, Any] = {"max_input_length": work.input_length, "max_target_length": work.target_length}
@@ -124,13 +124,12 @@ def from_row(row: dict[str, Any]) -> Forecast:
     return Forecast(**{**row, "lacking": lacking})
 
 
-def does_not_fit(lacking: dict[str, tuple[int, int]], on_cpu: bool = False, *, at_least: bool = False) -> str:
+def does_not_fit(lacking: dict[str, tuple[int, int]], *, at_least: bool = False) -> str:
     """ "does not fit: needs 38 GiB of VRAM, has 11 GiB"."""
     least = "at least " if at_least else ""
     wants = [
         f"needs {least}{format_bytes(needs)} of {TIERS[tier]}, has {format_bytes(has)}"
         for tier, (needs, has) in lacking.items()
-        if not (on_cpu and tier == "vram")
     ]
     return f"does not fit: {', and '.join(wants)}"
 
@@ -157,4 +156,4 @@ def hopeless(engine: str, made: Forecast, *, recomputed: bool) -> str | None:
         needs = {"ram": needs["ram"] + needs["vram"]}
     has = made.limits
     lacking = {tier: (need, has[tier]) for tier, need in needs.items() if tier in has and need > has[tier]}
-    return does_not_fit(lacking, made.on_cpu, at_least=True) if lacking else None
+    return does_not_fit(lacking, at_least=True) if lacking else None

@@ -10,24 +10,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile, ZipFile
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
-from offloadkit.errors import ConfigError, OffloadkitError, OutputError
+from offloadkit.errors import ConfigError, ModelError, OffloadkitError, OutputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def writable(folder: str | os.PathLike[str]) -> Path:
+def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
     """The folder, made where it was missing.
 
+    Args:
+        resume: it has a checkpoint to go on from, or nothing is made.
+
     Raises:
+        ConfigError: its name is empty; or it has no complete checkpoint, where `resume` wants one.
         OutputError: it cannot be made, or nothing can be written into it.
     """
+    if not os.fspath(folder):
+        raise ConfigError("output_dir is empty: pass the name of a folder ('.' is the current one)")
     path = Path(folder).expanduser()
     if path.exists() and not path.is_dir():
         raise OutputError(f"the output folder {path} is a file: pass another output_dir")
+    if resume:
+        newest_checkpoint(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
@@ -49,19 +58,55 @@ def newest_checkpoint(folder: Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    # The Trainer writes trainer_state.json last.
-    whole = [path for path in found if (path / "trainer_state.json").is_file() and (path / "optimizer.pt").is_file()]
+    whole = _complete_checkpoints(folder)
     if not whole:
         raise ConfigError(
             f"there is no complete checkpoint to resume from in {folder}: leave resume out to begin anew; a run writes "
             "checkpoints with save_strategy='epoch' (the default) or 'steps'"
         )
+    return whole[-1]
+
+
+def _complete_checkpoints(folder: Path) -> list[Path]:
+    """Those written to their end, the last one last."""
+    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    # The Trainer writes trainer_state.json last.
+    whole = [path for path in found if (path / "trainer_state.json").is_file() and (path / "optimizer.pt").is_file()]
 
     def age(path: Path) -> tuple[int, int]:
         return (path / "trainer_state.json").stat().st_mtime_ns, int(path.name.removeprefix("checkpoint-"))
 
-    return max(whole, key=age)
+    return sorted(whole, key=age)
+
+
+def check_readable(checkpoint: Path) -> None:
+    """Raise `ModelError` for a file of the checkpoint that is cut or broken. No more than its directory is read."""
+    for path in sorted(checkpoint.iterdir()):
+        why = why_broken(path)
+        if why is None:
+            continue
+        others = [other.name for other in _complete_checkpoints(checkpoint.parent) if other != checkpoint]
+        then = f"resume=True (--resume) then goes on from {others[-1]}" if others else "there is none before it"
+        raise ModelError(
+            f"{path.name} of the checkpoint {checkpoint} cannot be read ({why}): it is cut or broken. Delete the "
+            f"folder {checkpoint}; {then}"
+        )
+
+
+def why_broken(path: Path) -> str | None:
+    """Why a file of JSON, of safetensors or of `torch.save` cannot be opened; None where it can."""
+    try:
+        if path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+        elif path.suffix == ".safetensors":
+            with safe_open(path, framework="pt"):
+                pass
+        elif path.suffix in (".pt", ".pth", ".bin"):
+            with ZipFile(path):
+                pass
+    except (OSError, ValueError, SafetensorError, BadZipFile) as error:
+        return str(error)
+    return None
 
 
 def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:

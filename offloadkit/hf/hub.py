@@ -16,6 +16,7 @@ from offloadkit.errors import (
     ModelNotFoundError,
     OffloadkitError,
 )
+from offloadkit.hf.folders import why_broken
 from offloadkit.hf.presets import PRESETS, close_names
 
 _CONNECTION_CLASSES = {"TransportError", "LocalEntryNotFoundError", "XetDownloadError", "ChunkedEncodingError"}
@@ -61,7 +62,7 @@ def readable_hub_errors(name: str, *, kind: str = "model", found: bool = False) 
 
     Args:
         name: the hub name or the folder, as the messages show it.
-        kind: "model" or "dataset": whose page and whose error classes.
+        kind: "model", "tokenizer" or "dataset": whose page and whose error classes.
         found: some of it was read already, so a lost connection is no doubt about the name.
 
     Raises:
@@ -121,10 +122,12 @@ def unreachable(name: str, kind: str) -> OffloadkitError:
     why += ", and its cache on this machine holds nothing of that name"
     if kind == "dataset":
         return DataError(f"no dataset {name!r}: there is no such file, and {why}. {todo}")
+    if kind == "tokenizer":
+        other = "or pass tokenizer='byte' (one token a byte) for random weights, or a folder"
+        return ModelNotFoundError(f"the tokenizer of {name!r} is missing: {why}. {todo}; {other}")
     if name in PRESETS:
-        return ModelNotFoundError(
-            f"the files of {name!r} are on the hub, but {why}. {todo}; init='random' needs no network"
-        )
+        without = "init='random' with tokenizer='byte' needs no network"
+        return ModelNotFoundError(f"the files of {name!r} are on the hub, but {why}. {todo}; {without}")
     return ModelNotFoundError(f"{no_model_message(name, why)}. {todo}")
 
 
@@ -141,7 +144,7 @@ def _translate(error: BaseException, name: str, kind: str, found: bool) -> Offlo
     if status is not None and (status == 429 or status >= 500):
         return DownloadError(f"the hub answered {status} for {name!r}. {_RERUN}")
     lost = class_names & _CONNECTION_CLASSES or any(isinstance(link, ConnectionError | TimeoutError) for link in chain)
-    if lost or (kind == "model" and isinstance(error, OSError) and not os.path.isdir(name) and not hub_answers()):
+    if lost or (kind != "dataset" and isinstance(error, OSError) and not os.path.isdir(name) and not hub_answers()):
         if found or _is_cached(name, kind):
             return DownloadError(
                 f"no connection to the hub while files of {name!r} are missing ({chain[-1]}). {_RERUN}"
@@ -149,16 +152,29 @@ def _translate(error: BaseException, name: str, kind: str, found: bool) -> Offlo
         return unreachable(name, kind)
     if kind == "dataset":
         return None
-    if "SafetensorError" in class_names or isinstance(error, pickle.UnpicklingError):
+    cut = "PytorchStreamReader" in str(error)
+    if cut or "SafetensorError" in class_names or isinstance(error, pickle.UnpicklingError):
         return ModelError(
-            f"a weight file of {name!r} cannot be read ({chain[-1]}): it is broken, or holds more than plain tensors. "
-            "Delete it and run again"
+            f"{_broken_weights(name)} of {name!r} cannot be read ({chain[-1]}): it is broken, or holds more than plain "
+            f"tensors. {_PUT_IN_PLACE if os.path.isdir(name) else 'Delete it and run again: it is fetched anew'}"
         )
+    if kind == "model" and isinstance(error, OSError) and "no file named" in str(error) and os.path.isdir(name):
+        return ModelError(f"the folder {name!r} has no weights: {_DRAW} ({error})")
     if isinstance(error, OSError | ValueError | ImportError | RuntimeError) and "OutOfMemoryError" not in class_names:
         return ModelError(f"{name!r} cannot be loaded: {error}")
     return None
 
 
+def _broken_weights(name: str) -> str:
+    """The file of weights that cannot be opened, in a folder or in the hub's cache of the repository `name`."""
+    folders = [Path(name)] if os.path.isdir(name) else list(_snapshots(name, "model").glob("*"))
+    files = [path for folder in folders for end in ("safetensors", "bin") for path in sorted(folder.glob(f"*.{end}"))]
+    broken = [path for path in files if why_broken(path)] or files
+    return f"the weight file {broken[0]}" if len(broken) == 1 else "a weight file"
+
+
+_DRAW = 'init="random" (--random-weights) draws some; or pass the folder that save_pretrained wrote them to'
+_PUT_IN_PLACE = "Put a whole copy in its place"
 _RERUN = "Run the same again: a rerun resumes with the files that are still missing"
 
 
@@ -181,11 +197,16 @@ def _page(name: str, kind: str) -> str:
 
 def _is_cached(name: str, kind: str) -> bool:
     """Whether any file of the repository lies in the hub's cache on this machine."""
+    return _snapshots(name, kind).is_dir()
+
+
+def _snapshots(name: str, kind: str) -> Path:
+    """Where the hub's cache on this machine has the repository's files."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    snapshots = os.path.join(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind), "snapshots")
-    return os.path.isdir(snapshots)
+    repo_type = "dataset" if kind == "dataset" else "model"
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=repo_type), "snapshots")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -197,7 +197,7 @@ def load_tokenizer(
             return cast("PreTrainedTokenizerBase", ByT5Tokenizer())
         source = resolve(tokenizer)
         try:
-            with readable_hub_errors(source):
+            with readable_hub_errors(source, kind="tokenizer"):
                 tokenizer = cast(
                     "PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(source, **where_to_look(source))
                 )

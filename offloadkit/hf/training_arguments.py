@@ -6,9 +6,10 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from inspect import signature
 from typing import Any
 
-from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from offloadkit import hardware
@@ -57,6 +58,8 @@ def arguments_of_finetune(
     for name in given:
         if name in _OWN_NAMES:
             raise ConfigError(f"finetune has no {name}: pass {_OWN_NAMES[name]}=")
+        if name in signature(Trainer.__init__).parameters:
+            raise ConfigError(f"finetune has no {name}: offloadkit.OffloadTrainer and OffloadSeq2SeqTrainer take it")
         if name not in known:
             raise ConfigError(f"no argument {name!r}{did_you_mean(name, [*known, *_OWN_NAMES.values()])}")
     defaults = {

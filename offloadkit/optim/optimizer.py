@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offloadkit.config import OffloadConfig
-from offloadkit.errors import EngineStateError, ModelError
+from offloadkit.errors import ConfigError, EngineStateError, ModelError
 from offloadkit.optim.loss_scale import LossScale
 
 
@@ -150,10 +150,10 @@ def check_saved_run(saved: dict[str, Any], states: dict[str, dict[str, torch.Ten
 def check_precision(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
     """
     Raises:
-        ValueError: a saved state is of another dtype than the one it would be copied to.
+        ConfigError: a saved state is of another dtype than the one it would be copied to.
     """
     if "remainder" in saved and "remainder" not in own:
-        raise ValueError(
+        raise ConfigError(
             "the saved master weights have more bits than this run's working weights: go on with the working dtype "
             "that the run was saved with"
         )
@@ -161,7 +161,7 @@ def check_precision(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]
         if name not in saved or name not in own or saved[name].dtype == own[name].dtype:
             continue
         if not (own[name].dtype == torch.float32 and saved[name].is_floating_point()):
-            raise ValueError(
+            raise ConfigError(
                 f"saved {name} is {saved[name].dtype}, this run's is {own[name].dtype}: go on with the precision and "
                 "the working dtype that the run was saved with"
             )

@@ -25,7 +25,7 @@ from offloadkit.plan.shapes import (
     tier_bytes,
 )
 from offloadkit.plan.text import format_bytes
-from offloadkit.plan.work import MicroBatch, Pass, Stage
+from offloadkit.plan.work import MicroBatch, Pass, Rows, Stage
 
 __all__ = [
     "NUM_LANDINGS",
@@ -38,6 +38,7 @@ __all__ = [
     "MicroBatch",
     "Pass",
     "Plan",
+    "Rows",
     "Stage",
     "chunk_numel",
     "cpu_can_step",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from offloadkit.plan.costs import cpu_step_rate
 from offloadkit.plan.queues import FEW_CORES
-from offloadkit.plan.text import format_bytes
+from offloadkit.plan.text import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from offloadkit.hardware import Hardware
@@ -27,6 +27,8 @@ _MORE = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Budgets to try, as shares of the present one."""
 _WORTHWHILE = 1.05
 """Less than this times faster is not worth a sentence."""
+_SMALLER = 0.9
+"""A smaller micro-batch that still lacks more than this share of what the present one does is not worth a sentence."""
 _AS_BUSY = 0.85
 """What works for more than this share of the time of what works longest limits the step with it."""
 _DRAM_BOUND = 0.6
@@ -59,7 +61,8 @@ def replanned(plan: Plan, *, work: Any = None, hardware: Hardware | None = None,
 def nearest_fits(plan: Plan, most: int = 3) -> list[tuple[str, Plan]]:
     """Up to `most` plans that fit, each with what to ask for: those that change the least come first.
 
-    Tried in this order: states in fewer bytes, smaller micro-batches, both, states on disk, then a larger budget.
+    Tried in this order: states in fewer bytes, smaller micro-batches, both, states on disk, a larger budget, then
+    smaller micro-batches in a budget that is enlarged by less.
     """
     found: list[tuple[str, Plan]] = []
     for words, other in _others(plan):
@@ -88,28 +91,46 @@ def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
         on_disk = replanned(plan, hardware=basis.with_disk, disk=folder)
         yield f"optimizer states on disk (OffloadConfig(disk={folder!r}), or --disk {folder})", on_disk
     yield from _larger(plan)
+    for words, work in basis.smaller[-2:]:  # the leanest: less of a budget has to be added
+        lean = replanned(plan, work=work)
+        if sum(lean.lacking().values()) < _SMALLER * sum(plan.lacking().values()):
+            for budgets, other in _larger(lean):
+                yield f"{words} with {budgets}", other
 
 
 def _larger(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """The budgets that the plan itself asks for, which is the leanest there is."""
-    lacking: dict[str, Any] = {tier: plan.total_bytes(tier) for tier in plan.lacking() if tier in ("vram", "ram")}
-    if plan.on_cpu:
-        lacking = {"ram": plan.total_bytes("ram") + plan.total_bytes("vram")}
+    needs = plan.needs()
+    lacking: dict[str, Any] = {tier: needs[tier] for tier in plan.lacking() if tier in ("vram", "ram")}
     if lacking:
-        words = " and ".join(f"{format_bytes(need)} of {_NAMES[tier]}" for tier, need in lacking.items())
-        yield words, replanned(plan, **lacking)
+        yield " and ".join(_of_tiers(lacking)), replanned(plan, **lacking)
 
 
 def _fit(plan: Plan) -> Iterator[str]:
-    for tier, missing in plan.lacking().items():
-        need, have = plan.budgets[tier] + missing, plan.budgets[tier]
-        yield f"does not fit: needs {format_bytes(need)} of {_NAMES[tier]}, has {format_bytes(have)}"
     if plan.fits:
         return
+    wants = [
+        f"needs {format_bytes(plan.budgets[tier] + missing)} of {_NAMES[tier]}, has {format_bytes(plan.budgets[tier])}"
+        for tier, missing in plan.lacking().items()
+    ]
+    yield f"does not fit: {', and '.join(wants)}"
     for words, other in nearest_fits(plan):
-        needs = " and ".join(f"{format_bytes(other.total_bytes(tier))} of {_NAMES[tier]}" for tier in ("vram", "ram"))
-        speed = f", {other.seconds.step:.3g} s a step" if other.seconds else ""
-        yield f"{words} would fit: {needs}{speed}"
+        memory = " and ".join(_of_tiers({tier: other.needs()[tier] for tier in _tiers_to_name(plan, other)}))
+        takes = [memory] if memory else []
+        if other.seconds is not None:
+            takes.append(f"{format_seconds(other.seconds.step)} a step")
+        yield f"{words} would fit" + (f": {', '.join(takes)}" if takes else "")
+
+
+def _of_tiers(num_bytes: dict[str, int]) -> list[str]:
+    """ "1.23 GiB of VRAM" and so on."""
+    return [f"{format_bytes(number)} of {_NAMES[tier]}" for tier, number in num_bytes.items()]
+
+
+def _tiers_to_name(plan: Plan, other: Plan) -> list[str]:
+    """Those of VRAM and RAM of which `other` was not given more, which is named already; without a GPU all is RAM."""
+    tiers = ["ram"] if other.on_cpu else ["vram", "ram"]
+    return [tier for tier in tiers if other.budgets.get(tier) == plan.budgets.get(tier)]
 
 
 def _shares(plan: Plan) -> list[tuple[str, float]]:

@@ -12,7 +12,7 @@ from offloadkit.plan.memory import activations, choices, run_bytes
 from offloadkit.plan.search import Search
 from offloadkit.plan.seconds import Seconds, StepModel
 from offloadkit.plan.shapes import DEFAULT_PLACEMENT, LayerShape, possible
-from offloadkit.plan.work import MicroBatch
+from offloadkit.plan.work import MicroBatch, Rows
 
 TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
 
@@ -34,7 +34,7 @@ class Basis:
     """The machine with a folder that states could go to, where the user has named none; its rates are assumed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Sizes of a run and seconds of its steps, computed from shapes alone.
 
@@ -62,21 +62,21 @@ class Plan:
     seconds: Seconds | None = field(default=None, compare=False)
     large_gpu_seconds: float | None = field(default=None, compare=False)
     num_tokens: int | None = None
-    basis: Basis | None = field(default=None, compare=False, repr=False)
+    basis: Basis | None = field(default=None, compare=False)
 
     def total_bytes(self, tier: str) -> int:
         """Planned bytes of a tier."""
         return sum(self.tiers[tier].values())
 
     def needs(self) -> dict[str, int]:
-        """Planned bytes by tier. Without a GPU, what would be in VRAM is in RAM."""
+        """Planned bytes by tier. Without a GPU, what would be in VRAM is in RAM, and counts there too."""
         needs = {tier: self.total_bytes(tier) for tier in TIERS}
         if self.on_cpu:
-            needs["ram"] += needs.pop("vram")
+            needs["ram"] += needs["vram"]
         return needs
 
     def lacking(self) -> dict[str, int]:
-        """Bytes that are missing, by tier; {} where the plan fits."""
+        """Bytes that are missing, by tier; {} where the plan fits. Without a GPU VRAM has a wished budget only."""
         short = {tier: need - self.budgets[tier] for tier, need in self.needs().items() if tier in self.budgets}
         return {tier: number for tier, number in short.items() if number > 0}
 
@@ -90,6 +90,12 @@ class Plan:
         """Whether it was made for a machine without a GPU."""
         hardware = self.basis.hardware if self.basis else None
         return hardware is not None and hardware.device == "cpu"
+
+    @property
+    def rows(self) -> Rows | None:
+        """Batch size and lengths of a micro-batch; None without one to plan for."""
+        work = self.basis.work if self.basis else None
+        return work.rows if work else None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -112,6 +118,11 @@ class Plan:
         from offloadkit.plan.text import as_dict
 
         return as_dict(self)
+
+    def __repr__(self) -> str:
+        from offloadkit.plan.text import in_short
+
+        return f"Plan({in_short(self)})"
 
     def __str__(self) -> str:
         from offloadkit.plan.text import as_text

@@ -7,6 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offloadkit.hardware import Hardware
     from offloadkit.plan.plan import Plan
 
 _TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
@@ -45,12 +46,30 @@ def as_text(plan: Plan) -> str:
     return "\n".join([*lines, *(f"  {line}" for line in footing(plan))])
 
 
+def in_short(plan: Plan) -> str:
+    """One line: what is trained, on how much a step, and what that takes."""
+    needs = " and ".join(f"{format_bytes(plan.total_bytes(tier))} of {_TIERS[tier]}" for tier in ("vram", "ram"))
+    parts = [f"{plan.num_parameters:,} parameters in {len(plan.layers)} flat layers", *_tokens(plan), needs]
+    if plan.seconds is not None:
+        parts.append(f"{format_seconds(plan.seconds.step)} a step")
+    return ", ".join(parts if plan.fits else [*parts, "does not fit"])
+
+
 def heading(plan: Plan) -> list[str]:
-    """What is trained, and where the parts live."""
+    """What is trained, on how much a step, and where the parts live."""
     frozen = plan.num_parameters - plan.num_trainable_parameters
     kinds = Counter(layer.dtype for layer in plan.layers)
     first = f"{plan.num_parameters:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
-    return [f"{first} in {len(plan.layers)} flat layers, working weights {'+'.join(kinds)},", *_placed(plan)]
+    first += f" in {len(plan.layers)} flat layers, working weights {'+'.join(kinds)},"
+    return [first, *(f"  {line}" for line in _tokens(plan)), *_placed(plan)]
+
+
+def _tokens(plan: Plan) -> list[str]:
+    """ "8 x (512+128) tokens a step", if known; of several micro-batches how many comes first."""
+    if plan.rows is None:
+        return []
+    several = f"{plan.accumulation} x " if plan.accumulation > 1 else ""
+    return [f"{several}{plan.rows} tokens a step"]
 
 
 def _placed(plan: Plan) -> list[str]:
@@ -93,6 +112,9 @@ def _rows(plan: Plan) -> list[list[str]]:
     rows.append(["in all", *(format_bytes(plan.total_bytes(tier)) for tier in tiers)])
     if plan.budgets:
         rows.append(["available", *(format_bytes(plan.budgets[t]) if t in plan.budgets else "-" for t in tiers)])
+    if not plan.fits:
+        short = plan.lacking()
+        rows.append(["missing", *(format_bytes(short[t]) if t in short else "-" for t in tiers)])
     return rows
 
 
@@ -109,10 +131,19 @@ def footing(plan: Plan) -> list[str]:
         busy = [f"{name} {format_seconds(number)}" for name, number in plan.seconds.busy.items() if number]
         lines += _wrapped("busy: " + ", ".join(busy))
     if plan.basis is not None and plan.basis.assumed:
-        lines.append("(this card was not measured: seconds are those of an assumed one)")
-    for tier, number in plan.lacking().items():
-        lines.append(f"does not fit: {format_bytes(number)} of {_TIERS[tier]} are missing")
+        lines += _wrapped(f"(not measured: seconds are those of an assumed {_rates(plan.basis.hardware)})")
     return lines
+
+
+def _rates(machine: Hardware | None) -> str:
+    """The machine by its rates: it has no name."""
+    if machine is None:
+        return "machine"
+    return (
+        f"card with {machine.bf16_flops_per_second / 1e12:.3g} TFLOP/s in bf16 and VRAM of "
+        f"{machine.vram_bytes_per_second / 1e9:.3g} GB/s, {machine.h2d_bytes_per_second / 1e9:.3g} GB/s from RAM of "
+        f"{machine.dram_bytes_per_second / 1e9:.3g} GB/s, and {machine.num_cores} cores"
+    )
 
 
 def _wrapped(text: str, width: int = 76) -> list[str]:
@@ -146,6 +177,9 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "num_parameters": plan.num_parameters,
         "num_trainable_parameters": plan.num_trainable_parameters,
+        "batch_size": plan.rows.batch_size if plan.rows else None,
+        "input_length": plan.rows.input_length if plan.rows else None,
+        "target_length": plan.rows.target_length if plan.rows else None,
         "gradient_accumulation": plan.accumulation,
         "bytes": plan.tiers,
         "total_bytes": {tier: plan.total_bytes(tier) for tier in plan.tiers},

@@ -58,9 +58,26 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The shape of a micro-batch: rows, and tokens of each."""
+
+    batch_size: int
+    input_length: int
+    target_length: int | None
+    """Of a decoder of its own; None for a model without one."""
+
+    def __str__(self) -> str:
+        """ "8 x (512+128)" or "8 x 512"."""
+        lengths = self.input_length if self.target_length is None else f"({self.input_length}+{self.target_length})"
+        return f"{self.batch_size} x {lengths}"
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Forward and backward over one micro-batch, in forward order."""
 
     stages: tuple[Stage, ...]
     num_tokens: int
     """Positions that the model reads and, with a decoder of its own, writes; padding counts."""
+    rows: Rows | None = None
+    """None where only what it computes is known."""

@@ -200,7 +200,11 @@ def test_without_a_network_the_cache_serves_and_a_missing_model_is_told_at_once(
         answer = ask("model", name)
         assert answer["error"] == "ModelNotFoundError"
         assert f"the hub at {hub.url} could not be reached" in answer["message"]
-    assert "init='random' needs no network" in answer["message"]
+    assert "init='random' with tokenizer='byte' needs no network" in answer["message"]
+    answer = ask("tokenizer", "flan-t5-small")
+    assert answer["error"] == "ModelNotFoundError"
+    assert answer["message"].startswith("the tokenizer of 'google/flan-t5-small' is missing: the hub at ")
+    assert answer["message"].endswith("or pass tokenizer='byte' (one token a byte) for random weights, or a folder")
     assert ask("model", "org/half-cached")["error"] == "DownloadError"
     assert ask("dataset", "org/never-seen")["error"] == "DataError"
     assert time.monotonic() - start < 10  # the hub's client alone retries each of them for 20 s
