@@ -10,11 +10,11 @@ import torch
 from offloadkit.compare.steps import LEAST_STEPS
 from offloadkit.compare.work import Work, model_to_plan
 from offloadkit.config import OffloadConfig
-from offloadkit.plan import Plan, format_bytes
+from offloadkit.plan import Plan
 from offloadkit.plan.memory import activations
+from offloadkit.plan.text import does_not_fit
 from offloadkit.planning import plan
 
-TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
 _SURE_SHARE = 0.8
 """Of the planned activations: what is left for error before something is said not to fit without being tried."""
 
@@ -65,7 +65,7 @@ def forecast(work: Work, device: torch.device) -> Forecast:
         gradient_accumulation=work.accumulation,
         precision=work.precision,
         working_dtype=work.dtype_on(device),
-        vram=work.vram if device.type != "cpu" else None,
+        vram=work.vram_on(device),
         ram=work.ram,
     )
     lengths: dict[str, Any] = {"max_input_length": work.input_length, "max_target_length": work.target_length}
@@ -85,7 +85,7 @@ def in_numbers(made: Plan) -> Forecast:
         num_parameters=made.num_parameters,
         dtype=max((layer.dtype for layer in made.layers), key=[layer.dtype for layer in made.layers].count),
         on_cpu=made.on_cpu,
-        lacking={tier: (made.budgets[tier] + lack, made.budgets[tier]) for tier, lack in made.lacking().items()},
+        lacking={tier: (made.needs()[tier], made.budgets[tier]) for tier in made.lacking()},
         limits=dict(made.budgets),
         vram_bytes=made.total_bytes("vram"),
         ram_bytes=made.total_bytes("ram") + (made.total_bytes("vram") if made.on_cpu else 0),
@@ -122,16 +122,6 @@ def from_row(row: dict[str, Any]) -> Forecast:
     """Back from JSON."""
     lacking = {tier: (int(needs), int(has)) for tier, (needs, has) in row["lacking"].items()}
     return Forecast(**{**row, "lacking": lacking})
-
-
-def does_not_fit(lacking: dict[str, tuple[int, int]], *, at_least: bool = False) -> str:
-    """ "does not fit: needs 38 GiB of VRAM, has 11 GiB"."""
-    least = "at least " if at_least else ""
-    wants = [
-        f"needs {least}{format_bytes(needs)} of {TIERS[tier]}, has {format_bytes(has)}"
-        for tier, (needs, has) in lacking.items()
-    ]
-    return f"does not fit: {', and '.join(wants)}"
 
 
 def hopeless(engine: str, made: Forecast, *, recomputed: bool) -> str | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from offloadkit.plan.costs import cpu_step_rate
 from offloadkit.plan.queues import FEW_CORES
-from offloadkit.plan.text import format_bytes, format_seconds
+from offloadkit.plan.text import does_not_fit, format_bytes, format_seconds, of_tiers
 
 if TYPE_CHECKING:
     from offloadkit.hardware import Hardware
@@ -103,28 +103,19 @@ def _larger(plan: Plan) -> Iterator[tuple[str, Plan]]:
     needs = plan.needs()
     lacking: dict[str, Any] = {tier: needs[tier] for tier in plan.lacking() if tier in ("vram", "ram")}
     if lacking:
-        yield " and ".join(_of_tiers(lacking)), replanned(plan, **lacking)
+        yield of_tiers(lacking), replanned(plan, **lacking)
 
 
 def _fit(plan: Plan) -> Iterator[str]:
     if plan.fits:
         return
-    wants = [
-        f"needs {format_bytes(plan.budgets[tier] + missing)} of {_NAMES[tier]}, has {format_bytes(plan.budgets[tier])}"
-        for tier, missing in plan.lacking().items()
-    ]
-    yield f"does not fit: {', and '.join(wants)}"
+    yield does_not_fit({tier: (plan.needs()[tier], plan.budgets[tier]) for tier in plan.lacking()})
     for words, other in nearest_fits(plan):
-        memory = " and ".join(_of_tiers({tier: other.needs()[tier] for tier in _tiers_to_name(plan, other)}))
+        memory = of_tiers({tier: other.needs()[tier] for tier in _tiers_to_name(plan, other)})
         takes = [memory] if memory else []
         if other.seconds is not None:
             takes.append(f"{format_seconds(other.seconds.step)} a step")
         yield f"{words} would fit" + (f": {', '.join(takes)}" if takes else "")
-
-
-def _of_tiers(num_bytes: dict[str, int]) -> list[str]:
-    """ "1.23 GiB of VRAM" and so on."""
-    return [f"{format_bytes(number)} of {_NAMES[tier]}" for tier, number in num_bytes.items()]
 
 
 def _tiers_to_name(plan: Plan, other: Plan) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -48,11 +49,25 @@ def as_text(plan: Plan) -> str:
 
 def in_short(plan: Plan) -> str:
     """One line: what is trained, on how much a step, and what that takes."""
-    needs = " and ".join(f"{format_bytes(plan.total_bytes(tier))} of {_TIERS[tier]}" for tier in ("vram", "ram"))
+    needs = of_tiers({tier: plan.total_bytes(tier) for tier in ("vram", "ram")})
     parts = [f"{plan.num_parameters:,} parameters in {len(plan.layers)} flat layers", *_tokens(plan), needs]
     if plan.seconds is not None:
         parts.append(f"{format_seconds(plan.seconds.step)} a step")
     return ", ".join(parts if plan.fits else [*parts, "does not fit"])
+
+
+def of_tiers(num_bytes: Mapping[str, int]) -> str:
+    """ "1.23 GiB of VRAM and 4.56 GiB of RAM"."""
+    return " and ".join(f"{format_bytes(number)} of {_TIERS[tier]}" for tier, number in num_bytes.items())
+
+
+def does_not_fit(lacking: Mapping[str, tuple[int, int]], *, at_least: bool = False) -> str:
+    """ "does not fit: needs 38 GiB of VRAM, has 11 GiB", of {tier: (needs, has)} in bytes."""
+    least = "at least " if at_least else ""
+    wants = [
+        f"needs {least}{of_tiers({tier: needs})}, has {format_bytes(has)}" for tier, (needs, has) in lacking.items()
+    ]
+    return f"does not fit: {', and '.join(wants)}"
 
 
 def heading(plan: Plan) -> list[str]:
