@@ -39,7 +39,7 @@ class Offloadkit:
             gradient_accumulation=work.accumulation,
             precision=work.precision,
             working_dtype=dtype,  # type: ignore[arg-type]
-            vram=work.vram if device.type != "cpu" else None,
+            vram=work.vram_on(device),
             ram=work.ram,
         )
         lengths: dict[str, Any] = {"max_input_length": work.input_length, "max_target_length": work.target_length}

@@ -76,6 +76,10 @@ class Work:
         default = default_dtype(on_gpu=device.type == "cuda", native_bf16=hardware.supports_bf16(device))
         return self.dtype or default
 
+    def vram_on(self, device: torch.device) -> int | None:
+        """The budget of VRAM on `device`: without a GPU there is none to limit."""
+        return None if device.type == "cpu" else self.vram
+
     @property
     def rows(self) -> int:
         """Of one step."""
