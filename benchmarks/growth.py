@@ -59,8 +59,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["t5-large", "t5-3b"])
-    sizes = [2, 8, 32, 128]
-    parser.add_argument("--samples", nargs="+", type=int, default=sizes, help=f"of a step (default: {sizes})")
+    of_a_step = "of a step (default: %(default)s)"
+    parser.add_argument("--samples", nargs="+", type=int, default=[2, 8, 32, 128], help=of_a_step)
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--compile", action="store_true", help="compile offloadkit's repeated blocks")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
@@ -101,7 +101,7 @@ def read_rows(path: Path) -> list[Row]:
     if not path.is_file():
         raise SystemExit(f"there is no file {path}: name a result file of benchmarks.growth")
     result: Any = None
-    with suppress(ValueError):
+    with suppress(OSError, ValueError):
         result = json.loads(path.read_text())
     if not isinstance(result, dict) or result.get("mode") != "growth":
         raise SystemExit(f"{path} is no result file of benchmarks.growth: name one that it wrote")

@@ -19,10 +19,9 @@ w5() { steps t5-3b-8x640-24gib-2-cores-h200 "${t5[@]}" --batch 8 --budget 24 --c
 w6() { steps llama-3b-8x1024-h200 "${llama[@]}" --batch 8 --budget 48 24 --engine planned planned-compiled gpu-ours gpu ao zero2 roundpipe; }
 w7() { steps llama-3b-32x1024-24gib-h200 "${llama[@]}" --batch 32 --budget 24 --engine planned planned-compiled gpu-ours gpu zero2 roundpipe --ckpt gpu gpu-ours zero2; }
 
-growth() { # [MODELS...]
-    local models=(${*:+--models "$@"})
-    python -m benchmarks.growth --out "$OUT/growth-h200.json" "${commit[@]}" "${models[@]}"
-    python -m benchmarks.growth --out "$OUT/growth-h200.json" "${commit[@]}" "${models[@]}" --engine planned --compile
+growth() {
+    python -m benchmarks.growth --out "$OUT/growth-h200.json" "${commit[@]}"
+    python -m benchmarks.growth --out "$OUT/growth-h200.json" "${commit[@]}" --engine planned --compile
 }
 
 plans() { python -m benchmarks.plans --out "$OUT/plans-h200.json" "${commit[@]}"; }

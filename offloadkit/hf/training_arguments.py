@@ -58,10 +58,11 @@ def arguments_of_finetune(
     for name in given:
         if name in _OWN_NAMES:
             raise ConfigError(f"finetune has no {name}: pass {_OWN_NAMES[name]}=")
+        if name in known:
+            continue
         if name in signature(Trainer.__init__).parameters:
             raise ConfigError(f"finetune has no {name}: offloadkit.OffloadTrainer and OffloadSeq2SeqTrainer take it")
-        if name not in known:
-            raise ConfigError(f"no argument {name!r}{did_you_mean(name, [*known, *_OWN_NAMES.values()])}")
+        raise ConfigError(f"no argument {name!r}{did_you_mean(name, [*known, *_OWN_NAMES.values()])}")
     defaults = {
         "bf16": dtype == "bf16",
         "fp16": dtype == "fp16",

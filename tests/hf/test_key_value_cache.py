@@ -14,6 +14,8 @@ import offloadkit
 from offloadkit.config import OffloadConfig
 from tests.hf.training import seq2seq_rows, t5, train
 
+SHAPE: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 384}
+
 
 def cached(model: Any) -> set[bool]:
     return {module.config.use_cache for module in model.modules() if hasattr(module, "config")}
@@ -36,11 +38,10 @@ def test_no_stack_keeps_any_while_training_unless_asked_to(use: bool, tmp_path: 
 
 
 def test_a_plan_counts_none() -> None:
-    shape: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 384}
     plans = []
     for use in (False, True):
         with torch.device("meta"):
-            model = T5ForConditionalGeneration(T5Config(**shape, use_cache=use))
+            model = T5ForConditionalGeneration(T5Config(**SHAPE, use_cache=use))
         plans.append(offloadkit.plan(model, offload=OffloadConfig(), batch_size=2, device=torch.device("cpu")))
         assert cached(model) == {False, use}
     assert plans[0].tiers == plans[1].tiers
@@ -48,8 +49,7 @@ def test_a_plan_counts_none() -> None:
 
 
 def test_a_run_that_goes_on_rounds_as_one_that_was_not_interrupted(tmp_path: Path) -> None:
-    shape: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 384}
-    T5Config(**shape, decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"]).save_pretrained(
+    T5Config(**SHAPE, decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"]).save_pretrained(
         tmp_path / "config"
     )
     rows = [{"input": f"{number} and {number}", "target": str(2 * number)} for number in range(24)]
