@@ -84,7 +84,7 @@ class Planned(_OffloadkitLoop):
         from offloadkit.config import OffloadConfig
         from offloadkit.engine import OffloadEngine
         from offloadkit.hf.chunked_loss import compute_loss_in_chunks
-        from offloadkit.hf.fused_norms import fuse_norms
+        from offloadkit.hf.own_compute import fuse
         from offloadkit.planning import check_fits, plan
 
         self.model, draw = build_lazily(work, device)
@@ -109,8 +109,7 @@ class Planned(_OffloadkitLoop):
         check_fits(self.plan)
         cap_vram(self.plan.budgets["vram"], device)
         compute_loss_in_chunks(self.model)
-        if not work.compile_blocks:
-            fuse_norms(self.model)
+        fuse(self.model, compiled=work.compile_blocks)
         self.engine = OffloadEngine(self.model, config, device=device, plan=self.plan, materialise=draw)
         self.seconds = {"pin": self.engine.pinning_seconds}
         self._states = self.engine._placed.states

@@ -73,7 +73,7 @@ def build(model: str, num_blocks: int, *, fused: bool) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
     from offloadkit.hf.chunked_loss import compute_loss_in_chunks
-    from offloadkit.hf.fused_norms import fuse_norms
+    from offloadkit.hf.own_compute import fuse
 
     if model == "t5":
         shape = {"d_model": 256, "d_kv": 64, "num_heads": 4, "d_ff": 1024, "num_layers": num_blocks}
@@ -86,7 +86,7 @@ def build(model: str, num_blocks: int, *, fused: bool) -> Any:
     made = made.bfloat16().train()
     compute_loss_in_chunks(made)
     if fused:
-        fuse_norms(made)
+        fuse(made)
     return made
 
 

@@ -172,12 +172,12 @@ def checkpoint_activations(model: PreTrainedModel, work: Workload) -> None:
 def use_our_compute(model: PreTrainedModel, work: Workload) -> None:
     """Have `model` compute as it does under offloadkit: the one difference between the baselines gpu and gpu-ours.
 
-    Without a choice of the work's it is what `finetune` takes: eager attention for T5, and norms of one kernel.
+    Without a choice of the work's it is what `finetune` takes: attention of one kernel for T5, and norms of one kernel.
     """
     from offloadkit.hf.fused_norms import fuse_norms
     from offloadkit.hf.models import EAGER_ATTENTION
+    from offloadkit.hf.own_compute import fuse
 
-    fuse_norms(model)
     attention = work.attention
     if attention == "default":
         attention = "eager" if model.config.model_type in EAGER_ATTENTION else ""
@@ -185,6 +185,7 @@ def use_our_compute(model: PreTrainedModel, work: Workload) -> None:
         for module in model.modules():  # T5's stacks have configs of their own, which transformers 5.17 does not reach
             if hasattr(module, "config"):
                 module.config._attn_implementation = attention
+    (fuse if work.attention == "default" else fuse_norms)(model)
 
 
 def random_tokens(work: Workload, index: int, batch_size: int) -> Batch:

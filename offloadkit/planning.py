@@ -25,9 +25,9 @@ from offloadkit.errors import ConfigError, DoesNotFitError, OutputError
 from offloadkit.hardware import Hardware
 from offloadkit.hf.chunked_loss import compute_loss_in_chunks
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
-from offloadkit.hf.fused_norms import fuse_norms
 from offloadkit.hf.key_value_cache import without_caches
 from offloadkit.hf.models import EAGER_ATTENTION, Task, check_kind, infer_task, load_config, meta_model
+from offloadkit.hf.own_compute import fuse
 from offloadkit.offload.disk import unfit_for_states
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of
 from offloadkit.offload.micro_batch import trace_micro_batch
@@ -243,8 +243,8 @@ class _Subject:
             for slot in layer.slots:
                 slot.parameter.data = slot.parameter.data.to(layer.dtype)
         compute_loss_in_chunks(on_meta)
-        if machine.device != "cpu" and not config.compile_blocks:
-            fuse_norms(on_meta)
+        if machine.device != "cpu":
+            fuse(on_meta, compiled=config.compile_blocks)
         return cls(on_meta.train(), layers, task or infer_task(on_meta.config))
 
     def rows(

@@ -14,6 +14,7 @@ from offloadkit.plan.costs import (
     CPU_EFFICIENCY,
     KERNEL_SECONDS,
     NORM_EFFICIENCY,
+    OWN_EFFICIENCY,
     STEP_LAUNCHES,
     pass_seconds,
 )
@@ -57,6 +58,8 @@ def test_a_pass_takes_what_its_products_and_its_other_operations_take() -> None:
     assert pass_seconds(work, machine(fp16_flops_per_second=1e12), "bf16") < 1e-3
     both = machine(bf16_flops_per_second=1e12, vram_bytes_per_second=1e12)
     assert pass_seconds(replace(work, matmul_bytes=3 * 10**12), both, "bf16") == pytest.approx(1 + 3)
+    own = Pass(own_flops=10**12)
+    assert pass_seconds(own, machine(bf16_flops_per_second=1e12), "bf16") == pytest.approx(1 / OWN_EFFICIENCY)
 
 
 def test_many_small_operations_take_as_long_as_starting_them() -> None:

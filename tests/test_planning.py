@@ -65,7 +65,7 @@ def test_what_is_missing_and_what_would_fit_are_said_once() -> None:
 
 
 def test_fewer_rows_are_proposed_where_activations_are_too_large() -> None:
-    made = offloadkit.plan("t5-base", vram="2GiB", ram="16GiB", batch_size=32)
+    made = offloadkit.plan("t5-base", vram="1.5GiB", ram="16GiB", batch_size=32)
     assert not made.fits
     words = [words for words, _ in nearest_fits(made)]
     assert len(words) == 3
@@ -82,7 +82,7 @@ def test_where_no_change_is_enough_alone_fewer_rows_in_a_smaller_budget_are_prop
 
 
 def test_the_batch_size_is_chosen_before_what_lives_where() -> None:
-    sizes = [offloadkit.plan("t5-base", vram=f"{vram}GiB", ram="30GiB").num_tokens for vram in (2, 3, 4, 24)]
+    sizes = [offloadkit.plan("t5-base", vram=f"{vram}GiB", ram="30GiB").num_tokens for vram in (1.5, 2, 4, 24)]
     rows = [tokens // 640 for tokens in sizes if tokens]
     assert rows == sorted(rows)
     assert rows[0] < rows[-1] == 32

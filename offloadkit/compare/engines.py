@@ -16,7 +16,7 @@ from offloadkit.compare.work import LEARNING_RATE, MAX_GRAD_NORM, Batch, Work, l
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.hf.chunked_loss import compute_loss_in_chunks
-from offloadkit.hf.fused_norms import fuse_norms
+from offloadkit.hf.own_compute import fuse
 from offloadkit.planning import check_fits, plan
 
 FP16_LOSS_SCALE = 1024.0
@@ -47,7 +47,7 @@ class Offloadkit:
         check_fits(self._plan)
         cap_vram(work.vram, device)
         compute_loss_in_chunks(model)
-        fuse_norms(model)
+        fuse(model)
         self._engine = OffloadEngine(model, config, device=device, plan=self._plan, materialise=draw)
 
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -11,8 +11,8 @@ import torch
 
 from offloadkit import hardware
 from offloadkit.hf.building import Task, auto_class_of, build, completed, draw_lazily, infer_task
-from offloadkit.hf.fused_norms import fuse_norms
 from offloadkit.hf.models import EAGER_ATTENTION, load_config
+from offloadkit.hf.own_compute import fuse
 from offloadkit.hf.weight_files import Materialise, become
 from offloadkit.plan import Dtype
 from offloadkit.planning import default_dtype
@@ -143,7 +143,7 @@ def plain_model(work: Work, dtype: str, weights_on: torch.device, device: torch.
     with _default_dtype(_DTYPES[dtype]), weights_on, no_init_weights():
         model: Any = auto_class_of(config, infer_task(config)).from_config(config, dtype=_DTYPES[dtype])
     if work.our_compute:
-        fuse_norms(model)
+        fuse(model)
     model.tie_weights()
     generator = torch.Generator(device).manual_seed(work.seed)
     with torch.no_grad():

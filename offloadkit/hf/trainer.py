@@ -28,8 +28,8 @@ from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.chunked_loss import compute_loss_in_chunks
 from offloadkit.hf.folders import written_to
-from offloadkit.hf.fused_norms import fuse_norms
 from offloadkit.hf.key_value_cache import without_caches
+from offloadkit.hf.own_compute import fuse
 from offloadkit.hf.targets import num_targets, on_device, with_a_target
 from offloadkit.hf.training_arguments import check_arguments, engine_config, left_to_the_engine
 from offloadkit.offload.shortage import explained_shortage
@@ -156,8 +156,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self._own_compute.callback(compute_loss_in_chunks(self.model))
             if not self.args.use_cache:
                 self._own_compute.callback(without_caches(self.model))
-            if not self.offload.compile_blocks:
-                self._own_compute.callback(fuse_norms(self.model))
+            self._own_compute.callback(fuse(self.model, compiled=self.offload.compile_blocks))
         optimizer: Any = self.engine.optimizer
         # accelerate leaves a prepared optimizer alone; its own wrapper would copy all states to the GPU.
         optimizer._is_accelerate_prepared = True

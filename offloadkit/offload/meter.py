@@ -160,7 +160,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if function.overloadpacket in _FLASH:
                 args = _with_a_key_for_each_query(args)
             number = flops(*args, **kwargs, out_val=output)
-            self.total += Pass(flops=number, matmul_bytes=moved, num_operations=1)
+            name = "own_flops" if function.namespace == "offloadkit" else "flops"
+            self.total += Pass(**{name: number}, matmul_bytes=moved, num_operations=1)
 
 
 def _with_a_key_for_each_query(args: Sequence[Any]) -> list[Any]:

@@ -12,6 +12,8 @@ from offloadkit.plan.work import Pass
 ELEMENTWISE_EFFICIENCY = 0.7
 """Share of the VRAM's measured rate that a model's operations reach which are no products (reductions, broadcasts,
 strides)."""
+OWN_EFFICIENCY = 0.4
+"""Share of the measured rate of products that our kernel of T5's attention reaches, beside its reading and writing."""
 COMPILED_TRAFFIC = 0.6
 """What a compiled block's other operations read and write of what they do one by one."""
 STEP_EFFICIENCY = 0.85
@@ -37,7 +39,7 @@ def pass_seconds(work: Pass, hardware: Hardware, dtype: str, *, compiled: bool =
     the product is large and square."""
     flops: float = getattr(hardware, f"{dtype}_flops_per_second")
     memory = hardware.vram_bytes_per_second
-    products = work.flops / flops + work.matmul_bytes / memory
+    products = (work.flops + work.own_flops / OWN_EFFICIENCY) / flops + work.matmul_bytes / memory
     rest = work.moved_bytes * (COMPILED_TRAFFIC if compiled else 1.0) / (memory * ELEMENTWISE_EFFICIENCY)
     return products + rest + work.num_operations * KERNEL_SECONDS
 

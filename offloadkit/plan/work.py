@@ -11,8 +11,10 @@ class Pass:
 
     flops: int = 0
     """Of matrix products and attention; a multiplication and an addition are two."""
+    own_flops: int = 0
+    """The same in kernels of our own."""
     matmul_bytes: int = 0
-    """Read and written by these."""
+    """Read and written by all products."""
     moved_bytes: int = 0
     """Read and written by all other operations."""
     num_operations: int = 0
@@ -21,6 +23,7 @@ class Pass:
     def __add__(self, other: Pass) -> Pass:
         return Pass(
             self.flops + other.flops,
+            self.own_flops + other.own_flops,
             self.matmul_bytes + other.matmul_bytes,
             self.moved_bytes + other.moved_bytes,
             self.num_operations + other.num_operations,
@@ -29,6 +32,7 @@ class Pass:
     def __sub__(self, other: Pass) -> Pass:
         return Pass(
             self.flops - other.flops,
+            self.own_flops - other.own_flops,
             self.matmul_bytes - other.matmul_bytes,
             self.moved_bytes - other.moved_bytes,
             self.num_operations - other.num_operations,

@@ -1,0 +1,220 @@
+"""`torch.ops.offloadkit.attention`: attention with a position bias, differentiable, by `triton_attention`'s kernels;
+on the meta device shapes and flops alone."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+try:
+    from offloadkit.hf import triton_attention
+except ImportError:
+    triton_attention = None  # type: ignore[assignment]
+
+WIDTHS = (16, 32, 64, 128)
+"""Of a head."""
+DTYPES = (torch.bfloat16, torch.float16)
+LEAST_QUERIES = 16
+"""A matrix product's least; fewer are a text being generated."""
+_LEAST_CAPABILITY = (8, 0)
+"""Older GPUs are not tried: none was measured."""
+_AT_ONCE_BYTES = 128 << 20
+"""Of the weights, and of the gradients of the scores, that backward writes for some heads before it takes the next."""
+_BLOCKS = {"forward": (64, 32, 4, 3), "scores": (64, 32, 4, 2), "queries": (128, 64, 8, 3), "keys": (32, 64, 4, 3)}
+"""Queries, keys, warps and stages, within what shared memory a block of threads has (bytes for a width of 128: 64, 96,
+96 and 72 KiB)."""
+
+_cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
+_kernels: Any = triton_attention
+
+
+@cache
+def available() -> bool:
+    """Whether the kernels run on this machine's current CUDA device; warns once where Triton is there but fails."""
+    if _kernels is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
+        return False
+    query = torch.zeros((1, 1, LEAST_QUERIES, WIDTHS[0]), dtype=DTYPES[0], device="cuda")
+    bias = query.new_zeros((1, 1, LEAST_QUERIES, LEAST_QUERIES))
+    try:
+        outputs = attention(query, query, query, bias, None, 1.0, 0.1)
+        attention_backward(outputs[0], query, query, query, bias, None, *outputs, 1.0, 0.1, True)
+    except torch.OutOfMemoryError:  # says nothing of the kernels
+        raise
+    except Exception as error:  # the compiler, its driver and the C compiler it calls raise many types
+        warnings.warn(f"Triton could not build T5's attention, so the model's own is used: {error}", stacklevel=2)
+        return False
+    return True
+
+
+@torch.library.custom_op("offloadkit::attention", mutates_args=())
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """softmax(query @ key^T * scaling + bias + mask) @ value, weights dropped by a seed that is drawn here: a compiler
+    may draw it again for backward, but runs no operation again that it knows nothing of.
+
+    Args:
+        query, key, value: (batch, heads, queries or keys, width), one of `DTYPES`; the last stride is 1.
+        bias: (1, heads, queries, keys), any floating-point dtype, contiguous.
+        mask: (batch, 1, queries, keys), any floating-point dtype, added; the last stride is 1.
+        dropout: the share of weights that is dropped; the others are divided by 1 - dropout.
+
+    Returns:
+        (batch, queries, heads, width), contiguous; fp32 (batch, heads, queries): each row's largest score, and its sum
+        of exp(score - largest); the seed, int64 ().
+    """
+    *outputs, seed = found = _empty_outputs(query)
+    if dropout:
+        seed.random_()
+    batch, heads, queries, _ = query.shape
+    arrays, numbers, constants = _arguments((query, key, value, bias, mask, seed), scaling, dropout)
+    blocks = _blocks("forward", query)
+    with _cuda.device_of(query):
+        grid = (-(-queries // blocks["block_queries"]), batch * heads)
+        _kernels.forward[grid](*arrays, *outputs, *numbers, **constants, **blocks)
+    return found
+
+
+@torch.library.custom_op("offloadkit::attention_backward", mutates_args=())
+def attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    output: Tensor,
+    largest: Tensor,
+    total: Tensor,
+    seed: Tensor,
+    scaling: float,
+    dropout: float,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, in the layout of `output`, and of bias (empty where it is not asked for); and
+    what was written on the way, of no use to the caller but counted by who counts memory.
+
+    Args:
+        gradient: of `output`, contiguous.
+    """
+    found = d_query, d_key, d_value, d_bias, between = _empty_gradients(query, key, bias, of_bias)
+    batch, heads, queries, width = query.shape
+    keys, at_once = key.shape[2], between.shape[2]
+    arrays, numbers, constants = _arguments((query, key, value, bias, mask, seed), scaling, dropout)
+    products = torch.empty_like(largest)
+    sizes = [heads, queries, keys, scaling]
+    of_rows, of_scores, of_queries, of_keys = (_blocks(name, query) for name in _BLOCKS)
+    with _cuda.device_of(query):
+        grid: tuple[int, ...] = (_number(queries, of_rows["block_queries"]), batch * heads)
+        block = of_rows["block_queries"]
+        _kernels.products_of_rows[grid](gradient, output, products, heads, queries, width=width, block_queries=block)
+        for first in range(0, heads, at_once):
+            some = min(at_once, heads - first)
+            used, d_scores = between[0], between[1]
+            grid = (_number(queries, of_scores["block_queries"]), _number(keys, of_scores["block_keys"]), some)
+            _kernels.of_scores[grid](
+                *arrays, gradient, largest, total, products, used, d_scores, d_bias, batch, first, *numbers,
+                of_bias=of_bias, **constants, **of_scores,
+            )  # fmt: skip
+            grid = (_number(queries, of_queries["block_queries"]), batch * some)
+            _kernels.of_queries[grid](
+                key, d_scores, d_query, first, some, *key.stride()[:3], *sizes, width=width, **of_queries
+            )
+            grid = (_number(keys, of_keys["block_keys"]), batch * some)
+            _kernels.of_keys_and_values[grid](
+                query, gradient, used, d_scores, d_key, d_value, first, some, *query.stride()[:3], *sizes,
+                width=width, **of_keys,
+            )  # fmt: skip
+    return found
+
+
+@attention.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_outputs(query)
+
+
+@attention_backward.register_fake
+def _(_gradient: Tensor, query: Tensor, key: Tensor, _value: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _empty_gradients(query, key, bias, rest[-1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scaling, ctx.dropout = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    of_bias = ctx.needs_input_grad[3]
+    *found, d_bias, _ = attention_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.scaling, ctx.dropout, of_bias)
+    return *(one.transpose(1, 2) for one in found), d_bias if of_bias else None, None, None, None
+
+
+attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.offloadkit.attention)
+def _flops(query: tuple[int, ...], key: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 2 * _flops_of_a_product(query, key)
+
+
+@register_flop_formula(torch.ops.offloadkit.attention_backward)
+def _backward_flops(_: tuple[int, ...], query: tuple[int, ...], key: tuple[int, ...], *__: Any, **___: Any) -> int:
+    return 5 * _flops_of_a_product(query, key)
+
+
+def _flops_of_a_product(query: tuple[int, ...], key: tuple[int, ...]) -> int:
+    batch, heads, queries, width = query
+    return 2 * batch * heads * queries * key[2] * width
+
+
+def _empty_outputs(query: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, queries, width = query.shape
+    largest, total = (query.new_empty((batch, heads, queries), dtype=torch.float32) for _ in range(2))
+    return query.new_empty((batch, queries, heads, width)), largest, total, query.new_empty((), dtype=torch.int64)
+
+
+def _empty_gradients(
+    query: Tensor, key: Tensor, bias: Tensor, of_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    d_key, d_value = (key.new_empty((batch, keys, heads, width)) for _ in range(2))
+    d_bias = torch.empty_like(bias) if of_bias else bias.new_empty(0)
+    times = -(-heads * batch * queries * keys * query.element_size() // _AT_ONCE_BYTES)
+    between = query.new_empty((2, batch, -(-heads // min(times, heads)), queries, keys))
+    return query.new_empty((batch, queries, heads, width)), d_key, d_value, d_bias, between
+
+
+def _arguments(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], scaling: float, dropout: float
+) -> tuple[list[Tensor], list[float], dict[str, int]]:
+    """What all kernels take: arrays (for no mask one that is not read), strides and sizes, constants."""
+    query, key, value, bias, mask, seed = tensors
+    strides = [stride for one in (query, key, value) for stride in one.stride()[:3]]
+    strides += [mask.stride(0), mask.stride(2)] if mask is not None else [0, 0]
+    numbers = [*strides, query.shape[1], query.shape[2], key.shape[2], scaling, int(dropout * 2**32), 1 / (1 - dropout)]
+    constants = {"has_mask": mask is not None, "drops": dropout > 0, "width": query.shape[3]}
+    return [query, key, value, bias, bias if mask is None else mask, seed], numbers, constants
+
+
+def _number(length: int, block: int) -> int:
+    return -(-length // block)
+
+
+def _blocks(name: str, query: Tensor) -> dict[str, int]:
+    """Sizes that follow from shape and GPU alone: chosen by measured time, bits would depend on the clock."""
+    if query.device.type == "cpu":  # Triton's interpreter
+        return {"block_queries": 32, "block_keys": 16}
+    queries, keys, warps, stages = _BLOCKS[name]
+    return {"block_queries": queries, "block_keys": keys, "num_warps": warps, "num_stages": stages}

@@ -1,0 +1,205 @@
+"""Triton kernels of attention with a position bias; imported only where Triton is there.
+
+After Dao, "FlashAttention-2": a row's largest score and its sum are carried from block to block of keys, so forward
+writes no scores. Backward computes them again once and writes them for a few heads at a time, as weights and as
+gradients of the scores, whose products with queries, keys and values are kernels of their own: FlashAttention's two
+kernels and a third for the bias would compute them three times. The bias is shared by the batch: its gradient is a sum
+over the batch, taken by one program for each block of queries and keys, in the batch's order and without atomics, so
+its bits do not depend on the clock. Which weights are dropped is a hash of (seed, row of the batch, head, query, key),
+which backward, and a recomputation with the same seed, find again.
+
+In all kernels queries, keys and values are (batch, heads, length, width) with any strides but the last, which is 1;
+`rows` are (batch, heads, queries), contiguous.
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _is_kept(seed, row, queries, keys, num_keys, threshold):
+    """bool: hash (Wellons, lowbias32, two rounds) of the place, at least `threshold` of 2^32."""
+    state = (queries[:, None] * num_keys + keys[None, :]).to(tl.uint32) + seed.to(tl.uint32)
+    upper = (seed >> 32).to(tl.uint32) + row.to(tl.uint32) * 0x9E3779B9
+    state = (state ^ (state >> 16)) * 0x7FEB352D
+    state = (state ^ (state >> 15) ^ upper) * 0x846CA68B
+    state = (state ^ (state >> 16)) * 0x7FEB352D
+    state = (state ^ (state >> 15)) * 0x846CA68B
+    return (state ^ (state >> 16)) >= threshold
+
+
+@triton.jit
+def _block(at, stride, numbers, within, width: tl.constexpr):
+    """(numbers, width) of one head of one row of the batch; zeros beyond its length."""
+    return tl.load(at + numbers[:, None] * stride + tl.arange(0, width)[None, :], mask=within[:, None], other=0.0)
+
+
+@triton.jit
+def _scores(query, key, bias, mask, mask_stride, queries, keys, inside, has_key, scaling, has_mask: tl.constexpr):
+    """fp32 (queries, keys); -inf beyond the last key."""
+    scores = tl.dot(query, tl.trans(key)) * scaling + bias.to(tl.float32)
+    if has_mask:
+        scores += tl.load(mask + queries[:, None] * mask_stride + keys[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.where(has_key[None, :], scores, float("-inf"))
+
+
+@triton.jit
+def forward(
+    query, key, value, bias, mask, seed, output, largest, total,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, m_batch, m_row,
+    heads, num_queries, num_keys, scaling, threshold, keep_scale,
+    has_mask: tl.constexpr, drops: tl.constexpr, width: tl.constexpr,
+    block_queries: tl.constexpr, block_keys: tl.constexpr,
+):  # fmt: skip
+    """output: (batch, queries, heads, width), contiguous; largest, total: fp32 rows."""
+    row = tl.program_id(1).to(tl.int64)
+    batch, head = row // heads, row % heads
+    queries = tl.program_id(0) * block_queries + tl.arange(0, block_queries)
+    has_query = queries < num_queries
+    q = _block(query + batch * q_batch + head * q_head, q_row, queries, has_query, width)
+    bias += head * num_queries * num_keys
+    mask += batch * m_batch
+    most = tl.full((block_queries,), float("-inf"), tl.float32)
+    sums = tl.zeros((block_queries,), tl.float32)
+    mixed = tl.zeros((block_queries, width), tl.float32)
+    if drops:
+        drawn = tl.load(seed)
+    for first in range(0, num_keys, block_keys):
+        keys = first + tl.arange(0, block_keys)
+        has_key = keys < num_keys
+        k = _block(key + batch * k_batch + head * k_head, k_row, keys, has_key, width)
+        v = _block(value + batch * v_batch + head * v_head, v_row, keys, has_key, width)
+        inside = has_query[:, None] & has_key[None, :]
+        biases = tl.load(bias + queries[:, None] * num_keys + keys[None, :], mask=inside, other=0.0)
+        scores = _scores(q, k, biases, mask, m_row, queries, keys, inside, has_key, scaling, has_mask)
+        new = tl.maximum(most, tl.max(scores, 1))
+        shrink = tl.exp(most - new)
+        weights = tl.exp(scores - new[:, None])
+        sums = sums * shrink + tl.sum(weights, 1)
+        if drops:
+            weights = tl.where(_is_kept(drawn, row, queries, keys, num_keys, threshold), weights * keep_scale, 0.0)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+        most = new
+    out = (mixed / sums[:, None]).to(output.dtype.element_ty)
+    at = (batch * num_queries + queries) * heads + head
+    tl.store(output + at[:, None] * width + tl.arange(0, width)[None, :], out, mask=has_query[:, None])
+    tl.store(largest + row * num_queries + queries, most, mask=has_query)
+    tl.store(total + row * num_queries + queries, sums, mask=has_query)
+
+
+@triton.jit
+def products_of_rows(
+    gradient, output, product, heads, num_queries, width: tl.constexpr, block_queries: tl.constexpr
+):  # fmt: skip
+    """product: fp32 rows, the sums of `gradient * output`, both (batch, queries, heads, width), contiguous."""
+    row = tl.program_id(1).to(tl.int64)
+    queries = tl.program_id(0) * block_queries + tl.arange(0, block_queries)
+    has_query = queries < num_queries
+    at = ((row // heads) * num_queries + queries) * heads + row % heads
+    g = _block(gradient, width, at, has_query, width).to(tl.float32)
+    out = _block(output, width, at, has_query, width).to(tl.float32)
+    tl.store(product + row * num_queries + queries, tl.sum(g * out, 1), mask=has_query)
+
+
+@triton.jit
+def of_scores(
+    query, key, value, bias, mask, seed, gradient, largest, total, product, used, d_scores, d_bias,
+    batches, first_head,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, m_batch, m_row,
+    heads, num_queries, num_keys, scaling, threshold, keep_scale,
+    has_mask: tl.constexpr, drops: tl.constexpr, of_bias: tl.constexpr, width: tl.constexpr,
+    block_queries: tl.constexpr, block_keys: tl.constexpr,
+):  # fmt: skip
+    """used, d_scores: (batch, some heads, queries, keys), contiguous: weights as forward used them, and gradients of
+    the scores; d_bias: (heads, queries, keys), contiguous: their sum over the batch."""
+    head = first_head + tl.program_id(2).to(tl.int64)
+    queries = tl.program_id(0) * block_queries + tl.arange(0, block_queries)
+    keys = tl.program_id(1) * block_keys + tl.arange(0, block_keys)
+    has_query, has_key = queries < num_queries, keys < num_keys
+    inside = has_query[:, None] & has_key[None, :]
+    place = queries[:, None] * num_keys + keys[None, :]
+    size = head * 0 + num_queries * num_keys  # 64 bits wide
+    biases = tl.load(bias + head * size + place, mask=inside, other=0.0)
+    summed = tl.zeros((block_queries, block_keys), tl.float32)
+    if drops:
+        drawn = tl.load(seed)
+    for number in range(batches):
+        batch = head * 0 + number
+        row = batch * heads + head
+        q = _block(query + batch * q_batch + head * q_head, q_row, queries, has_query, width)
+        k = _block(key + batch * k_batch + head * k_head, k_row, keys, has_key, width)
+        v = _block(value + batch * v_batch + head * v_head, v_row, keys, has_key, width)
+        g = _block(gradient, width, (batch * num_queries + queries) * heads + head, has_query, width)
+        products = tl.load(product + row * num_queries + queries, mask=has_query, other=0.0)
+        of_row = mask + batch * m_batch
+        scores = _scores(q, k, biases, of_row, m_row, queries, keys, inside, has_key, scaling, has_mask)
+        most = tl.load(largest + row * num_queries + queries, mask=has_query, other=0.0)
+        inverse = 1.0 / tl.load(total + row * num_queries + queries, mask=has_query, other=1.0)
+        weights = tl.exp(scores - most[:, None]) * inverse[:, None]
+        d_weights = tl.dot(g, tl.trans(v))
+        at = (batch * tl.num_programs(2) + tl.program_id(2)) * size + place
+        if drops:
+            kept = _is_kept(drawn, row, queries, keys, num_keys, threshold)
+            d_weights = tl.where(kept, d_weights * keep_scale, 0.0)
+            tl.store(used + at, tl.where(kept, weights * keep_scale, 0.0).to(used.dtype.element_ty), mask=inside)
+        else:
+            tl.store(used + at, weights.to(used.dtype.element_ty), mask=inside)
+        of_score = weights * (d_weights - products[:, None])
+        tl.store(d_scores + at, of_score.to(d_scores.dtype.element_ty), mask=inside)
+        summed += of_score
+    if of_bias:
+        tl.store(d_bias + head * size + place, summed.to(d_bias.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def of_queries(
+    key, d_scores, d_query, first_head, some_heads, k_batch, k_head, k_row, heads, num_queries, num_keys, scaling,
+    width: tl.constexpr, block_queries: tl.constexpr, block_keys: tl.constexpr,
+):  # fmt: skip
+    """d_query: (batch, queries, heads, width), contiguous."""
+    row = tl.program_id(1).to(tl.int64)
+    batch, head = row // some_heads, first_head + row % some_heads
+    queries = tl.program_id(0) * block_queries + tl.arange(0, block_queries)
+    has_query = queries < num_queries
+    d_scores += row * num_queries * num_keys
+    summed = tl.zeros((block_queries, width), tl.float32)
+    for first in range(0, num_keys, block_keys):
+        keys = first + tl.arange(0, block_keys)
+        has_key = keys < num_keys
+        inside = has_query[:, None] & has_key[None, :]
+        of_score = tl.load(d_scores + queries[:, None] * num_keys + keys[None, :], mask=inside, other=0.0)
+        k = _block(key + batch * k_batch + head * k_head, k_row, keys, has_key, width)
+        summed = tl.dot(of_score, k, summed)
+    at = ((batch * num_queries + queries) * heads + head)[:, None] * width + tl.arange(0, width)[None, :]
+    tl.store(d_query + at, (summed * scaling).to(d_query.dtype.element_ty), mask=has_query[:, None])
+
+
+@triton.jit
+def of_keys_and_values(
+    query, gradient, used, d_scores, d_key, d_value, first_head, some_heads, q_batch, q_head, q_row,
+    heads, num_queries, num_keys, scaling,
+    width: tl.constexpr, block_queries: tl.constexpr, block_keys: tl.constexpr,
+):  # fmt: skip
+    """d_key, d_value: (batch, keys, heads, width), contiguous."""
+    row = tl.program_id(1).to(tl.int64)
+    batch, head = row // some_heads, first_head + row % some_heads
+    keys = tl.program_id(0) * block_keys + tl.arange(0, block_keys)
+    has_key = keys < num_keys
+    used += row * num_queries * num_keys
+    d_scores += row * num_queries * num_keys
+    of_key = tl.zeros((block_keys, width), tl.float32)
+    of_value = tl.zeros((block_keys, width), tl.float32)
+    for first in range(0, num_queries, block_queries):
+        queries = first + tl.arange(0, block_queries)
+        has_query = queries < num_queries
+        inside = has_query[:, None] & has_key[None, :]
+        place = queries[:, None] * num_keys + keys[None, :]
+        q = _block(query + batch * q_batch + head * q_head, q_row, queries, has_query, width)
+        g = _block(gradient, width, (batch * num_queries + queries) * heads + head, has_query, width)
+        of_key = tl.dot(tl.trans(tl.load(d_scores + place, mask=inside, other=0.0)), q, of_key)
+        of_value = tl.dot(tl.trans(tl.load(used + place, mask=inside, other=0.0)), g, of_value)
+    at = ((batch * num_keys + keys) * heads + head)[:, None] * width + tl.arange(0, width)[None, :]
+    tl.store(d_key + at, (of_key * scaling).to(d_key.dtype.element_ty), mask=has_key[:, None])
+    tl.store(d_value + at, of_value.to(d_value.dtype.element_ty), mask=has_key[:, None])

@@ -1,0 +1,252 @@
+"""T5's attention as one kernel: where it runs, what a plan counts of it, and that the model gets its own back."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from transformers import (
+    MT5Config,
+    MT5ForConditionalGeneration,
+    T5ForConditionalGeneration,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
+)
+
+import offloadkit
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.hf import attention_op, fused_attention
+from offloadkit.hf.fused_attention import NAME, fuse_attention
+from offloadkit.hf.own_compute import fuse
+from offloadkit.offload import compiled as compiled_blocks
+from offloadkit.offload.micro_batch import trace_micro_batch
+from tests.hf import emulated_attention
+from tests.hf.attention_reference import MASKED, check, is_kept
+from tests.hf.tiny import llama_config, t5_config
+
+INTERPRETED = "from tests.hf.interpreted_attention import main; main()"
+SHAPE = {"d_model": 64, "d_kv": 16, "num_heads": 4, "num_layers": 3, "attn_implementation": "eager"}
+
+
+def attentions(model: Any) -> set[str]:
+    return {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+
+
+def batch(rows: int = 2, tokens: int = 24, device: str = "cpu") -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    return {"input_ids": ids, "labels": ids[:, :20].clone()}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(
+    tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4),
+    reason="Triton's interpreter takes arrays of one number for numbers, which numpy 2.4 refuses",
+)
+def test_the_kernels_interpreted_on_the_cpu_are_nearer_to_fp64_than_torch() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, check=True)
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5])
+def test_as_many_weights_are_dropped_as_asked_for_and_others_with_another_seed(dropout: float) -> None:
+    shape = (2, 8, 64, 64)
+    first, second = is_kept(1, shape, dropout), is_kept(1 << 32, shape, dropout)
+    for kept in (first, second):
+        for dims in ((1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):
+            share = kept.double().mean(dims)
+            deviation = (dropout * (1 - dropout) / (kept.numel() / share.numel())) ** 0.5
+            assert ((share - (1 - dropout)).abs() < 5 * deviation).all()
+    both = float((first & second).double().mean())
+    assert both == pytest.approx((1 - dropout) ** 2, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        T5ForConditionalGeneration(t5_config(**SHAPE)),
+        MT5ForConditionalGeneration(MT5Config(**t5_config(**SHAPE).to_dict())),
+        UMT5ForConditionalGeneration(UMT5Config(**t5_config(**SHAPE).to_dict())),
+    ],
+    ids=["t5", "mt5", "umt5"],
+)
+def test_it_is_undone_and_on_the_cpu_the_models_own_runs(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "eager"
+    before = model.eval()(**batch()).loss
+    undo = fuse_attention(model)
+    again = fuse_attention(model)
+    assert NAME in attentions(model)
+    assert torch.equal(model(**batch()).loss, before)
+    assert model.generate(batch()["input_ids"], max_new_tokens=4, do_sample=False).shape[0] == 2
+    again()
+    undo()
+    assert attentions(model) == {"eager"}
+    assert not any("compute_bias" in vars(module) for module in model.modules())
+    assert torch.equal(model(**batch()).loss, before)
+
+
+def test_a_model_that_has_another_attention_keeps_it() -> None:
+    from transformers import LlamaForCausalLM
+
+    for model in (T5ForConditionalGeneration(t5_config(attn_implementation="sdpa")), LlamaForCausalLM(llama_config())):
+        before = attentions(model)
+        fuse_attention(model)
+        assert attentions(model) == before
+
+
+def test_a_copy_and_a_saved_model_are_whole(tmp_path: Path) -> None:
+    model: Any = T5ForConditionalGeneration(t5_config(**SHAPE)).eval()
+    fuse_attention(model)
+    copied: Any = copy.deepcopy(model)
+    biased = copied.encoder.block[0].layer[0].SelfAttention
+    assert vars(biased)["compute_bias"].__self__ is biased
+    model.save_pretrained(tmp_path)
+    assert NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    loaded: Any = T5ForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="eager")
+    assert torch.equal(loaded.eval()(**batch()).logits, model(**batch()).logits)
+
+
+def traced(dtype: torch.dtype, *, fused: bool) -> Any:
+    with torch.device("meta"):
+        model: Any = T5ForConditionalGeneration(t5_config(**SHAPE)).to(dtype).train()
+        if fused:
+            fuse_attention(model)
+        return trace_micro_batch(model, batch(8, 256, "meta"))
+
+
+def test_a_plan_counts_fewer_operations_and_bytes() -> None:
+    own, fused = (traced(torch.bfloat16, fused=fused) for fused in (False, True))
+    for part in ("forward", "backward"):
+        numbers = [sum(getattr(stage, part).num_operations for stage in work.stages) for work in (own, fused)]
+        assert numbers[1] < 0.9 * numbers[0]
+        moved = [sum(getattr(stage, part).moved_bytes for stage in work.stages) for work in (own, fused)]
+        assert moved[1] < 0.6 * moved[0]
+    assert sum(stage.kept_bytes for stage in fused.stages) < 0.8 * sum(stage.kept_bytes for stage in own.stages)
+    for part, share in (("forward", 1), ("backward", 4 / 5)):  # where one of forward's products is taken again
+        passes = [[getattr(stage, part) for stage in work.stages] for work in (own, fused)]
+        products, others = (sum(one.flops for one in each) for each in passes)
+        in_kernels = sum(one.own_flops for one in passes[1])
+        assert in_kernels > 0
+        assert products - others == share * in_kernels
+
+
+def test_the_bias_is_kept_once_for_all_blocks() -> None:
+    blocks = [stage.kept_bytes for stage in traced(torch.bfloat16, fused=True).stages if "encoder" in stage.block]
+    bias = 4 * 256 * 256 * 2
+    assert blocks[0] - blocks[1] >= bias
+
+
+def test_in_fp32_the_models_own_runs() -> None:
+    own, fused = (traced(torch.float32, fused=fused) for fused in (False, True))
+    for part in ("forward", "backward"):
+        numbers = [sum(getattr(stage, part).flops for stage in work.stages) for work in (own, fused)]
+        assert numbers[0] == numbers[1]
+
+
+def test_where_the_kernels_cannot_be_built_the_models_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch, "zeros", lambda *_, zeros=torch.zeros, device=None, **kwargs: zeros(*_, **kwargs))
+    monkeypatch.setattr(attention_op, "_kernels", Broken())
+    model = T5ForConditionalGeneration(t5_config(**SHAPE))
+    attention_op.available.cache_clear()
+    with pytest.warns(UserWarning, match=r"could not build T5's attention.*no compiler"):
+        fuse_attention(model)
+    fuse_attention(model)  # says it once
+    attention_op.available.cache_clear()
+    assert attentions(model) == {"eager"}
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (9, 0)])
+def test_gpus_that_were_not_measured_and_those_without_triton_are_left_alone(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(attention_op, "_kernels", object() if capability < (8, 0) else None)
+    attention_op.available.cache_clear()
+    model = T5ForConditionalGeneration(t5_config(**SHAPE))
+    fuse_attention(model)
+    attention_op.available.cache_clear()
+    assert attentions(model) == {"eager"}
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels run on the CPU, in torch's operations."""
+    monkeypatch.setattr(attention_op, "_kernels", emulated_attention.KERNELS)
+    monkeypatch.setattr(fused_attention, "KINDS", ("cpu", "meta"))
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("masked", MASKED)
+@pytest.mark.parametrize("heads_at_once", [3, 2, 1])
+def test_the_operation_gives_and_keeps_what_its_gradients_need(
+    masked: str, dropout: float, heads_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_op, "_AT_ONCE_BYTES", heads_at_once * 2 * 24 * 40 * 2)
+    check((2, 3, 24, 40, 16), torch.bfloat16, masked, dropout, "cpu")
+
+
+def trained(placement: Placement, *, fused: bool = True, compiled: bool = False, dropout: float = 0.1) -> Any:
+    """Losses of ten steps, and the weights."""
+    torch._dynamo.reset()  # it compiles a function a few times a process
+    torch.manual_seed(0)
+    model: Any = T5ForConditionalGeneration(t5_config(**SHAPE, dropout_rate=dropout)).bfloat16().train()
+    if fused:
+        fuse(model, compiled=compiled)
+    settings = OffloadConfig(learning_rate=1e-2, placement=placement, compile_blocks=compiled)
+    draw, losses = torch.Generator().manual_seed(1), []
+    attended = (torch.arange(40) < torch.tensor([[40], [33], [20], [40]])).long()
+    with offloadkit.OffloadEngine(model, settings, device="cpu") as engine:
+        torch.manual_seed(2)
+        for _ in range(10):
+            ids = torch.randint(3, 64, (4, 40), generator=draw)
+            loss = engine(input_ids=ids, attention_mask=attended, labels=ids[:, :24].clone()).loss
+            losses.append(loss.detach().float())
+            engine.backward(loss)
+            engine.step()
+        engine.synchronize()
+        return torch.stack(losses), [weight.clone() for weight in engine.state_dict()["module"].values()]
+
+
+PLACEMENTS = (
+    Placement(activations="checkpoint"),
+    Placement(activations="offload"),
+    Placement(weights="ram"),
+    Placement(weights="ram", activations="checkpoint"),
+    Placement(states="vram", gradients="vram", step="gpu"),
+)
+
+
+@pytest.mark.usefixtures("emulated", "one_thread")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_placement_changes_a_number_and_dropped_weights_are_found_again(compiled: bool) -> None:
+    losses, weights = trained(Placement(), compiled=compiled)
+    for placement in PLACEMENTS:
+        others = trained(placement, compiled=compiled)
+        assert torch.equal(losses, others[0]), placement
+        assert all(torch.equal(one, other) for one, other in zip(weights, others[1], strict=True)), placement
+
+
+@pytest.mark.usefixtures("emulated", "one_thread")
+def test_a_model_learns_as_with_its_own_attention() -> None:
+    mine, own = (trained(Placement(), fused=fused, dropout=0.0)[0] for fused in (True, False))
+    assert not torch.equal(mine, own)
+    torch.testing.assert_close(mine, own, rtol=0.02, atol=0.02)
