@@ -74,7 +74,7 @@ def attentions(dropout: float) -> dict[str, Callable[..., Any]]:
         return torch.matmul(weights, value).transpose(1, 2).contiguous()
 
     def fused(query: Any, key: Any, value: Any, bias: Any) -> Any:
-        return attention_op.attention(query, key, value, bias, None, 1.0, dropout)[0]
+        return attention_op.attend(query, key, value, bias, None, 1.0, dropout)
 
     return {"own": own, "compiled": torch.compile(own, dynamic=False), "fused": fused}
 

@@ -99,20 +99,23 @@ def llama(batch_size: int, tokens: int, **values: Any) -> tuple[list[LayerShape]
     return _shapes(model), trace_micro_batch(model, _tokens(input_ids=ids, labels=ids))
 
 
-def of_workload(values: dict[str, Any], *, fused: bool = False) -> tuple[list[LayerShape], MicroBatch]:
-    """Layers and work of a `benchmarks.workloads.Workload`, as JSON carries it; `fused`: its norms are one kernel."""
+def of_workload(
+    values: dict[str, Any], *, norms: bool = False, attention: bool = False
+) -> tuple[list[LayerShape], MicroBatch]:
+    """Layers and work of a `benchmarks.workloads.Workload`, as JSON carries it; `norms` and `attention` by kernels."""
     tokens = values["tokens"]
     shape = (values["batch_size"], tokens, values["target_tokens"] or tokens)
-    return _of_workload(values["model"], values.get("dtype", "bf16"), *shape, fused)
+    return _of_workload(values["model"], values.get("dtype", "bf16"), *shape, norms, attention)
 
 
 @functools.cache
 def _of_workload(
-    name: str, dtype: Any, rows: int, tokens: int, targets: int, fused: bool
+    name: str, dtype: Any, rows: int, tokens: int, targets: int, norms: bool, attention: bool
 ) -> tuple[list[LayerShape], MicroBatch]:
     from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
     from offloadkit.hf.chunked_loss import compute_loss_in_chunks
+    from offloadkit.hf.fused_attention import fuse_attention
     from offloadkit.hf.fused_norms import fuse_norms
 
     config, is_encoder_decoder = model_config(name), is_t5(name)
@@ -125,8 +128,10 @@ def _of_workload(
         for slot in layer.slots:
             slot.parameter.data = slot.parameter.data.to(layer.dtype)
     compute_loss_in_chunks(model)
-    if fused:
+    if norms:
         fuse_norms(model)
+    if attention:
+        fuse_attention(model)
     shapes = {"input_ids": (rows, tokens), "labels": (rows, targets)}
     return [layer.shape() for layer in layers], trace_micro_batch(model, _tokens(**shapes))
 

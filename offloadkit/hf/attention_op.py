@@ -1,5 +1,5 @@
-"""`torch.ops.offloadkit.attention`: attention with a position bias, differentiable, by `triton_attention`'s kernels;
-on the meta device shapes and flops alone."""
+"""Attention with a position bias, differentiable, by `triton_attention`'s kernels: `attend`, and for compilers and the
+meta device, where it is shapes and flops alone, `torch.ops.offloadkit.attention`."""
 
 from __future__ import annotations
 
@@ -51,8 +51,18 @@ def available() -> bool:
     return True
 
 
-@torch.library.custom_op("offloadkit::attention", mutates_args=())
-def attention(
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scaling: float, dropout: float
+) -> Tensor:
+    """The first output of `attention`. Where nobody looks at operations its kernels are started without torch's
+    dispatcher, which takes Python as long as starting ten operations does."""
+    given = (query, key, value, bias, mask, scaling, dropout)
+    seen = torch.compiler.is_compiling() or query.is_meta
+    output: Tensor = attention(*given)[0] if seen else _Eager.apply(*given)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -86,8 +96,7 @@ def attention(
     return found
 
 
-@torch.library.custom_op("offloadkit::attention_backward", mutates_args=())
-def attention_backward(
+def _attention_backward(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -139,6 +148,10 @@ def attention_backward(
     return found
 
 
+attention = torch.library.custom_op("offloadkit::attention", _attention, mutates_args=())
+attention_backward = torch.library.custom_op("offloadkit::attention_backward", _attention_backward, mutates_args=())
+
+
 @attention.register_fake
 def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _empty_outputs(query)
@@ -154,13 +167,27 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(*tensors, *output)
 
 
-def _differentiate(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Any, gradient: Tensor, *_: Any, backward: Any = attention_backward
+) -> tuple[Tensor | None, ...]:
     of_bias = ctx.needs_input_grad[3]
-    *found, d_bias, _ = attention_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.scaling, ctx.dropout, of_bias)
+    *found, d_bias, _ = backward(gradient.contiguous(), *ctx.saved_tensors, ctx.scaling, ctx.dropout, of_bias)
     return *(one.transpose(1, 2) for one in found), d_bias if of_bias else None, None, None, None
 
 
 attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        found = _attention(*inputs)
+        _keep(ctx, inputs, found)
+        return found[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, *gradients, backward=_attention_backward)
 
 
 @register_flop_formula(torch.ops.offloadkit.attention)

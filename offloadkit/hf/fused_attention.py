@@ -91,7 +91,7 @@ def _attend(
         attention_mask = attention_mask.expand(query.shape[0], 1, query.shape[2], key.shape[2])
     bias = position_bias.contiguous()
     dropout = dropout if module.training else 0.0
-    return attention_op.attention(query, key, value, bias, attention_mask, scaling, dropout)[0], None
+    return attention_op.attend(query, key, value, bias, attention_mask, scaling, dropout), None
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None) -> bool:

@@ -30,7 +30,7 @@ from offloadkit.hf.own_compute import fuse
 from offloadkit.offload import compiled as compiled_blocks
 from offloadkit.offload.micro_batch import trace_micro_batch
 from tests.hf import emulated_attention
-from tests.hf.attention_reference import MASKED, check, is_kept
+from tests.hf.attention_reference import MASKED, check, inputs, is_kept, with_gradients
 from tests.hf.tiny import llama_config, t5_config
 
 INTERPRETED = "from tests.hf.interpreted_attention import main; main()"
@@ -202,6 +202,17 @@ def test_the_operation_gives_and_keeps_what_its_gradients_need(
 ) -> None:
     monkeypatch.setattr(attention_op, "_AT_ONCE_BYTES", heads_at_once * 2 * 24 * 40 * 2)
     check((2, 3, 24, 40, 16), torch.bfloat16, masked, dropout, "cpu")
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_what_compilers_see_as_an_operation_is_what_runs_without_them(dropout: float) -> None:
+    leaves, mask, into = inputs((2, 3, 24, 40, 16), torch.bfloat16, "pairs", "cpu")
+    found = []
+    for run in (attention_op.attend, lambda *given: attention_op.attention(*given)[0]):
+        torch.manual_seed(3)
+        found.append(with_gradients(run(*leaves[:3], leaves[3].contiguous(), mask, 1.0, dropout), leaves, into))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def trained(placement: Placement, *, fused: bool = True, compiled: bool = False, dropout: float = 0.1) -> Any:
