@@ -24,6 +24,7 @@ growth() {
     python -m benchmarks.growth --out "$OUT/growth-h200.json" "${commit[@]}" --engine planned --compile
 }
 
+attention() { python -m benchmarks.attention --out "$OUT/attention-h200.json" "${commit[@]}"; }
 plans() { python -m benchmarks.plans --out "$OUT/plans-h200.json" "${commit[@]}"; }
 blog() { # GIB
     python -m offloadkit compare t5-small t5-base t5-large t5-3b t5-11b --vram "$1GiB" --ram 64GiB --output "$OUT/blog-$1"
