@@ -20,11 +20,12 @@ WIDTHS = (16, 32, 64, 128)
 """Of a head."""
 DTYPES = (torch.bfloat16, torch.float16)
 LEAST_QUERIES = 16
-"""A matrix product's least; fewer are a text being generated."""
+"""A matrix product's least; fewer are short targets, or a text being generated."""
 _LEAST_CAPABILITY = (8, 0)
-"""Older GPUs are not tried: none was measured."""
+"""Older GPUs multiply no bf16."""
 _AT_ONCE_BYTES = 128 << 20
-"""Of the weights, and of the gradients of the scores, that backward writes for some heads before it takes the next."""
+"""Of the weights, and of the gradients of the scores, that backward writes for some heads before it takes the next; a
+head's are the least."""
 _BLOCKS = {"forward": (64, 32, 4, 3), "scores": (64, 32, 4, 2), "queries": (128, 64, 8, 3), "keys": (32, 64, 4, 3)}
 """Queries, keys, warps and stages. With a width of 128 a block of threads takes 100 KiB of shared memory at most on
 Hopper, 64 on Ampere and Ada, where they compile without spills and were not run."""
@@ -34,12 +35,12 @@ _kernels: Any = triton_attention
 
 
 @cache
-def available() -> bool:
+def available(width: int) -> bool:
     """Whether the kernels run on this machine's current CUDA device; warns once where Triton is there but fails."""
     if _kernels is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
         return False
-    query = torch.zeros((1, 1, LEAST_QUERIES, WIDTHS[0]), dtype=DTYPES[0], device="cuda")
-    bias = query.new_zeros((1, 1, LEAST_QUERIES, LEAST_QUERIES))
+    query = torch.zeros((2, 16, 64, width), dtype=DTYPES[0], device="cuda")  # many-sided as in training: compiled once
+    bias = query.new_zeros((1, 16, 64, 64))
     try:
         outputs = attention(query, query, query, bias, None, 1.0, 0.1)
         attention_backward(outputs[0], query, query, query, bias, None, *outputs, 1.0, 0.1, True)
@@ -91,7 +92,7 @@ def _attention(
     arrays, numbers, constants = _arguments((query, key, value, bias, mask, seed), scaling, dropout)
     blocks = _blocks("forward", query)
     with _cuda.device_of(query):
-        grid = (-(-queries // blocks["block_queries"]), batch * heads)
+        grid = (_number(queries, blocks["block_queries"]), batch * heads)
         _kernels.forward[grid](*arrays, *outputs, *numbers, **constants, **blocks)
     return found
 
@@ -119,7 +120,9 @@ def _attention_backward(
     """
     found = d_query, d_key, d_value, d_bias, between = _empty_gradients(query, key, bias, of_bias)
     batch, heads, queries, width = query.shape
-    keys, at_once = key.shape[2], between.shape[2]
+    keys = key.shape[2]
+    at_once = _heads_at_once(query, keys)
+    used, d_scores = between.view(2, batch, at_once, queries, keys)
     arrays, numbers, constants = _arguments((query, key, value, bias, mask, seed), scaling, dropout)
     products = torch.empty_like(largest)
     sizes = [heads, queries, keys, scaling]
@@ -130,7 +133,6 @@ def _attention_backward(
         _kernels.products_of_rows[grid](gradient, output, products, heads, queries, width=width, block_queries=block)
         for first in range(0, heads, at_once):
             some = min(at_once, heads - first)
-            used, d_scores = between[0], between[1]
             grid = (_number(queries, of_scores["block_queries"]), _number(keys, of_scores["block_keys"]), some)
             _kernels.of_scores[grid](
                 *arrays, gradient, largest, total, products, used, d_scores, d_bias, batch, first, *numbers,
@@ -187,6 +189,8 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError("T5's attention has no second derivative in bf16 and fp16 on a GPU: take it in fp32")
         return _differentiate(ctx, *gradients, backward=_attention_backward)
 
 
@@ -218,8 +222,7 @@ def _empty_gradients(
     keys = key.shape[2]
     d_key, d_value = (key.new_empty((batch, keys, heads, width)) for _ in range(2))
     d_bias = torch.empty_like(bias) if of_bias else bias.new_empty(0)
-    times = -(-heads * batch * queries * keys * query.element_size() // _AT_ONCE_BYTES)
-    between = query.new_empty((2, batch, -(-heads // min(times, heads)), queries, keys))
+    between = query.new_empty(2 * batch * _heads_at_once(query, keys) * queries * keys)
     return query.new_empty((batch, queries, heads, width)), d_key, d_value, d_bias, between
 
 
@@ -233,6 +236,14 @@ def _arguments(
     numbers = [*strides, query.shape[1], query.shape[2], key.shape[2], scaling, int(dropout * 2**32), 1 / (1 - dropout)]
     constants = {"has_mask": mask is not None, "drops": dropout > 0, "width": query.shape[3]}
     return [query, key, value, bias, bias if mask is None else mask, seed], numbers, constants
+
+
+def _heads_at_once(query: Tensor, keys: int) -> int:
+    batch, heads, queries, _ = query.shape
+    groups = _number(heads * batch * queries * keys * query.element_size(), _AT_ONCE_BYTES)
+    smaller: Any = torch.sym_min  # of numbers that a compiler may not know
+    at_once: int = _number(heads, smaller(groups, heads))
+    return at_once
 
 
 def _number(length: int, block: int) -> int:

@@ -1,5 +1,5 @@
-"""T5's attention in one kernel: a model's own writes the scores of each head and pair of tokens, reads them again some
-eight times forward and as often backward, and keeps them.
+"""T5's attention by kernels of our own: a model's own writes the scores of each head and pair of tokens, reads them
+again some eight times forward and as often backward, and keeps them.
 
 `fuse_attention(model)` has attention that is eager run so on a GPU, in bf16 and fp16. Elsewhere, where Triton is
 missing or cannot compile, and where weights are asked for or a text is generated, the model's own runs.
@@ -7,6 +7,7 @@ missing or cannot compile, and where weights are asked for or a text is generate
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -20,18 +21,23 @@ from offloadkit.hf import attention_op
 
 KINDS = ("cuda", "meta")
 """Of devices: the meta device stands for a GPU."""
+MOST_ROWS = 65535
+"""Of batch x heads: CUDA's limit of a grid."""
 NAME = "offloadkit"
 """Of this attention, among those of transformers."""
 
 
 def fuse_attention(model: nn.Module) -> Callable[[], None]:
-    """Have eager attention of `model`'s T5 stacks run as one kernel where it can; returns what undoes it."""
+    """Have eager attention of `model`'s T5 stacks run by our kernels where it can; returns what undoes it."""
     configs, replaced = list[Any](), list[tuple[nn.Module, MethodType]]()
-    usable = attention_op.available() or not torch.cuda.is_available()  # without a GPU: a plan's shapes alone
-    for module in model.modules() if usable else ():
+    for module in model.modules():
         config: Any = getattr(module, "config", None)
-        if not hasattr(module, "relative_attention_num_buckets"):
+        width: Any = getattr(module, "key_value_proj_dim", None)
+        kind: Any = type(module)
+        if config is None or width not in attention_op.WIDTHS or _own_attention(kind) is None:
             continue
+        if torch.cuda.is_available() and not attention_op.available(width):  # without a GPU: a plan's shapes alone
+            break
         if config._attn_implementation == "eager":
             _register()
             config._attn_implementation = NAME
@@ -50,6 +56,17 @@ def fuse_attention(model: nn.Module) -> Callable[[], None]:
                 del module.compute_bias
 
     return undo
+
+
+@cache
+def _own_attention(kind: Any) -> Any:
+    """`eager_attention_forward` of the file of a class with a position bias like T5's, or of one that it is made of."""
+    if hasattr(kind, "compute_bias"):
+        for one in kind.__mro__:
+            found = getattr(sys.modules[one.__module__], "eager_attention_forward", None)
+            if found is not None and "position_bias" in inspect.signature(found).parameters:
+                return found
+    return None
 
 
 @cache
@@ -80,28 +97,37 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """What `eager_attention_forward` of the model's module gives, but for the weights."""
     asked = options.get("output_attentions") or module.config.output_attentions
-    if asked or position_bias is None or not _takes(query, key, value, position_bias, attention_mask):
-        own: Any = sys.modules[type(module).__module__]
-        found: tuple[Tensor, Tensor] = own.eager_attention_forward(
+    of_shape = position_bias is not None and _takes(query, key, value, position_bias, attention_mask)
+    if asked or position_bias is None or not of_shape or dropout >= 1:
+        kind: Any = type(module)
+        found: tuple[Tensor, Tensor] = _own_attention(kind)(
             module, query, key, value, attention_mask, scaling, dropout, position_bias, **options
         )
         return found
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask is not None:
         attention_mask = attention_mask.expand(query.shape[0], 1, query.shape[2], key.shape[2])
+        attention_mask = attention_mask if attention_mask.stride(3) == 1 else attention_mask.contiguous()
     bias = position_bias.contiguous()
     dropout = dropout if module.training else 0.0
     return attention_op.attend(query, key, value, bias, attention_mask, scaling, dropout), None
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None) -> bool:
-    _, heads, queries, width = query.shape
+    batch, heads, queries, width = query.shape
     return (
         query.device.type in KINDS
         and query.dtype in attention_op.DTYPES
         and query.dtype == key.dtype == value.dtype
         and width in attention_op.WIDTHS
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and queries >= attention_op.LEAST_QUERIES
+        and batch * heads <= MOST_ROWS
         and bias.shape == (1, heads, queries, key.shape[2])
-        and (mask is None or (mask.is_floating_point() and mask.shape[1] == 1 and mask.shape[3] == key.shape[2]))
+        and (mask is None or _takes_mask(mask, key.shape[2]))
     )
+
+
+def _takes_mask(mask: Tensor, keys: int) -> bool:
+    is_of_pairs = mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[3] == keys
+    return is_of_pairs and mask.is_floating_point() and not mask.requires_grad

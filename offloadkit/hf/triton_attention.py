@@ -75,8 +75,9 @@ def forward(
         biases = tl.load(bias + queries[:, None] * num_keys + keys[None, :], mask=inside, other=0.0)
         scores = _scores(q, k, biases, mask, m_row, queries, keys, inside, has_key, scaling, has_mask)
         new = tl.maximum(most, tl.max(scores, 1))
-        shrink = tl.exp(most - new)
-        weights = tl.exp(scores - new[:, None])
+        base = tl.where(new == float("-inf"), 0.0, new)  # all of the row is masked so far
+        shrink = tl.exp(most - base)
+        weights = tl.exp(scores - base[:, None])
         sums = sums * shrink + tl.sum(weights, 1)
         if drops:
             weights = tl.where(_is_kept(drawn, row, queries, keys, num_keys, threshold), weights * keep_scale, 0.0)

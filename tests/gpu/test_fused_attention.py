@@ -15,12 +15,13 @@ from offloadkit.hf.own_compute import fuse
 from tests.hf.attention_reference import check, fused, inputs
 from tests.hf.tiny import t5_config
 
+MASKS = [("none", 0.0), ("keys", 0.1), ("pairs", 0.0), ("a whole row", 0.3), ("the first half, -inf", 0.6)]
 SHAPES = [(2, 4, 512, 512, 64), (2, 2, 128, 512, 128), (3, 4, 77, 130, 32), (2, 2, 16, 200, 16)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", attention_op.DTYPES)
-@pytest.mark.parametrize(("masked", "dropout"), [("none", 0.0), ("keys", 0.1), ("pairs", 0.0), ("a whole row", 0.3)])
+@pytest.mark.parametrize(("masked", "dropout"), MASKS)
 def test_it_is_nearer_to_fp64_than_torch(shape: Any, dtype: torch.dtype, masked: str, dropout: float) -> None:
     check(shape, dtype, masked, dropout, "cuda")
 

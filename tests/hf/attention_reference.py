@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offloadkit.hf import attention_op
 
-MASKED = ("none", "keys", "pairs", "a whole row")
+MASKED = ("none", "keys", "pairs", "a whole row", "the first half, -inf")
 """What a mask takes out."""
 
 
@@ -63,6 +63,8 @@ def inputs(
         seen[0] &= masked != "a whole row"
         zeros = torch.zeros(seen.shape, dtype=dtype)
         mask = zeros.masked_fill(~seen, torch.finfo(dtype).min).to(device).expand(batch, 1, queries, keys)
+        if masked == "the first half, -inf":
+            mask = torch.zeros_like(mask).masked_fill(torch.arange(keys, device=device) < keys // 2, -torch.inf)
     return [one.detach().requires_grad_() for one in found], mask, gradient
 
 

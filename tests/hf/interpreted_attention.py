@@ -16,3 +16,4 @@ def main() -> None:
     check((2, 2, 33, 70, 32), torch.float16, "pairs", 0.1, "cpu")
     check((1, 2, 64, 16, 64), torch.float16, "none", 0.3, "cpu")
     check((3, 2, 17, 19, 16), torch.float16, "a whole row", 0.0, "cpu")
+    check((1, 2, 20, 70, 16), torch.float16, "the first half, -inf", 0.6, "cpu")

@@ -14,13 +14,21 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from transformers import (
+    LongT5Config,
+    LongT5ForConditionalGeneration,
     MT5Config,
     MT5ForConditionalGeneration,
+    T5Config,
+    T5EncoderModel,
     T5ForConditionalGeneration,
     UMT5Config,
     UMT5ForConditionalGeneration,
 )
+from transformers.models.t5.modeling_t5 import T5Attention
+from transformers.models.udop.modeling_udop import RelativePositionBias1D
 
 import offloadkit
 from offloadkit.config import OffloadConfig, Placement
@@ -105,15 +113,30 @@ def test_a_model_that_has_another_attention_keeps_it() -> None:
 
 
 def test_a_copy_and_a_saved_model_are_whole(tmp_path: Path) -> None:
-    model: Any = T5ForConditionalGeneration(t5_config(**SHAPE)).eval()
+    model: Any = T5EncoderModel(t5_config(**SHAPE)).eval()
     fuse_attention(model)
+    assert model.config._attn_implementation == NAME
     copied: Any = copy.deepcopy(model)
     biased = copied.encoder.block[0].layer[0].SelfAttention
     assert vars(biased)["compute_bias"].__self__ is biased
     model.save_pretrained(tmp_path)
     assert NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
-    loaded: Any = T5ForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="eager")
-    assert torch.equal(loaded.eval()(**batch()).logits, model(**batch()).logits)
+    loaded: Any = T5EncoderModel.from_pretrained(tmp_path, attn_implementation="eager")
+    ids = batch()["input_ids"]
+    assert torch.equal(loaded.eval()(ids).last_hidden_state, model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("kind", ["local", "transient-global"])
+def test_attention_of_other_kinds_is_left_alone(kind: str) -> None:
+    sizes: Any = {"d_model": 64, "d_kv": 16, "num_heads": 4, "num_layers": 2, "d_ff": 64, "vocab_size": 64}
+    config = LongT5Config(**sizes, encoder_attention_type=kind, decoder_start_token_id=0, attn_implementation="eager")
+    model: Any = LongT5ForConditionalGeneration(config).eval()
+    before = model(**batch()).loss
+    undo = fuse_attention(model)
+    assert torch.equal(model(**batch()).loss, before)
+    undo()
+    boxes: Any = RelativePositionBias1D(num_heads=4)  # of UDOP: a bias without attention
+    fuse_attention(boxes)()
 
 
 def traced(dtype: torch.dtype, *, fused: bool) -> Any:
@@ -213,6 +236,66 @@ def test_what_compilers_see_as_an_operation_is_what_runs_without_them(dropout: f
         torch.manual_seed(3)
         found.append(with_gradients(run(*leaves[:3], leaves[3].contiguous(), mask, 1.0, dropout), leaves, into))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+class Derived(T5Attention):
+    """Of a file that has no attention function."""
+
+
+@pytest.mark.usefixtures("emulated")
+def test_what_the_kernels_do_not_take_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attended(fused: bool, mask: Any = None, **changes: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        attention: Any = Derived(T5Config(**t5_config(**SHAPE | changes).to_dict()), True, layer_idx=0).bfloat16()
+        attention.config._attn_implementation = "eager"
+        if fused:
+            fuse_attention(attention)
+        hidden = torch.randn(2, 24, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+        torch.manual_seed(2)
+        return attention.train()(hidden, mask)[0]
+
+    plain = torch.zeros(2, 1, 24, 24).masked_fill(torch.rand(2, 1, 24, 24) > 0.7, -1e9).bfloat16()
+    turned = plain.transpose(2, 3).contiguous().transpose(2, 3)
+    mine = attended(True, plain)
+    assert not torch.equal(mine, attended(False, plain))
+    assert torch.equal(mine, attended(True, turned))
+    one_row = plain[:, :, :1, :1].expand(2, 1, 24, 24)
+    assert torch.equal(attended(True, one_row), attended(True, one_row.contiguous()))
+    learned = plain.clone().requires_grad_()
+    attended(True, learned).sum().backward()
+    assert learned.grad is not None
+    assert torch.equal(attended(True, dropout_rate=1.0), attended(False, dropout_rate=1.0))
+    monkeypatch.setattr(fused_attention, "MOST_ROWS", 7)
+    assert torch.equal(attended(True), attended(False))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_second_derivative_is_refused_not_wrong() -> None:
+    leaves, _, into = inputs((1, 2, 24, 24, 16), torch.bfloat16, "none", "cpu")
+    output = attention_op.attend(*leaves[:3], leaves[3].contiguous(), None, 1.0, 0.0)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(output, leaves[:1], into, create_graph=True)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_one_graph_is_compiled_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_op, "_AT_ONCE_BYTES", 2 * 24 * 24 * 2 * 2)  # one group of heads, then several
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def attend(query: Any, bias: Any) -> Any:
+        return attention_op.attend(query, query, query, bias, None, 1.0, 0.0)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend), dynamic=True)
+    for length in (24, 32, 40, 64):
+        (query, _, _, bias), _, into = inputs((2, 4, length, length, 16), torch.bfloat16, "none", "cpu")
+        compiled(query, bias.contiguous()).backward(into)
+    assert len(graphs) == 2
+    torch._dynamo.reset()
 
 
 def trained(placement: Placement, *, fused: bool = True, compiled: bool = False, dropout: float = 0.1) -> Any:
