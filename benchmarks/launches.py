@@ -45,11 +45,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     rows: list[Row] = []
     for model in ("t5", "llama"):
         for compiled in (False,) if options.eager else (False, True):
-            fused = not compiled and device.type == "cuda"  # as `finetune` has it
-            operations = num_operations(model, options.blocks, fused=fused)
+            how = {"fused": device.type == "cuda", "compiled": compiled}
+            operations = num_operations(model, options.blocks, **how)
             for where, placement in WHERE.items():
                 row = {"model": model, "compiled": compiled, "where": where, "num_operations": operations}
-                row |= measure(model, options.blocks, placement, device, fused=fused, compiled=compiled)
+                row |= measure(model, options.blocks, placement, device, **how)
                 for name, number in operations.items():
                     row[f"{name}_launches"] = row[f"{name}_seconds"] / (number * launch)
                 rows.append(about | row)
@@ -68,7 +68,7 @@ def words(row: Row) -> str:
     return f"{name:40}{'; '.join(parts)}"
 
 
-def build(model: str, num_blocks: int, *, fused: bool) -> Any:
+def build(model: str, num_blocks: int, *, fused: bool, compiled: bool) -> Any:
     """The model in bf16 on torch's default device, with the compute that `finetune` gives it."""
     from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -86,18 +86,18 @@ def build(model: str, num_blocks: int, *, fused: bool) -> Any:
     made = made.bfloat16().train()
     compute_loss_in_chunks(made)
     if fused:
-        fuse(made)
+        fuse(made, compiled=compiled)
     return made
 
 
-def num_operations(model: str, num_blocks: int, *, fused: bool) -> dict[str, int]:
+def num_operations(model: str, num_blocks: int, *, fused: bool, compiled: bool) -> dict[str, int]:
     """Of forward and of backward, as the plan counts them."""
     import torch
 
     from offloadkit.offload.micro_batch import trace_micro_batch
 
     with torch.device("meta"):
-        made = build(model, num_blocks, fused=fused)
+        made = build(model, num_blocks, fused=fused, compiled=compiled)
         tokens = torch.zeros((1, 64), dtype=torch.int64)
     stages = trace_micro_batch(made, {"input_ids": tokens, "labels": tokens}).stages
     return {part: sum(getattr(stage, part).num_operations for stage in stages) for part in ("forward", "backward")}
@@ -114,7 +114,9 @@ def measure(model: str, num_blocks: int, placement: dict[str, Any], device: Any,
     config = OffloadConfig(placement=Placement(**placement), compile_blocks=compiled)
     tokens = torch.randint(3, 32000, (1, 64), device=device)
     seconds: dict[str, list[float]] = {"forward": [], "backward": []}
-    with offloadkit.OffloadEngine(build(model, num_blocks, fused=fused), config, device=device) as engine:
+    with offloadkit.OffloadEngine(
+        build(model, num_blocks, fused=fused, compiled=compiled), config, device=device
+    ) as engine:
         for _ in range(NUM_WARM + NUM_STEPS):
             engine.synchronize()
             began = time.perf_counter()

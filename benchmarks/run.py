@@ -85,7 +85,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--attention",
         default="default",
-        help="of offloadkit and gpu-ours: default (what load_model gives), eager, sdpa",
+        help="of offloadkit and gpu-ours: default (what finetune has), eager, sdpa",
     )
     parser.add_argument("--vram", type=float, default=0.0, metavar="GIB", help="cap on torch's VRAM, but for planned")
     parser.add_argument("--cores", type=int, default=0, help="CPU cores to bind to")

@@ -64,7 +64,7 @@ class Workload:
     accumulation: int = 1
     checkpointing: bool = False
     attention: str = "default"
-    """Attention of offloadkit and gpu-ours: "default" is the one HuggingFace chooses, which everyone else has."""
+    """Attention of offloadkit and gpu-ours: "default" is what `finetune` has: T5's eager, by our kernels on a GPU."""
     vram_budget_gib: float = 0.0
     """Device memory that offloadkit may plan with, context included; 0 leaves the plan out (states in RAM, the rest in
     VRAM)."""

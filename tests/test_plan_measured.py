@@ -41,7 +41,7 @@ STEP_WITHIN = {
     "t5-3b-8x640-24gib-2-cores-h200 24 fused compiled": 0.2,
 }
 """The same of cases: the first two were bound by norms of seven operations, each of which takes less of Python than one
-kernel's; the host of the next two took 1.4 times another's for the same work all on the GPU; Python, which bounds the
+kernel's; the next two were bound by a slow host's Python; Python, which bounds the
 next two, took 1.3 times as long as planned all on the GPU too; so it did in the last five, where attention was an
 operation of torch's dispatcher. All others: 0.15."""
 
