@@ -226,9 +226,9 @@ def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
     monkeypatch.setattr(hardware, "supports_bf16", lambda device: gpu == "H200" or device.type == "cpu")
     monkeypatch.setattr(module, "auto_batch_size", auto_batch_size)
     monkeypatch.setattr(module, "plan_for_rows", plan)
-    monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: gpu != "none")
     with pytest.raises(KeyboardInterrupt):
-        finetune(t5(), PAIRS, **({"batch_size": "auto", "use_cpu": False} | options))
+        finetune(t5(), PAIRS, **({"batch_size": "auto"} | options))
     assert seen == {"by batch size": dtype, "by plan": dtype, "bf16": dtype == "bf16", "fp16": dtype == "fp16"}
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.offload.streaming import StreamedBlock, WeightRing
-from tests.hf.tiny import t5_config
+from tests.hf.tiny import llama_config, t5_config
 from tests.models import TinyLM, tokens, train
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -401,6 +402,18 @@ def test_what_blocks_share_is_not_changed_unseen(by_name: bool, weights: Any, ac
     placement = Placement(weights, activations=activations)
     with OffloadEngine(ChangesItsMask(by_name), config(placement), device=device) as engine:
         loss = engine(torch.randn(2, 8, device=device))
+        with pytest.raises((ModelError, RuntimeError), match=r"was written to after|inplace operation"):
+            engine.backward(loss)
+
+
+@pytest.mark.parametrize("activations", ["keep", "checkpoint", "offload"])
+def test_what_blocks_of_transformers_share_is_not_changed_unseen(activations: Any, device: str) -> None:
+    """transformers hands their keywords over bound, from 5.23 on with the block itself."""
+    model: Any = LlamaForCausalLM(llama_config()).train()
+    with OffloadEngine(model, config(Placement(activations=activations)), device=device) as engine:
+        (ids,), mask = tokens(1, device, (2, 8)), torch.zeros(2, 1, 8, 8, device=device)
+        loss = engine(input_ids=ids, labels=ids, attention_mask=mask).loss
+        mask[..., :4] = -1e9
         with pytest.raises((ModelError, RuntimeError), match=r"was written to after|inplace operation"):
             engine.backward(loss)
 

@@ -63,10 +63,12 @@ def arguments_of_finetune(
         if name in signature(Trainer.__init__).parameters:
             raise ConfigError(f"finetune has no {name}: offloadkit.OffloadTrainer and OffloadSeq2SeqTrainer take it")
         raise ConfigError(f"no argument {name!r}{did_you_mean(name, [*known, *_OWN_NAMES.values()])}")
+    on_gpu = hardware.default_device().type == "cuda"
     defaults = {
         "bf16": dtype == "bf16",
         "fp16": dtype == "fp16",
-        "dataloader_pin_memory": hardware.default_device().type == "cuda",
+        "use_cpu": not on_gpu,  # else transformers refuses bf16
+        "dataloader_pin_memory": on_gpu,
         "warmup_steps": 0.05,
         "logging_steps": 0.05,
         "eval_strategy": "epoch" if evaluates else "no",

@@ -96,8 +96,8 @@ def _checkpoint(
         EngineStateError: (in backward) `weights` were stepped since.
     """
     seen = [layer.num_updates for layer in weights]
-    if isinstance(forward, partial) and not forward.args:  # HuggingFace's keyword arguments
-        kwargs, forward = {**forward.keywords, **kwargs}, forward.func
+    if isinstance(forward, partial):  # HuggingFace's: what its tensors are must be seen
+        args, kwargs, forward = (*forward.args, *args), {**forward.keywords, **kwargs}, forward.func
 
     def run(*args: Any, **kwargs: Any) -> Any:
         for layer, num_updates in zip(weights, seen, strict=True):
