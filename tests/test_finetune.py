@@ -228,8 +228,15 @@ def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
     monkeypatch.setattr(module, "plan_for_rows", plan)
     monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: gpu != "none")
     with pytest.raises(KeyboardInterrupt):
-        finetune(t5(), PAIRS, **({"batch_size": "auto"} | options))
+        finetune(t5(), PAIRS, **({"batch_size": "auto", "use_cpu": gpu == "none"} | options))
     assert seen == {"by batch size": dtype, "by plan": dtype, "bf16": dtype == "bf16", "fp16": dtype == "fp16"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="trains on the GPU here")
+def test_bf16_needs_no_use_cpu_where_there_is_no_gpu(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tokenizer": "byte", "max_steps": 1, "batch_size": 4, "monitor": False}
+    result = offloadkit.finetune(t5(), PAIRS, bf16=True, output_dir=tmp_path, **options)
+    assert {weight.dtype for weight in result.model.parameters()} == {torch.bfloat16}
 
 
 def test_fp16_trains_with_master_weights_in_fp32() -> None:
