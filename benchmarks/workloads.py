@@ -172,7 +172,7 @@ def checkpoint_activations(model: PreTrainedModel, work: Workload) -> None:
 def use_our_compute(model: PreTrainedModel, work: Workload) -> None:
     """Have `model` compute as it does under offloadkit: the one difference between the baselines gpu and gpu-ours.
 
-    Without a choice of the work's it is what `finetune` takes: attention of one kernel for T5, and norms of one kernel.
+    Without a choice of the work's it is what `finetune` takes: our kernels of T5's attention, and norms of one kernel.
     """
     from offloadkit.hf.fused_norms import fuse_norms
     from offloadkit.hf.models import EAGER_ATTENTION

@@ -56,7 +56,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scaling: float, dropout: float
 ) -> Tensor:
     """The first output of `attention`. Where nobody looks at operations its kernels are started without torch's
-    dispatcher, which takes Python as long as starting ten operations does."""
+    dispatcher, which takes Python as much as starting them does."""
     given = (query, key, value, bias, mask, scaling, dropout)
     seen = torch.compiler.is_compiling() or query.is_meta
     output: Tensor = attention(*given)[0] if seen else _Eager.apply(*given)  # type: ignore[no-untyped-call]

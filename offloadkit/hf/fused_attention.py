@@ -97,8 +97,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """What `eager_attention_forward` of the model's module gives, but for the weights."""
     asked = options.get("output_attentions") or module.config.output_attentions
-    of_shape = position_bias is not None and _takes(query, key, value, position_bias, attention_mask)
-    if asked or position_bias is None or not of_shape or dropout >= 1:
+    if asked or dropout >= 1 or position_bias is None or not _takes(query, key, value, position_bias, attention_mask):
         kind: Any = type(module)
         found: tuple[Tensor, Tensor] = _own_attention(kind)(
             module, query, key, value, attention_mask, scaling, dropout, position_bias, **options

@@ -12,8 +12,8 @@ from offloadkit.hf.fused_norms import fuse_norms
 
 
 def fuse(model: nn.Module, *, compiled: bool = False) -> Callable[[], None]:
-    """Have attention with a position bias, and the norms but where blocks are `compiled`, run as one kernel each;
-    returns what undoes it."""
+    """Have attention with a position bias run by our kernels, and the norms, but where blocks are `compiled`, as one
+    kernel each; returns what undoes it."""
     changes = ExitStack()
     changes.callback(fuse_attention(model))
     if not compiled:

@@ -13,7 +13,7 @@ ELEMENTWISE_EFFICIENCY = 0.7
 """Share of the VRAM's measured rate that a model's operations reach which are no products (reductions, broadcasts,
 strides)."""
 OWN_EFFICIENCY = 0.4
-"""Share of the measured rate of products that our kernel of T5's attention reaches, beside its reading and writing."""
+"""Share of the measured rate of products that our kernels of T5's attention reach, beside their reading and writing."""
 COMPILED_TRAFFIC = 0.6
 """What a compiled block's other operations read and write of what they do one by one."""
 STEP_EFFICIENCY = 0.85

@@ -22,6 +22,7 @@ class _Kernel:
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor, mask: Tensor, numbers: Any, has_mask: bool) -> Tensor:
+    assert all(one.stride(-1) == 1 for one in (query, key, bias, mask))  # the kernels take no other
     scores = query.float() @ key.float().transpose(2, 3) * numbers[-3] + bias.float()
     return scores + mask.float() if has_mask else scores
 

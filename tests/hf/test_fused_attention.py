@@ -1,4 +1,4 @@
-"""T5's attention as one kernel: where it runs, what a plan counts of it, and that the model gets its own back."""
+"""T5's attention by our kernels: where they run, what a plan counts of it, and that the model gets its own back."""
 
 from __future__ import annotations
 
