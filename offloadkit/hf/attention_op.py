@@ -26,9 +26,9 @@ _LEAST_CAPABILITY = (8, 0)
 _AT_ONCE_BYTES = 128 << 20
 """Of the weights, and of the gradients of the scores, that backward writes for some heads before it takes the next; a
 head's are the least."""
-_BLOCKS = {"forward": (64, 32, 4, 3), "scores": (64, 32, 4, 2), "queries": (128, 64, 8, 3), "keys": (32, 64, 4, 3)}
-"""Queries, keys, warps and stages. With a width of 128 a block of threads takes 100 KiB of shared memory at most on
-Hopper, 64 on Ampere and Ada, where they compile without spills and were not run."""
+_BLOCKS = {"forward": (64, 32, 4, 3), "queries": (64, 32, 4, 3), "keys": (32, 64, 4, 3)}
+"""Queries, keys, warps and stages. With a width of 128 a block of threads takes 92 KiB of shared memory at most on
+Hopper, 80 on Ampere and Ada, where they compile without spills and were not run."""
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _kernels: Any = triton_attention
@@ -122,31 +122,23 @@ def _attention_backward(
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     at_once = _heads_at_once(query, keys)
-    used, d_scores = between.view(2, batch, at_once, queries, keys)
     arrays, numbers, constants = _arguments((query, key, value, bias, mask, seed), scaling, dropout)
-    products = torch.empty_like(largest)
-    sizes = [heads, queries, keys, scaling]
-    of_rows, of_scores, of_queries, of_keys = (_blocks(name, query) for name in _BLOCKS)
+    sizes, (used, d_scores) = [heads, queries, keys, scaling], between.view(2, -1)
+    of_queries, of_keys = _blocks("queries", query), _blocks("keys", query)
     with _cuda.device_of(query):
-        grid: tuple[int, ...] = (_number(queries, of_rows["block_queries"]), batch * heads)
-        block = of_rows["block_queries"]
-        _kernels.products_of_rows[grid](gradient, output, products, heads, queries, width=width, block_queries=block)
         for first in range(0, heads, at_once):
             some = min(at_once, heads - first)
-            grid = (_number(queries, of_scores["block_queries"]), _number(keys, of_scores["block_keys"]), some)
-            _kernels.of_scores[grid](
-                *arrays, gradient, largest, total, products, used, d_scores, d_bias, batch, first, *numbers,
-                of_bias=of_bias, **constants, **of_scores,
+            _kernels.of_queries[_number(queries, of_queries["block_queries"]), batch * some](
+                *arrays, gradient, output, largest, total, used, d_scores, d_query, first, some, *numbers,
+                **constants, **of_queries,
             )  # fmt: skip
-            grid = (_number(queries, of_queries["block_queries"]), batch * some)
-            _kernels.of_queries[grid](
-                key, d_scores, d_query, first, some, *key.stride()[:3], *sizes, width=width, **of_queries
-            )
-            grid = (_number(keys, of_keys["block_keys"]), batch * some)
-            _kernels.of_keys_and_values[grid](
+            _kernels.of_keys_and_values[_number(keys, of_keys["block_keys"]), batch * some](
                 query, gradient, used, d_scores, d_key, d_value, first, some, *query.stride()[:3], *sizes,
                 width=width, **of_keys,
             )  # fmt: skip
+            if of_bias:
+                written = d_scores[: batch * some * queries * keys].view(batch, some, queries, keys)
+                torch.sum(written, 0, dtype=bias.dtype, out=d_bias[0, first : first + some])
     return found
 
 

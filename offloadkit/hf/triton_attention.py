@@ -1,12 +1,11 @@
 """Triton kernels of attention with a position bias; imported only where Triton is there.
 
 After Dao, "FlashAttention-2": a row's largest score and its sum are carried from block to block of keys, so forward
-writes no scores. Backward computes them again once and writes them for a few heads at a time, as weights and as
-gradients of the scores, whose products with queries, keys and values are kernels of their own: FlashAttention's two
-kernels and a third for the bias would compute them three times. The bias is shared by the batch: its gradient is a sum
-over the batch, taken by one program for each block of queries and keys, in the batch's order and without atomics, so
-its bits do not depend on the clock. Which weights are dropped is a hash of (seed, row of the batch, head, query, key),
-which backward, and a recomputation with the same seed, find again.
+writes no scores. Backward computes them again once, for a few heads at a time: the kernel of the queries' gradients
+writes weights and gradients of the scores too, whose products with queries and output's gradients are a kernel of their
+own, and whose sum over the batch, which shares the bias, is the bias's gradient. No sum is atomic, so no bit depends on
+the clock. Which weights are dropped is a hash of (seed, row of the batch, head, query, key), which backward, and a
+recomputation with the same seed, find again.
 
 In all kernels queries, keys and values are (batch, heads, length, width) with any strides but the last, which is 1;
 `rows` are (batch, heads, queries), contiguous.
@@ -37,9 +36,12 @@ def _block(at, stride, numbers, within, width: tl.constexpr):
 
 
 @triton.jit
-def _scores(query, key, bias, mask, mask_stride, queries, keys, inside, has_key, scaling, has_mask: tl.constexpr):
+def _scores(
+    query, key, bias, mask, mask_stride, queries, keys, inside, has_key, num_keys, scaling, has_mask: tl.constexpr
+):
     """fp32 (queries, keys); -inf beyond the last key."""
-    scores = tl.dot(query, tl.trans(key)) * scaling + bias.to(tl.float32)
+    biases = tl.load(bias + queries[:, None] * num_keys + keys[None, :], mask=inside, other=0.0)
+    scores = tl.dot(query, tl.trans(key)) * scaling + biases.to(tl.float32)
     if has_mask:
         scores += tl.load(mask + queries[:, None] * mask_stride + keys[None, :], mask=inside, other=0.0).to(tl.float32)
     return tl.where(has_key[None, :], scores, float("-inf"))
@@ -72,8 +74,7 @@ def forward(
         k = _block(key + batch * k_batch + head * k_head, k_row, keys, has_key, width)
         v = _block(value + batch * v_batch + head * v_head, v_row, keys, has_key, width)
         inside = has_query[:, None] & has_key[None, :]
-        biases = tl.load(bias + queries[:, None] * num_keys + keys[None, :], mask=inside, other=0.0)
-        scores = _scores(q, k, biases, mask, m_row, queries, keys, inside, has_key, scaling, has_mask)
+        scores = _scores(q, k, bias, mask, m_row, queries, keys, inside, has_key, num_keys, scaling, has_mask)
         new = tl.maximum(most, tl.max(scores, 1))
         base = tl.where(new == float("-inf"), 0.0, new)  # all of the row is masked so far
         shrink = tl.exp(most - base)
@@ -91,90 +92,56 @@ def forward(
 
 
 @triton.jit
-def products_of_rows(
-    gradient, output, product, heads, num_queries, width: tl.constexpr, block_queries: tl.constexpr
-):  # fmt: skip
-    """product: fp32 rows, the sums of `gradient * output`, both (batch, queries, heads, width), contiguous."""
-    row = tl.program_id(1).to(tl.int64)
-    queries = tl.program_id(0) * block_queries + tl.arange(0, block_queries)
-    has_query = queries < num_queries
-    at = ((row // heads) * num_queries + queries) * heads + row % heads
-    g = _block(gradient, width, at, has_query, width).to(tl.float32)
-    out = _block(output, width, at, has_query, width).to(tl.float32)
-    tl.store(product + row * num_queries + queries, tl.sum(g * out, 1), mask=has_query)
-
-
-@triton.jit
-def of_scores(
-    query, key, value, bias, mask, seed, gradient, largest, total, product, used, d_scores, d_bias,
-    batches, first_head,
+def of_queries(
+    query, key, value, bias, mask, seed, gradient, output, largest, total, used, d_scores, d_query,
+    first_head, some_heads,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, m_batch, m_row,
     heads, num_queries, num_keys, scaling, threshold, keep_scale,
-    has_mask: tl.constexpr, drops: tl.constexpr, of_bias: tl.constexpr, width: tl.constexpr,
+    has_mask: tl.constexpr, drops: tl.constexpr, width: tl.constexpr,
     block_queries: tl.constexpr, block_keys: tl.constexpr,
 ):  # fmt: skip
     """used, d_scores: (batch, some heads, queries, keys), contiguous: weights as forward used them, and gradients of
-    the scores; d_bias: (heads, queries, keys), contiguous: their sum over the batch."""
-    head = first_head + tl.program_id(2).to(tl.int64)
-    queries = tl.program_id(0) * block_queries + tl.arange(0, block_queries)
-    keys = tl.program_id(1) * block_keys + tl.arange(0, block_keys)
-    has_query, has_key = queries < num_queries, keys < num_keys
-    inside = has_query[:, None] & has_key[None, :]
-    place = queries[:, None] * num_keys + keys[None, :]
-    size = head * 0 + num_queries * num_keys  # 64 bits wide
-    biases = tl.load(bias + head * size + place, mask=inside, other=0.0)
-    summed = tl.zeros((block_queries, block_keys), tl.float32)
-    if drops:
-        drawn = tl.load(seed)
-    for number in range(batches):
-        batch = head * 0 + number
-        row = batch * heads + head
-        q = _block(query + batch * q_batch + head * q_head, q_row, queries, has_query, width)
-        k = _block(key + batch * k_batch + head * k_head, k_row, keys, has_key, width)
-        v = _block(value + batch * v_batch + head * v_head, v_row, keys, has_key, width)
-        g = _block(gradient, width, (batch * num_queries + queries) * heads + head, has_query, width)
-        products = tl.load(product + row * num_queries + queries, mask=has_query, other=0.0)
-        of_row = mask + batch * m_batch
-        scores = _scores(q, k, biases, of_row, m_row, queries, keys, inside, has_key, scaling, has_mask)
-        most = tl.load(largest + row * num_queries + queries, mask=has_query, other=0.0)
-        inverse = 1.0 / tl.load(total + row * num_queries + queries, mask=has_query, other=1.0)
-        weights = tl.exp(scores - most[:, None]) * inverse[:, None]
-        d_weights = tl.dot(g, tl.trans(v))
-        at = (batch * tl.num_programs(2) + tl.program_id(2)) * size + place
-        if drops:
-            kept = _is_kept(drawn, row, queries, keys, num_keys, threshold)
-            d_weights = tl.where(kept, d_weights * keep_scale, 0.0)
-            tl.store(used + at, tl.where(kept, weights * keep_scale, 0.0).to(used.dtype.element_ty), mask=inside)
-        else:
-            tl.store(used + at, weights.to(used.dtype.element_ty), mask=inside)
-        of_score = weights * (d_weights - products[:, None])
-        tl.store(d_scores + at, of_score.to(d_scores.dtype.element_ty), mask=inside)
-        summed += of_score
-    if of_bias:
-        tl.store(d_bias + head * size + place, summed.to(d_bias.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def of_queries(
-    key, d_scores, d_query, first_head, some_heads, k_batch, k_head, k_row, heads, num_queries, num_keys, scaling,
-    width: tl.constexpr, block_queries: tl.constexpr, block_keys: tl.constexpr,
-):  # fmt: skip
-    """d_query: (batch, queries, heads, width), contiguous."""
-    row = tl.program_id(1).to(tl.int64)
-    batch, head = row // some_heads, first_head + row % some_heads
+    the scores; d_query: (batch, queries, heads, width), contiguous."""
+    some_row = tl.program_id(1).to(tl.int64)
+    batch, head = some_row // some_heads, first_head + some_row % some_heads
+    row = batch * heads + head
     queries = tl.program_id(0) * block_queries + tl.arange(0, block_queries)
     has_query = queries < num_queries
-    d_scores += row * num_queries * num_keys
+    at = (batch * num_queries + queries) * heads + head
+    q = _block(query + batch * q_batch + head * q_head, q_row, queries, has_query, width)
+    g = _block(gradient, width, at, has_query, width)
+    out = _block(output, width, at, has_query, width)
+    products = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
+    most = tl.load(largest + row * num_queries + queries, mask=has_query, other=0.0)
+    inverse = 1.0 / tl.load(total + row * num_queries + queries, mask=has_query, other=1.0)
+    bias += head * num_queries * num_keys
+    mask += batch * m_batch
+    used += some_row * num_queries * num_keys
+    d_scores += some_row * num_queries * num_keys
     summed = tl.zeros((block_queries, width), tl.float32)
+    if drops:
+        drawn = tl.load(seed)
     for first in range(0, num_keys, block_keys):
         keys = first + tl.arange(0, block_keys)
         has_key = keys < num_keys
         inside = has_query[:, None] & has_key[None, :]
-        of_score = tl.load(d_scores + queries[:, None] * num_keys + keys[None, :], mask=inside, other=0.0)
+        place = queries[:, None] * num_keys + keys[None, :]
         k = _block(key + batch * k_batch + head * k_head, k_row, keys, has_key, width)
+        v = _block(value + batch * v_batch + head * v_head, v_row, keys, has_key, width)
+        scores = _scores(q, k, bias, mask, m_row, queries, keys, inside, has_key, num_keys, scaling, has_mask)
+        weights = tl.exp(scores - most[:, None]) * inverse[:, None]
+        d_weights = tl.dot(g, tl.trans(v))
+        kept = weights
+        if drops:
+            is_kept = _is_kept(drawn, row, queries, keys, num_keys, threshold)
+            d_weights = tl.where(is_kept, d_weights * keep_scale, 0.0)
+            kept = tl.where(is_kept, weights * keep_scale, 0.0)
+        tl.store(used + place, kept.to(used.dtype.element_ty), mask=inside)
+        of_score = (weights * (d_weights - products[:, None])).to(d_scores.dtype.element_ty)
+        tl.store(d_scores + place, of_score, mask=inside)
         summed = tl.dot(of_score, k, summed)
-    at = ((batch * num_queries + queries) * heads + head)[:, None] * width + tl.arange(0, width)[None, :]
-    tl.store(d_query + at, (summed * scaling).to(d_query.dtype.element_ty), mask=has_query[:, None])
+    d_q = (summed * scaling).to(d_query.dtype.element_ty)
+    tl.store(d_query + at[:, None] * width + tl.arange(0, width)[None, :], d_q, mask=has_query[:, None])
 
 
 @triton.jit

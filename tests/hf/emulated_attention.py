@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -46,52 +47,32 @@ def _forward(
     output.copy_((weights @ value.float()).transpose(1, 2))
 
 
-def _products_of_rows(gradient: Tensor, output: Tensor, product: Tensor, *_: Any, **__: Any) -> None:
-    product.copy_((gradient.float() * output.float()).sum(-1).transpose(1, 2))
-
-
-def _of_scores(*given: Any, has_mask: bool, drops: bool, of_bias: bool, **_: Any) -> None:
-    query, key, value, bias, mask, seed, gradient, largest, total, product = given[:10]
-    (all_used, all_d_scores, d_bias, _batches, first), numbers = given[10:15], given[15:]
+def _of_queries(*given: Any, has_mask: bool, drops: bool, **_: Any) -> None:
+    query, key, value, bias, mask, seed, gradient, output, largest, total = given[:10]
+    (all_used, all_d_scores, d_query, first, some), numbers = given[10:15], given[15:]
     scores = _scores(query, key, bias, mask, numbers, has_mask)
     weights = (scores - largest[..., None]).exp() / total[..., None]
     kept, into = _kept(seed, weights, numbers, drops), gradient.float().transpose(1, 2)
-    found = weights * (into @ value.float().transpose(2, 3) * kept - product[..., None])
-    heads = slice(first, first + all_used.shape[1])
-    for into_buffer, computed in ((all_used, weights * kept), (all_d_scores, found)):
-        computed = computed[:, heads]
-        into_buffer.view(-1)[: computed.numel()].copy_(computed.flatten())
-    if of_bias:
-        d_bias[:, heads] = found[:, heads].sum(0, keepdim=True)
-
-
-def _of_queries(key: Tensor, d_scores: Tensor, d_query: Tensor, first: int, some: int, *numbers: Any, **_: Any) -> None:
+    products = (into * output.float().transpose(1, 2)).sum(-1, keepdim=True)
+    found = weights * (into @ value.float().transpose(2, 3) * kept - products)
     heads = slice(first, first + some)
-    found = _some(d_scores, some) @ key[:, heads].float() * numbers[-1]
-    d_query[:, :, heads] = found.transpose(1, 2).to(d_query.dtype)
+    for buffer, computed in ((all_used, weights * kept), (all_d_scores, found)):
+        buffer[: computed[:, heads].numel()] = computed[:, heads].flatten().to(buffer.dtype)
+    d_query[:, :, heads] = (found @ key.float() * numbers[-3]).transpose(1, 2)[:, :, heads].to(d_query.dtype)
 
 
 def _of_keys_and_values(
     query: Tensor, gradient: Tensor, used: Tensor, d_scores: Tensor, d_key: Tensor, d_value: Tensor, first: int,
     some: int, *numbers: Any, **_: Any
 ) -> None:  # fmt: skip
-    heads = slice(first, first + some)
-    into = gradient.float().transpose(1, 2)[:, heads]
-    d_value[:, :, heads] = (_some(used, some).transpose(2, 3) @ into).transpose(1, 2).to(d_value.dtype)
-    found = _some(d_scores, some).transpose(2, 3) @ query[:, heads].float() * numbers[-1]
+    heads, (num_queries, num_keys) = slice(first, first + some), numbers[-3:-1]
+    shape = (query.shape[0], some, num_queries, num_keys)
+    weights, of_scores = (one[: math.prod(shape)].view(shape).float().transpose(2, 3) for one in (used, d_scores))
+    d_value[:, :, heads] = (weights @ gradient.float().transpose(1, 2)[:, heads]).transpose(1, 2).to(d_value.dtype)
+    found = of_scores @ query[:, heads].float() * numbers[-1]
     d_key[:, :, heads] = found.transpose(1, 2).to(d_key.dtype)
 
 
-def _some(between: Tensor, some: int) -> Tensor:
-    """(batch, some heads, queries, keys) of what was written for them."""
-    batch, _, queries, keys = between.shape
-    return between.reshape(-1)[: batch * some * queries * keys].view(batch, some, queries, keys).float()
-
-
 KERNELS = SimpleNamespace(
-    forward=_Kernel(_forward),
-    products_of_rows=_Kernel(_products_of_rows),
-    of_scores=_Kernel(_of_scores),
-    of_queries=_Kernel(_of_queries),
-    of_keys_and_values=_Kernel(_of_keys_and_values),
+    forward=_Kernel(_forward), of_queries=_Kernel(_of_queries), of_keys_and_values=_Kernel(_of_keys_and_values)
 )
