@@ -92,3 +92,19 @@ def test_the_plans_constants_are_those_of_the_result_file() -> None:
     assert [mean(column) for column in zip(*streamed, strict=True)] == pytest.approx(
         list(seconds.STREAMED_LAUNCHES), rel=0.04
     )
+
+
+def test_what_our_attention_takes_is_that_of_its_result_file() -> None:
+    """T5's operations beyond its attention take Python as long as Llama's."""
+    rows = json.loads((RESULTS / "launches-attention-h200.json").read_text())["rows"]
+    t5, llama = (
+        next(row for row in rows if (row["model"], row["compiled"], row["where"]) == (name, False, "kept"))
+        for name in ("t5", "llama")
+    )
+    num_attentions = 16 + 2 * 16
+    more = []
+    for part in ("forward", "backward"):
+        operations = t5[f"{part}_launches"] / llama[f"{part}_launches"] * t5["num_operations"][part]
+        more.append((operations - t5["num_operations"][part]) / num_attentions)
+    assert mean(more) == pytest.approx(seconds.OWN_LAUNCHES, rel=0.1)
+    assert more == pytest.approx([seconds.OWN_LAUNCHES] * 2, rel=0.2)

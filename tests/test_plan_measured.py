@@ -32,18 +32,15 @@ STEP_WITHIN = {
     "drawn-1": 0.2,
     "t5-3b-1x640-6gib-zero3-h200 6 fused": 0.35,
     "t5-3b-1x640-6gib-zero3-h200 6 fused compiled": 0.25,
-    "t5-large 1x2 fused": 0.35,
-    "t5-large 1x8 fused": 0.3,
-    "t5-3b 1x2 fused": 0.3,
+    "t5-large 1x2 fused": 0.25,
+    "t5-large 1x2 fused compiled": 0.25,
+    "t5-large 1x8 fused": 0.2,
+    "t5-large 1x32 fused compiled": 0.25,
     "t5-3b 1x2 fused compiled": 0.2,
-    "t5-3b-1x640-6gib-h200 6 fused": 0.2,
-    "t5-3b-8x640-24gib-2-cores-h200 24 fused": 0.2,
-    "t5-3b-8x640-24gib-2-cores-h200 24 fused compiled": 0.2,
 }
 """The same of cases: the first two were bound by norms of seven operations, each of which takes less of Python than one
-kernel's; the next two were bound by a slow host's Python; Python, which bounds the
-next two, took 1.3 times as long as planned all on the GPU too; so it did in the last five, where attention was an
-operation of torch's dispatcher. All others: 0.15."""
+kernel's; the next two by a slow host's Python; the others by Python too, whose time moves from run to run. All others:
+0.15."""
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -63,7 +60,7 @@ BY_TODAYS_BLOCKS = (
     "llama-3b-32x1024-24gib-roundpipe-h200",
 )
 """Norms of one kernel."""
-WITH_OUR_ATTENTION = ("17f72d8",)
+WITH_OUR_ATTENTION = ("17f72d8", "e70d484")
 """Commits of runs by T5's attention in kernels of our own."""
 ROWS = {row["case"]: row for row in rows("plans-h200.json")}
 """By the engine before states were streamed through VRAM."""
@@ -104,9 +101,10 @@ LEANER = {
     "llama-3b-32x1024-24gib-roundpipe-h200 24 fused compiled",
     "t5-3b-1x640-6gib-zero3-h200 6 fused",
     "t5-3b-1x640-6gib-zero3-h200 6 fused compiled",
+    "t5-large 1x8 fused compiled",
 }
 """Took less VRAM than planned: Llama's compiled blocks keep 8 to 11 % less for backward than the same blocks one
-operation after the other, and T5-3B within 6 GiB, 46 of 48 blocks recomputed, took 7 %."""
+operation after the other, T5-large's 6 %, and T5-3B within 6 GiB, 46 of 48 blocks recomputed, took 7 %."""
 
 
 @pytest.mark.parametrize("name", ONE_PLACEMENT)
@@ -195,7 +193,7 @@ def test_the_table_of_right_plans() -> None:
     assert beyond(ROWS, "vram_bytes", "vram_bytes", 0.05) == set()
     assert beyond(ROWS, "ram_bytes", "peak_ram_bytes", 0.05) == {"t4-t5-large"}
     assert beyond(ROWS, "step_seconds", "step_seconds", 0.15) == {"drawn-0", "drawn-3", "t4-t5-3b"}
-    assert len(STEPS) == 49
+    assert len(STEPS) == 53
     assert beyond(STEPS, "vram_bytes", "vram_bytes", 0.05) == LEANER
     assert beyond(STEPS, "ram_bytes", "peak_ram_bytes", 0.05) == {"t5-large-24"}
     assert beyond(STEPS, "step_seconds", "step_seconds", 0.15) == {
@@ -204,10 +202,11 @@ def test_the_table_of_right_plans() -> None:
         "t5-3b-1x640-6gib-zero3-h200 6 fused",
         "t5-3b-1x640-6gib-zero3-h200 6 fused compiled",
         "t5-large 1x2 fused",
+        "t5-large 1x2 fused compiled",
         "t5-large 1x8 fused",
-        "t5-3b 1x2 fused",
-        "t5-3b 1x2 fused compiled",
-        "t5-3b-1x640-6gib-h200 6 fused",
-        "t5-3b-8x640-24gib-2-cores-h200 24 fused",
+        "t5-large 1x8 fused compiled",
+        "t5-large 1x32 fused",
+        "t5-large 1x32 fused compiled",
+        "t5-large 4x32 fused",
         "t5-3b-8x640-24gib-2-cores-h200 24 fused compiled",
     }

@@ -160,8 +160,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if function.overloadpacket in _FLASH:
                 args = _with_a_key_for_each_query(args)
             number = flops(*args, **kwargs, out_val=output)
-            name = "own_flops" if function.namespace == "offloadkit" else "flops"
-            self.total += Pass(**{name: number}, matmul_bytes=moved, num_operations=1)
+            own = {"own_flops": number, "num_own": 1}
+            self.total += Pass(
+                **own if function.namespace == "offloadkit" else {"flops": number}, matmul_bytes=moved, num_operations=1
+            )
 
 
 def _with_a_key_for_each_query(args: Sequence[Any]) -> list[Any]:

@@ -24,7 +24,7 @@ from offloadkit.plan.costs import (
 )
 from offloadkit.plan.queues import Queues, Ring
 from offloadkit.plan.shapes import NUM_LANDINGS, NUM_STAGING, NUM_WEIGHT_BUFFERS, LayerShape
-from offloadkit.plan.work import MicroBatch, Stage
+from offloadkit.plan.work import MicroBatch, Pass, Stage
 
 DISK_OVERLAP = 0.8
 """Of the times that states take to be read and to be written, as much remains when both are under way."""
@@ -33,6 +33,9 @@ FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 5.4, 6.0
 time in which bare kernels can be started."""
 COMPILED_LAUNCHES = 0.44
 """Of that, what is left for an operation of a block that is compiled, counted as if it were not."""
+OWN_LAUNCHES = 8
+"""As many operations, beside the one that it counts as, take Python as long as an attention by kernels of our own does
+in forward, and as many in backward, compiled or not."""
 RECOMPUTED_LAUNCHES = (1.1, 2.2)
 """What it takes beside that in forward and backward, for each operation of a block's forward, where the block is
 recomputed; what recomputing takes itself comes on top."""
@@ -41,8 +44,8 @@ STREAMED_LAUNCHES = (37, 33)
 LAYER_LAUNCHES = 28
 """The same for a flat layer whose update is started.
 
-All but the last are what launches-h200.json has of Python's time alone, the mean of T5 and Llama; steps bear them out
-(docs/design.md, section 5). The last was fitted to steps."""
+All but the last are what launches-h200.json has of Python's time alone, the mean of T5 and Llama (of our attention
+launches-attention-h200.json); steps bear them out (docs/design.md, section 5). The last was fitted to steps."""
 
 _IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", activations="keep", step="gpu")
 RESOURCES = ("forward", "backward", "GPU step", "CPU step", "H2D", "D2H", "disk", "launches")
@@ -116,17 +119,21 @@ class StepModel:
         self._units = []
         for of, its_layers in zip(work.stages, members, strict=True):
             is_compiled = compiled and bool(of.block)
-            launch = hardware.launch_seconds * (COMPILED_LAUNCHES if is_compiled else 1.0)
             self._units.append(
                 _Unit(
                     pass_seconds(of.forward, hardware, dtype, compiled=is_compiled),
                     pass_seconds(of.backward, hardware, dtype, compiled=is_compiled),
-                    of.forward.num_operations * launch,
-                    of.backward.num_operations * launch,
+                    self._launches(of.forward, is_compiled),
+                    self._launches(of.backward, is_compiled),
                     of.input_bytes if of.block else 0,
                     tuple(its_layers),
                 )
             )
+
+    def _launches(self, work: Pass, is_compiled: bool) -> float:
+        """Seconds in which as many bare kernels are started."""
+        operations = work.num_operations * (COMPILED_LAUNCHES if is_compiled else 1.0) + work.num_own * OWN_LAUNCHES
+        return operations * self._hardware.launch_seconds
 
     def on_large_gpu(self) -> float:
         """Seconds of a step where everything is kept in VRAM and nothing is recomputed."""

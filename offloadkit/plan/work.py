@@ -19,6 +19,8 @@ class Pass:
     """Read and written by all other operations."""
     num_operations: int = 0
     """Kernels started."""
+    num_own: int = 0
+    """Among them, attention by kernels of our own."""
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(
@@ -27,6 +29,7 @@ class Pass:
             self.matmul_bytes + other.matmul_bytes,
             self.moved_bytes + other.moved_bytes,
             self.num_operations + other.num_operations,
+            self.num_own + other.num_own,
         )
 
     def __sub__(self, other: Pass) -> Pass:
@@ -36,6 +39,7 @@ class Pass:
             self.matmul_bytes - other.matmul_bytes,
             self.moved_bytes - other.moved_bytes,
             self.num_operations - other.num_operations,
+            self.num_own - other.num_own,
         )
 
 
