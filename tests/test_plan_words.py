@@ -93,6 +93,13 @@ def test_more_vram_lets_the_gpu_step_more() -> None:
     assert "more layers through VRAM: " in made.explain()
 
 
+def test_one_layer_is_one() -> None:
+    """With ever more VRAM, hint by hint."""
+    said = [plan(TWO_CORES, num_layers=4, vram=f"{mib}MiB", ram="120GiB").explain() for mib in range(800, 2600, 100)]
+    assert any(" 1 more layer " in text or " 1 more layer:" in text for text in said)
+    assert not any(" 1 more layers" in text for text in said)
+
+
 def test_a_machine_without_contention_is_not_said_to_be_slow() -> None:
     fast = replace(H200, cpu_adamw_bytes_per_second=1e15, dram_bytes_per_second=1e15)
     assert "AdamW" not in plan(fast, placement=IN_RAM).explain()

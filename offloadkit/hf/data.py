@@ -134,9 +134,11 @@ def _column_set(dataset: Dataset, task: Task | None) -> str:
             return kind
     sets = "; ".join(f"{' + '.join(needed)} ({its_task or 'tokenised'})" for needed, its_task in _COLUMN_SETS.values())
     wanted = f" for task {task!r}" if task else ""
+    known = {name for needed, _ in _COLUMN_SETS.values() for name in needed}
+    other = next((name for name in dataset.column_names if name not in known), "question")
     raise DataError(
         f"no column set fits{wanted}. Columns found: {', '.join(dataset.column_names) or 'none'}. Accepted: {sets}. "
-        "Rename yours, e.g. dataset.rename_column('question', 'input')"
+        f"Rename yours, e.g. dataset.rename_column({other!r}, {'target' if 'input' in columns else 'input'!r})"
     )
 
 

@@ -146,7 +146,7 @@ def build_model(
 
 
 def check_kind(model: object) -> None:
-    """Raise `ModelError` for what is neither a name, nor a path, nor a HuggingFace model."""
+    """Raise `ModelError` for what is neither a name, nor a path, nor a HuggingFace model, or one that cannot begin."""
     if isinstance(model, str | os.PathLike):
         return
     from transformers import PreTrainedModel
@@ -159,6 +159,12 @@ def check_kind(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
             f"{reprlib.repr(model)} is no model: pass a hub name, a preset, a folder, or a HuggingFace model"
+        )
+    config: Any = model.config
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        raise ModelError(
+            f"the config of this {type(model).__name__} has no decoder_start_token_id, the token that its decoder "
+            "begins with: set model.config.decoder_start_token_id (T5's is its pad token, 0)"
         )
 
 

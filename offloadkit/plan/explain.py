@@ -196,15 +196,14 @@ def _changed(plan: Plan, other: Plan) -> str:
     def counts(of: Plan) -> dict[str, int]:
         wheres = of.placements
         return {
-            "keep the weights of {} more layers in VRAM": sum(where.weights == "vram" for where in wheres),
-            "keep the optimizer states of {} more layers in VRAM": sum(where.states == "vram" for where in wheres),
-            "keep the optimizer states of {} more layers in RAM": -sum(where.states == "disk" for where in wheres),
-            "keep the activations of {} more layers": sum(where.activations == "keep" for where in wheres),
-            "let the GPU step {} more layers through VRAM": sum(
-                where.states == "ram" and where.step == "gpu" for where in wheres
-            ),
+            "keep the weights of {} in VRAM": sum(where.weights == "vram" for where in wheres),
+            "keep the optimizer states of {} in VRAM": sum(where.states == "vram" for where in wheres),
+            "keep the optimizer states of {} in RAM": -sum(where.states == "disk" for where in wheres),
+            "keep the activations of {}": sum(where.activations == "keep" for where in wheres),
+            "let the GPU step {} through VRAM": sum(where.states == "ram" and where.step == "gpu" for where in wheres),
         }
 
     before, after = counts(plan), counts(other)
-    words = [text.format(after[text] - before[text]) for text in before if after[text] > before[text]]
+    more = {text: after[text] - before[text] for text in before}
+    words = [text.format(f"{n} more layer{'s' * (n > 1)}") for text, n in more.items() if n > 0]
     return " and ".join(words[:2]) or "change the placement"

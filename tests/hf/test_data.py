@@ -218,8 +218,9 @@ def test_tokenised_rows_with_one_label_each_are_classification() -> None:
 
 def test_unknown_columns_shows_those_found_and_those_accepted() -> None:
     with pytest.raises(DataError) as raised:
-        prepared([{"question": "a", "answer": "b"}])
-    for part in ("question, answer", "input + target", "messages", "text + label", "input_ids", "rename_column"):
+        prepared([{"input": "a", "answer": "b"}])
+    rename = "rename_column('answer', 'target')"
+    for part in ("input, answer", "input + target", "messages", "text + label", "input_ids", rename):
         assert part in str(raised.value)
 
 

@@ -255,6 +255,13 @@ def test_labels_of_a_model_instance_get_names_where_they_have_none() -> None:
     assert load_model(named, task="classification", id2label=names).config.id2label == {0: "no", 1: "yes"}
 
 
+def test_a_decoder_that_does_not_know_how_to_begin_is_told_of() -> None:
+    config = tiny.t5_config()
+    config.decoder_start_token_id = None
+    with pytest.raises(ModelError, match=r"set model\.config\.decoder_start_token_id"):
+        load_model(T5ForConditionalGeneration(config))
+
+
 def test_plain_module_is_sent_to_the_engine() -> None:
     with pytest.raises(ModelError, match="OffloadEngine"):
         load_model(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
