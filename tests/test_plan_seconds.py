@@ -24,7 +24,7 @@ from offloadkit.plan.seconds import (
     DISK_OVERLAP,
     FORWARD_LAUNCHES,
     LAYER_LAUNCHES,
-    OWN_LAUNCHES,
+    OWN_OPERATIONS,
     RECOMPUTED_LAUNCHES,
     STREAMED_LAUNCHES,
     StepModel,
@@ -63,18 +63,22 @@ def test_a_pass_takes_what_its_products_and_its_other_operations_take() -> None:
     assert pass_seconds(own, machine(bf16_flops_per_second=1e12), "bf16") == pytest.approx(1 / OWN_EFFICIENCY)
 
 
-def test_many_small_operations_take_as_long_as_starting_them() -> None:
-    work = Pass(num_operations=1000)
+@pytest.mark.parametrize("own", [0, 50])
+def test_many_small_operations_take_as_long_as_starting_them(own: int) -> None:
+    """An attention of ours as long as several, but in what recomputation adds to each."""
+    work = Pass(num_operations=1000, num_own=own)
     assert pass_seconds(work, machine(), "bf16") == pytest.approx(1000 * KERNEL_SECONDS)
     step = model(machine(launch_seconds=1e-3), forward=work, backward=replace(work, num_operations=2000))
-    plain = 4 * (FORWARD_LAUNCHES + 2 * BACKWARD_LAUNCHES)
+    more = own * OWN_OPERATIONS / 1000
+    forward = FORWARD_LAUNCHES * (1 + more)
+    plain = 4 * (forward + BACKWARD_LAUNCHES * (2 + more))
     started = 4 * LAYER_LAUNCHES / 1000
     assert step.on_large_gpu() == pytest.approx(plain + started, rel=1e-3)
     seconds = step.seconds([IN_RAM] * 4)
     assert seconds.step == pytest.approx(plain + started + STEP_LAUNCHES / 1000, rel=1e-3)
     assert seconds.busy["launches"] == pytest.approx(plain + started, rel=1e-3)
     recomputed = step.seconds([replace(IN_RAM, activations="checkpoint")] * 4).step
-    assert recomputed == pytest.approx(plain + started + 4 * (sum(RECOMPUTED_LAUNCHES) + FORWARD_LAUNCHES), rel=1e-3)
+    assert recomputed == pytest.approx(plain + started + 4 * (sum(RECOMPUTED_LAUNCHES) + forward), rel=1e-3)
     streamed = step.seconds([STREAMED] * 4).step
     streaming = (4 * sum(STREAMED_LAUNCHES) + STEP_LAUNCHES) / 1000
     assert streamed == pytest.approx(plain + started + streaming, rel=1e-3)
@@ -91,7 +95,7 @@ def test_compiled_blocks_take_less_to_start(own: int) -> None:
     eager, compiled = (StepModel(layers, batch, hardware, 1, compiled=how).on_large_gpu() for how in (False, True))
     saved = 4 * (1 - COMPILED_LAUNCHES) * (FORWARD_LAUNCHES + BACKWARD_LAUNCHES)
     assert eager - compiled == pytest.approx(saved, rel=1e-3)  # what lies outside of blocks is not compiled
-    operations = 1000 + own * OWN_LAUNCHES
+    operations = 1000 + own * OWN_OPERATIONS
     started = (5 * FORWARD_LAUNCHES + 4 * BACKWARD_LAUNCHES) * operations / 1000 + 4 * LAYER_LAUNCHES / 1000
     assert eager == pytest.approx(started, rel=1e-3)
 

@@ -116,14 +116,14 @@ def _attention_backward(
     what was written on the way, of no use to the caller but counted by who counts memory.
 
     Args:
-        gradient: of `output`, contiguous.
+        gradient, output: contiguous.
     """
     found = d_query, d_key, d_value, d_bias, between = _empty_gradients(query, key, bias, of_bias)
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     at_once = _heads_at_once(query, keys)
     arrays, numbers, constants = _arguments((query, key, value, bias, mask, seed), scaling, dropout)
-    sizes, (used, d_scores) = [heads, queries, keys, scaling], between.view(2, -1)
+    used, d_scores = between.view(2, -1)
     of_queries, of_keys = _blocks("queries", query), _blocks("keys", query)
     with _cuda.device_of(query):
         for first in range(0, heads, at_once):
@@ -133,8 +133,8 @@ def _attention_backward(
                 **constants, **of_queries,
             )  # fmt: skip
             _kernels.of_keys_and_values[_number(keys, of_keys["block_keys"]), batch * some](
-                query, gradient, used, d_scores, d_key, d_value, first, some, *query.stride()[:3], *sizes,
-                width=width, **of_keys,
+                query, gradient, used, d_scores, d_key, d_value, first, some, *query.stride()[:3],
+                heads, queries, keys, scaling, width=width, **of_keys,
             )  # fmt: skip
             if of_bias:
                 written = d_scores[: batch * some * queries * keys].view(batch, some, queries, keys)

@@ -151,12 +151,12 @@ def of_keys_and_values(
     width: tl.constexpr, block_queries: tl.constexpr, block_keys: tl.constexpr,
 ):  # fmt: skip
     """d_key, d_value: (batch, keys, heads, width), contiguous."""
-    row = tl.program_id(1).to(tl.int64)
-    batch, head = row // some_heads, first_head + row % some_heads
+    some_row = tl.program_id(1).to(tl.int64)
+    batch, head = some_row // some_heads, first_head + some_row % some_heads
     keys = tl.program_id(0) * block_keys + tl.arange(0, block_keys)
     has_key = keys < num_keys
-    used += row * num_queries * num_keys
-    d_scores += row * num_queries * num_keys
+    used += some_row * num_queries * num_keys
+    d_scores += some_row * num_queries * num_keys
     of_key = tl.zeros((block_keys, width), tl.float32)
     of_value = tl.zeros((block_keys, width), tl.float32)
     for first in range(0, num_queries, block_queries):

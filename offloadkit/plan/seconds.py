@@ -33,12 +33,12 @@ FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 5.4, 6.0
 time in which bare kernels can be started."""
 COMPILED_LAUNCHES = 0.44
 """Of that, what is left for an operation of a block that is compiled, counted as if it were not."""
-OWN_LAUNCHES = 8
+OWN_OPERATIONS = 8
 """As many operations, beside the one that it counts as, take Python as long as an attention by kernels of our own does
-in forward, and as many in backward, compiled or not."""
+in forward, and as many in backward; in compiled blocks, which do not make it shorter, too."""
 RECOMPUTED_LAUNCHES = (1.1, 2.2)
-"""What it takes beside that in forward and backward, for each operation of a block's forward, where the block is
-recomputed; what recomputing takes itself comes on top."""
+"""What it takes beside that in forward and backward, for each operation of a block's forward (an attention of ours is
+one), where the block is recomputed; what recomputing takes itself comes on top."""
 STREAMED_LAUNCHES = (37, 33)
 """What it takes in forward and backward, as such a multiple, for a flat layer whose weights are streamed."""
 LAYER_LAUNCHES = 28
@@ -80,6 +80,8 @@ class _Unit:
     backward: float
     forward_launches: float
     backward_launches: float
+    operation_launches: float
+    """Of forward, an attention of ours counted as one operation."""
     input_bytes: int
     layers: tuple[LayerCost, ...]
 
@@ -123,16 +125,17 @@ class StepModel:
                 _Unit(
                     pass_seconds(of.forward, hardware, dtype, compiled=is_compiled),
                     pass_seconds(of.backward, hardware, dtype, compiled=is_compiled),
-                    self._launches(of.forward, is_compiled),
-                    self._launches(of.backward, is_compiled),
+                    self._launches(of.forward, is_compiled, OWN_OPERATIONS),
+                    self._launches(of.backward, is_compiled, OWN_OPERATIONS),
+                    self._launches(of.forward, is_compiled, 0),
                     of.input_bytes if of.block else 0,
                     tuple(its_layers),
                 )
             )
 
-    def _launches(self, work: Pass, is_compiled: bool) -> float:
-        """Seconds in which as many bare kernels are started."""
-        operations = work.num_operations * (COMPILED_LAUNCHES if is_compiled else 1.0) + work.num_own * OWN_LAUNCHES
+    def _launches(self, work: Pass, is_compiled: bool, of_own: int) -> float:
+        """Seconds of a bare launch for each operation, and of `of_own` more for each attention of ours."""
+        operations = work.num_operations * (COMPILED_LAUNCHES if is_compiled else 1.0) + work.num_own * of_own
         return operations * self._hardware.launch_seconds
 
     def on_large_gpu(self) -> float:
@@ -203,7 +206,8 @@ class StepModel:
             before = max(queues.free["GPU"], ready)
             queues.take("GPU", on_gpu, ready, "GPU step")
             queues.take("GPU", unit.forward, ready, "forward")
-            launches = (FORWARD_LAUNCHES + again * RECOMPUTED_LAUNCHES[0]) * unit.forward_launches
+            launches = FORWARD_LAUNCHES * unit.forward_launches
+            launches += again * RECOMPUTED_LAUNCHES[0] * unit.operation_launches
             launches += num_layers * STREAMED_LAUNCHES[0] * self._hardware.launch_seconds
             end = queues.launched(launches, known)
             if num_layers:
@@ -286,7 +290,8 @@ class StepModel:
             launches += num_layers * STREAMED_LAUNCHES[1] * self._hardware.launch_seconds
             if again:
                 seconds += unit.forward
-                launches += (FORWARD_LAUNCHES + RECOMPUTED_LAUNCHES[1]) * unit.forward_launches
+                launches += FORWARD_LAUNCHES * unit.forward_launches
+                launches += RECOMPUTED_LAUNCHES[1] * unit.operation_launches
             queues.take("GPU", seconds, ready, "backward")
             end = queues.launched(launches, 0.0)
             if fetched:

@@ -38,7 +38,7 @@ from offloadkit.hf.own_compute import fuse
 from offloadkit.offload import compiled as compiled_blocks
 from offloadkit.offload.micro_batch import trace_micro_batch
 from tests.hf import emulated_attention
-from tests.hf.attention_reference import MASKED, check, inputs, is_kept, with_gradients
+from tests.hf.attention_reference import MASKED, check, fused, inputs, is_kept, with_gradients
 from tests.hf.tiny import llama_config, t5_config
 
 INTERPRETED = "from tests.hf.interpreted_attention import main; main()"
@@ -227,6 +227,16 @@ def test_the_operation_gives_and_keeps_what_its_gradients_need(
 ) -> None:
     monkeypatch.setattr(attention_op, "_AT_ONCE_BYTES", heads_at_once * 2 * 24 * 40 * 2)
     check((2, 3, 24, 40, 16), torch.bfloat16, masked, dropout, "cpu")
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_wider_bias_has_a_gradient_of_its_own_dtype() -> None:
+    leaves, mask, into = inputs((2, 3, 24, 40, 16), torch.bfloat16, "none", "cpu")
+    wide = [*leaves[:3], leaves[3].detach().float().requires_grad_()]
+    narrow, wider = (fused(given, mask, 0.0, into)[0][4] for given in (leaves, wide))
+    assert wider.dtype == torch.float32
+    assert torch.equal(wider.bfloat16(), narrow)
+    assert not torch.equal(wider, narrow.float())  # the sum was not rounded on the way
 
 
 @pytest.mark.usefixtures("emulated")
