@@ -160,10 +160,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if function.overloadpacket in _FLASH:
                 args = _with_a_key_for_each_query(args)
             number = flops(*args, **kwargs, out_val=output)
-            own = {"own_flops": number, "num_own": 1}
-            self.total += Pass(
-                **own if function.namespace == "offloadkit" else {"flops": number}, matmul_bytes=moved, num_operations=1
-            )
+            own = function.namespace == "offloadkit"
+            products = {"own_flops": number, "num_own": 1} if own else {"flops": number}
+            self.total += Pass(**products, matmul_bytes=moved, num_operations=1)
 
 
 def _with_a_key_for_each_query(args: Sequence[Any]) -> list[Any]:
