@@ -3,9 +3,9 @@
 from setuptools import Extension, setup
 
 cpu_adamw = Extension(
-    "offloadkit.optim._cpu_adamw",
-    sources=["offloadkit/optim/cpu_adamw.c"],
-    depends=["offloadkit/optim/cpu_floats.h", "offloadkit/optim/cpu_step.h"],
+    "offloadkit.kernels._cpu_adamw",
+    sources=["offloadkit/kernels/cpu_adamw.c"],
+    depends=["offloadkit/kernels/cpu_floats.h", "offloadkit/kernels/cpu_step.h"],
     extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread"],
     extra_link_args=["-pthread"],
     optional=True,

@@ -65,7 +65,7 @@ def attentions(dropout: float) -> dict[str, Callable[..., Any]]:
     import torch
     import torch.nn.functional as F
 
-    from offloadkit.hf import attention_op
+    from offloadkit.kernels import attention as attention_op
 
     def own(query: Any, key: Any, value: Any, bias: Any) -> Any:
         """transformers' `eager_attention_forward` of T5."""

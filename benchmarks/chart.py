@@ -17,8 +17,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.table import label
-from offloadkit.compare import Comparison, Sweep
-from offloadkit.compare.forecast import from_row
+from offloadkit.comparing.comparison import Comparison
+from offloadkit.comparing.forecast import from_row
+from offloadkit.comparing.sweeping import Sweep
 
 LABELS = {
     "gpu": "all on the GPU",

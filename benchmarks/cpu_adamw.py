@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from offloadkit.config import Precision
-from offloadkit.optim import cpu
+from offloadkit.kernels import cpu
 from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, split_master
-from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES, random_key
+from offloadkit.optim.moments import BLOCK, MOMENT_DTYPES, random_key
 
 TRIAD_BYTES = 12
 FP32_BYTES = 28

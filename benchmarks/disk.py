@@ -23,9 +23,9 @@ import torch
 
 from benchmarks.measure import describe_machine, versions
 from benchmarks.run import Row, write_results
-from offloadkit.measuring.disk import disk_rates
-from offloadkit.offload.disk import DiskStates, StateFile, unnamed_file
-from offloadkit.offload.host_memory import HostSlab
+from offloadkit.device.host_memory import HostSlab
+from offloadkit.device.measure import disk_rates
+from offloadkit.device.state_file import DiskStates, StateFile, unnamed_file
 
 NUM_BUFFERS = 3
 NUM_THREADS = 4

@@ -22,10 +22,10 @@ from benchmarks.workloads import (
     is_t5,
     use_our_compute,
 )
-from offloadkit.compare.engines import AllOnDevice, DeepSpeedZero, synchronize
-from offloadkit.compare.memory import cap_vram
-from offloadkit.compare.steps import Engine as MeasuredEngine
-from offloadkit.compare.work import LEARNING_RATE, MAX_GRAD_NORM, Batch
+from offloadkit.device.process_memory import cap_vram
+from offloadkit.engines.engines import AllOnDevice, DeepSpeedZero, synchronize
+from offloadkit.engines.timing import Engine as MeasuredEngine
+from offloadkit.engines.work import LEARNING_RATE, MAX_GRAD_NORM, Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,8 +83,8 @@ class Planned(_OffloadkitLoop):
         """
         from offloadkit.config import OffloadConfig
         from offloadkit.engine import OffloadEngine
-        from offloadkit.hf.chunked_loss import compute_loss_in_chunks
-        from offloadkit.hf.own_compute import fuse
+        from offloadkit.hf.loss import compute_loss_in_chunks
+        from offloadkit.hf.patches import fuse
         from offloadkit.planning import check_fits, plan
 
         self.model, draw = build_lazily(work, device)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.run import Row, git_commit, run_aloud, write_results
-from offloadkit.compare import words
+from offloadkit.comparing import words
 
 T5 = {"tokens": 512, "target_tokens": 128}
 SHAPES = {"t5-large": T5, "t5-3b": T5, "t5-tiny": {"tokens": 16, "target_tokens": 8}}
@@ -145,7 +145,7 @@ def draw(rows: list[Row], path: Path) -> None:
     Raises:
         SystemExit: nothing was measured, or the picture cannot be written.
     """
-    from offloadkit.compare.figure import INK, QUIET, Chart
+    from offloadkit.comparing.figures import INK, QUIET, Chart
 
     measured = [row for row in rows if "failed" not in row]
     if not measured:

@@ -47,7 +47,7 @@ def measure(way: str, tokens: int) -> Row:
 
     from benchmarks.measure import describe_machine, versions
     from offloadkit import hardware
-    from offloadkit.hf.chunked_loss import compute_loss_in_chunks
+    from offloadkit.hf.loss import compute_loss_in_chunks
 
     torch.manual_seed(0)
     shape = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 1}

@@ -72,8 +72,8 @@ def build(model: str, num_blocks: int, *, fused: bool, compiled: bool) -> Any:
     """The model in bf16 on torch's default device, with the compute that `finetune` gives it."""
     from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-    from offloadkit.hf.chunked_loss import compute_loss_in_chunks
-    from offloadkit.hf.own_compute import fuse
+    from offloadkit.hf.loss import compute_loss_in_chunks
+    from offloadkit.hf.patches import fuse
 
     if model == "t5":
         shape = {"d_model": 256, "d_kv": 64, "num_heads": 4, "d_ff": 1024, "num_layers": num_blocks}
@@ -94,7 +94,7 @@ def num_operations(model: str, num_blocks: int, *, fused: bool, compiled: bool) 
     """Of forward and of backward, as the plan counts them."""
     import torch
 
-    from offloadkit.offload.micro_batch import trace_micro_batch
+    from offloadkit.tracing import trace_micro_batch
 
     with torch.device("meta"):
         made = build(model, num_blocks, fused=fused, compiled=compiled)

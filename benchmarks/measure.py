@@ -21,7 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offloadkit.compare.steps import Clock
+    from offloadkit.engines.timing import Clock
 
 Row = dict[str, Any]
 GIB = 1 << 30
@@ -204,7 +204,7 @@ def run_steps(engine: Any, steps: Iterator[list[Any]], work: Any, device: Any, v
     """
     import torch
 
-    from offloadkit.compare.steps import Clock
+    from offloadkit.engines.timing import Clock
 
     on_cuda = device.type == "cuda"
     losses: list[list[torch.Tensor]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from offloadkit.compare.memory import DeviceMemory
+from offloadkit.device.process_memory import DeviceMemory
 
 __all__ = ["DeviceMemory", "evict_page_cache"]
 

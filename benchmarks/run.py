@@ -171,7 +171,7 @@ def run_aloud(name: str, task: dict[str, Any], options: argparse.Namespace) -> R
 
 def run_task(task: dict[str, Any], options: argparse.Namespace) -> Row:
     """Measure one task in a fresh process; what goes wrong there becomes the row's `failed`."""
-    from offloadkit.compare.runner import in_fresh_process
+    from offloadkit.comparing.runner import in_fresh_process
 
     asked: Row = {key: value for key, value in task.items() if key != "folder"}
     with tempfile.TemporaryDirectory() as scratch:

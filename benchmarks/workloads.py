@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offloadkit.compare.work import Batch
-from offloadkit.hf.presets import PRESETS
+from offloadkit.engines.work import Batch
+from offloadkit.hf.hub import PRESETS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -174,9 +174,8 @@ def use_our_compute(model: PreTrainedModel, work: Workload) -> None:
 
     Without a choice of the work's it is what `finetune` takes: our kernels of T5's attention, and norms of one kernel.
     """
-    from offloadkit.hf.fused_norms import fuse_norms
     from offloadkit.hf.models import EAGER_ATTENTION
-    from offloadkit.hf.own_compute import fuse
+    from offloadkit.hf.patches import fuse, fuse_norms
 
     attention = work.attention
     if attention == "default":

@@ -1,25 +1,53 @@
-"""offloadkit: exact AdamW training with what does not fit on the GPU in host RAM."""
+"""offloadkit: exact AdamW training with what does not fit on the GPU in host RAM.
+
+The public names are loaded when they are first asked for: `import offloadkit` itself loads neither torch nor
+transformers.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# offloadkit.plan, offloadkit.finetune and offloadkit.compare are modules too. Importing one binds its name to the
-# module, once; all are imported by the time that the lines below bind the names to the functions.
-from offloadkit.compare import Comparison, Slowdown, Sweep, compare, measure_slowdown, sweep
-from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
-from offloadkit.errors import OffloadkitError
-from offloadkit.finetune import FinetuneResult, finetune
-from offloadkit.monitor import Monitor
-from offloadkit.planning import plan
-from offloadkit.profiling import breakdown
-from offloadkit.telemetry import StepRecord, Telemetry
-
 if TYPE_CHECKING:
+    from offloadkit.comparing.comparison import Comparison, compare
+    from offloadkit.comparing.slowdown import Slowdown, measure_slowdown
+    from offloadkit.comparing.sweeping import Sweep, sweep
+    from offloadkit.config import OffloadConfig, Placement
+    from offloadkit.engine import OffloadEngine
+    from offloadkit.errors import OffloadkitError
+    from offloadkit.finetuning import FinetuneResult, finetune
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer, OffloadTrainerMixin
+    from offloadkit.monitor.monitor import Monitor
+    from offloadkit.offload.profiling import breakdown
+    from offloadkit.planning import plan
+    from offloadkit.telemetry import StepRecord, Telemetry
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "Comparison": "comparing.comparison",
+    "FinetuneResult": "finetuning",
+    "Monitor": "monitor.monitor",
+    "OffloadConfig": "config",
+    "OffloadEngine": "engine",
+    "OffloadSeq2SeqTrainer": "hf.trainer",
+    "OffloadTrainer": "hf.trainer",
+    "OffloadTrainerMixin": "hf.trainer",
+    "OffloadkitError": "errors",
+    "Placement": "config",
+    "Slowdown": "comparing.slowdown",
+    "StepRecord": "telemetry",
+    "Sweep": "comparing.sweeping",
+    "Telemetry": "telemetry",
+    "breakdown": "offload.profiling",
+    "compare": "comparing.comparison",
+    "finetune": "finetuning",
+    "measure_slowdown": "comparing.slowdown",
+    "plan": "planning",
+    "sweep": "comparing.sweeping",
+}
+"""Where each public name is defined. No module bears the name of a public function, so neither hides the other."""
 
 __all__ = [
     "Comparison",
@@ -45,16 +73,14 @@ __all__ = [
     "sweep",
 ]
 
-_NEED_TRANSFORMERS = ("OffloadTrainer", "OffloadSeq2SeqTrainer", "OffloadTrainerMixin")
-
 
 def __getattr__(name: str) -> Any:
-    """The Trainers, whose import loads transformers, when they are first asked for."""
-    if name in _NEED_TRANSFORMERS:
-        from offloadkit.hf import trainer
-
-        return getattr(trainer, name)
-    raise AttributeError(f"module 'offloadkit' has no attribute {name!r}")
+    """A public name, loaded now and kept."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'offloadkit' has no attribute {name!r}")
+    value = getattr(import_module(f"offloadkit.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from offloadkit.errors import OffloadkitError
 from offloadkit.hf.data import PreparedData
-from offloadkit.plan import Dtype
-from offloadkit.plan.text import format_seconds
+from offloadkit.planner import Dtype
+from offloadkit.units import format_seconds
 
 _NUM_ROWS = 1024
 """That typical lengths are taken from."""
@@ -43,8 +43,8 @@ def measured_baseline(
 def _measured(
     model: Any, data: PreparedData, batch_size: int, accumulation: int, dtype: Dtype, folder: Path
 ) -> tuple[float | None, str]:
-    from offloadkit.compare.learning import config_folder
-    from offloadkit.compare.slowdown import measure_baseline
+    from offloadkit.comparing.learning import config_folder
+    from offloadkit.comparing.slowdown import measure_baseline
 
     by_name = isinstance(model, str | os.PathLike)
     if not by_name and not type(model).__module__.startswith("transformers."):

@@ -42,8 +42,8 @@ def _readable(command: Command) -> Command:
 
 def _how_to_go_on(output: Path) -> str:
     """What `--resume` would do after an interrupt that left no time for a checkpoint."""
+    from offloadkit.checkpoint.folder import newest_checkpoint
     from offloadkit.errors import ConfigError
-    from offloadkit.hf.folders import newest_checkpoint
 
     try:
         return f"; --resume goes on from {newest_checkpoint(output)}"
@@ -176,7 +176,7 @@ def train(
     One Ctrl-C ends it after the step under way, saves, and exits with 130; --resume goes on.
     """
     from offloadkit.config import OffloadConfig
-    from offloadkit.finetune import finetune
+    from offloadkit.finetuning import finetune
 
     wishes: Any = {"precision": precision, "vram": vram, "ram": ram, "offload": OffloadConfig(disk=disk)}
     result = finetune(
@@ -228,8 +228,8 @@ def compare(
 
     Exits with 1 where nothing could be measured.
     """
-    from offloadkit.compare.comparison import ENGINES, T5_MODELS
-    from offloadkit.compare.comparison import compare as compare_models
+    from offloadkit.comparing.comparison import ENGINES, T5_MODELS
+    from offloadkit.comparing.comparison import compare as compare_models
 
     options: Any = {"precision": precision, "vram": vram, "ram": ram, "steps": steps, "timeout": timeout}
     result = compare_models(
@@ -279,7 +279,7 @@ def sweep(
 
     Exits with 1 where nothing could be measured.
     """
-    from offloadkit.compare.sweeping import sweep as sweep_sizes
+    from offloadkit.comparing.sweeping import sweep as sweep_sizes
 
     options: Any = {"precision": precision, "vram": vram, "ram": ram, "steps": steps, "timeout": timeout}
     result = sweep_sizes(

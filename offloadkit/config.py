@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from offloadkit.errors import ConfigError
+from offloadkit.units import parse_bytes
 
 Precision = Literal["exact", "compact", "tiny"]
-
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
-_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
-
-
-def parse_bytes(size: int | str) -> int:
-    """Bytes of a budget, from an int or a string such as "8GiB", "512 MB" or "8589934592".
-
-    Raises:
-        ConfigError: the text is no size, or the size is less than 64 KiB: a unit was left out.
-    """
-    if isinstance(size, int):
-        num_bytes = size
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
-        if match is None or match[2].lower() not in _UNITS:
-            raise ConfigError(
-                f"cannot read {size!r} as a size: write bytes (8589934592) or a string such as '8GiB' or '8GB'"
-            )
-        num_bytes = int(float(match[1]) * _UNITS[match[2].lower()])
-    if num_bytes <= 0:
-        raise ConfigError(f"a size must be positive, got {size!r}")
-    if num_bytes < 1 << 16:
-        meant = f"did you mean '{str(size).strip()}GiB'?" if str(size).strip().isdigit() else "nothing fits that"
-        raise ConfigError(f"{size!r} is {num_bytes:,} bytes, less than 64 KiB: {meant}")
-    return num_bytes
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ import psutil
 import torch
 
 from offloadkit import hardware
+from offloadkit.device.measure import measure
 from offloadkit.errors import OutputError
 from offloadkit.hardware import Hardware
-from offloadkit.optim import cpu, gpu
-from offloadkit.plan import format_bytes
+from offloadkit.kernels import cpu, gpu
+from offloadkit.units import format_bytes
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
@@ -89,10 +90,10 @@ def gather(folder: Path) -> Facts:
     device = "cpu" if fault else None
     disk_fault = None
     try:
-        measured = hardware.measure(device, folder=folder, fresh=True)
+        measured = measure(device, folder=folder, fresh=True)
     except OutputError as error:
         disk_fault = str(error)
-        measured = hardware.measure(device, fresh=True)
+        measured = measure(device, fresh=True)
     cuda: str | None = torch.version.cuda or torch.version.hip
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Facts(

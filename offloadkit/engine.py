@@ -20,22 +20,20 @@ import torch
 from torch import nn
 
 from offloadkit import hardware
+from offloadkit.checkpoint.state import load_run_state, run_state
 from offloadkit.config import OffloadConfig
+from offloadkit.device.streams import record_compute
 from offloadkit.errors import EngineStateError, NonFiniteGradientError, OffloadkitError
 from offloadkit.offload.layers import Newcomers, check_plan, flat_layers, listed_groups, plan_of
-from offloadkit.offload.past import Past
-from offloadkit.offload.placed import PlacedModel
-from offloadkit.offload.ram_watch import RamWatch
-from offloadkit.offload.run_state import load_run_state, run_state
-from offloadkit.offload.shortage import explained_shortage
+from offloadkit.offload.model import PlacedModel
+from offloadkit.offload.profiling import Profile
+from offloadkit.offload.records import StepClock, StepReports, num_tokens
+from offloadkit.offload.shortage import RamWatch, explained_shortage
 from offloadkit.offload.states import GroupOptions, Materialise, optimizer_states
-from offloadkit.offload.step_clock import StepClock, num_tokens
-from offloadkit.offload.streams import record_compute
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.optimizer import OffloadAdamW
-from offloadkit.plan import Plan
-from offloadkit.profiling import Profile
+from offloadkit.optim.torch_optimizer import OffloadAdamW
+from offloadkit.planner import Plan
 from offloadkit.telemetry import Telemetry
 
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
@@ -90,7 +88,7 @@ class OffloadEngine:
         self.telemetry = telemetry or Telemetry()
         param_groups = listed_groups(param_groups)
         layers = flat_layers(model, self.config, param_groups)
-        trained = {slot.parameter for layer in layers for slot in layer.slots}
+        trained = {view.parameter for layer in layers for view in layer.views}
         self.plan = plan or plan_of(model, layers, self.config)
         check_plan(self.plan, layers, self.config)
         self._start_threads()
@@ -128,7 +126,7 @@ class OffloadEngine:
 
     def _begin(self, *, fp16: bool) -> None:
         self._clock = StepClock(self.device)
-        self._past = Past(self._clock, self.telemetry, self.plan, self.device, self.config.on_nonfinite)
+        self._reports = StepReports(self._clock, self.telemetry, self.plan, self.device, self.config.on_nonfinite)
         self.loss_scale = LossScale(self.config.loss_scale) if fp16 else None
         self._newest: Update | None = None
         self._profile: Profile | None = None
@@ -215,7 +213,7 @@ class OffloadEngine:
             return False
         self._newcomers.check()
         self._ram_watch.check()
-        self._read_past()
+        self._read_reports()
         self._placed.take_over_outside_writes()
         try:
             with explained_shortage(self.plan, self.device):
@@ -226,11 +224,11 @@ class OffloadEngine:
             self.drop_gradients()
             raise
         self.num_updates += 1
-        self._past.add(update)
+        self._reports.add(update)
         self._newest, self._overflow_known, self._stepped, self._num_backwards = update, False, True, 0
         self._clock.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy())
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
-        if self._profile is not None and self._profile.step(self._settle, self._past.read, self.telemetry):
+        if self._profile is not None and self._profile.step(self._settle, self._reports.read, self.telemetry):
             self._profile = None
         return True
 
@@ -274,7 +272,7 @@ class OffloadEngine:
         self._settle()
         self._learn_of_overflow()
         self._placed.take_over_outside_writes()
-        self._read_past()
+        self._read_reports()
 
     def profile(self, *, steps: int = 3, path: str | Path = "offloadkit-trace.json") -> Profile:
         """Trace `steps` steps, from the next boundary on; then a Chrome trace is written, and what bounds them printed.
@@ -299,11 +297,11 @@ class OffloadEngine:
         self._raise_thread_error()
         self._placed.settle()
 
-    def _read_past(self) -> None:
+    def _read_reports(self) -> None:
         """Report what has become known of earlier updates: telemetry records, and steps that were not applied."""
         self._raise_thread_error()
         try:
-            self._past.read()
+            self._reports.read()
         except NonFiniteGradientError:
             self.drop_gradients()
             raise
@@ -336,7 +334,7 @@ class OffloadEngine:
     def master_weights(self) -> dict[str, torch.Tensor]:
         """fp32 copies of all master weights, in RAM, by parameter name."""
         self.synchronize()
-        return {slot.name: state.master(slot) for state in self._placed.states for slot in state.layer.slots}
+        return {view.name: state.master(view) for state in self._placed.states for view in state.layer.views}
 
     # ---- closing -----------------------------------------------------------------------------------------------
 
@@ -354,7 +352,7 @@ class OffloadEngine:
         failing = sys.exception() is not None  # then that error is the one to show
         try:
             self._settle()
-            self._past.read()
+            self._reports.read()
         except OffloadkitError:
             if not failing:
                 raise
@@ -362,10 +360,10 @@ class OffloadEngine:
             self._open = False
             self._finalizer()
             self.optimizer.state.clear()
-            self._past.forget()
+            self._reports.forget()
             self._newest = None
             self._placed.release()
-            del self._placed, self._past, self._clock
+            del self._placed, self._reports, self._clock
             _open_engines.pop(self.module, None)
             self.telemetry.close()
             hardware.trim_heap()

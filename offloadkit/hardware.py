@@ -1,4 +1,4 @@
-"""What this machine has and how fast it is: cores, RAM and VRAM, as far as this process may use them."""
+"""What this machine has: cores, RAM and VRAM, as far as this process may use them. How fast it is: `device.measure`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_CONTEXT_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What a plan needs to know of a machine: sizes now, and rates as `measure` took them.
+    """What a plan needs to know of a machine: sizes now, and rates as `device.measure` took them.
 
     Without a GPU the fields of one describe what stands in for it: "VRAM" is RAM (the same bytes, not more of them),
     a copy is a memmove, and the CPU multiplies.
@@ -81,34 +81,6 @@ class Hardware:
     disk_free_bytes: int = 0
     disk_read_bytes_per_second: float = 0.0
     disk_write_bytes_per_second: float = 0.0
-
-
-def measure(
-    device: torch.device | str | None = None, *, folder: str | Path | None = None, fresh: bool = False
-) -> Hardware:
-    """Measure this machine in under two seconds; rates are kept on disk for the next time, sizes are always new.
-
-    Args:
-        device: whose VRAM and copies; None: the current CUDA device where there is one.
-        folder: where the disk's rates are taken, by writing and reading at most 64 MiB; None leaves the disk out.
-        fresh: measure again, whatever is kept.
-
-    Raises:
-        OutputError: `folder` is none, or cannot be written.
-    """
-    from offloadkit import measuring  # runs kernels that lie above this module
-
-    return measuring.measure(None if device is None else torch.device(device), folder=folder, fresh=fresh)
-
-
-def vram_rate(device: torch.device) -> float | None:
-    """Bytes a second of `device`'s memory: what `measure` has kept, else a look of a few hundredths of a second.
-
-    None where there is no room for the array that the look takes.
-    """
-    from offloadkit import measuring
-
-    return measuring.vram_rate(device)
 
 
 def busiest_device() -> torch.device:

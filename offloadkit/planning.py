@@ -20,19 +20,20 @@ import torch
 from torch import nn
 
 from offloadkit import hardware
-from offloadkit.config import OffloadConfig, parse_bytes
+from offloadkit.config import OffloadConfig
+from offloadkit.device.measure import measure
+from offloadkit.device.state_file import unfit_for_states
 from offloadkit.errors import ConfigError, DoesNotFitError, OutputError
 from offloadkit.hardware import Hardware
-from offloadkit.hf.chunked_loss import compute_loss_in_chunks
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
-from offloadkit.hf.key_value_cache import without_caches
+from offloadkit.hf.loss import compute_loss_in_chunks
 from offloadkit.hf.models import EAGER_ATTENTION, Task, check_kind, infer_task, load_config, meta_model
-from offloadkit.hf.own_compute import fuse
-from offloadkit.offload.disk import unfit_for_states
+from offloadkit.hf.patches import fuse, without_caches
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of
-from offloadkit.offload.micro_batch import trace_micro_batch
-from offloadkit.plan import Dtype, MicroBatch, Plan, Rows
-from offloadkit.plan.memory import activations
+from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
+from offloadkit.planner.layout import activations
+from offloadkit.tracing import trace_micro_batch
+from offloadkit.units import parse_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -146,7 +147,7 @@ def auto_batch_size(
     device = device or hardware.default_device()
     if device.type == "cpu":
         return AUTO_BATCH_SIZE
-    machine = hardware.measure(device)
+    machine = measure(device)
     config = _with_dtype(offload or OffloadConfig(), machine)
     subject = _Subject.of(model, None, config, machine)
     return subject.rows("auto", max_input_length, max_target_length, machine, config).batch_size
@@ -193,7 +194,7 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
         ram = hardware.ram_available_bytes()
         card = replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram)
         return (card if config.disk is None else with_disk(card, config.disk)), True
-    return hardware.measure(device, folder=config.disk), False
+    return measure(device, folder=config.disk), False
 
 
 def with_disk(machine: Hardware, folder: str) -> Hardware:
@@ -240,8 +241,8 @@ class _Subject:
         without_caches(on_meta)
         layers = flat_layers(on_meta, config)
         for layer in layers:
-            for slot in layer.slots:
-                slot.parameter.data = slot.parameter.data.to(layer.dtype)
+            for view in layer.views:
+                view.parameter.data = view.parameter.data.to(layer.dtype)
         compute_loss_in_chunks(on_meta)
         if machine.device != "cpu":
             fuse(on_meta, compiled=config.compile_blocks)

@@ -61,7 +61,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def temporary_files_may_be_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where /tmp is a tmpfs, tests of states on disk run all the same."""
-    disk = sys.modules.get("offloadkit.offload.disk")
+    disk = sys.modules.get("offloadkit.device.state_file")
     if disk is not None:
         monkeypatch.setattr(disk, "RAM_FILE_SYSTEMS", set())
 

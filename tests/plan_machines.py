@@ -12,8 +12,8 @@ from benchmarks.workloads import LLAMA_SHAPES, is_t5, model_config
 from offloadkit.config import OffloadConfig
 from offloadkit.hardware import Hardware
 from offloadkit.offload.layers import flat_layers
-from offloadkit.offload.micro_batch import trace_micro_batch
-from offloadkit.plan import LayerShape, MicroBatch, Pass, Stage
+from offloadkit.planner import LayerShape, MicroBatch, Pass, Stage
+from offloadkit.tracing import trace_micro_batch
 
 GIB = 1 << 30
 
@@ -69,9 +69,9 @@ def t5_3b(
     of one kernel, as `finetune` has them."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    from offloadkit.hf.chunked_loss import compute_loss_in_chunks
-    from offloadkit.hf.fused_norms import fuse_norms
-    from offloadkit.hf.presets import PRESETS
+    from offloadkit.hf.hub import PRESETS
+    from offloadkit.hf.loss import compute_loss_in_chunks
+    from offloadkit.hf.patches import fuse_norms
 
     config = T5Config(**PRESETS["t5-3b"].config_values(), dropout_rate=0.0, use_cache=False)
     config._attn_implementation = "eager"
@@ -89,7 +89,7 @@ def llama(batch_size: int, tokens: int, **values: Any) -> tuple[list[LayerShape]
     """Layers and work of a Llama in bf16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from offloadkit.hf.chunked_loss import compute_loss_in_chunks
+    from offloadkit.hf.loss import compute_loss_in_chunks
 
     config = LlamaConfig(max_position_embeddings=8192, use_cache=False, **values)
     with torch.device("meta"):
@@ -114,9 +114,8 @@ def _of_workload(
 ) -> tuple[list[LayerShape], MicroBatch]:
     from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
-    from offloadkit.hf.chunked_loss import compute_loss_in_chunks
-    from offloadkit.hf.fused_attention import fuse_attention
-    from offloadkit.hf.fused_norms import fuse_norms
+    from offloadkit.hf.loss import compute_loss_in_chunks
+    from offloadkit.hf.patches import fuse_attention, fuse_norms
 
     config, is_encoder_decoder = model_config(name), is_t5(name)
     if is_encoder_decoder:
@@ -125,8 +124,8 @@ def _of_workload(
         model = (T5ForConditionalGeneration if is_encoder_decoder else LlamaForCausalLM)(config).bfloat16().train()
     layers = flat_layers(model, OffloadConfig(working_dtype=dtype))
     for layer in layers:
-        for slot in layer.slots:
-            slot.parameter.data = slot.parameter.data.to(layer.dtype)
+        for view in layer.views:
+            view.parameter.data = view.parameter.data.to(layer.dtype)
     compute_loss_in_chunks(model)
     if norms:
         fuse_norms(model)

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit.offload import state_ring, states, streams
-from offloadkit.offload.streams import CopyStream, Event
+from offloadkit.device import streams
+from offloadkit.device.streams import CopyStream, Event
+from offloadkit.offload import state_ring, states
 
 _current = threading.local()
 

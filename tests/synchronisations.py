@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit.offload.streams import CopyStream, Event
+from offloadkit.device.streams import CopyStream, Event
 
 _CALLS: dict[str, Any] = {
     "Event": Event,

@@ -13,7 +13,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import offloadkit
 from offloadkit import Monitor, baseline
-from offloadkit.compare import forecast, runner
+from offloadkit.comparing import forecast, runner
 from offloadkit.hf.data import PreparedData
 from tests.compare.made_up import GIB, T5_3B
 

@@ -157,7 +157,7 @@ def test_a_split_that_corrects_itself_is_warmed_up_longer(monkeypatch: pytest.Mo
     """One layer is moved to the CPU before the third update."""
     from offloadkit import planning
     from offloadkit.config import Placement
-    from offloadkit.offload.split import Split
+    from offloadkit.offload.update import StepBalancer
 
     make = planning.plan
 
@@ -165,11 +165,11 @@ def test_a_split_that_corrects_itself_is_warmed_up_longer(monkeypatch: pytest.Mo
         made = make(*arguments, **options)
         return replace(made, placements=[Placement(gradients="ram", states="ram", step="gpu")] * len(made.layers))
 
-    def move_one(split: Split, layers: Any) -> None:
+    def move_one(split: StepBalancer, layers: Any) -> None:
         layers[0].on_gpu = split._num_updates < 2
 
     monkeypatch.setattr(planning, "plan", with_states_in_ram)
-    monkeypatch.setattr(Split, "correct", move_one)
+    monkeypatch.setattr(StepBalancer, "correct", move_one)
     row = planned_row()
     num_steps = 1 + measure.WARMUP_WHILE_LAYERS_MOVE + 1 + 2
     assert len(row["losses"]) == num_steps

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 import offloadkit
 from offloadkit import OffloadConfig
 from offloadkit.cli import app
-from offloadkit.compare import comparison, forecast, runner, sweeping
+from offloadkit.comparing import comparison, forecast, runner, sweeping
 from tests.compare.made_up import T5_3B
 
 

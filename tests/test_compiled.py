@@ -26,10 +26,10 @@ import offloadkit
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, OutOfVramError
-from offloadkit.offload import compiled
+from offloadkit.offload import compile as compiled
 from offloadkit.offload.layers import flat_layers, plan_of
-from offloadkit.offload.streaming import WeightRing
-from offloadkit.plan import Plan, possible, tier_bytes
+from offloadkit.offload.weight_ring import WeightRing
+from offloadkit.planner import Plan, possible, tier_bytes
 from tests.hf.tiny import llama_config, t5_config
 from tests.models import Residual, TinyLM, tokens, train
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from offloadkit.config import OffloadConfig, Placement
+from offloadkit.device import state_file as disk
+from offloadkit.device.host_memory import HostSlab
+from offloadkit.device.state_file import DiskStates, StateFile
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, OutputError
-from offloadkit.offload import disk
-from offloadkit.offload.disk import DiskStates, StateFile
-from offloadkit.offload.host_memory import HostSlab
 from tests.models import TinyLM, tokens, train
 
 ON_DISK = Placement(states="disk")

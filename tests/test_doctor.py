@@ -105,10 +105,10 @@ ADVICE: dict[str, tuple[Facts, str, str]] = {
         "warn",
         "RAM could not be pinned. Copies",
     ),
-    "narrow slot": (
+    "narrow view": (
         links(4, 16, 16.0, 16.0, h2d=7e9),
         "warn",
-        "The PCIe slot is narrower than the card (0000:18:00.0 has 4 of 16 lanes)",
+        "The PCIe view is narrower than the card (0000:18:00.0 has 4 of 16 lanes)",
     ),
     "slow link": (
         links(16, 16, 8.0, 32.0, h2d=12e9),

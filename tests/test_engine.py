@@ -175,13 +175,13 @@ def test_returned_gradient_buffers_are_not_read_again(
 ) -> None:
     config = OffloadConfig(learning_rate=1e-2, gradient_accumulation=accumulation)
     expected = trained_weights(device, config)
-    real = gradients.LandingPool.take
+    real = gradients.BucketPool.take
 
     def poisoned(self: Any) -> torch.Tensor:
         buffer = real(self)
         return buffer.fill_(0xFF)  # NaN in bf16 and fp32
 
-    monkeypatch.setattr(gradients.LandingPool, "take", poisoned)
+    monkeypatch.setattr(gradients.BucketPool, "take", poisoned)
     for name, tensor in trained_weights(device, config).items():
         assert torch.equal(tensor, expected[name]), name
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from offloadkit.config import OffloadConfig, Placement, parse_bytes
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.device import host_memory
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, NonFiniteGradientError, OffloadkitError
-from offloadkit.offload import host_memory, update
+from offloadkit.offload import update
 from offloadkit.telemetry import Telemetry
+from offloadkit.units import parse_bytes
 from tests.models import TinyLM, tokens, train
 
 

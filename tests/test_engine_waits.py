@@ -175,7 +175,7 @@ def test_updates_that_are_waited_for_say_nothing_of_those_beside_a_forward(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disregarded = []
-    monkeypatch.setattr(update.Split, "disregard_newest", lambda split: disregarded.append(split))
+    monkeypatch.setattr(update.StepBalancer, "disregard_newest", lambda split: disregarded.append(split))
     batches = tokens(8, device)
     with OffloadEngine(TinyLM(), OffloadConfig(on_nonfinite="skip"), device=device) as engine:
 

@@ -27,7 +27,7 @@ from transformers import (
 import offloadkit
 from offloadkit import OffloadConfig, hardware
 from offloadkit.errors import ConfigError, DataError, ModelError, OutputError
-from offloadkit.hf.training_arguments import engine_config
+from offloadkit.hf.arguments import engine_config
 from tests.hf.tiny import llama_config, save_config, word_tokenizer
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]

@@ -13,8 +13,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 import offloadkit
 from offloadkit.errors import DataError, DoesNotFitError, ModelNotFoundError
 from offloadkit.hf.models import needs_no_hub
-from offloadkit.hf.read_data import on_hub
-from offloadkit.plan import Plan
+from offloadkit.hf.read import on_hub
+from offloadkit.planner import Plan
 from tests.hf.tiny import save_config, t5_config, word_tokenizer
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]

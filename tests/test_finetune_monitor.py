@@ -22,7 +22,7 @@ import offloadkit
 from offloadkit import Monitor, hardware
 from offloadkit.cli import app
 from offloadkit.errors import ConfigError
-from offloadkit.hf import progress
+from offloadkit.hf import callbacks as progress
 from offloadkit.monitor.figures import Figures
 from tests.hf.tiny import save_config
 

@@ -65,7 +65,7 @@ def test_the_chart_of_a_result_file(result: Path, tmp_path: Path, capsys: pytest
 def test_the_chart_has_a_panel_a_model_and_the_slowdown_beside_its_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offloadkit.compare.figure import Chart
+    from offloadkit.comparing.figures import Chart
 
     drawn: list[Any] = []
     monkeypatch.setattr(Chart, "savefig", lambda figure, *_, **__: drawn.append(figure))

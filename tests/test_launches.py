@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import launches
 from offloadkit import hardware
-from offloadkit.plan import seconds
+from offloadkit.planner import seconds
 from tests.plan_machines import H200
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

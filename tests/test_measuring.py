@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit import hardware, measuring
+from offloadkit import hardware
+from offloadkit.device import measure as disk
+from offloadkit.device import measure as measuring
+from offloadkit.device import measure as rates
+from offloadkit.device import state_file as offload_disk
+from offloadkit.device.host_memory import HostSlab
 from offloadkit.errors import OffloadkitError, OutputError
-from offloadkit.measuring import disk, rates
-from offloadkit.offload import disk as offload_disk
-from offloadkit.offload.host_memory import HostSlab
-from offloadkit.optim import cpu
+from offloadkit.kernels import cpu
 
 CPU = torch.device("cpu")
 
@@ -47,7 +49,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 def test_everything_is_measured_in_under_two_seconds(tmp_path: Path) -> None:
     started = time.perf_counter()
-    machine = hardware.measure("cpu", folder=tmp_path, fresh=True)
+    machine = measuring.measure("cpu", folder=tmp_path, fresh=True)
     took = time.perf_counter() - started
     assert took < 2 or measuring._of_this_process, f"{took:.2f} s, and nobody else was busy"
     numbers = {name: value for name, value in asdict(machine).items() if name.endswith("_per_second")}
@@ -113,9 +115,9 @@ def test_without_the_kernel_torch_is_measured(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rates_are_kept_and_sizes_are_not(quick: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    first = hardware.measure("cpu")
+    first = measuring.measure("cpu")
     monkeypatch.setattr(hardware, "ram_available_bytes", lambda: 12345)
-    second = hardware.measure("cpu")
+    second = measuring.measure("cpu")
     assert quick == [CPU]
     assert second.ram_available_bytes == second.vram_free_bytes == 12345
     changed = {"ram_available_bytes", "vram_free_bytes"}
@@ -126,9 +128,9 @@ def test_the_rate_of_vram_alone_is_the_kept_one_where_there_is_one(
     quick: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measuring, "quick_vram_rate", lambda device: 7.0)
-    assert hardware.vram_rate(CPU) == 7.0
-    hardware.measure(CPU)
-    assert hardware.vram_rate(CPU) == 1.0
+    assert measuring.vram_rate(CPU) == 7.0
+    measuring.measure(CPU)
+    assert measuring.vram_rate(CPU) == 1.0
     assert len(quick) == 1, "it does not measure the rest"
 
 
@@ -147,19 +149,19 @@ def test_without_room_for_its_array_there_is_no_quick_look(monkeypatch: pytest.M
 
 
 def test_a_fresh_measurement_replaces_what_was_kept(quick: list[torch.device]) -> None:
-    assert hardware.measure("cpu").h2d_bytes_per_second == 1
-    assert hardware.measure("cpu", fresh=True).h2d_bytes_per_second == 2
-    assert hardware.measure("cpu").h2d_bytes_per_second == 2
+    assert measuring.measure("cpu").h2d_bytes_per_second == 1
+    assert measuring.measure("cpu", fresh=True).h2d_bytes_per_second == 2
+    assert measuring.measure("cpu").h2d_bytes_per_second == 2
 
 
 def test_what_others_disturbed_is_not_kept_on_disk(quick: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "_disturbed", lambda *_: True)
-    assert [hardware.measure("cpu").h2d_bytes_per_second for _ in range(2)] == [1, 1]
+    assert [measuring.measure("cpu").h2d_bytes_per_second for _ in range(2)] == [1, 1]
     assert not measuring.cache_file().exists()
-    assert hardware.measure("cpu", fresh=True).h2d_bytes_per_second == 2
+    assert measuring.measure("cpu", fresh=True).h2d_bytes_per_second == 2
     monkeypatch.setattr(measuring, "_of_this_process", {})
     monkeypatch.setattr(measuring, "_disturbed", lambda *_: False)
-    assert [hardware.measure("cpu").h2d_bytes_per_second for _ in range(2)] == [3, 3]
+    assert [measuring.measure("cpu").h2d_bytes_per_second for _ in range(2)] == [3, 3]
     assert measuring.cache_file().exists()
 
 
@@ -189,27 +191,27 @@ def test_the_seconds_of_others_are_those_of_other_processes() -> None:
 def test_another_machine_is_measured_again(
     quick: list[torch.device], monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    hardware.measure("cpu")
+    measuring.measure("cpu")
     monkeypatch.setattr(hardware, change, lambda: 77)
-    hardware.measure("cpu")
+    measuring.measure("cpu")
     assert len(quick) == 2
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]", "null", "older", "number"])
 def test_a_damaged_cache_is_measured_over(quick: list[torch.device], damage: str) -> None:
-    hardware.measure("cpu")
+    measuring.measure("cpu")
     file = measuring.cache_file()
     kept = json.loads(file.read_text())
     replaced = {"older": {key: {"h2d": 1} for key in kept}, "number": dict.fromkeys(kept, 3)}
     file.write_text(json.dumps(replaced[damage]) if damage in replaced else damage)
-    assert hardware.measure("cpu").h2d_bytes_per_second == 2
+    assert measuring.measure("cpu").h2d_bytes_per_second == 2
     assert json.loads(file.read_text()) == {next(iter(kept)): dict.fromkeys(measuring._RATES, 2.0)}
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(quick: list[torch.device], cache_folder: Path) -> None:
     cache_folder.write_text("a file where the folder should be")
-    assert hardware.measure("cpu").h2d_bytes_per_second == 1
-    assert hardware.measure("cpu").h2d_bytes_per_second == 2
+    assert measuring.measure("cpu").h2d_bytes_per_second == 1
+    assert measuring.measure("cpu").h2d_bytes_per_second == 2
 
 
 def test_disks_are_kept_by_folder(quick: list[torch.device], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,17 +224,17 @@ def test_disks_are_kept_by_folder(quick: list[torch.device], tmp_path: Path, mon
     monkeypatch.setattr(measuring, "disk_rates", count)
     (tmp_path / "other").mkdir()
     for folder in (tmp_path, tmp_path / "other", tmp_path):
-        hardware.measure("cpu", folder=folder)
+        measuring.measure("cpu", folder=folder)
     assert measured == [tmp_path, tmp_path / "other"]
-    assert hardware.measure("cpu", folder=tmp_path).disk_read_bytes_per_second == 1
-    without = hardware.measure("cpu")
+    assert measuring.measure("cpu", folder=tmp_path).disk_read_bytes_per_second == 1
+    without = measuring.measure("cpu")
     assert (without.disk_folder, without.disk_free_bytes, without.disk_read_bytes_per_second) == (None, 0, 0.0)
     assert len(quick) == 1
 
 
 def test_a_folder_that_is_none_says_so(quick: list[torch.device], tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="is no folder"):
-        hardware.measure("cpu", folder=tmp_path / "missing")
+        measuring.measure("cpu", folder=tmp_path / "missing")
 
 
 def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

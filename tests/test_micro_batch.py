@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from offloadkit.hf.chunked_loss import compute_loss_in_chunks
-from offloadkit.offload import micro_batch
-from offloadkit.offload.micro_batch import trace_micro_batch
-from offloadkit.plan import MicroBatch
+from offloadkit import tracing as micro_batch
+from offloadkit.hf.loss import compute_loss_in_chunks
+from offloadkit.planner import MicroBatch
+from offloadkit.tracing import trace_micro_batch
 from tests.models import Residual
 
 BATCH, WIDTH, HIDDEN = 8, 64, 256

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from offloadkit.config import OffloadConfig, Placement
+from offloadkit.device.streams import Event
 from offloadkit.engine import OffloadEngine
-from offloadkit.hf.fused_norms import fuse_norms
+from offloadkit.hf.patches import fuse_norms
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.state_ring import StateRing
-from offloadkit.offload.streaming import WeightRing
-from offloadkit.offload.streams import Event
-from offloadkit.plan import Plan, possible, shapes, tier_bytes
+from offloadkit.offload.weight_ring import WeightRing
+from offloadkit.planner import Plan, possible, tier_bytes
+from offloadkit.planner import layout as shapes
 from tests.hf.tiny import llama_config, t5_config
 from tests.models import TinyLM, tokens
 
@@ -189,9 +190,9 @@ def test_an_input_fetched_ahead_and_not_used_is_kept_until_it_is_there() -> None
     engine.close()
 
 
-def test_landings_are_those_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_are_those_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """T5's two last norms are one layer, which waits through all of the decoder's backward. No copy is done soon.
-    Beside the landings autograd has a layer's gradients."""
+    Beside the buckets autograd has a layer's gradients."""
     monkeypatch.setattr(Event, "done", lambda event: False)
     from transformers import T5ForConditionalGeneration
 
@@ -209,7 +210,7 @@ def test_landings_are_those_that_were_planned(monkeypatch: pytest.MonkeyPatch) -
         taken = sum(buffer.numel() for buffer, _ in gradients._pool._free)
         taken += sum(layer.own_buffer.numel() for layer in gradients.layers if layer.own_buffer is not None)
         sums = sum(layer.sums_bytes() for layer in made.layers)
-        autograds = max(layer.landing_bytes() for layer in made.layers if not layer.shared)
+        autograds = max(layer.bucket_bytes() for layer in made.layers if not layer.shared)
         assert taken + autograds == made.tiers["vram"]["gradients"] - sums
         engine.close()
 

@@ -9,8 +9,8 @@ import pytest
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.errors import ConfigError
-from offloadkit.plan import MicroBatch, make_plan, possible, tier_bytes
-from offloadkit.plan.memory import ALLOCATOR_BYTES, FRAMEWORK_RAM_BYTES, activations, run_bytes
+from offloadkit.planner import MicroBatch, make_plan, possible, tier_bytes
+from offloadkit.planner.layout import ALLOCATOR_BYTES, FRAMEWORK_RAM_BYTES, activations, run_bytes
 from tests.plan_machines import H200, shape, stage
 
 IN_RAM = Placement()
@@ -27,7 +27,7 @@ STREAMED = Placement(weights="ram")
     [
         ("bf16", "exact", 2 * 1024, 8 * 1024),
         ("bf16", "compact", 2 * 1024, 4 * 1024),
-        ("bf16", "tiny", 2 * 1024, 2 * (1024 + 256)),  # four scales, in a slot of 256 bytes
+        ("bf16", "tiny", 2 * 1024, 2 * (1024 + 256)),  # four scales, in a view of 256 bytes
         ("fp16", "exact", 4 * 1024, 8 * 1024),
         ("fp32", "compact", 0, 4 * 1024),
     ],
@@ -44,7 +44,7 @@ def test_the_scales_of_tiny_are_a_64th_of_its_bytes() -> None:
 
 def test_gradients_are_fp32_where_several_are_added_or_the_weight_is_tied() -> None:
     layer = shape()
-    assert layer.gradient_bytes(1) == layer.landing_bytes() == 2 * 1024
+    assert layer.gradient_bytes(1) == layer.bucket_bytes() == 2 * 1024
     assert layer.gradient_bytes(4) == 4 * 1024
     assert replace(layer, shared=True).gradient_bytes(1) == 4 * 1024
 
@@ -73,7 +73,7 @@ def tiers(*placements: Placement, accumulation: int = 1, **changes: Any) -> dict
 def test_states_in_ram() -> None:
     found = tiers(*[IN_RAM] * 4)
     n, sums = 4 * 1024, 4 * 256
-    assert found["vram"] == {"working weights": 2 * n, "gradients": sums + 2 * 2 * 1024}  # two landings
+    assert found["vram"] == {"working weights": 2 * n, "gradients": sums + 2 * 2 * 1024}  # two buckets
     assert found["ram"] == {
         "working weights": 2 * n,
         "gradients": 2 * n + sums,
@@ -126,7 +126,7 @@ def test_accumulation_in_vram_needs_fp32_sums_there() -> None:
     assert found["ram"]["gradients"] == 4 * (4 * 1024 + 256)
 
 
-def test_a_tied_weights_landing_is_there_beside_the_others() -> None:
+def test_a_tied_weights_bucket_is_there_beside_the_others() -> None:
     layers = [shape("embed", shared=True, in_block=False), *(shape(f"block.{index}") for index in range(3))]
     found = tier_bytes(layers, [IN_RAM] * 4, 1)
     assert found["vram"]["gradients"] == 4 * 256 + 4 * 1024 + 2 * 2 * 1024

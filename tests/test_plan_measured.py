@@ -13,8 +13,8 @@ import pytest
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hardware import Hardware
-from offloadkit.plan import make_plan
-from offloadkit.plan.search import Counts, Search
+from offloadkit.planner import make_plan
+from offloadkit.planner.search import Counts, Search
 from tests.plan_machines import GIB, H200, TWO_CORES, of_workload, t5_3b
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

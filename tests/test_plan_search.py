@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from offloadkit.config import OffloadConfig
-from offloadkit.plan import LayerShape, MicroBatch, Pass, Plan, make_plan
-from offloadkit.plan.search import Counts, Search
-from offloadkit.plan.seconds import StepModel
+from offloadkit.planner import LayerShape, MicroBatch, Pass, Plan, make_plan
+from offloadkit.planner.search import Counts, Search
+from offloadkit.planner.seconds import StepModel
 from tests.plan_machines import GIB, H200, LLAMA_8B, LLAMA_70B, TWO_CORES, llama, shape, stage, t5_3b
 
 Model = tuple[list[LayerShape], MicroBatch]

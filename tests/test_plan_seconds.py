@@ -9,25 +9,23 @@ import pytest
 
 from offloadkit.config import Placement
 from offloadkit.hardware import Hardware
-from offloadkit.plan import LayerShape, MicroBatch, Pass
-from offloadkit.plan.costs import (
-    CPU_EFFICIENCY,
-    KERNEL_SECONDS,
-    NORM_EFFICIENCY,
-    OWN_EFFICIENCY,
-    STEP_LAUNCHES,
-    pass_seconds,
-)
-from offloadkit.plan.seconds import (
+from offloadkit.planner import LayerShape, MicroBatch, Pass
+from offloadkit.planner.seconds import (
+    ATTENTION_EFFICIENCY,
     BACKWARD_LAUNCHES,
     COMPILED_LAUNCHES,
+    CPU_EFFICIENCY,
     DISK_OVERLAP,
     FORWARD_LAUNCHES,
+    KERNEL_SECONDS,
     LAYER_LAUNCHES,
+    NORM_EFFICIENCY,
     OWN_OPERATIONS,
     RECOMPUTED_LAUNCHES,
+    STEP_LAUNCHES,
     STREAMED_LAUNCHES,
     StepModel,
+    pass_seconds,
 )
 from tests.plan_machines import H200, shape, stage
 
@@ -59,14 +57,14 @@ def test_a_pass_takes_what_its_products_and_its_other_operations_take() -> None:
     assert pass_seconds(work, machine(fp16_flops_per_second=1e12), "bf16") < 1e-3
     both = machine(bf16_flops_per_second=1e12, vram_bytes_per_second=1e12)
     assert pass_seconds(replace(work, matmul_bytes=3 * 10**12), both, "bf16") == pytest.approx(1 + 3)
-    own = Pass(own_flops=10**12)
-    assert pass_seconds(own, machine(bf16_flops_per_second=1e12), "bf16") == pytest.approx(1 / OWN_EFFICIENCY)
+    own = Pass(fused_attention_flops=10**12)
+    assert pass_seconds(own, machine(bf16_flops_per_second=1e12), "bf16") == pytest.approx(1 / ATTENTION_EFFICIENCY)
 
 
 @pytest.mark.parametrize("own", [0, 50])
 def test_many_small_operations_take_as_long_as_starting_them(own: int) -> None:
     """An attention of ours as long as several, but in what recomputation adds to each."""
-    work = Pass(num_operations=1000, num_own=own)
+    work = Pass(num_operations=1000, num_attention=own)
     assert pass_seconds(work, machine(), "bf16") == pytest.approx(1000 * KERNEL_SECONDS)
     step = model(machine(launch_seconds=1e-3), forward=work, backward=replace(work, num_operations=2000))
     more = own * OWN_OPERATIONS / 1000
@@ -87,7 +85,7 @@ def test_many_small_operations_take_as_long_as_starting_them(own: int) -> None:
 @pytest.mark.parametrize("own", [0, 7])
 def test_compiled_blocks_take_less_to_start(own: int) -> None:
     """But for our attention, which a compiler starts as it is."""
-    hardware, work = machine(launch_seconds=1e-3), Pass(num_operations=1000, num_own=own)
+    hardware, work = machine(launch_seconds=1e-3), Pass(num_operations=1000, num_attention=own)
     layers = [shape(f"block.{index}", N) for index in range(4)]
     batch = MicroBatch(
         (*(stage(layer.name, forward=work, backward=work) for layer in layers), stage("", forward=work)), 640
@@ -154,7 +152,7 @@ def test_gradients_leave_behind_backward() -> None:
     assert seconds.busy["D2H"] == pytest.approx(4)
 
 
-def test_backward_waits_for_a_landing() -> None:
+def test_backward_waits_for_a_bucket() -> None:
     """Copies of 3 s behind blocks of 1 s: block 3 waits for the copy of block 1."""
     hardware = machine(d2h_bytes_per_second=2e6 / 3, bf16_flops_per_second=1.0)
     assert model(hardware, backward=Pass(flops=1)).seconds([IN_RAM] * 4).backward_phase == pytest.approx(13, rel=1e-3)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from offloadkit.config import Placement
-from offloadkit.plan import shapes, step_buffer_bytes, tier_bytes
+from offloadkit.planner import layout as shapes
+from offloadkit.planner import step_buffer_bytes, tier_bytes
 from tests.plan_machines import shape
 
 LEAST_RAM = Placement(gradients="vram", step="gpu")

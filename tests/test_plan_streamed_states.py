@@ -7,10 +7,16 @@ from dataclasses import replace
 import pytest
 
 from offloadkit.config import Placement
-from offloadkit.plan import MicroBatch, Pass
-from offloadkit.plan.costs import CHUNK_LAUNCHES, CPU_EFFICIENCY, STEP_EFFICIENCY, both_ways
-from offloadkit.plan.queues import Queues, Ring
-from offloadkit.plan.seconds import StepModel
+from offloadkit.planner import MicroBatch, Pass
+from offloadkit.planner.seconds import (
+    CHUNK_LAUNCHES,
+    CPU_EFFICIENCY,
+    STEP_EFFICIENCY,
+    Queues,
+    Ring,
+    StepModel,
+    both_ways,
+)
 from tests.plan_machines import shape, stage
 from tests.test_plan_seconds import LARGE, machine, model
 

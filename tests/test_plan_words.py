@@ -9,8 +9,8 @@ import pytest
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hardware import Hardware
-from offloadkit.plan import MicroBatch, Plan, make_plan
-from offloadkit.plan.text import format_bytes, format_seconds
+from offloadkit.planner import MicroBatch, Plan, make_plan
+from offloadkit.units import format_bytes, format_seconds
 from tests.plan_machines import H200, TWO_CORES, shape, stage
 
 IN_RAM = Placement()

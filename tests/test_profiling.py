@@ -15,11 +15,11 @@ import torch
 
 import offloadkit
 from offloadkit import hardware
+from offloadkit.device import trace
+from offloadkit.device.trace import Range
 from offloadkit.errors import ConfigError, OutputError
 from offloadkit.hardware import Hardware
-from offloadkit.offload import trace
-from offloadkit.offload.trace import Range
-from offloadkit.profiling import BACKWARD, UPDATE, bound, breakdown
+from offloadkit.offload.profiling import BACKWARD, UPDATE, bound, breakdown
 from offloadkit.telemetry import StepRecord
 from tests.models import TinyLM, tokens
 from tests.plan_machines import H200

@@ -15,7 +15,7 @@ from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 import offloadkit
 from offloadkit import OffloadConfig, Placement, planning
 from offloadkit.errors import ConfigError, OutOfVramError
-from offloadkit.plan import memory
+from offloadkit.planner import layout as memory
 from tests.hf.tiny import save_config
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]

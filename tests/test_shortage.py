@@ -13,7 +13,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import OutOfRamError, OutOfVramError
 from offloadkit.offload import shortage
-from offloadkit.offload.placed import PlacedModel
+from offloadkit.offload.model import PlacedModel
 from tests.models import TinyLM, tokens, train
 
 

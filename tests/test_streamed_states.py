@@ -19,15 +19,16 @@ import pytest
 import torch
 
 from offloadkit.config import OffloadConfig, Placement
+from offloadkit.device.streams import CopyStream, Event
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import EngineStateError
 from offloadkit.offload import state_ring, states, update
 from offloadkit.offload.layers import flat_layers, plan_of
-from offloadkit.offload.split import Split
 from offloadkit.offload.state_ring import StateRing
-from offloadkit.offload.streaming import WeightRing
-from offloadkit.offload.streams import CopyStream, Event
-from offloadkit.plan import Plan, possible, shapes, tier_bytes
+from offloadkit.offload.update import StepBalancer
+from offloadkit.offload.weight_ring import WeightRing
+from offloadkit.planner import Plan, possible, tier_bytes
+from offloadkit.planner import layout as shapes
 from tests.models import TinyLM, tokens, train
 from tests.simulated_streams import Simulation
 
@@ -105,11 +106,11 @@ def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
     assert not different, (what, different[:5], len(different))
 
 
-def at_random(seed: int) -> Callable[[Split, Sequence[states.LayerState]], None]:
-    """A `Split.correct` that lets chance decide."""
+def at_random(seed: int) -> Callable[[StepBalancer, Sequence[states.LayerState]], None]:
+    """A `StepBalancer.correct` that lets chance decide."""
     draw = random.Random(seed)
 
-    def correct(self: Split, layers: Sequence[states.LayerState]) -> None:
+    def correct(self: StepBalancer, layers: Sequence[states.LayerState]) -> None:
         for layer in layers:
             if layer.switchable:
                 layer.on_gpu = draw.random() < 0.5
@@ -137,7 +138,7 @@ def test_layers_may_change_the_processor_before_every_step(
     bad = (2, 3, 6)
     expected = trained(device, bad=bad, **options)
     plan = mixed(OffloadConfig(**options), [STREAMED[1], Placement(), STREAMED[3], Placement(weights="ram")])
-    monkeypatch.setattr(Split, "correct", at_random(0))
+    monkeypatch.setattr(StepBalancer, "correct", at_random(0))
     assert_equal(expected, trained(device, plan=plan, bad=bad, **options), plan.placements)
 
 
@@ -224,7 +225,7 @@ def test_weights_written_from_outside_while_the_copy_in_ram_is_out_of_date(
     results = []
     for plan in (None, mixed(config, [STREAMED[1], STREAMED[3]])):
         turns = iter((True, True, False, False, True))
-        monkeypatch.setattr(Split, "correct", lambda self, layers, turns=turns: switch(layers, next(turns)))
+        monkeypatch.setattr(StepBalancer, "correct", lambda self, layers, turns=turns: switch(layers, next(turns)))
         with OffloadEngine(lm().eval(), config, device=device, plan=plan) as engine:
             train(engine, tokens(2, device))
             engine.module.blocks[1].load_state_dict(
@@ -322,7 +323,7 @@ def test_random_delays_on_threads_and_streams_change_no_number(
 
     for owner, name in ((CopyStream, "copy"), (CopyStream, "copy_all"), (update.LayerState, "step"), (Event, "delay")):
         monkeypatch.setattr(owner, name, late(getattr(owner, name)))
-    monkeypatch.setattr(Split, "correct", at_random(1))
+    monkeypatch.setattr(StepBalancer, "correct", at_random(1))
     assert_equal(expected, trained(device, steps, plan, depth=depth, **options), plan.placements)
 
 
@@ -336,7 +337,7 @@ def test_streams_that_run_late_change_no_number(seed: int, accumulation: int, mo
     random.Random(seed).shuffle(placements)
     plan = mixed(OffloadConfig(**options), placements, depth)
     monkeypatch.setattr(StateRing, "fill_with_nan", False)  # which is no operation of a stream here
-    monkeypatch.setattr(Split, "correct", at_random(seed))
+    monkeypatch.setattr(StepBalancer, "correct", at_random(seed))
     simulation = Simulation(monkeypatch, seed=seed, longest=1e-3)
     try:
         assert_equal(expected, trained("cpu", 8, plan, depth=depth, **options), placements)

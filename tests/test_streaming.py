@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, ModelError
-from offloadkit.offload.streaming import StreamedBlock, WeightRing
+from offloadkit.offload.weight_ring import StreamedBlock, WeightRing
 from tests.hf.tiny import llama_config, t5_config
 from tests.models import TinyLM, tokens, train
 
@@ -223,9 +223,9 @@ def test_a_recomputed_block_that_left_too_early_is_an_error(device: str, monkeyp
         first: Any = blocks[0].up.weight
         last: Any = blocks[-1].up.weight
         # as if the last block's gradient were computed when the first one's turn had come
-        state = {slot.parameter: s for s in engine._placed.states for slot in s.layer.slots}
+        state = {view.parameter: s for s in engine._placed.states for view in s.layer.views}
         taker = state[last].weights
-        first.register_hook(lambda gradient: taker.check_held(state[last].layer.slots[0]))
+        first.register_hook(lambda gradient: taker.check_held(state[last].layer.views[0]))
         with pytest.raises(EngineStateError, match="came after its block had left VRAM"):
             engine.backward(loss)
 

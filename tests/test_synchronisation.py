@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from offloadkit.config import OffloadConfig, Placement
+from offloadkit.device.streams import Event, record_compute
 from offloadkit.engine import OffloadEngine
-from offloadkit.offload import compiled
+from offloadkit.offload import compile as compiled
 from offloadkit.offload.gradients import Gradients, LayerGradient
 from offloadkit.offload.layers import flat_layers, plan_of
-from offloadkit.offload.split import Split
-from offloadkit.offload.streams import Event, record_compute
-from offloadkit.plan import Plan, possible, shapes, tier_bytes
+from offloadkit.offload.update import StepBalancer
+from offloadkit.planner import Plan, possible, tier_bytes
+from offloadkit.planner import layout as shapes
 from tests.models import TinyLM, tokens
 from tests.synchronisations import Synchronisation, of_the_callers, synchronisations
 from tests.test_placements import PLACEMENTS
@@ -90,13 +91,13 @@ def test_nor_where_every_layer_lies_elsewhere_and_changes_the_processor(
     plan = replace(base, placements=mixed, tiers=tier_bytes(base.layers, mixed, accumulation))
     switched = []
 
-    def correct(self: Split, layers: Sequence[Any]) -> None:
+    def correct(self: StepBalancer, layers: Sequence[Any]) -> None:
         for layer in layers:
             if layer.switchable:
                 layer.on_gpu = draw.random() < 0.5
                 switched.append(layer.on_gpu)
 
-    monkeypatch.setattr(Split, "correct", correct)
+    monkeypatch.setattr(StepBalancer, "correct", correct)
     assert of_the_callers(in_steady_state(device, accumulation, plan, depth, working_dtype="bf16")) == []
     assert len(set(switched)) == 2
 
@@ -128,7 +129,7 @@ def test_nor_with_compiled_blocks(placement: Placement, accumulation: int, devic
 
 
 def test_a_wait_in_backward_is_seen(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a landing were written again only when the host had seen its copy to RAM end."""
+    """As if a bucket were written again only when the host had seen its copy to RAM end."""
     send = Gradients._send
 
     def waits(gradients: Gradients, layer: LayerGradient) -> None:

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from offloadkit import hardware
+from offloadkit.checkpoint.folder import writable
 from offloadkit.demo.dates import DatePair, date_pairs
-from offloadkit.finetune import NUM_PREDICTED, FinetuneResult, finetune
-from offloadkit.hf.bars import bars_where_live
+from offloadkit.finetuning import NUM_PREDICTED, FinetuneResult, finetune
 from offloadkit.hf.data import load_dataset_like, prepare
-from offloadkit.hf.evaluation import predict, share_correct
-from offloadkit.hf.folders import writable
+from offloadkit.hf.evaluate import predict, share_correct
 from offloadkit.hf.models import load_tokenizer
-from offloadkit.plan import format_bytes
+from offloadkit.hf.quiet import bars_where_live
 from offloadkit.telemetry import mean_seconds
+from offloadkit.units import format_bytes
 
 NUM_STEPS = 700
 BATCH_SIZE = 64

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offloadkit.errors import DataError
-from offloadkit.hf.labels import label_names
 from offloadkit.hf.models import Task, infer_task
-from offloadkit.hf.read_data import load_dataset_like
-from offloadkit.hf.tokenise import IGNORED, Tokenising, tokenise
+from offloadkit.hf.read import load_dataset_like
+from offloadkit.hf.tokenize import IGNORED, Tokenising, label_names, tokenise
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from offloadkit.errors import ConfigError, ModelError
-from offloadkit.hf.building import (
+from offloadkit.hf.hub import PRESETS, Preset, check_folder, readable_hub_errors, resolve, where_to_look
+from offloadkit.hf.load import (
     Task,
     auto_class_of,
     build,
@@ -20,8 +21,6 @@ from offloadkit.hf.building import (
     read,
     read_lazily_or_now,
 )
-from offloadkit.hf.hub import check_folder, readable_hub_errors, resolve, where_to_look
-from offloadkit.hf.presets import PRESETS, Preset
 from offloadkit.hf.quiet import progress_bars
 from offloadkit.hf.weight_files import Materialise
 

@@ -23,18 +23,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
+from offloadkit.checkpoint.folder import written_to
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError
-from offloadkit.hf.chunked_loss import compute_loss_in_chunks
-from offloadkit.hf.folders import written_to
-from offloadkit.hf.key_value_cache import without_caches
-from offloadkit.hf.own_compute import fuse
-from offloadkit.hf.targets import num_targets, on_device, with_a_target
-from offloadkit.hf.training_arguments import check_arguments, engine_config, left_to_the_engine
+from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
+from offloadkit.hf.loss import compute_loss_in_chunks, num_targets, on_device, with_a_target
+from offloadkit.hf.patches import fuse, without_caches
 from offloadkit.offload.shortage import explained_shortage
 from offloadkit.offload.states import Materialise
-from offloadkit.plan import Plan
+from offloadkit.planner import Plan
 from offloadkit.telemetry import Telemetry
 
 if TYPE_CHECKING:

@@ -2,15 +2,187 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from offloadkit.monitor import words
-from offloadkit.monitor.colours import colour, ink_on
-from offloadkit.monitor.figures import Figures, Memory
-from offloadkit.monitor.svg import loss_chart, memory_chart, step_chart
-from offloadkit.plan import format_bytes
-from offloadkit.plan.text import format_seconds
+from offloadkit.monitor.colours import BLUE, colour, ink_on
+from offloadkit.monitor.figures import OTHER, Figures, Memory, Parts
+from offloadkit.units import format_bytes, format_seconds
+
+WIDTH = 600
+_LEFT = 84
+"""Where the bars of the step begin, right of their names."""
+_FAR = 3.0
+"""A budget of more than so many times what is used would squeeze the bar: it is named at the edge."""
+
+
+def chart(height: int, title: str, description: str, content: str, ident: str) -> str:
+    """An SVG element.
+
+    Args:
+        ident: unique on the page.
+    """
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" role="img" '
+        f'aria-labelledby="{ident}-t {ident}-d" style="display:block;height:auto" font-size="12" '
+        f'font-family="system-ui,sans-serif" fill="currentColor"><title id="{ident}-t">{escape(title)}</title>'
+        f'<desc id="{ident}-d">{escape(description)}</desc>{content}</svg>'
+    )
+
+
+def text(x: float, y: float, words: str, *, anchor: str = "start", faint: bool = False, extra: str = "") -> str:
+    """Words on one line, `y` at their foot."""
+    opacity = ' opacity="0.75"' if faint else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{opacity}{extra}>{escape(words)}</text>'
+
+
+def stack(x: float, y: float, scale: float, height: float, parts: Sequence[tuple[str, float, str]], hatch: str) -> str:
+    """Segments side by side, numbered from 1 where there is room.
+
+    Args:
+        scale: units of width a unit of the parts.
+        parts: name, size, and the size in words.
+        hatch: id of the pattern that `OTHER` is drawn with.
+    """
+    drawn = []
+    for number, (name, size, label) in enumerate(parts, 1):
+        width = size * scale
+        fill = colour(name)
+        shown = f"<title>{escape(f'{name}: {label}')}</title>"
+        drawn.append(f'<rect x="{x:.1f}" y="{y}" width="{max(0.0, width - 1):.1f}" height="{height}" fill="{fill}">')
+        drawn.append(f"{shown}</rect>")
+        if name == OTHER:
+            drawn.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{max(0.0, width - 1):.1f}" height="{height}" fill="url(#{hatch})"/>'
+            )
+        if width >= 14:
+            drawn.append(
+                f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}" text-anchor="middle" font-size="12" '
+                f'font-weight="600" fill="{ink_on(fill)}" pointer-events="none">{number}</text>'
+            )
+        x += width
+    return "".join(drawn)
+
+
+def _hatching(ident: str) -> str:
+    return (
+        f'<defs><pattern id="{ident}" width="6" height="6" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><rect width="2" height="6" fill="#FFFFFF" opacity="0.45"/></pattern></defs>'
+    )
+
+
+def memory_chart(tier: Memory, ident: str) -> str:
+    """A tier's stacked bar with the budget's line above and the planned mark below."""
+    most = max(tier.used or 0, tier.planned, 1) * 1.1
+    far = tier.budget is not None and tier.budget > _FAR * most
+    full = most if tier.budget is None or far else max(most, tier.budget * 1.02)
+    scale = WIDTH / full
+    top = 3 if tier.budget is None else 18
+    drawn = [_hatching(f"{ident}-h"), f'<rect y="{top}" width="{WIDTH}" height="26" opacity="0.08"/>']
+    drawn.append(stack(0, top, scale, 26, [(n, s, format_bytes(s)) for n, s in tier.parts], f"{ident}-h"))
+    if tier.budget is not None:
+        label = f"budget {format_bytes(tier.budget)}"
+        if far:
+            drawn.append(text(WIDTH, 12, f"{label} →", anchor="end"))
+        else:
+            at = tier.budget * scale
+            drawn.append(_mark(at, 5, 49, label, 12, dashed=True))
+    at = tier.planned * scale
+    drawn.append(_mark(at, top - 2, top + 32, "", 0, dashed=False))
+    drawn.append(f'<path d="M{at - 5:.1f} {top + 35}h10l-5 -8z"/>')
+    drawn.append(_beside(at, top + 42, words.planned(tier, f"planned {format_bytes(tier.planned)}")))
+    description = f"{words.memory(tier)}. " + ", ".join(f"{name} {format_bytes(size)}" for name, size in tier.parts)
+    return chart(top + 48, f"{tier.name} by category", description, "".join(drawn), ident)
+
+
+def _mark(x: float, top: float, bottom: float, label: str, foot: float, *, dashed: bool) -> str:
+    dash = ' stroke-dasharray="4 3"' if dashed else ""
+    line = f'<path d="M{x:.1f} {top}V{bottom}" stroke="currentColor" stroke-width="2" fill="none"{dash}/>'
+    return line + (_beside(x, foot, label) if label else "")
+
+
+def _beside(x: float, foot: float, label: str) -> str:
+    """A label on the side of `x` that has room."""
+    return text(x - 8, foot, label, anchor="end") if x > WIDTH / 2 else text(x + 8, foot, label)
+
+
+def step_chart(split: Parts, beside: Parts, ident: str) -> str:
+    """One step from left to right: what the device did and waited for, and below what was busy meanwhile."""
+    total = sum(seconds for _, seconds in split)
+    scale = (WIDTH - _LEFT) / max(total, 1e-12)
+    timed = [(name, seconds, format_seconds(seconds)) for name, seconds in split]
+    drawn = [text(_LEFT - 8, 18, "step", anchor="end", extra=' font-weight="600"')]
+    drawn.append(stack(_LEFT, 1, scale, 26, timed, ""))
+    y = 34
+    for name, seconds in beside:
+        width = min(seconds, total) * scale
+        drawn.append(text(_LEFT - 8, y + 10, name, anchor="end"))
+        drawn.append(f'<rect x="{_LEFT}" y="{y}" width="{WIDTH - _LEFT}" height="12" opacity="0.08"/>')
+        drawn.append(f'<rect x="{_LEFT}" y="{y}" width="{max(1.0, width):.1f}" height="12" fill="{colour(name)}"/>')
+        label = f"{format_seconds(seconds)} busy"
+        inside = width > (WIDTH - _LEFT) * 0.75
+        ink = f' font-size="11"{_fill(ink_on(colour(name))) if inside else ""}'
+        drawn.append(
+            text(_LEFT + width - 6, y + 10, label, anchor="end", extra=ink)
+            if inside
+            else text(_LEFT + width + 6, y + 10, label, extra=ink)
+        )
+        y += 17
+    said = ", ".join(f"{name} {label}" for name, _, label in timed)
+    meanwhile = "".join(f"; {name} busy for {format_seconds(seconds)}" for name, seconds in beside)
+    return chart(y, "Where a step's time went", f"{said}{meanwhile}", "".join(drawn), ident)
+
+
+def _fill(ink: str) -> str:
+    return f' fill="{ink}"'
+
+
+def loss_chart(figures: Figures, ident: str, height: int = 150) -> str:
+    """Loss by step: what was recorded, thin, and its running mean."""
+    points = figures.loss_curve
+    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
+    room = (high - low or abs(high) or 1.0) * 0.06
+    low, high = low - room, high + room
+    first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
+    left, top, right, bottom = 44, 6, WIDTH - 6, height - 20
+    across, down = (right - left) / (last - first), (bottom - top) / (high - low)
+
+    def x_of(step: float) -> float:
+        return left + (step - first) * across
+
+    def y_of(loss: float) -> float:
+        return bottom - (loss - low) * down
+
+    drawn = []
+    for tick in ticks(low, high, 4):
+        drawn.append(f'<path d="M{left} {y_of(tick):.1f}H{right}" stroke="currentColor" opacity="0.15"/>')
+        drawn.append(text(left - 6, y_of(tick) + 4, f"{tick:.4g}", anchor="end"))
+    drawn += [
+        text(x_of(tick), height - 5, f"{int(tick):,}", anchor="middle" if tick > first else "start")
+        for tick in ticks(first, last, 6)
+        if tick == int(tick)
+    ]
+    trend = figures.loss_trend
+    for line, style in ((points, ' opacity="0.45" stroke-width="1"' if trend else ' stroke-width="2"'), (trend, "")):
+        path = " ".join([f"{left + (s - first) * across:.1f},{bottom - (y - low) * down:.1f}" for s, y in line])
+        width = style or ' stroke-width="2.5"'
+        drawn.append(f'<polyline points="{path}" fill="none" stroke="{BLUE}" class="okm-line"{width}/>' if path else "")
+    at, newest = (trend or points)[-1]
+    drawn.append(f'<circle cx="{x_of(at):.1f}" cy="{y_of(newest):.1f}" r="4" fill="{BLUE}" class="okm-dot"/>')
+    lowest = min(loss for _, loss in points)
+    described = f"from {points[0][1]:.4g} at step {first:,} to {newest:.4g} at step {at:,}; lowest {lowest:.4g}"
+    return chart(height, "Training loss by step", described, "".join(drawn), ident)
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """At most `most` + 1 round numbers from `low` to `high`."""
+    rough = (high - low) / most
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * (1 - 1e-9))
+    return [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
 
 _LIGHT = "--okm-ink:#1f2328;--okm-faint:#57606a;--okm-page:#ffffff;--okm-edge:#d0d7de;--okm-line:#0072B2"
 _DARK = "--okm-ink:#e6e8eb;--okm-faint:#a9b1ba;--okm-page:#1b1f24;--okm-edge:#3d444d;--okm-line:#56B4E9"

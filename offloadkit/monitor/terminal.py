@@ -13,8 +13,7 @@ from rich.text import Text
 from offloadkit.monitor import words
 from offloadkit.monitor.colours import colour, ink_on
 from offloadkit.monitor.figures import Figures, Memory
-from offloadkit.plan import format_bytes
-from offloadkit.plan.text import format_seconds
+from offloadkit.units import format_bytes, format_seconds
 
 _NAME = 6
 _PLANNED, _BUDGET, _FAR = "▲", "┃", "→"

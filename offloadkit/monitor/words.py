@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from offloadkit.monitor.figures import Figures, Memory
-from offloadkit.plan import format_bytes
-from offloadkit.plan.text import format_seconds
+from offloadkit.units import format_bytes, format_seconds
 
 STATES = {
     "waiting": "waiting for the first step",

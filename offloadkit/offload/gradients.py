@@ -1,11 +1,11 @@
 """Gradients: landed per layer, summed for the norm, sent to RAM during backward, accumulated in fp32.
 
-Autograd's gradients of a layer are copied, all with one operation, into the layer's *landing* buffer as soon as the
+Autograd's gradients of a layer are copied, all with one operation, into the layer's *bucket* buffer as soon as the
 last of them is there, and dropped. One of these follows, as placement and accumulation say:
 
 | | `gradients="ram"` | `gradients="vram"` |
 |---|---|---|
-| one micro-batch | sums on the device, D2H on the copy stream | landing stays; sums and D2H at the boundary |
+| one micro-batch | sums on the device, D2H on the copy stream | bucket stays; sums and D2H at the boundary |
 | several | D2H, then the stepping thread adds into fp32 in RAM | added into fp32 on the device; D2H at the boundary |
 
 Sums taken on the device go to RAM at the boundary, with one copy for all layers; they are equal whichever processor
@@ -17,21 +17,75 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
+from offloadkit.device import host_memory, trace
+from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.errors import ModelError
-from offloadkit.offload import host_memory, trace
-from offloadkit.offload.landings import KeptGradients, LandingPool
-from offloadkit.offload.layers import FlatLayer, Slot
-from offloadkit.offload.streams import CopyStream, Event, record_compute
-from offloadkit.offload.waits import Waits
+from offloadkit.kernels import cpu
+from offloadkit.kernels.dispatch import block_sums
+from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.weights import LayerWeights
-from offloadkit.optim import cpu
-from offloadkit.optim.gradient_norm import NORM_BLOCK, block_sums, norm_blocks
-from offloadkit.plan import is_small
+from offloadkit.optim.norm import NORM_BLOCK, norm_blocks
+from offloadkit.planner import NUM_GRADIENT_BUCKETS, is_small
+
+
+class BucketPool:
+    """Reusable device buffers of one size. A buffer returned with an event is written again only after that event, for
+    which the device waits: of the `NUM_GRADIENT_BUCKETS` layers whose gradients are in VRAM, one is autograd's."""
+
+    def __init__(self, device: torch.device, num_bytes: int, waits: Waits) -> None:
+        """
+        Args:
+            num_bytes: of the largest bucket.
+        """
+        self._device, self._num_bytes, self._waits = device, num_bytes, waits
+        self._free: list[tuple[torch.Tensor, Event | None]] = []
+
+    def take(self) -> torch.Tensor:
+        """A uint8 buffer."""
+        ready = [item for item in self._free if item[1] is None or item[1].done()]
+        if not ready and len(self._free) < NUM_GRADIENT_BUCKETS - 1:
+            return torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
+        buffer, busy = (ready or self._free)[0]
+        self._free = [item for item in self._free if item[0] is not buffer]
+        if busy is not None:
+            self._waits.delay(busy)
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor, busy: Event | None) -> None:
+        """Return a buffer that is still read until `busy`."""
+        self._free.append((buffer, busy))
+
+
+class KeptGradients:
+    """Gradients of one dtype that stay in VRAM until the boundary, in one buffer: the norm takes one operation for all.
+
+    Attributes:
+        parts: each layer's, 1-D.
+    """
+
+    def __init__(
+        self, numels: Sequence[int], blocks: Sequence[torch.Tensor], dtype: torch.dtype, sums: torch.Tensor
+    ) -> None:
+        """
+        Args:
+            numels: elements of each layer.
+            blocks: each layer's norm blocks, as `norm_blocks` gives them.
+            sums: fp64 on the device: where the sums of all blocks go, one after the other.
+        """
+        starts = list(accumulate(numels, initial=0))
+        self._flat = torch.zeros(starts[-1], dtype=dtype, device=sums.device)
+        self.parts = [self._flat[start:end] for start, end in pairwise(starts)]
+        moved = [some + torch.tensor([start, 0]) for some, start in zip(blocks, starts[:-1], strict=True)]
+        self._blocks, self._sums = torch.cat(moved).to(sums.device), sums
+
+    def take_sums(self) -> None:
+        """The norm's sums of what is here; those of layers without a gradient mean nothing."""
+        block_sums(self._flat, self._blocks, self._sums)
 
 
 class LayerGradient:
@@ -39,10 +93,10 @@ class LayerGradient:
 
     Attributes:
         host: 1-D pinned tensor with the gradient of the whole window when `sent` is reached; fp32 when accumulated or
-            tied, else in the layer's dtype. Ranges of slots without a gradient hold anything. None: the GPU steps.
+            tied, else in the layer's dtype. Ranges of views without a gradient hold anything. None: the GPU steps.
         sums: fp64 [num_blocks] in pinned RAM, sums of squares of the window's gradient by norm block, once `sent` is
             reached.
-        received: indices of the slots that got a gradient in this micro-batch.
+        received: indices of the views that got a gradient in this micro-batch.
         window: those that got one in this accumulation window.
         known: those that ever got one.
     """
@@ -55,10 +109,10 @@ class LayerGradient:
         self.weights, self.on_device = weights, on_device
         self.layer: FlatLayer = weights.layer
         self.host, self.sums = host, torch.empty(0)
-        self.landing_dtype = torch.float32 if self.layer.shared else self.layer.dtype
-        ranges = [(slot.start, slot.numel) for slot in self.layer.slots]
+        self.bucket_dtype = torch.float32 if self.layer.shared else self.layer.dtype
+        ranges = [(view.start, view.numel) for view in self.layer.views]
         self.host_blocks = norm_blocks(ranges)
-        num_blocks = [-(-slot.numel // NORM_BLOCK) for slot in self.layer.slots]
+        num_blocks = [-(-view.numel // NORM_BLOCK) for view in self.layer.views]
         self._first_block = list(accumulate(num_blocks, initial=0))
         self.device_blocks = self.host_blocks.to(weights.device)
         self.device_sums = torch.empty(0)
@@ -73,54 +127,54 @@ class LayerGradient:
         self._places: dict[int, list[torch.Tensor]] = {}
 
     @property
-    def landing_bytes(self) -> int:
+    def bucket_bytes(self) -> int:
         """Of one micro-batch's gradient."""
-        return self.layer.numel * self.landing_dtype.itemsize
+        return self.layer.numel * self.bucket_dtype.itemsize
 
     @property
-    def landing(self) -> torch.Tensor:
-        """1-D view of the landing buffer, in `landing_dtype`."""
+    def bucket(self) -> torch.Tensor:
+        """1-D view of the bucket buffer, in `bucket_dtype`."""
         assert self.buffer is not None
-        return self.buffer[: self.landing_bytes].view(self.landing_dtype)
+        return self.buffer[: self.bucket_bytes].view(self.bucket_dtype)
 
     @property
     def kept(self) -> torch.Tensor:
         """The gradient of the window in VRAM, for the GPU's step: 1-D, fp32 when accumulated."""
-        return self.landing if self.accumulated is None else self.accumulated
+        return self.bucket if self.accumulated is None else self.accumulated
 
     def places(self) -> list[torch.Tensor]:
-        """Every slot's part of the landing, in its parameter's shape."""
+        """Every view's part of the bucket, in its parameter's shape."""
         assert self.buffer is not None
         address = self.buffer.data_ptr()
         if address not in self._places:
-            landing = self.landing
+            bucket = self.bucket
             self._places[address] = [
-                landing[slot.start : slot.start + slot.numel].view(slot.parameter.shape) for slot in self.layer.slots
+                bucket[view.start : view.start + view.numel].view(view.parameter.shape) for view in self.layer.views
             ]
         return self._places[address]
 
     def keep_in(self, memory: torch.Tensor, *, accumulated: bool) -> None:
-        """Have the window's gradient stay in `memory`: the landing itself, or fp32 that micro-batches are added to."""
+        """Have the window's gradient stay in `memory`: the bucket itself, or fp32 that micro-batches are added to."""
         if accumulated:
             self.accumulated = memory
         else:
             self.own_buffer = memory.view(torch.uint8)
 
     def blocks_of(self, index: int) -> slice:
-        """Where in `sums` those of slot `index` are."""
+        """Where in `sums` those of view `index` are."""
         return slice(self._first_block[index], self._first_block[index + 1])
 
 
 def runs(layer: FlatLayer, indices: set[int]) -> Iterator[tuple[int, int]]:
-    """(start, length) of the element ranges of slots `indices`, neighbours without padding between them joined."""
+    """(start, length) of the element ranges of views `indices`, neighbours without padding between them joined."""
     start = end = -1
     for index in sorted(indices):
-        slot = layer.slots[index]
-        if slot.start != end:
+        view = layer.views[index]
+        if view.start != end:
             if start >= 0:
                 yield start, end - start
-            start = slot.start
-        end = slot.start + slot.numel
+            start = view.start
+        end = view.start + view.numel
     if start >= 0:
         yield start, end - start
 
@@ -135,13 +189,13 @@ class Gradients:
         accumulation: int,
         staging: Sequence[torch.Tensor],
         submit: Callable[[Callable[[], None]], None],
-        got_gradient: Callable[[LayerWeights, Slot], None],
+        got_gradient: Callable[[LayerWeights, ParameterView], None],
         waits: Waits,
     ) -> None:
         """
         Args:
             accumulation: micro-batches of a window.
-            staging: pinned uint8 buffers, each as large as the largest landing, that a micro-batch's gradient passes
+            staging: pinned uint8 buffers, each as large as the largest bucket, that a micro-batch's gradient passes
                 through on its way to fp32 accumulation in RAM; empty when nothing accumulates there.
             submit: queues work for the stepping thread.
             got_gradient: told of each parameter's first gradient.
@@ -151,9 +205,9 @@ class Gradients:
         self._submit, self._got_gradient, self._waits = submit, got_gradient, waits
         self._device = layers[0].weights.device
         passing = [layer for layer in layers if self._passes(layer)]
-        sizes = [layer.landing_bytes for layer in passing]
-        self._pool = LandingPool(self._device, max(sizes, default=0), waits)
-        self._pooled = {layer for layer in passing if not is_small(layer.landing_bytes, max(sizes))}
+        sizes = [layer.bucket_bytes for layer in passing]
+        self._pool = BucketPool(self._device, max(sizes, default=0), waits)
+        self._pooled = {layer for layer in passing if not is_small(layer.bucket_bytes, max(sizes))}
         self.d2h = CopyStream(self._device, "D2H")
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in staging:
@@ -161,19 +215,19 @@ class Gradients:
         self._kept: list[KeptGradients] = []
         self._place()
         self._hooks: list[Any] = []
-        self._of_slot: dict[Slot, tuple[LayerGradient, int]] = {}
+        self._of_view: dict[ParameterView, tuple[LayerGradient, int]] = {}
         for gradient in layers:
-            for index, slot in enumerate(gradient.layer.slots):
-                self._of_slot[slot] = (gradient, index)
-                parameter: Any = slot.parameter
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._taker(slot)))
+            for index, view in enumerate(gradient.layer.views):
+                self._of_view[view] = (gradient, index)
+                parameter: Any = view.parameter
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._taker(view)))
 
     def _place(self) -> None:
         """Give all layers' sums one place on the device and one in pinned RAM, and those that keep their gradients on
         the device one buffer for each dtype."""
         groups: dict[torch.dtype | None, list[LayerGradient]] = {}
         for layer in self.layers:
-            kept_dtype = torch.float32 if self._accumulation > 1 else layer.landing_dtype
+            kept_dtype = torch.float32 if self._accumulation > 1 else layer.bucket_dtype
             groups.setdefault(kept_dtype if layer.on_device else None, []).append(layer)
         num_blocks = sum(len(layer.host_blocks) for layer in self.layers)
         (slab,) = host_memory.allocate([8 * num_blocks], self._device, "the norm's sums")
@@ -192,45 +246,45 @@ class Gradients:
                     layer.keep_in(part, accumulated=self._accumulation > 1)
 
     def _passes(self, layer: LayerGradient) -> bool:
-        """Whether the gradient of a micro-batch leaves its landing as soon as it is complete."""
+        """Whether the gradient of a micro-batch leaves its bucket as soon as it is complete."""
         return not layer.layer.shared and (not layer.on_device or self._accumulation > 1)
 
-    def _taker(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        layer, index = self._of_slot[slot]
-        weights, num_slots = layer.weights, len(layer.layer.slots)
+    def _taker(self, view: ParameterView) -> Callable[[torch.Tensor], None]:
+        layer, index = self._of_view[view]
+        weights, num_views = layer.weights, len(layer.layer.views)
 
         def take(parameter: torch.Tensor) -> None:
             if layer.at_end_only or layer.complete:
                 gradient, parameter.grad = parameter.grad, None
                 if gradient is not None:  # None: every use of a tied weight has landed by itself
-                    self.land(slot, gradient)
+                    self.receive(view, gradient)
                 return
-            weights.check_held(slot)
+            weights.check_held(view)
             layer.received.add(index)
-            if len(layer.received) == num_slots:
+            if len(layer.received) == num_views:
                 self._finish(layer)
 
         return take
 
     def _gather(self, layer: LayerGradient) -> None:
-        """Copy what autograd has of a layer to its landing."""
-        slots = [layer.layer.slots[index] for index in layer.received]
-        gradients: list[Any] = [slot.parameter.grad for slot in slots]
-        for slot, gradient in zip(slots, gradients, strict=True):
-            _check_dense(slot, gradient)
+        """Copy what autograd has of a layer to its bucket."""
+        views = [layer.layer.views[index] for index in layer.received]
+        gradients: list[Any] = [view.parameter.grad for view in views]
+        for view, gradient in zip(views, gradients, strict=True):
+            _check_dense(view, gradient)
         self._open(layer, layer.received)
         places = layer.places()
         torch._foreach_copy_([places[index] for index in layer.received], gradients)
-        for slot in slots:
-            slot.parameter.grad = None
+        for view in views:
+            view.parameter.grad = None
 
     @torch.no_grad()
-    def land(self, slot: Slot, gradient: torch.Tensor) -> None:
+    def receive(self, view: ParameterView, gradient: torch.Tensor) -> None:
         """Add one gradient (of the parameter's shape) to its place: of a tied weight's use, beside such a weight, or of
         a layer that was sent off already. The layer is sent at the end of backward."""
-        _check_dense(slot, gradient)
-        layer, index = self._of_slot[slot]
-        layer.weights.check_held(slot)
+        _check_dense(view, gradient)
+        layer, index = self._of_view[view]
+        layer.weights.check_held(view)
         if layer.complete:
             self._reopen(layer)
         if not layer.received:
@@ -242,9 +296,9 @@ class Gradients:
             place.copy_(gradient)
             layer.received.add(index)
 
-    def _open(self, layer: LayerGradient, slots: set[int]) -> None:
-        """Have a landing, `slots` first. The step, or a copy to RAM, may still read the last gradient from its own."""
-        layer.weights.check_waited([layer.layer.slots[index] for index in slots & layer.known])
+    def _open(self, layer: LayerGradient, views: set[int]) -> None:
+        """Have a bucket, `views` first. The step, or a copy to RAM, may still read the last gradient from its own."""
+        layer.weights.check_waited([layer.layer.views[index] for index in views & layer.known])
         layer.weights.wait()
         if layer.own_buffer is not None and layer.sent is not None:
             self._waits.delay(layer.sent)
@@ -283,8 +337,8 @@ class Gradients:
             layer.received.clear()
             layer.complete = False
             self._release(layer, None)
-            for slot in layer.layer.slots:
-                slot.parameter.grad = None
+            for view in layer.layer.views:
+                view.parameter.grad = None
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -298,7 +352,7 @@ class Gradients:
             tracing.has_gradients_of(layer.layer.name)
         layer.complete = True
         for index in layer.received - layer.known:
-            self._got_gradient(layer.weights, layer.layer.slots[index])
+            self._got_gradient(layer.weights, layer.layer.views[index])
         layer.known |= layer.received
         fresh, again = layer.received - layer.window, layer.received & layer.window
         layer.window |= layer.received
@@ -309,7 +363,7 @@ class Gradients:
             assert layer.accumulated is not None
             for part, add in ((fresh, False), (again, True)):
                 for start, length in runs(layer.layer, part):
-                    into, piece = (tensor[start : start + length] for tensor in (layer.accumulated, layer.landing))
+                    into, piece = (tensor[start : start + length] for tensor in (layer.accumulated, layer.bucket))
                     into.add_(piece) if add else into.copy_(piece)
             self._release(layer, None)
         else:
@@ -332,9 +386,9 @@ class Gradients:
         self, staged: list[torch.Tensor], layer: LayerGradient, fresh: set[int], again: set[int]
     ) -> None:
         assert layer.host is not None
-        host, piece = layer.host, staged[0][: layer.landing_bytes].view(layer.landing_dtype)
+        host, piece = layer.host, staged[0][: layer.bucket_bytes].view(layer.bucket_dtype)
         self.d2h.wait(record_compute(self._device))
-        arrived = self.d2h.copy_all([(piece, layer.landing)], layer.layer.name)
+        arrived = self.d2h.copy_all([(piece, layer.bucket)], layer.layer.name)
         self._release(layer, arrived)
         layer.sums_on_host = True
 
@@ -356,7 +410,7 @@ class Gradients:
 
     def _send(self, layer: LayerGradient) -> None:
         assert layer.host is not None
-        gradient = layer.landing
+        gradient = layer.bucket
         block_sums(gradient, layer.device_blocks, layer.device_sums)
         self.d2h.wait(record_compute(self._device))
         layer.sent = self.d2h.copy_all([(layer.host, gradient)], layer.layer.name)
@@ -368,7 +422,7 @@ class Gradients:
         if layer in self._pooled:
             return self._pool.take()
         if layer.own_buffer is None:
-            layer.own_buffer = torch.zeros(layer.landing_bytes, dtype=torch.uint8, device=self._device)
+            layer.own_buffer = torch.zeros(layer.bucket_bytes, dtype=torch.uint8, device=self._device)
         return layer.own_buffer
 
     def _release(self, layer: LayerGradient, busy: Event | None) -> None:
@@ -386,12 +440,12 @@ class Gradients:
             assert layer.host is not None
             layer.sent.synchronize()
             layer.buffer = self._take_buffer(layer)
-            layer.landing.copy_(layer.host)
+            layer.bucket.copy_(layer.host)
 
 
-def _check_dense(slot: Slot, gradient: torch.Tensor) -> None:
+def _check_dense(view: ParameterView, gradient: torch.Tensor) -> None:
     if gradient.is_sparse:
-        raise ModelError(f"parameter {slot.name!r} has sparse gradients: build its nn.Embedding with sparse=False")
+        raise ModelError(f"parameter {view.name!r} has sparse gradients: build its nn.Embedding with sparse=False")
 
 
 def take_sums(layer: LayerGradient) -> None:

@@ -18,8 +18,8 @@ from torch import nn
 from offloadkit.config import OffloadConfig, Precision
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.hardware import Hardware
-from offloadkit.optim.gradient_norm import NORM_BLOCK
-from offloadkit.plan import Dtype, LayerShape, MicroBatch, Plan, make_plan
+from offloadkit.optim.norm import NORM_BLOCK
+from offloadkit.planner import Dtype, LayerShape, MicroBatch, Plan, make_plan
 
 SLOT_ALIGNMENT = 256
 """Elements. Parameters, 8-bit blocks of states and shards begin at multiples of it in a flat layer."""
@@ -34,7 +34,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(eq=False)
-class Slot:
+class ParameterView:
     """One parameter's place in a flat layer."""
 
     name: str
@@ -60,13 +60,13 @@ class Slot:
 
 @dataclass(eq=False)
 class FlatLayer:
-    """Slots that live in one buffer, and the modules whose forward needs them."""
+    """Parameters that live in one buffer, and the modules whose forward needs them."""
 
     index: int
     name: str
     dtype: torch.dtype
     """dtype of the working weights."""
-    slots: list[Slot]
+    views: list[ParameterView]
     modules: list[nn.Module]
     """Modules before whose forward the layer's weights must be up to date."""
     block: nn.Module | None = None
@@ -77,21 +77,21 @@ class FlatLayer:
     """Elements of the flat buffers, padding included."""
 
     def __post_init__(self) -> None:
-        self.slots.sort(key=lambda slot: (slot.group, slot.order))
+        self.views.sort(key=lambda view: (view.group, view.order))
         self.numel = 0
-        for slot in self.slots:
-            slot.start = self.numel
-            self.numel += -(-slot.numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        for view in self.views:
+            view.start = self.numel
+            self.numel += -(-view.numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         self.numel = max(self.numel, SLOT_ALIGNMENT)  # parameters without elements
 
     @property
     def num_norm_blocks(self) -> int:
-        return sum(-(-slot.numel // NORM_BLOCK) for slot in self.slots)
+        return sum(-(-view.numel // NORM_BLOCK) for view in self.views)
 
     def shape(self) -> LayerShape:
         """What the plan needs to know of the layer."""
         dtype: Dtype = DTYPE_NAMES[self.dtype]
-        num_parameters = sum(slot.numel for slot in self.slots)
+        num_parameters = sum(view.numel for view in self.views)
         return LayerShape(
             self.name,
             num_parameters,
@@ -105,8 +105,8 @@ class FlatLayer:
 
     @property
     def shared(self) -> bool:
-        """Whether a slot is a tied weight, whose uses' gradients are added in fp32."""
-        return any(slot.shared for slot in self.slots)
+        """Whether a view is a tied weight, whose uses' gradients are added in fp32."""
+        return any(view.shared for view in self.views)
 
 
 def flat_layers(
@@ -134,7 +134,7 @@ def plan_of(
     assumed: bool = False,
 ) -> Plan:
     """The plan of `model` as cut into `layers`; works on the meta device. `work` and the rest: see `make_plan`."""
-    trained = {slot.parameter for layer in layers for slot in layer.slots}
+    trained = {view.parameter for layer in layers for view in layer.views}
     frozen = [parameter for parameter in model.parameters() if parameter not in trained]
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     frozen_bytes = sum(parameter.numel() * parameter.element_size() for parameter in frozen) + buffers
@@ -256,7 +256,7 @@ class Newcomers:
         self._found = self._entries()
 
     def _entries(self) -> list[int]:
-        """Identities of all parameters and submodules; those there at first are kept alive here and in the slots."""
+        """Identities of all parameters and submodules; those there at first are kept alive here and in the views."""
         return list(map(id, chain.from_iterable(table.values() for table in self._tables)))
 
     def check(self) -> None:
@@ -312,48 +312,51 @@ def cut(model: nn.Module, groups: dict[nn.Parameter, int], dtypes: dict[nn.Param
         groups: optimizer group of each trainable parameter; parameters not in it stay outside.
         dtypes: dtype of each trainable parameter's working weight; a flat layer holds one dtype only.
     """
-    slots = list(_slots(model, groups))
+    views = list(_views(model, groups))
     blocks = repeated_blocks(model)
     inside = {module: name for name, block in blocks for module in block.modules()}
     block_of = dict(blocks)
-    pieces: dict[tuple[str, torch.dtype], list[Slot]] = {}
+    pieces: dict[tuple[str, torch.dtype], list[ParameterView]] = {}
     current: dict[torch.dtype, str] = {}
-    for slot in slots:
-        homes = {inside.get(owner) for owner, _ in slot.owners}
-        home, dtype = homes.pop() if len(homes) == 1 else None, dtypes[slot.parameter]
+    for view in views:
+        homes = {inside.get(owner) for owner, _ in view.owners}
+        home, dtype = homes.pop() if len(homes) == 1 else None, dtypes[view.parameter]
         if home is None:
-            home = _piece(pieces, current, slot, dtype)
-        pieces.setdefault((home, dtype), []).append(slot)
+            home = _piece(pieces, current, view, dtype)
+        pieces.setdefault((home, dtype), []).append(view)
     layers: list[FlatLayer] = []
     for (name, dtype), members in pieces.items():
-        owners = [owner for slot in members for owner, _ in slot.owners]
+        owners = [owner for view in members for owner, _ in view.owners]
         block = block_of.get(name)
         modules = list(dict.fromkeys(owners if block is None else [block, *owners]))
         layers.append(FlatLayer(len(layers), name, dtype, members, modules, block))
     return layers
 
 
-def _slots(model: nn.Module, groups: dict[nn.Parameter, int]) -> Iterator[Slot]:
-    """A slot for each trainable parameter, in the model's order, with every place that holds it."""
+def _views(model: nn.Module, groups: dict[nn.Parameter, int]) -> Iterator[ParameterView]:
+    """A view for each trainable parameter, in the model's order, with every place that holds it."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(parameter, []).append((module, attribute))
     names = {parameter: name for name, parameter in model.named_parameters()}
     for order, parameter in enumerate(parameter for parameter in names if parameter in groups):
-        yield Slot(names[parameter], parameter, order, groups[parameter], owners[parameter])
+        yield ParameterView(names[parameter], parameter, order, groups[parameter], owners[parameter])
 
 
 def _piece(
-    pieces: dict[tuple[str, torch.dtype], list[Slot]], current: dict[torch.dtype, str], slot: Slot, dtype: torch.dtype
+    pieces: dict[tuple[str, torch.dtype], list[ParameterView]],
+    current: dict[torch.dtype, str],
+    view: ParameterView,
+    dtype: torch.dtype,
 ) -> str:
-    """The layer outside the blocks that `slot` joins: the last one begun, or a new one when that is full."""
+    """The layer outside the blocks that `view` joins: the last one begun, or a new one when that is full."""
     name = current.get(dtype)
     if name is not None:
         begun = pieces[name, dtype]
-        if begun[0].owners[0][0] is slot.owners[0][0] or sum(s.numel for s in begun) + slot.numel <= PIECE_NUMEL:
+        if begun[0].owners[0][0] is view.owners[0][0] or sum(s.numel for s in begun) + view.numel <= PIECE_NUMEL:
             return name
-    current[dtype] = slot.name.rpartition(".")[0] or slot.name
+    current[dtype] = view.name.rpartition(".")[0] or view.name
     while (current[dtype], dtype) in pieces:
         current[dtype] += "'"
     return current[dtype]

@@ -1,16 +1,99 @@
-"""A GPU whose memory is full, in words: what was planned, what is used, and what to do."""
+"""Memory that runs out: RAM that is about to, VRAM that did. Both end in errors that set what was planned beside what
+is used.
+"""
 
 from __future__ import annotations
 
+import threading
 import traceback
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
 
 import torch
 
 from offloadkit import hardware
-from offloadkit.errors import OutOfVramError
-from offloadkit.plan import Plan, format_bytes
+from offloadkit.errors import OutOfRamError, OutOfVramError
+from offloadkit.planner import Plan
+from offloadkit.units import format_bytes
+
+_INTERVAL_SECONDS = 0.2
+_MIN_FLOOR_BYTES = 256 << 20
+
+
+@dataclass
+class _Looks:
+    """What the thread knows; it does not know the `RamWatch`, which may be collected while it looks."""
+
+    planned: Mapping[str, int]
+    floor_bytes: int
+    closed: threading.Event = field(default_factory=threading.Event)
+    warning: str | None = None
+
+    def repeat(self) -> None:
+        while not self.closed.wait(_INTERVAL_SECONDS):
+            available = hardware.ram_available_bytes()
+            if available < self.floor_bytes:
+                self.warning = self._explain(available)
+
+    def _explain(self, available: int) -> str:
+        used, planned, limit = hardware.process_ram_bytes(), sum(self.planned.values()), hardware.ram_limit_bytes()
+        parts = ", ".join(f"{category} {format_bytes(size)}" for category, size in self.planned.items() if size)
+        others = limit - available - used
+        return (
+            f"RAM is running out: {format_bytes(available)} of {format_bytes(limit)} are left, less than the "
+            f"{format_bytes(self.floor_bytes)} at which training stops before the system kills it. This process uses "
+            f"{format_bytes(used)}; {format_bytes(planned)} were planned ({parts or 'nothing'})"
+            + (f"; others use {format_bytes(others)}" if others > 0 else "")
+            + ". End other programs, start fewer DataLoader workers, or give the plan less RAM (ram=...)"
+        )
+
+
+class RamWatch:
+    """Looks at the RAM left until it is closed or collected.
+
+    As a context manager, around loading for example, it also checks at the end.
+
+    Args:
+        planned: bytes by category that the plan gives this process; they are named in the error.
+        floor_bytes: what must be left, page cache counted as free; None: 1 % of the limit, at least 256 MiB.
+    """
+
+    def __init__(self, planned: Mapping[str, int], floor_bytes: int | None = None) -> None:
+        if floor_bytes is None:
+            floor_bytes = max(hardware.ram_limit_bytes() // 100, _MIN_FLOOR_BYTES)
+        self._looks = _Looks(dict(planned), floor_bytes)
+        self._thread = threading.Thread(target=self._looks.repeat, name="offloadkit-ram-watch", daemon=True)
+        weakref.finalize(self, self._looks.closed.set)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Costs nothing; call it wherever training can stop.
+
+        Raises:
+            OutOfRamError: less than the floor was left at some look since the last check.
+        """
+        warning, self._looks.warning = self._looks.warning, None
+        if warning is not None:
+            raise OutOfRamError(warning)
+
+    def close(self) -> None:
+        """End the looking; may be called twice."""
+        self._looks.closed.set()
+        if threading.current_thread() is not self._thread:  # the garbage collector runs on any thread
+            self._thread.join()
+
+    def __enter__(self) -> RamWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+        if error is None:
+            self.check()
 
 
 @contextmanager

@@ -25,12 +25,12 @@ from typing import ClassVar
 
 import torch
 
-from offloadkit.offload.host_memory import aligned
-from offloadkit.offload.streams import CopyStream, Event
+from offloadkit.device.host_memory import aligned
+from offloadkit.device.streams import CopyStream, Event
+from offloadkit.kernels.dispatch import adamw_step
 from offloadkit.optim.adamw import FlatState, Segment
-from offloadkit.optim.precision import BLOCK
-from offloadkit.optim.step import adamw_step
-from offloadkit.plan import chunk_numel
+from offloadkit.optim.moments import BLOCK
+from offloadkit.planner import chunk_numel
 
 MOST_UNDER_WAY = 32
 """Chunks that are queued and not stepped yet: a stream whose queue is full (about a thousand operations) would stop

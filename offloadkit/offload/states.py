@@ -12,27 +12,19 @@ import torch
 from torch import nn
 
 from offloadkit.config import Placement
+from offloadkit.device.host_memory import HostSlab, aligned
+from offloadkit.device.state_file import Region
+from offloadkit.device.streams import CopyStream, Event, Waits
 from offloadkit.errors import ModelError
-from offloadkit.offload.disk import Region
+from offloadkit.kernels.dispatch import adamw_step
 from offloadkit.offload.gradients import LayerGradient, runs
-from offloadkit.offload.host_memory import HostSlab, aligned
-from offloadkit.offload.layers import FlatLayer, Slot
+from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.state_ring import PassingStates, StateRing
-from offloadkit.offload.streaming import StreamedWeights
-from offloadkit.offload.streams import CopyStream, Event
-from offloadkit.offload.waits import Waits
+from offloadkit.offload.weight_ring import StreamedWeights
 from offloadkit.offload.weights import LayerWeights, ResidentWeights
-from offloadkit.optim.adamw import (
-    AdamWScalars,
-    FlatState,
-    Segment,
-    adamw_scalars,
-    join_master,
-    split_master,
-)
-from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES, random_key
-from offloadkit.optim.step import adamw_step
-from offloadkit.plan import cpu_can_step, gpu_can_step
+from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_scalars, join_master, split_master
+from offloadkit.optim.moments import BLOCK, MOMENT_DTYPES, random_key
+from offloadkit.planner import cpu_can_step, gpu_can_step
 
 REMAINDER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 """What master weights hold beside working weights of a dtype: 16 more bits, or all of an fp32 number."""
@@ -103,7 +95,7 @@ class LayerState:
             else they are the resident weights. States on disk are mapped here; a step works on a copy in RAM.
         on_gpu: who steps it next; the stepping thread's to change where it is `switchable`.
         switchable: whether both processors can step it, and the plan's choice is no user's.
-        steps: fp32 [num_slots], how often each parameter was stepped.
+        steps: fp32 [num_views], how often each parameter was stepped.
         gradient: its gradient on the way to the step.
         uploaded: the end of the newest step: resident weights are where forward looks for them, and a gradient in VRAM
             may be written again. Streamed weights know by themselves when they may be fetched.
@@ -153,7 +145,7 @@ class LayerState:
         self.on_gpu = placement.step == "gpu"
         self.switchable = may_switch and by_cpu and self._passing is not None
         self._copy_is_stale = False
-        self.steps = torch.zeros(len(layer.slots), dtype=torch.float32)
+        self.steps = torch.zeros(len(layer.views), dtype=torch.float32)
         self.uploaded: Event | None = None
 
     def _passing_states(self, host_gradient: torch.Tensor | None) -> PassingStates | None:
@@ -175,7 +167,7 @@ class LayerState:
         Args:
             materialise: makes parameters on the meta device real first, in RAM.
         """
-        parameters = [slot.parameter for slot in self.layer.slots]
+        parameters = [view.parameter for view in self.layer.views]
         if materialise is not None:
             materialise(parameters)
         if any(parameter.is_meta for parameter in parameters):
@@ -183,8 +175,8 @@ class LayerState:
                 f"the parameters of {self.layer.name!r} are on the meta device, without values: load the model's "
                 "weights first, or pass materialise="
             )
-        for slot in self.layer.slots:
-            here, source = slice(slot.start, slot.start + slot.numel), slot.parameter.data.reshape(-1)
+        for view in self.layer.views:
+            here, source = slice(view.start, view.start + view.numel), view.parameter.data.reshape(-1)
             remainder = None
             if self.layer.dtype == torch.bfloat16 and source.dtype == torch.float32:
                 source, remainder = split_master(source)
@@ -201,14 +193,14 @@ class LayerState:
         if self._region is not None:
             self._region.forget_pages()
 
-    def take_over(self, slots: Sequence[Slot], *, keep_remainder: bool = False) -> None:
-        """The weights of `slots`, written from outside, become the master weights, to which the remainder adds nothing,
+    def take_over(self, views: Sequence[ParameterView], *, keep_remainder: bool = False) -> None:
+        """The weights of `views`, written from outside, become the master weights, to which the remainder adds nothing,
         unless the caller sets it next. Their update is recorded."""
         self._wait_for_copies()
         if isinstance(self.weights, StreamedWeights):
-            self.weights.save(slots)
-        for slot in slots:
-            here = slice(slot.start, slot.start + slot.numel)
+            self.weights.save(views)
+        for view in views:
+            here = slice(view.start, view.start + view.numel)
             if isinstance(self.weights, ResidentWeights):
                 self.flat.weights[here].copy_(self.weights.flat[here])
             if self.layer.dtype == torch.float16 and not keep_remainder:
@@ -216,19 +208,19 @@ class LayerState:
             elif self.flat.remainder is not None and not keep_remainder:
                 self.flat.remainder[here].zero_()
 
-    def master(self, slot: Slot) -> torch.Tensor:
+    def master(self, view: ParameterView) -> torch.Tensor:
         """fp32 copy of a parameter's master weights, in its shape, in RAM."""
-        here = slice(slot.start, slot.start + slot.numel)
+        here = slice(view.start, view.start + view.numel)
         newest = self.weights.flat if isinstance(self.weights, ResidentWeights) else self.flat.weights
         weights = newest[here].cpu()
         if self.flat.remainder is None:
-            return weights.view(slot.parameter.shape).clone()
+            return weights.view(view.parameter.shape).clone()
         remainder = self.flat.remainder[here].cpu()
         flat = join_master(weights, remainder) if remainder.dtype == torch.int16 else remainder.clone()
-        return flat.view(slot.parameter.shape)
+        return flat.view(view.parameter.shape)
 
-    def step(self, slots: set[int], options: Sequence[GroupOptions], grad_scale: float, stream: CopyStream) -> None:
-        """One AdamW step of the parameters at `slots`, in place; the others keep everything, their step count too. The
+    def step(self, views: set[int], options: Sequence[GroupOptions], grad_scale: float, stream: CopyStream) -> None:
+        """One AdamW step of the parameters at `views`, in place; the others keep everything, their step count too. The
         calling thread waits for a step on the CPU; one on the GPU is queued.
 
         Either way forward may ask for the layer's working weights once `uploaded` is reached.
@@ -236,7 +228,7 @@ class LayerState:
         Args:
             stream: for the weights that the CPU steps, or for the GPU's kernels; it has waited for the compute stream.
         """
-        segments = self._segments(slots, options)
+        segments = self._segments(views, options)
         self.weights.stepped_on_gpu = self.on_gpu
         if self.on_gpu:
             self._step_on_gpu(segments, grad_scale, stream)
@@ -309,17 +301,17 @@ class LayerState:
             if event is not None:
                 event.synchronize()
 
-    def _segments(self, slots: set[int], options: Sequence[GroupOptions]) -> list[Segment]:
-        if len(slots) == len(self.layer.slots):
+    def _segments(self, views: set[int], options: Sequence[GroupOptions]) -> list[Segment]:
+        if len(views) == len(self.layer.views):
             self.steps += 1  # a third of the time that an indexed addition takes
         else:
-            self.steps[list(slots)] += 1
+            self.steps[list(views)] += 1
         steps = [int(step) for step in self.steps.tolist()]  # at once: one by one a tensor's numbers take Python long
         if self.layer.precision != "exact":
-            return [self._own_segment(index, options, steps[index]) for index in sorted(slots)]
+            return [self._own_segment(index, options, steps[index]) for index in sorted(views)]
         kinds: dict[tuple[int, int], set[int]] = {}
-        for index in slots:
-            kinds.setdefault((self.layer.slots[index].group, steps[index]), set()).add(index)
+        for index in views:
+            kinds.setdefault((self.layer.views[index].group, steps[index]), set()).add(index)
         by_scalars: dict[AdamWScalars, set[int]] = {}
         for (group, step), indices in kinds.items():
             by_scalars.setdefault(_scalars(options[group], step), set()).update(indices)
@@ -331,25 +323,25 @@ class LayerState:
 
     def _own_segment(self, index: int, options: Sequence[GroupOptions], step: int) -> Segment:
         """One parameter's, with random bits of its own."""
-        slot = self.layer.slots[index]
-        key = random_key(self._seed, slot.name, step)
-        return Segment(slot.start, slot.numel, _scalars(options[slot.group], step), key)
+        view = self.layer.views[index]
+        key = random_key(self._seed, view.name, step)
+        return Segment(view.start, view.numel, _scalars(options[view.group], step), key)
 
-    def views(self, index: int) -> dict[str, torch.Tensor]:
+    def state_of(self, index: int) -> dict[str, torch.Tensor]:
         """A parameter's states, as torch optimizers keep them: views, in its shape; block scales are 1-D."""
-        slot = self.layer.slots[index]
-        here, shape = slice(slot.start, slot.start + slot.numel), slot.parameter.shape
-        blocks = slice(slot.start // BLOCK, -(-(slot.start + slot.numel) // BLOCK))
-        views = {"step": self.steps[index]}
-        views |= {name: getattr(self.flat, name)[here].view(shape) for name in ("exp_avg", "exp_avg_sq")}
+        view = self.layer.views[index]
+        here, shape = slice(view.start, view.start + view.numel), view.parameter.shape
+        blocks = slice(view.start // BLOCK, -(-(view.start + view.numel) // BLOCK))
+        arrays = {"step": self.steps[index]}
+        arrays |= {name: getattr(self.flat, name)[here].view(shape) for name in ("exp_avg", "exp_avg_sq")}
         if self.flat.remainder is not None:
-            views["remainder"] = self.flat.remainder[here].view(shape)
+            arrays["remainder"] = self.flat.remainder[here].view(shape)
         if self.flat.exp_avg_scale is not None and self.flat.exp_avg_sq_scale is not None:
-            views["exp_avg_scale"] = self.flat.exp_avg_scale[blocks]
-            views["exp_avg_sq_scale"] = self.flat.exp_avg_sq_scale[blocks]
-        return views
+            arrays["exp_avg_scale"] = self.flat.exp_avg_scale[blocks]
+            arrays["exp_avg_sq_scale"] = self.flat.exp_avg_sq_scale[blocks]
+        return arrays
 
 
 def optimizer_states(layers: Sequence[LayerState]) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
     """Every parameter's states."""
-    return {slot.parameter: state.views(index) for state in layers for index, slot in enumerate(state.layer.slots)}
+    return {view.parameter: state.state_of(index) for state in layers for index, view in enumerate(state.layer.views)}

@@ -11,6 +11,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,17 +19,115 @@ from functools import partial
 import numpy as np
 import torch
 
-from offloadkit.offload import trace
+from offloadkit.device import trace
+from offloadkit.device.streams import BusyTime, CopyStream, Event
 from offloadkit.offload.gradients import take_sums
-from offloadkit.offload.split import Split, Took
 from offloadkit.offload.states import GroupOptions, LayerState
-from offloadkit.offload.streams import BusyTime, CopyStream, Event
 from offloadkit.offload.weights import PendingUpdate
-from offloadkit.optim.gradient_norm import sum_in_order
-from offloadkit.plan import NUM_STATE_BUFFERS
+from offloadkit.optim.norm import sum_in_order
+from offloadkit.planner import NUM_STATE_BUFFERS
+
+WARM_UP = 2
+"""Updates that are not looked at: kernels are compiled, and pages and caches are cold."""
+MOST_MOVES = 4
+"""Layers that move before one step."""
+MOST_SEEN = 4
+"""Updates whose mean decides: the newest of those since a layer moved."""
+WORTH = 0.02
+"""Layers move where the processor that ends later then ends sooner by more than this share."""
+NOISE = 0.15
+"""One update alone moves none before the processors' times differ by more than this share of the longer one."""
+
+
+@dataclass(frozen=True)
+class Took:
+    """One update on both processors.
+
+    Attributes:
+        cpu_seconds: of the C kernels and what they waited for.
+        cpu_numel: elements that the CPU stepped.
+        gpu: from the first kernel's turn to the last kernel's end.
+        gpu_numel: elements whose states passed through VRAM.
+    """
+
+    cpu_seconds: float
+    cpu_numel: int
+    gpu: tuple[Event, Event] | None
+    gpu_numel: int
+
+    def is_over(self) -> bool:
+        """Whether the GPU is done with it too."""
+        return self.gpu is None or self.gpu[1].done()
+
+
+class StepBalancer:
+    """Corrects the assignment between updates."""
+
+    def __init__(self) -> None:
+        self._took: deque[Took] = deque()
+        self._seen: deque[tuple[float, float, float, float]] = deque(maxlen=MOST_SEEN)
+        """Seconds and elements of the CPU, and of the GPU."""
+        self._num_updates = 0
+        self._alone = self._one_before_alone = False
+
+    def add(self, took: Took) -> None:
+        """What the newest update took."""
+        self._num_updates += 1
+        self._alone, self._one_before_alone = False, self._alone
+        if self._num_updates > WARM_UP:
+            self._took.append(took)
+
+    def disregard_newest(self) -> None:
+        """It was waited for: without a forward beside it the GPU ends sooner than in other steps. Where every update is
+        waited for, they count."""
+        if not self._alone and not self._one_before_alone and self._took:
+            self._took.pop()
+        self._alone = True
+
+    def correct(self, layers: Sequence[LayerState]) -> None:
+        """Move up to `MOST_MOVES` of `layers`, which are stepped next, if the updates that are over say so."""
+        movable = [layer for layer in layers if layer.switchable]
+        while self._took and self._took[0].is_over():  # Python may be a step ahead of the GPU
+            took = self._took.popleft()
+            gpu = took.gpu[1].seconds_since(took.gpu[0]) if took.gpu else 0.0
+            self._seen.append((took.cpu_seconds, took.cpu_numel, gpu, took.gpu_numel))
+        if not movable or not self._seen:
+            return
+        cpu, cpu_numel, gpu, gpu_numel = (sum(column) / len(self._seen) for column in zip(*self._seen, strict=True))
+        if len(self._seen) == 1 and abs(cpu - gpu) < NOISE * max(cpu, gpu):
+            return
+        by_cpu, by_gpu = cpu / cpu_numel if cpu_numel else 0.0, gpu / gpu_numel if gpu_numel else 0.0
+        rates = by_cpu or by_gpu, by_gpu or by_cpu  # the one that did nothing is taken to be as fast
+        before, moved = max(cpu, gpu), list[LayerState]()
+        while len(moved) < MOST_MOVES and (move := _move(movable, cpu, gpu, *rates)) is not None:
+            layer, cpu, gpu = move
+            layer.on_gpu = not layer.on_gpu
+            moved.append(layer)
+        if max(cpu, gpu) > (1 - WORTH) * before:
+            for layer in moved:
+                layer.on_gpu = not layer.on_gpu
+        elif moved:
+            self._took.clear()  # of before the move
+            self._seen.clear()
+
+
+def _move(
+    layers: Sequence[LayerState], cpu: float, gpu: float, by_cpu: float, by_gpu: float
+) -> tuple[LayerState, float, float] | None:
+    """The layer whose move helps most, of equal ones the last, and both processors' seconds then; None where the later
+    one would end no sooner."""
+    best, least = None, max(cpu, gpu)
+    for layer in layers:
+        if layer.on_gpu == (gpu > cpu):
+            sign = 1 if layer.on_gpu else -1
+            then = cpu + sign * layer.layer.numel * by_cpu, gpu - sign * layer.layer.numel * by_gpu
+            if max(then) < least or (best is not None and max(then) == least):
+                best, least = (layer, *then), max(then)
+    return best
+
 
 Stepped = tuple[LayerState, set[int], PendingUpdate]
-"""A layer, the slots that have a gradient, and what forward waits for."""
+"""A layer, the views that have a gradient, and what forward waits for."""
 
 
 @dataclass
@@ -36,7 +135,7 @@ class Update:
     """One optimizer step on its way.
 
     Attributes:
-        layers: the layers to step, in that order, each with the slots that have a gradient.
+        layers: the layers to step, in that order, each with the views that have a gradient.
         compute_done: the compute stream's work at step(); the device's weights are not overwritten before it.
         loss_scale: what the gradients are to be divided by.
         scale_may_fall: a norm that is not finite may be an overflow, after which the scale goes down: no error.
@@ -99,7 +198,7 @@ class StepThread:
         self._device = device
         self.h2d = CopyStream(device, "H2D")
         self.kernels = CopyStream(device, "step on the GPU", urgent=True)  # short, and the bus waits for them
-        self.split = Split()
+        self.balancer = StepBalancer()
         self.error: BaseException | None = None
         self._worker = _Worker("offloadkit-step", device, self._failed)
         self._queuing = _Worker("offloadkit-gpu-step", device, self._failed)
@@ -129,7 +228,7 @@ class StepThread:
         """Wait until the newest update is done; `split` is the thread's alone."""
         update.done.wait()
         if not update.skipped:
-            self.submit(self.split.disregard_newest)
+            self.submit(self.balancer.disregard_newest)
 
     def _make(self, update: Update) -> None:
         """Whatever happens, nobody is left waiting for the update."""
@@ -149,7 +248,7 @@ class StepThread:
         rings = {state.ring for state, _, _ in update.layers if state.ring is not None}
         for ring in rings:
             ring.forget_ahead()
-        self.split.correct([state for state, _, _ in update.layers])
+        self.balancer.correct([state for state, _, _ in update.layers])
         for state, _, _ in update.layers:
             state.prefetch()
         for state, _, _ in update.layers:
@@ -184,16 +283,18 @@ class StepThread:
             update.seconds["cpu_step"] = seconds = time.perf_counter() - began
             queued.wait()
         through_vram = [state.layer.numel for state, _, _ in on_gpu if state.passes]
-        self.split.add(Took(seconds, sum(state.layer.numel for state, _, _ in on_cpu), update.gpu, sum(through_vram)))
+        self.balancer.add(
+            Took(seconds, sum(state.layer.numel for state, _, _ in on_cpu), update.gpu, sum(through_vram))
+        )
 
     def _step_on_cpu(self, update: Update, layers: Sequence[Stepped]) -> None:
         self.h2d.wait(update.compute_done)
         scale = update.grad_scale()
-        for index, (state, slots, pending) in enumerate(layers):
+        for index, (state, views, pending) in enumerate(layers):
             for coming, _, _ in layers[index + 1 : index + 1 + NUM_STATE_BUFFERS]:
                 coming.prefetch()
             with trace.host("CPU step", state.layer.name, state.step_bytes):
-                state.step(slots, update.options, scale, self.h2d)
+                state.step(views, update.options, scale, self.h2d)
             pending.record(state.uploaded)
 
     def _queue_on_gpu(self, update: Update, layers: Sequence[Stepped], queued: threading.Event) -> None:
@@ -201,9 +302,9 @@ class StepThread:
         try:
             self.kernels.wait(update.compute_done)
             scale, began = update.grad_scale(), self.kernels.record(timing=True)
-            for state, slots, pending in sorted(layers, key=lambda item: item[0].passes):
+            for state, views, pending in sorted(layers, key=lambda item: item[0].passes):
                 with self.kernels.traced(state.layer.name):
-                    state.step(slots, update.options, scale, self.kernels)
+                    state.step(views, update.options, scale, self.kernels)
                 pending.record(state.uploaded)
             update.gpu = began, self.kernels.record(timing=True)
             busy = BusyTime()
@@ -217,12 +318,12 @@ def _norm(update: Update) -> float:
     """sqrt of the block sums, added one after another in the model's parameter order."""
     for state, _, _ in update.layers:
         take_sums(state.gradient)
-    slots = [(state.layer.slots[index], state, index) for state, indices, _ in update.layers for index in indices]
-    slots.sort(key=lambda item: item[0].order)
+    views = [(state.layer.views[index], state, index) for state, indices, _ in update.layers for index in indices]
+    views.sort(key=lambda item: item[0].order)
     by_layer = {state: state.gradient.sums.numpy() for state, _, _ in update.layers}
-    sums = [by_layer[state][state.gradient.blocks_of(index)] for _, state, index in slots]
+    sums = [by_layer[state][state.gradient.blocks_of(index)] for _, state, index in views]
     total = sum_in_order(sums)
     if not math.isfinite(total):
-        named = zip(slots, sums, strict=True)
-        update.nonfinite = [slot.name for (slot, _, _), part in named if not np.isfinite(part).all()]
+        named = zip(views, sums, strict=True)
+        update.nonfinite = [view.name for (view, _, _), part in named if not np.isfinite(part).all()]
     return math.sqrt(total) if total >= 0 else total

@@ -1,4 +1,4 @@
-"""Working weights: flat buffers on the device, the parameters that are views of them, and the gates of forward.
+"""Working weights: flat buffers on the device, the parameters that are views of them, and the forward_hooks of forward.
 
 A *gate* is a forward pre-hook that makes forward wait for a layer's newest weights: on the host until the stepping
 thread has recorded the copy's event, then on the device by that event.
@@ -15,13 +15,12 @@ import torch
 from torch import nn
 from torch.utils import dlpack
 
+from offloadkit.device import trace
+from offloadkit.device.streams import Event, Waits
 from offloadkit.errors import EngineStateError
 from offloadkit.hardware import trim_heap
-from offloadkit.offload import trace
-from offloadkit.offload.layers import DTYPES, FlatLayer, Slot, stays_fp32
-from offloadkit.offload.streams import Event
-from offloadkit.offload.waits import Waits
-from offloadkit.plan import Dtype
+from offloadkit.offload.layers import DTYPES, FlatLayer, ParameterView, stays_fp32
+from offloadkit.planner import Dtype
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -48,7 +47,7 @@ class PendingUpdate:
 
 
 class LayerWeights:
-    """The working weights of one flat layer, wherever they live; every slot's parameter is a view of them.
+    """The working weights of one flat layer, wherever they live; every view's parameter is a view of them.
 
     Attributes:
         pending: the update that forward has not waited for yet.
@@ -66,28 +65,28 @@ class LayerWeights:
         self._bound: list[torch.Tensor] = []
         self._versions: list[int] = []
 
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Every slot's part of `flat` (1-D, `layer.numel` elements) in its parameter's shape."""
+    def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Every view's part of `flat` (1-D, `layer.numel` elements) in its parameter's shape."""
         return [
-            own_storage(flat[slot.start : slot.start + slot.numel]).view(slot.parameter.shape)
-            for slot in self.layer.slots
+            own_storage(flat[view.start : view.start + view.numel]).view(view.parameter.shape)
+            for view in self.layer.views
         ]
 
-    def bind(self, views: list[torch.Tensor]) -> None:
-        """Make every slot's parameter the view given for it."""
-        for slot, view in zip(self.layer.slots, views, strict=True):
-            slot.parameter.data = view
-        self._bound = views
+    def bind(self, tensors: list[torch.Tensor]) -> None:
+        """Make every view's parameter the view given for it."""
+        for view, tensor in zip(self.layer.views, tensors, strict=True):
+            view.parameter.data = tensor
+        self._bound = tensors
 
     def start(self, flat: torch.Tensor) -> None:
         """Bind the parameters for the first time; gradients from before are dropped."""
-        for slot in self.layer.slots:
-            slot.parameter.grad = None
-        self.bind(self.views(flat))
+        for view in self.layer.views:
+            view.parameter.grad = None
+        self.bind(self.tensors(flat))
         self._versions = self._present_versions()
 
     def _present_versions(self) -> list[int]:
-        return [slot.parameter._version for slot in self.layer.slots]
+        return [view.parameter._version for view in self.layer.views]
 
     def wait(self) -> None:
         """Let the compute stream use the layer only after its pending update."""
@@ -109,15 +108,15 @@ class LayerWeights:
         """Have the newest weights where they live, for whoever reads or writes the parameters."""
         self.wait()
 
-    def check_waited(self, slots: Sequence[Slot]) -> None:
+    def check_waited(self, views: Sequence[ParameterView]) -> None:
         """
         Raises:
-            EngineStateError: gradients of `slots`, which were stepped before, come though forward never waited for the
+            EngineStateError: gradients of `views`, which were stepped before, come though forward never waited for the
                 update: it may have read weights that were being stepped.
         """
-        if slots and self.pending is not None:
+        if views and self.pending is not None:
             raise EngineStateError(
-                f"forward read {slots[0].name!r} while it was being stepped: in earlier steps its module ran, in this "
+                f"forward read {views[0].name!r} while it was being stepped: in earlier steps its module ran, in this "
                 "one the parameter was used without it (F.linear(x, module.weight)). Call the module in every step, "
                 "or engine.synchronize() before such a forward"
             )
@@ -133,31 +132,31 @@ class LayerWeights:
                 "engine.backward(loss) before engine.step(), or compute the loss again"
             )
 
-    def check_held(self, slot: Slot) -> None:
-        """A gradient of `slot` arrives: what it was computed from must have been there until now."""
+    def check_held(self, view: ParameterView) -> None:
+        """A gradient of `view` arrives: what it was computed from must have been there until now."""
 
-    def start_update(self, slots: set[int]) -> PendingUpdate:
-        """From here on forward waits; a graph that saved the old weights of `slots` fails, as after any torch step."""
-        torch.autograd.graph.increment_version([self.layer.slots[index].parameter for index in slots])
+    def start_update(self, views: set[int]) -> PendingUpdate:
+        """From here on forward waits; a graph that saved the old weights of `views` fails, as after any torch step."""
+        torch.autograd.graph.increment_version([self.layer.views[index].parameter for index in views])
         self._versions = self._present_versions()
         self.pending, self.num_updates = PendingUpdate(), self.num_updates + 1
         return self.pending
 
-    def written_outside(self) -> list[Slot]:
-        """Slots whose parameters were written in place since the last call (a reloaded checkpoint, an EMA).
+    def written_outside(self) -> list[ParameterView]:
+        """Views whose parameters were written in place since the last call (a reloaded checkpoint, an EMA).
 
         Raises:
             EngineStateError: a parameter lies elsewhere now: the model was moved or cast.
         """
         written = []
-        for slot, bound, old in zip(self.layer.slots, self._bound, self._versions, strict=True):
-            if slot.parameter.data_ptr() != bound.data_ptr():
+        for view, bound, old in zip(self.layer.views, self._bound, self._versions, strict=True):
+            if view.parameter.data_ptr() != bound.data_ptr():
                 raise EngineStateError(
-                    f"parameter {slot.name!r} was moved or cast after the engine was built (model.to(), .half(), "
+                    f"parameter {view.name!r} was moved or cast after the engine was built (model.to(), .half(), "
                     "or an assignment to .data): close the engine first, then move the model and build a new one"
                 )
-            if slot.parameter._version != old:
-                written.append(slot)
+            if view.parameter._version != old:
+                written.append(view)
         self._versions = self._present_versions()
         return written
 
@@ -174,7 +173,7 @@ class ResidentWeights(LayerWeights):
         self.flat = flat
 
 
-class Gates:
+class ForwardHooks:
     """Hooks that wait for layers, and notice in which order forward asks for them.
 
     A repeated block's forward waits for its layers, that of a module outside the blocks for its own; modules inside a
@@ -195,7 +194,7 @@ class Gates:
         self._asked: dict[LayerWeights, int] = {}
         self._at_root_too: set[LayerWeights] = set()
         self._ran: set[nn.Module] = set()
-        self._safe: set[Slot] = set()
+        self._safe: set[ParameterView] = set()
         self._layers_of: dict[nn.Module, list[LayerWeights]] = {}
         self._asking: dict[nn.Module, list[LayerWeights]] = {}
         for weight in weights:
@@ -244,12 +243,12 @@ class Gates:
 
         return at_root, ask, wait
 
-    def got_gradient(self, weight: LayerWeights, slot: Slot) -> None:
-        """`slot` was used: if a module that holds it never ran, nor its block, the whole model's forward waits for the
+    def got_gradient(self, weight: LayerWeights, view: ParameterView) -> None:
+        """`view` was used: if a module that holds it never ran, nor its block, the whole model's forward waits for the
         layer from now on (`F.linear(x, self.embed.weight)`)."""
-        if slot not in self._safe:
-            self._safe.add(slot)
-            if weight.layer.block not in self._ran and any(owner not in self._ran for owner, _ in slot.owners):
+        if view not in self._safe:
+            self._safe.add(view)
+            if weight.layer.block not in self._ran and any(owner not in self._ran for owner, _ in view.owners):
                 self._at_root_too.add(weight)
 
     def forward_order(self) -> list[LayerWeights]:
@@ -291,28 +290,28 @@ _use: Any = _Use.apply
 class TiedUses:
     """While a module that holds a tied weight runs, its attribute is one use of it, with a gradient of its own."""
 
-    def __init__(self, layers: Sequence[FlatLayer], sink: Callable[[Slot, torch.Tensor], None]) -> None:
+    def __init__(self, layers: Sequence[FlatLayer], sink: Callable[[ParameterView, torch.Tensor], None]) -> None:
         self._hooks: list[Any] = []
-        self._slots_of = slots_of = dict[nn.Module, dict[str, Slot]]()
-        for slot in (slot for layer in layers for slot in layer.slots if slot.shared):
-            for module, attribute in slot.owners:
-                slots_of.setdefault(module, {})[attribute] = slot
-        for module, slots in slots_of.items():
-            self._hooks += self._watch(module, slots, sink)
+        self._views_of = views_of = dict[nn.Module, dict[str, ParameterView]]()
+        for view in (view for layer in layers for view in layer.views if view.shared):
+            for module, attribute in view.owners:
+                views_of.setdefault(module, {})[attribute] = view
+        for module, views in views_of.items():
+            self._hooks += self._watch(module, views, sink)
 
     def _watch(
-        self, module: nn.Module, slots: dict[str, Slot], sink: Callable[[Slot, torch.Tensor], None]
+        self, module: nn.Module, views: dict[str, ParameterView], sink: Callable[[ParameterView, torch.Tensor], None]
     ) -> list[Any]:
         def enter(entered: nn.Module, args: Any) -> None:
             if entered is not module:  # a deepcopy, which took the hook along
                 return
-            for attribute, slot in slots.items():
-                if torch.is_grad_enabled() and slot.parameter.requires_grad:
-                    use = _use(slot.parameter, lambda gradient, slot=slot: sink(slot, gradient))
+            for attribute, view in views.items():
+                if torch.is_grad_enabled() and view.parameter.requires_grad:
+                    use = _use(view.parameter, lambda gradient, view=view: sink(view, gradient))
                     module.__dict__[attribute] = use  # found before nn.Module's own _parameters
 
         def leave(left: nn.Module, args: Any, output: Any) -> None:
-            for attribute in slots:
+            for attribute in views:
                 left.__dict__.pop(attribute, None)
 
         return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
@@ -320,8 +319,8 @@ class TiedUses:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        for module, slots in self._slots_of.items():
-            for attribute in slots:  # left there by a KeyboardInterrupt, for which torch runs no forward hook
+        for module, views in self._views_of.items():
+            for attribute in views:  # left there by a KeyboardInterrupt, for which torch runs no forward hook
                 module.__dict__.pop(attribute, None)
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from offloadkit.config import Precision
-from offloadkit.optim import precision
-from offloadkit.optim.precision import BLOCK, MOMENT_DTYPES
+from offloadkit.optim import moments
+from offloadkit.optim.moments import BLOCK, MOMENT_DTYPES
 
 _SLICE = 1 << 18
 """Elements stepped at a time by the reference: its temporaries stay at a few MiB, most of them in the caches."""
@@ -79,7 +79,7 @@ class Segment(NamedTuple):
     length: int
     scalars: AdamWScalars
     random_key: int = 0
-    """`precision.random_key` of the step and the parameter; unused in `exact`."""
+    """`moments.random_key` of the step and the parameter; unused in `exact`."""
     offset: int = 0
     """Elements of the parameter that come before the segment, where it is cut: a multiple of 256; unused in `exact`."""
 
@@ -181,7 +181,7 @@ def _check_segment(segment: Segment, length: int, kept: Precision) -> None:
     if kept == "exact":
         return
     if not 0 <= segment.random_key < 2**64:
-        raise ValueError(f"random_key is {segment.random_key}: a key has 64 bits, see precision.random_key")
+        raise ValueError(f"random_key is {segment.random_key}: a key has 64 bits, see moments.random_key")
     if segment.offset < 0 or segment.offset % BLOCK or (kept == "tiny" and start % BLOCK):
         raise ValueError(
             f"a segment starts at {start}, {segment.offset} elements into its parameter: moments in {kept!r} are cut "
@@ -230,7 +230,7 @@ def _step_slice(state: FlatState, gradient: Tensor, at: slice, segment: Segment,
         remainder[at].copy_(low)
     if state.precision != "exact":
         first = segment.offset + at.start - segment.start
-        random = precision.random_bits(segment.random_key, first, m.numel(), m.device)
+        random = moments.random_bits(segment.random_key, first, m.numel(), m.device)
         _store_moments(state, at, m, v, random)
 
 
@@ -244,8 +244,8 @@ def read_moments(state: FlatState, at: slice) -> tuple[Tensor, Tensor]:
         return m.float(), v.float()
     blocks = slice(at.start // BLOCK, -(-at.stop // BLOCK))
     return (
-        precision.decode_exp_avg(m, state.exp_avg_scale[blocks]),
-        precision.decode_exp_avg_sq(v, state.exp_avg_sq_scale[blocks]),
+        moments.decode_exp_avg(m, state.exp_avg_scale[blocks]),
+        moments.decode_exp_avg_sq(v, state.exp_avg_sq_scale[blocks]),
     )
 
 
@@ -253,9 +253,9 @@ def _store_moments(state: FlatState, at: slice, m: Tensor, v: Tensor, random: Te
     """random: int64, 32 bits for each element."""
     m_random, v_random = random & 0xFFFF, random >> 16
     if state.exp_avg_scale is None or state.exp_avg_sq_scale is None:
-        state.exp_avg[at] = precision.round_stochastically(m, m_random)
-        state.exp_avg_sq[at] = precision.round_stochastically(v, v_random)
+        state.exp_avg[at] = moments.round_stochastically(m, m_random)
+        state.exp_avg_sq[at] = moments.round_stochastically(v, v_random)
         return
     blocks = slice(at.start // BLOCK, -(-at.stop // BLOCK))
-    state.exp_avg[at], state.exp_avg_scale[blocks] = precision.encode_exp_avg(m, m_random)
-    state.exp_avg_sq[at], state.exp_avg_sq_scale[blocks] = precision.encode_exp_avg_sq(v, v_random)
+    state.exp_avg[at], state.exp_avg_scale[blocks] = moments.encode_exp_avg(m, m_random)
+    state.exp_avg_sq[at], state.exp_avg_sq_scale[blocks] = moments.encode_exp_avg_sq(v, v_random)

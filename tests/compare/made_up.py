@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offloadkit.compare.comparison import Comparison
-from offloadkit.compare.forecast import Forecast
+from offloadkit.comparing.comparison import Comparison
+from offloadkit.comparing.forecast import Forecast
 
 GIB = 1 << 30
 ENVIRONMENT = {"gpu": "NVIDIA H200", "cpu": "16 cores"}

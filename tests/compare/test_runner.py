@@ -19,9 +19,12 @@ import psutil
 import pytest
 import torch
 
-from offloadkit.compare import engines, memory, runner, steps, worker
-from offloadkit.compare.words import duration, text_table
-from offloadkit.compare.work import Work, plain_model, random_batches
+from offloadkit.comparing import runner, worker
+from offloadkit.comparing.words import duration, text_table
+from offloadkit.device import process_memory as memory
+from offloadkit.engines import engines
+from offloadkit.engines import timing as steps
+from offloadkit.engines.work import Work, plain_model, random_batches
 from offloadkit.errors import DoesNotFitError, OutputError
 
 CPU = torch.device("cpu")
@@ -45,7 +48,7 @@ Path(__file__).with_name("new").rename(Path(__file__).with_name("pids"))
 time.sleep(300)
 """
 WAITING = """
-from offloadkit.compare.runner import in_fresh_process
+from offloadkit.comparing.runner import in_fresh_process
 
 in_fresh_process({}, timeout=300, ram=None, log=None, module="lasting")
 """

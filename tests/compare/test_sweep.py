@@ -13,8 +13,9 @@ import pytest
 from matplotlib.text import Text
 from transformers import ByT5Tokenizer, T5ForConditionalGeneration
 
-from offloadkit.compare import Sweep, forecast, learning, runner, sweep, sweeping
-from offloadkit.compare.work import config_of
+from offloadkit.comparing import forecast, learning, runner, sweeping
+from offloadkit.comparing.sweeping import Sweep, sweep
+from offloadkit.engines.work import config_of
 from offloadkit.errors import ConfigError, DataError, ModelError, OutputError
 from offloadkit.hf.data import load_dataset_like
 from tests.compare.made_up import GIB, at_batch

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from offloadkit.config import Precision
-from offloadkit.optim import cpu, gpu, step
+from offloadkit.kernels import cpu, gpu
+from offloadkit.kernels import dispatch as step
 from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, adamw_step_reference
-from offloadkit.optim.precision import random_key
+from offloadkit.optim.moments import random_key
 from tests.optim.states import (
     DTYPES,
     PRECISIONS,
@@ -31,7 +32,7 @@ def to(state: FlatState, device: str) -> FlatState:
 
 
 def ragged_segments(number: int) -> list[Segment]:
-    """Slots of LENGTHS elements, each padded to 256, with scalars that take turns, for step `number`."""
+    """Views of LENGTHS elements, each padded to 256, with scalars that take turns, for step `number`."""
     segments, start = [], 256
     for index, length in enumerate(LENGTHS):
         betas = ((0.9, 0.999), (0.8, 0.99))[index % 2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from offloadkit.hf.chunked_loss import CHUNK_ELEMENTS, Logits
+from offloadkit.hf.loss import CHUNK_ELEMENTS, Logits
 
 NUM_TOKENS, WIDTH, VOCAB = 2048, 1024, 128_256
 

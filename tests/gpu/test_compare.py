@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadkit.compare import compare
-from offloadkit.compare.memory import DeviceMemory
-from offloadkit.compare.runner import in_fresh_process
-from offloadkit.compare.work import Work
+from offloadkit.comparing.comparison import compare
+from offloadkit.comparing.runner import in_fresh_process
+from offloadkit.device.process_memory import DeviceMemory
+from offloadkit.engines.work import Work
 
 GIB = 1 << 30
 

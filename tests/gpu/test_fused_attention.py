@@ -10,8 +10,8 @@ from transformers import T5ForConditionalGeneration
 
 import offloadkit
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.hf import attention_op
-from offloadkit.hf.own_compute import fuse
+from offloadkit.hf.patches import fuse
+from offloadkit.kernels import attention as attention_op
 from tests.hf.attention_reference import check, fused, inputs
 from tests.hf.tiny import t5_config
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from offloadkit.hf.fused_norms import fuse_norms
+from offloadkit.hf.patches import fuse_norms
 
 ROWS, WIDTH = 4096, 3072
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offloadkit.optim import gpu
-from offloadkit.optim.gradient_norm import NORM_BLOCK, block_sums, block_sums_reference, norm_blocks
+from offloadkit.kernels import gpu
+from offloadkit.kernels.dispatch import block_sums
+from offloadkit.optim.norm import NORM_BLOCK, block_sums_reference, norm_blocks
 from tests.optim.states import DTYPES, assert_same_array_bits, make_gradient
 
 pytestmark = pytest.mark.gpu

@@ -14,9 +14,9 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 import offloadkit
-from offloadkit import hardware
 from offloadkit.demo.dates import date_pairs
 from offloadkit.demo.run import small_t5
+from offloadkit.device.measure import measure, vram_rate
 
 MIB = 1 << 20
 
@@ -94,7 +94,7 @@ def test_a_loop_of_ones_own_is_set_against_this_gpu(tmp_path: Path, monkeypatch:
         torch.cuda.empty_cache()
         reserved = torch.cuda.memory_reserved()
         began = time.perf_counter()
-        quick = hardware.vram_rate(torch.device("cuda"))
+        quick = vram_rate(torch.device("cuda"))
         took = time.perf_counter() - began
         assert torch.cuda.memory_reserved() == reserved
         with offloadkit.Monitor(engine.plan, engine.telemetry, total_steps=10, display="none") as monitor:
@@ -104,7 +104,7 @@ def test_a_loop_of_ones_own_is_set_against_this_gpu(tmp_path: Path, monkeypatch:
             engine.synchronize()
     figures = monitor.figures()
     assert took < 0.25
-    assert quick == pytest.approx(hardware.measure("cuda").vram_bytes_per_second, rel=0.2)
+    assert quick == pytest.approx(measure("cuda").vram_bytes_per_second, rel=0.2)
     assert figures.slowdown is not None, figures.why_no_slowdown
     assert (figures.slowdown.baseline, figures.slowdown.is_planned) == ("predicted", False)
     budgets = {tier.name: tier.budget for tier in figures.memory}

@@ -12,6 +12,7 @@ import torch
 from transformers import ByT5Tokenizer, T5Config
 
 import offloadkit
+from offloadkit.device.measure import measure
 from tests.hf.tiny import save_config
 
 ROWS = [{"input": f"{number} " * 100, "target": f"{number} " * 20} for number in range(64)]
@@ -42,7 +43,7 @@ def finetune(folder: str, output: Path, **options: Any) -> offloadkit.FinetuneRe
 def test_the_weights_are_those_of_a_run_with_enough_memory(
     folder: str, tmp_path: Path, whole_card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offloadkit.hardware.measure()  # takes more VRAM for a moment than this model
+    measure()  # takes more VRAM for a moment than this model
     torch.cuda.reset_peak_memory_stats()
     whole = finetune(folder, tmp_path / "whole")
     expected = {name: weight.cpu().clone() for name, weight in whole.model.state_dict().items()}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from offloadkit.device.streams import CopyStream
 from offloadkit.offload import state_ring
 from offloadkit.offload.state_ring import PassingStates, StateRing
-from offloadkit.offload.streams import CopyStream
 from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars
 
 pytestmark = pytest.mark.gpu

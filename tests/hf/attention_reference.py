@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offloadkit.hf import attention_op
+from offloadkit.kernels import attention as attention_op
 
 MASKED = ("none", "keys", "pairs", "a whole row", "the first half, -inf")
 """What a mask takes out."""

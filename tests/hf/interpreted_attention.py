@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from offloadkit.hf import attention_op
+from offloadkit.kernels import attention as attention_op
 from tests.hf.attention_reference import check
 
 

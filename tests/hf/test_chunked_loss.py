@@ -31,9 +31,9 @@ from transformers import (
 
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
-from offloadkit.hf import chunked_loss
+from offloadkit.hf import loss as chunked_loss
 from offloadkit.hf import trainer as trainer_module
-from offloadkit.hf.chunked_loss import Logits, compute_loss_in_chunks
+from offloadkit.hf.loss import Logits, compute_loss_in_chunks
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
 from tests.hf import training
 from tests.hf.tiny import llama_config, t5_config, t5_v1_1_config

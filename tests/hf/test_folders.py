@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from transformers import T5ForConditionalGeneration, TrainingArguments
 
 from offloadkit import OffloadTrainer
+from offloadkit.checkpoint.folder import check_same_model, newest_checkpoint, put_in_place, writable, written_to
 from offloadkit.errors import ConfigError, EngineStateError, OutputError
-from offloadkit.hf.folders import check_same_model, newest_checkpoint, put_in_place, writable, written_to
 from tests.hf.tiny import llama_config, t5_config
 
 TORCH_ERROR = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 345344 vs 345232")

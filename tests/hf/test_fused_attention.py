@@ -32,11 +32,11 @@ from transformers.models.udop.modeling_udop import RelativePositionBias1D
 
 import offloadkit
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.hf import attention_op, fused_attention
-from offloadkit.hf.fused_attention import NAME, fuse_attention
-from offloadkit.hf.own_compute import fuse
-from offloadkit.offload import compiled as compiled_blocks
-from offloadkit.offload.micro_batch import trace_micro_batch
+from offloadkit.hf import patches as fused_attention
+from offloadkit.hf.patches import NAME, fuse, fuse_attention
+from offloadkit.kernels import attention as attention_op
+from offloadkit.offload import compile as compiled_blocks
+from offloadkit.tracing import trace_micro_batch
 from tests.hf import emulated_attention
 from tests.hf.attention_reference import MASKED, check, fused, inputs, is_kept, with_gradients
 from tests.hf.tiny import llama_config, t5_config
@@ -158,10 +158,10 @@ def test_a_plan_counts_fewer_operations_and_bytes() -> None:
     for part, share in (("forward", 1), ("backward", 4 / 5)):  # where one of forward's products is taken again
         passes = [[getattr(stage, part) for stage in work.stages] for work in (own, fused)]
         products, others = (sum(one.flops for one in each) for each in passes)
-        in_kernels = sum(one.own_flops for one in passes[1])
+        in_kernels = sum(one.fused_attention_flops for one in passes[1])
         assert in_kernels > 0
-        assert sum(one.num_own for one in passes[1]) == 3 + 2 * 3  # encoder; decoder, to itself and across
-        assert not sum(one.num_own for one in passes[0])
+        assert sum(one.num_attention for one in passes[1]) == 3 + 2 * 3  # encoder; decoder, to itself and across
+        assert not sum(one.num_attention for one in passes[0])
         assert products - others == share * in_kernels
 
 

@@ -18,11 +18,10 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import offloadkit
 from offloadkit.config import OffloadConfig
-from offloadkit.hf.fused_norms import fuse_norms
-from offloadkit.offload import compiled as compiled_blocks
-from offloadkit.offload.meter import META, AsOnGpu, Meter
-from offloadkit.offload.micro_batch import trace_micro_batch
-from offloadkit.plan import Pass
+from offloadkit.hf.patches import fuse_norms
+from offloadkit.offload import compile as compiled_blocks
+from offloadkit.planner import Pass
+from offloadkit.tracing import META, AsOnGpu, OpCounter, trace_micro_batch
 from tests.hf.tiny import llama_config, t5_config
 from tests.hf.training import seq2seq_rows, t5, train
 
@@ -93,21 +92,21 @@ def test_what_a_gpu_does_is_one_operation_forward_and_two_backward() -> None:
     x = torch.empty(8, 1024, device=META, dtype=torch.bfloat16, requires_grad=True)
     norm = LlamaRMSNorm(1024).bfloat16().to(META)
     fuse_norms(norm)
-    with AsOnGpu(), Meter([x, norm.weight], mask_is_full=True) as meter:
+    with AsOnGpu(), OpCounter([x, norm.weight], mask_is_full=True) as counter:
         y = norm(x)
-        assert meter.total == Pass(moved_bytes=2 * x.nbytes + norm.weight.nbytes, num_operations=1)
-        assert meter.live == y.nbytes + 512  # an fp32 number a row, in the least that the allocator gives
-        meter.total = Pass()
+        assert counter.total == Pass(moved_bytes=2 * x.nbytes + norm.weight.nbytes, num_operations=1)
+        assert counter.live == y.nbytes + 512  # an fp32 number a row, in the least that the allocator gives
+        counter.total = Pass()
         y.backward(torch.empty_like(y))
-    assert meter.total == Pass(moved_bytes=4 * x.nbytes + 2 * norm.weight.nbytes, num_operations=2)
+    assert counter.total == Pass(moved_bytes=4 * x.nbytes + 2 * norm.weight.nbytes, num_operations=2)
 
 
 def test_a_norm_of_another_dtype_computes_as_before() -> None:
     norm = LlamaRMSNorm(16).bfloat16().to(META)
     fuse_norms(norm)
-    with AsOnGpu(), Meter([], mask_is_full=True) as meter:
+    with AsOnGpu(), OpCounter([], mask_is_full=True) as counter:
         norm(torch.empty(2, 16, device=META))
-    assert meter.total.num_operations > 3
+    assert counter.total.num_operations > 3
 
 
 def test_a_micro_batch_keeps_and_moves_less() -> None:

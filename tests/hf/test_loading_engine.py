@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
-from offloadkit.finetune import finetune
+from offloadkit.finetuning import finetune
 from offloadkit.hf.models import build_model, load_model
 from offloadkit.hf.trainer import OffloadTrainer
 from tests.hf import tiny

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import EngineStateError
-from offloadkit.hf.chunked_loss import Logits, compute_loss_in_chunks
+from offloadkit.hf.loss import Logits, compute_loss_in_chunks
 from tests.hf.training import causal_rows, t5
 
 pytestmark = pytest.mark.usefixtures("one_thread")

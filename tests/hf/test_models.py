@@ -93,7 +93,7 @@ def test_random_model_has_one_dtype_everywhere_and_comes_again_with_the_seed(
 IMPORTED = """
 import importlib.abc, sys, torch
 from transformers import T5Config
-from offloadkit.hf.building import build
+from offloadkit.hf.load import build
 
 class Notes(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):

@@ -12,8 +12,8 @@ import pytest
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers.utils import logging
 
-from offloadkit.hf.bars import bars_where_live, is_live
-from offloadkit.hf.progress import show_progress
+from offloadkit.hf.callbacks import show_progress
+from offloadkit.hf.quiet import bars_where_live, is_live
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 from tests.hf.training import arguments, seq2seq_rows, t5
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offloadkit.hf.progress.is_live", lambda: True)
+    monkeypatch.setattr("offloadkit.hf.callbacks.is_live", lambda: True)
 
 
 def trained(folder: Path, **options: Any) -> None:

@@ -13,7 +13,7 @@ from transformers.integrations import integration_utils
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer, OffloadTrainerMixin
-from offloadkit.offload.activations import OffloadedInputs
+from offloadkit.offload.recompute import OffloadedInputs
 from tests.hf.training import arguments, assert_close, bert, class_rows, logged, seq2seq_rows, t5, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")

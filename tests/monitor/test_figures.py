@@ -8,10 +8,21 @@ from typing import Any
 import pytest
 
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.monitor.figures import beside, divided, figures, gpu_step_seconds, memory, recomputed_share, split
-from offloadkit.monitor.history import MAX_POINTS, NUM_RECENT, History, LossCurve
-from offloadkit.monitor.machine import Machine
-from offloadkit.plan import MicroBatch, Plan, make_plan
+from offloadkit.monitor.figures import (
+    MAX_POINTS,
+    NUM_RECENT,
+    History,
+    LossCurve,
+    Machine,
+    beside,
+    divided,
+    figures,
+    gpu_step_seconds,
+    memory,
+    recomputed_share,
+    split,
+)
+from offloadkit.planner import MicroBatch, Plan, make_plan
 from tests.monitor.records import BYTES, GIB, SECONDS, record
 from tests.plan_machines import H200, shape, stage
 

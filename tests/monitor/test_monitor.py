@@ -19,11 +19,10 @@ from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError
 from offloadkit.monitor import Monitor, words
 from offloadkit.monitor import monitor as monitor_module
-from offloadkit.monitor.figures import Figures
-from offloadkit.monitor.machine import Machine
-from offloadkit.monitor.stop import Stop
+from offloadkit.monitor.figures import Figures, Machine
+from offloadkit.monitor.monitor import Stop
 from offloadkit.monitor.terminal import TerminalDisplay
-from offloadkit.plan import make_plan
+from offloadkit.planner import make_plan
 from tests.models import TinyLM, tokens
 from tests.monitor.records import GIB, record
 from tests.plan_machines import H200, shape

@@ -12,10 +12,8 @@ from rich.console import Console
 
 from offloadkit.monitor import words
 from offloadkit.monitor.colours import COLOURS, ink_on
-from offloadkit.monitor.figures import Figures, Memory, figures
-from offloadkit.monitor.history import History
-from offloadkit.monitor.page import STYLE, page
-from offloadkit.monitor.svg import ticks
+from offloadkit.monitor.figures import Figures, History, Memory, figures
+from offloadkit.monitor.page import STYLE, page, ticks
 from offloadkit.monitor.terminal import sparks, view
 from tests.monitor.records import GIB, record
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from offloadkit.config import OffloadConfig
+from offloadkit.device import process_memory as allocator
 from offloadkit.engine import OffloadEngine
-from offloadkit.offload import allocator
 from tests.models import TinyLM
 
 

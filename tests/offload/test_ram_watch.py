@@ -14,8 +14,8 @@ import pytest
 
 from offloadkit import hardware
 from offloadkit.errors import OffloadkitError, OutOfRamError
-from offloadkit.offload import ram_watch
-from offloadkit.offload.ram_watch import RamWatch
+from offloadkit.offload import shortage as ram_watch
+from offloadkit.offload.shortage import RamWatch
 
 MIB, GIB = 1 << 20, 1 << 30
 PLANNED = {"exp_avg, exp_avg_sq": 6 * GIB, "gradients": 2 * GIB, "disk": 0}
@@ -154,7 +154,7 @@ REAL = """
 import mmap, time
 from offloadkit import hardware
 from offloadkit.errors import OutOfRamError
-from offloadkit.offload.ram_watch import RamWatch
+from offloadkit.offload.shortage import RamWatch
 
 watch = RamWatch({"states": 64 << 20}, floor_bytes=hardware.ram_available_bytes() - (256 << 20))
 held = []

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offloadkit.errors import ModelError
-from offloadkit.offload.recomputation import recomputed_in_backward
+from offloadkit.offload.recompute import recomputed_in_backward
 
 Function = Callable[..., Any]
 

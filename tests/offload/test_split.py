@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offloadkit.offload.split import MOST_MOVES, MOST_SEEN, WARM_UP, Split, Took
+from offloadkit.offload.update import MOST_MOVES, MOST_SEEN, WARM_UP, StepBalancer, Took
 
 
 class Point:
@@ -42,9 +42,9 @@ def took(model: list[Any], cpu: float, gpu: float, done: bool = True) -> Took:
     return Took(cpu * by_cpu, by_cpu, events, by_gpu)
 
 
-def run(model: list[Any], cpu: float, gpu: float, updates: int = 40) -> tuple[list[int], Split]:
+def run(model: list[Any], cpu: float, gpu: float, updates: int = 40) -> tuple[list[int], StepBalancer]:
     """How many layers the GPU steps in each update."""
-    split, found = Split(), []
+    split, found = StepBalancer(), []
     for _ in range(updates):
         split.correct(model)
         found.append(sum(layer.on_gpu for layer in model))
@@ -84,7 +84,7 @@ def test_many_layers_move_though_one_alone_is_not_worth_it(start: int) -> None:
 
 
 def test_a_small_difference_that_stays_moves_a_layer() -> None:
-    model, split = layers(48, 24), Split()
+    model, split = layers(48, 24), StepBalancer()
     for _ in range(WARM_UP + 1):
         split.add(took(model, 1e-3, 1.1e-3))
     split.correct(model)
@@ -95,7 +95,7 @@ def test_a_small_difference_that_stays_moves_a_layer() -> None:
 
 
 def test_a_difference_that_is_no_noise_moves_layers_at_once() -> None:
-    model, split = layers(48, 24), Split()
+    model, split = layers(48, 24), StepBalancer()
     for _ in range(WARM_UP + 1):
         split.add(took(model, 1e-3, 1.25e-3))
     split.correct(model)
@@ -140,7 +140,7 @@ def test_an_update_that_was_waited_for_says_nothing_unless_all_are() -> None:
 
 
 def test_waiting_twice_disregards_one_update_the_newest() -> None:
-    model, split = layers(48, 24), Split()
+    model, split = layers(48, 24), StepBalancer()
     split.disregard_newest()  # there is none yet
     for gpu in (1e-3,) * (WARM_UP + 2) + (2e-3, 0.1e-3):
         split.add(took(model, 1e-3, gpu, done=False))
@@ -170,7 +170,7 @@ def test_layers_that_one_processor_alone_can_step_stay() -> None:
 
 
 def test_an_update_that_is_not_over_yet_says_nothing() -> None:
-    model, split = layers(12, 12), Split()
+    model, split = layers(12, 12), StepBalancer()
     for _ in range(10):
         split.add(took(model, 1e-3, 1e-3, done=False))
         split.correct(model)
@@ -179,7 +179,7 @@ def test_an_update_that_is_not_over_yet_says_nothing() -> None:
 
 def test_python_may_always_be_a_step_ahead_of_the_gpu() -> None:
     """Then an update says something in the step after the next, but nothing about layers that moved since."""
-    model, split, found = layers(48, 48), Split(), []
+    model, split, found = layers(48, 48), StepBalancer(), []
     under_way: list[Took] = []
     for _ in range(60):
         split.correct(model)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from offloadkit.config import OffloadConfig, Placement
+from offloadkit.device.streams import BusyTime, CopyStream, Event, Waits
 from offloadkit.engine import OffloadEngine
 from offloadkit.offload import update
-from offloadkit.offload.streams import BusyTime, CopyStream, Event
-from offloadkit.offload.waits import Waits
 from offloadkit.telemetry import StepRecord
 from tests.models import TinyLM, tokens, train
 
@@ -80,7 +79,7 @@ def test_evaluation_between_steps_is_in_no_step() -> None:
 
 
 def test_gradients_that_accumulate_in_ram_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offloadkit.optim import cpu
+    from offloadkit.kernels import cpu
 
     real = cpu.accumulate
     monkeypatch.setattr(cpu, "accumulate", lambda *args, **kwargs: (time.sleep(PAUSE), real(*args, **kwargs)))

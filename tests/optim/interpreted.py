@@ -6,9 +6,9 @@ import itertools
 
 import torch
 
-from offloadkit.optim import gpu
+from offloadkit.kernels import gpu
 from offloadkit.optim.adamw import Segment, adamw_scalars, adamw_step_reference
-from offloadkit.optim.precision import random_key
+from offloadkit.optim.moments import random_key
 from tests.optim.states import (
     DTYPES,
     PRECISIONS,

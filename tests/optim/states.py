@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offloadkit.config import Precision
 from offloadkit.optim.adamw import FlatState, split_master
-from offloadkit.optim.precision import encode_exp_avg, encode_exp_avg_sq, round_stochastically
+from offloadkit.optim.moments import encode_exp_avg, encode_exp_avg_sq, round_stochastically
 
 PRECISIONS: tuple[Precision, ...] = ("exact", "compact", "tiny")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from offloadkit.optim import cpu
+from offloadkit.kernels import cpu
 from offloadkit.optim.adamw import (
     AdamWScalars,
     FlatState,

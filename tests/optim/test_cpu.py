@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from offloadkit.config import Precision
-from offloadkit.optim import cpu
+from offloadkit.kernels import cpu
 from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, adamw_step_reference
-from offloadkit.optim.precision import random_key
+from offloadkit.optim.moments import random_key
 from tests.optim.states import (
     DTYPES,
     PRECISIONS,

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit.optim import gpu, step
+from offloadkit.kernels import dispatch as step
+from offloadkit.kernels import gpu
 from offloadkit.optim.adamw import Segment, adamw_scalars, adamw_step_reference
 from tests.optim.states import DTYPES, PRECISIONS, assert_same_bits, clone, make_gradient, make_state
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from offloadkit.optim import cpu
-from offloadkit.optim.gradient_norm import NORM_BLOCK, block_sums, block_sums_reference, norm_blocks, sum_in_order
+from offloadkit.kernels import cpu
+from offloadkit.kernels.dispatch import block_sums
+from offloadkit.optim.norm import NORM_BLOCK, block_sums_reference, norm_blocks, sum_in_order
 from tests.optim.states import DTYPES, assert_same_array_bits, make_gradient
 
 LEVELS = cpu.cpu_levels() or [pytest.param("none", marks=pytest.mark.skip(reason="the C kernel is not built"))]
@@ -129,8 +130,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 INTERPRETED = """
 import torch
-from offloadkit.optim import gpu
-from offloadkit.optim.gradient_norm import block_sums_reference, norm_blocks
+from offloadkit.kernels import gpu
+from offloadkit.optim.norm import block_sums_reference, norm_blocks
 for dtype in (torch.bfloat16, torch.float16, torch.float32):
     gradient = (torch.randn(80_000) * torch.logspace(-4, 3, 80_000)).to(dtype)
     blocks = norm_blocks([(3, 70_001), (70_004, 1), (70_010, 2049)])

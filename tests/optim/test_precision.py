@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from offloadkit.optim import adamw, precision
+from offloadkit.optim import adamw
+from offloadkit.optim import moments as precision
 from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, adamw_step_reference, read_moments
-from offloadkit.optim.precision import (
+from offloadkit.optim.moments import (
     EXP_AVG_MAP,
     EXP_AVG_SQ_MAP,
     Precision,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from offloadkit import hardware
-from offloadkit.optim import cpu
+from offloadkit.kernels import cpu
 from offloadkit.optim.adamw import Segment, adamw_scalars, adamw_step_reference
 from tests.optim.states import assert_same_array_bits, assert_same_bits, clone, make_gradient, make_state
 

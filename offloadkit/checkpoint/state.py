@@ -1,0 +1,38 @@
+"""All numbers of a run by name, wherever they live: what a checkpoint holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from offloadkit.offload.model import PlacedModel
+from offloadkit.optim.torch_optimizer import OffloadAdamW, check_saved_run
+
+
+def run_state(module: nn.Module, optimizer: OffloadAdamW, placed: PlacedModel) -> dict[str, Any]:
+    """By name: "module", "optimizer" (states by parameter), "param_groups" (options by group); tensors are live."""
+    return {
+        "module": module.state_dict(),
+        "optimizer": {view.name: optimizer.state[view.parameter] for view in placed.views()},
+        "param_groups": [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ],
+    }
+
+
+def load_run_state(state: dict[str, Any], module: nn.Module, optimizer: OffloadAdamW, placed: PlacedModel) -> None:
+    """Take over what `run_state` gave, of any placement.
+
+    Raises:
+        ModelError: the parameter names or the number of groups differ.
+        ValueError: the saved states have another precision. Nothing is loaded then either.
+    """
+    states = {view.name: optimizer.state[view.parameter] for view in placed.views()}
+    check_saved_run(state, states, len(optimizer.param_groups))
+    module.load_state_dict(state["module"])
+    placed.take_over_outside_writes(keep_remainder=True)
+    for view in placed.views():
+        optimizer.load_parameter_state(view.parameter, state["optimizer"][view.name])
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update(saved)

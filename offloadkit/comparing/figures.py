@@ -1,0 +1,281 @@
+"""The chart of a sweep, in the colours and with the habits of `figure`."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from offloadkit.comparing import words
+from offloadkit.comparing.comparison import LABELS, short_reason
+
+if TYPE_CHECKING:
+    from offloadkit.comparing.comparison import Comparison
+
+COLOURS = {"baseline": "#8c8c8c", "offloadkit": "#0072b2", "deepspeed": "#e69f00"}
+HATCHES = {"baseline": "", "offloadkit": "", "deepspeed": "////"}
+INK, QUIET, LIMIT = "#222222", "#666666", "#d55e00"
+GIB = 1 << 30
+_VALUE_WIDTH = 0.2
+"""Of a size's panel: what "9.72" takes."""
+
+
+class Chart(Figure):
+    """A figure that notebooks show without pyplot."""
+
+    def _repr_svg_(self) -> str:
+        text = io.StringIO()
+        self.savefig(text, format="svg")
+        return text.getvalue()
+
+
+def off_the_edge(figure: Chart) -> None:
+    """Leave a tenth of an inch between the figure's edge and its title and remarks."""
+    figure.get_layout_engine().set(h_pad=0.1)  # type: ignore[union-attr,call-arg]
+
+
+def comparison_chart(result: Comparison) -> Chart:
+    """A line of three panels for each model: seconds, VRAM and RAM; the reason in the place of a missing bar."""
+    models = list(dict.fromkeys(row["model"] for row in result.rows))
+    engines = list(dict.fromkeys(row["engine"] for row in result.rows))
+    height = 1.3 + len(models) * (0.4 + 0.33 * len(engines))
+    figure = Chart(figsize=(12, height), layout="constrained", facecolor="white")
+    panels: Any = figure.subplots(len(models), 3, squeeze=False, width_ratios=(2.9, 1, 1))
+    for line, model in zip(panels, models, strict=True):
+        _times(line[0], model, [result.row(model, engine) for engine in engines])
+    panels[0][0].set_title(
+        f"time for {result.num_samples:,} samples (each model in its own scale)",
+        loc="left",
+        fontsize=10,
+        color=INK,
+        pad=10,
+    )
+    by_model = [[result.row(model, engine) for engine in engines] for model in models]
+    _sizes(panels[:, 1], by_model, "vram_bytes", result.vram, "peak VRAM")
+    _sizes(panels[:, 2], by_model, "peak_ram_bytes", result.ram, "peak RAM")
+    figure.suptitle("\n".join(textwrap.wrap(result.title, 130)), x=0.01, ha="left", fontsize=10.5, color=INK)
+    off_the_edge(figure)
+    if result.remarks:
+        figure.supxlabel(" ".join(result.remarks), x=0.01, ha="left", fontsize=8.5, color=QUIET)
+    return figure
+
+
+def _bare(axes: Axes, num_rows: int) -> None:
+    """No frame; the first row at the top."""
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.spines["left"].set_color("#bbbbbb")
+    axes.xaxis.set_visible(False)
+    axes.tick_params(axis="y", length=0, labelsize=9, labelcolor=INK)
+    axes.set_ylim(num_rows - 0.45, -0.55)
+
+
+def _times(axes: Axes, model: str, rows: list[dict[str, Any]]) -> None:
+    """One bar an engine, as long as its time in this model's own scale."""
+    _bare(axes, len(rows))
+    longest = max((row["seconds"] for row in rows if row["status"] == "measured"), default=1.0)
+    axes.set_xlim(0, 1.75 * longest)
+    axes.set_yticks(range(len(rows)), [LABELS[row["engine"]] for row in rows])
+    axes.set_ylabel(model, rotation=0, ha="right", va="center", labelpad=12, fontsize=11, fontweight="bold", color=INK)
+    for place, row in enumerate(rows):
+        if row["status"] == "measured":
+            _bar(axes, place, row["seconds"], row["engine"])
+            how = f"  ({row['variant']})" if row["variant"] else ""
+            text, colour, left = f"{words.duration(row['seconds'])}{how}", INK, row["seconds"]
+        else:
+            text = textwrap.shorten(f"✕ {_shown_reason(row)}", 96, placeholder=" …")
+            colour, left = QUIET, 0.0
+        axes.annotate(text, (left, place), (5, 0), textcoords="offset points", va="center", fontsize=9, color=colour)
+
+
+def _shown_reason(row: dict[str, Any]) -> str:
+    text = short_reason(row["reason"])
+    if row["status"] != "does not fit":
+        return f"no bar: {text}"
+    return f"even with {row['variant']}: {text}" if row["variant"] else text
+
+
+def _bar(axes: Axes, place: int, length: float, engine: str) -> None:
+    axes.barh(
+        place, length, 0.7, color=COLOURS[engine], hatch=HATCHES[engine], edgecolor="white", linewidth=0, zorder=2
+    )
+
+
+def _sizes(column: Any, by_model: list[list[dict[str, Any]]], key: str, limit_bytes: int | None, title: str) -> None:
+    """A column of panels in one scale, and the limit as a line through all of them."""
+    sizes = [[row[key] / GIB if row["status"] == "measured" else 0.0 for row in rows] for rows in by_model]
+    largest = max(max(each) for each in sizes) or 1.0
+    limit = None if limit_bytes is None else limit_bytes / GIB
+    if limit is not None and largest <= 0.02 * limit:
+        limit = None  # so far away, it would press the bars flat
+    end = 1.3 * max(largest, limit or 0.0)
+    for axes, rows, each in zip(column, by_model, sizes, strict=True):
+        _bare(axes, len(rows))
+        axes.set_yticks([])
+        axes.set_xlim(0, end)
+        if limit is not None:
+            axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=1.2, zorder=1)
+        for place, (row, size) in enumerate(zip(rows, each, strict=True)):
+            if size:
+                _bar(axes, place, size, row["engine"])
+                at = _beside(size, limit, _VALUE_WIDTH * end)
+                where: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+                axes.annotate(f"{size:.3g}", (at, place), **where, fontsize=9, color=INK)
+    title += ", GiB" if limit is None else f", limit {limit:.3g} GiB"
+    column[0].set_title(title, loc="left", fontsize=10, color=INK, pad=10)
+
+
+def _beside(size: float, limit: float | None, width: float) -> float:
+    """Where a bar's value of this width begins: at its end, or past the limit's line where that would cross it."""
+    return limit if limit is not None and size < limit < size + width else size
+
+
+if TYPE_CHECKING:
+    from offloadkit.comparing.sweeping import Sweep
+
+SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#56b4e9", "v"))
+"""Colour and marker of each line; after the last comes the first."""
+
+
+def sweep_chart(result: Sweep) -> Chart:
+    """Step, epoch and VRAM against the batch size; the held-out loss where it was measured; what it means below."""
+    learns = any("eval_loss" in row for row in result.rows)
+    sentences = [line for text in result.explain().splitlines() for line in textwrap.wrap(text, 165 + 55 * learns)]
+    figure = Chart(figsize=(4 * (3 + learns), 4.1 + 0.19 * len(sentences)), layout="constrained", facecolor="white")
+    panels: Any = figure.subplots(1, 3 + learns, squeeze=False)[0]
+    for axes in panels:
+        _dress(axes, result.sizes)
+    _steps(panels[0], result)
+    _lines(panels[1], result, "epoch_seconds")
+    panels[1].set_title(f"time for {result.num_samples:,} samples", loc="left", fontsize=10, color=INK)
+    _vram(panels[2], result)
+    if learns:
+        _losses(panels[3], result)
+    for axes in panels:
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, frameon=False, labelcolor=INK)
+    off_the_edge(figure)
+    figure.suptitle(result.title, x=0.01, ha="left", fontsize=11, color=INK)
+    figure.supxlabel("\n".join(sentences), x=0.01, ha="left", fontsize=9, color=INK)
+    return figure
+
+
+def _dress(axes: Axes, sizes: list[int]) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xlim(min(sizes) / 1.4, max(sizes) * 1.4)
+    axes.set_xlabel("rows of a micro-batch", fontsize=9, color=QUIET)
+    axes.tick_params(labelsize=9, labelcolor=INK, color="#bbbbbb")
+    axes.grid(axis="y", color="#eeeeee", zorder=0)
+
+
+def _in_durations(axes: Axes) -> None:
+    """A logarithmic axis of at least a factor of three, lest small differences look large."""
+    axes.set_yscale("log")
+    values = [value for line in axes.get_lines() for value in _seconds_of(line)]
+    if not values:
+        return
+    middle = (min(values) * max(values)) ** 0.5
+    low, high = min(min(values) * 0.8, middle / 2.2), max(max(values) * 1.3, middle * 2.2)
+    axes.set_ylim(low, high)
+    axes.yaxis.set_minor_locator(NullLocator())
+    ticks = [seconds for seconds in words.ROUND_SECONDS if low <= seconds <= high]
+    axes.set_yticks(ticks, [words.duration(seconds) for seconds in ticks])
+
+
+def _seconds_of(line: Any) -> list[float]:
+    """The heights of a curve; vertical lines and marks below the axis have none."""
+    heights = [float(value) for value in line.get_ydata()]
+    return [] if line.get_label().startswith(("knee", "predicted:")) or line.get_marker() == "x" else heights
+
+
+def _steps(axes: Axes, result: Sweep) -> None:
+    """Measured and predicted steps, and the knee of the first accumulation."""
+    axes.set_title("time of a step", loc="left", fontsize=10, color=INK)
+    _lines(axes, result, "step_seconds")
+    for times in result.accumulations:
+        made = result.forecasts.get(times, {})
+        points = [(size, each.step_seconds) for size, each in sorted(made.items()) if not each.lacking]
+        if points:
+            label = "predicted" if times == result.accumulations[0] else None
+            axes.plot(*zip(*points, strict=True), color=QUIET, linestyle=":", linewidth=1.3, label=label, zorder=2)
+    knee, predicted = result.knee(), result.predicted_knee()
+    if knee is not None and knee.where == "within":
+        axes.axvspan(axes.get_xlim()[0], knee.size, color="#0072b2", alpha=0.07, linewidth=0, zorder=0)
+        axes.axvline(knee.size, color="#0072b2", linewidth=1, linestyle="--", label=f"knee: {round(knee.size)}")
+    if predicted is not None and predicted.where == "within":
+        axes.axvline(
+            predicted.size, color=QUIET, linewidth=1, linestyle=":", label=f"predicted: {round(predicted.size)}"
+        )
+    for row in result.rows:
+        if row["status"] != "measured":
+            axes.plot(row["batch_size"], 0.03, "x", color=LIMIT, transform=axes.get_xaxis_transform(), clip_on=False)
+    _in_durations(axes)
+
+
+def _lines(axes: Axes, result: Sweep, key: str, *, scale: float = 1.0) -> None:
+    """One line for each accumulation, and, where several were tried, each scaling of the learning rate."""
+    scalings = list(dict.fromkeys(row["scaling"] for row in result.rows)) if key == "eval_loss" else ["none"]
+    series = [(times, scaling) for times in result.accumulations for scaling in scalings]
+    for number, (times, scaling) in enumerate(series):
+        rows = result.measured(times, scaling)
+        if scaling != "none" and rows:  # the smallest step is one run, whatever the scaling
+            rows = result.measured(times, "none") | rows if len(rows) < len(result.sizes) else rows
+            rows = {size: rows[size] for size in rows if size in result.measured(times, scaling) or size == min(rows)}
+        points = [(size, rows[size][key] * scale) for size in sorted(rows) if rows[size].get(key)]
+        if not points:
+            continue
+        colour, marker = SERIES[number % len(SERIES)]
+        label = _label(result, times, scaling, key)
+        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label, zorder=3)
+    if key.endswith("seconds"):
+        _in_durations(axes)
+
+
+def _label(result: Sweep, times: int, scaling: str, key: str) -> str | None:
+    parts = []
+    if len(result.accumulations) > 1:
+        parts.append(f"{times} micro-batch{'es' if times > 1 else ''} a step")
+    if key == "eval_loss":
+        parts.append("learning rate as it is" if scaling == "none" else f"learning rate scaled ({scaling})")
+    if not parts and key == "step_seconds":
+        parts.append("measured")
+    return ", ".join(parts) or None
+
+
+def _vram(axes: Axes, result: Sweep) -> None:
+    """Peak VRAM, or, without a GPU, RAM."""
+    key, name, limit = "vram_bytes", "VRAM", result.vram
+    if not any(row.get("vram_bytes") for row in result.rows):
+        key, name, limit = "peak_ram_bytes", "RAM", result.ram
+    axes.set_title(f"peak {name}, GiB", loc="left", fontsize=10, color=INK)
+    _lines(axes, result, key, scale=1 / GIB)
+    highest = max((row[key] / GIB for row in result.rows if row.get(key)), default=0.0) or 1.0
+    axes.set_ylim(0, 1.1 * highest)
+    if limit is not None and highest > 0.2 * limit / GIB:
+        axes.set_ylim(0, 1.1 * max(highest, limit / GIB))
+        axes.axhline(limit / GIB, color=LIMIT, linestyle="--", linewidth=1.2, label=f"limit {limit / GIB:.3g}")
+    for row in result.rows:
+        if row["status"] == "does not fit":
+            axes.plot(row["batch_size"], 0.03, "x", color=LIMIT, transform=axes.get_xaxis_transform(), clip_on=False)
+            axes.annotate(
+                "does not fit",
+                (row["batch_size"], 0.07),
+                xycoords=axes.get_xaxis_transform(),
+                rotation=90,
+                ha="center",
+                va="bottom",
+                fontsize=8,
+                color=LIMIT,
+            )
+
+
+def _losses(axes: Axes, result: Sweep) -> None:
+    samples = next(row["num_samples"] for row in result.rows if "eval_loss" in row)
+    axes.set_title(f"held-out loss after {samples:,} samples", loc="left", fontsize=10, color=INK)
+    _lines(axes, result, "eval_loss")

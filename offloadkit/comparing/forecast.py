@@ -1,0 +1,149 @@
+"""What the plan says of a piece of work before it is tried, and the least that the other engines need for it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from offloadkit.config import OffloadConfig
+from offloadkit.engines.timing import LEAST_STEPS
+from offloadkit.engines.work import Work, model_to_plan
+from offloadkit.planner import Plan
+from offloadkit.planner.layout import activations
+from offloadkit.planner.plan import does_not_fit
+from offloadkit.planning import plan
+
+_SURE_SHARE = 0.8
+"""Of the planned activations: what is left for error before something is said not to fit without being tried."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A plan in plain numbers.
+
+    Attributes:
+        lacking: {tier: (needs, has)} in bytes of what does not fit.
+        limits: {tier: bytes that may be used}.
+        busy: seconds by resource; "GPU" holds forward, backward and recomputation.
+        kept_bytes, recomputed_bytes: of the activations, with nothing and with every block recomputed.
+    """
+
+    num_parameters: int
+    dtype: str
+    on_cpu: bool
+    lacking: dict[str, tuple[int, int]]
+    limits: dict[str, int]
+    vram_bytes: int
+    ram_bytes: int
+    num_tokens: int | None
+    step_seconds: float | None
+    large_gpu_seconds: float | None
+    busy: dict[str, float]
+    kept_bytes: int
+    recomputed_bytes: int
+
+    def steps_seconds(self, work: Work) -> float:
+        """Of a run of `work`, as planned; 0 where the plan knows no seconds."""
+        return (self.step_seconds or 0.0) * (2 + work.warmup + (work.steps or LEAST_STEPS))
+
+    @property
+    def reason(self) -> str | None:
+        """Why it does not fit; None where it does."""
+        return does_not_fit(self.lacking) if self.lacking else None
+
+
+def forecast(work: Work, device: torch.device) -> Forecast:
+    """Plan `work` on this machine. Runs kernels where the machine was never measured.
+
+    Raises:
+        ModelError, ModelNotFoundError, ModelAccessError, DownloadError: the model will not do.
+    """
+    model, task = model_to_plan(work.model)
+    config = OffloadConfig(
+        gradient_accumulation=work.accumulation,
+        precision=work.precision,
+        working_dtype=work.dtype_on(device),
+        vram=work.vram_on(device),
+        ram=work.ram,
+    )
+    lengths: dict[str, Any] = {"max_input_length": work.input_length, "max_target_length": work.target_length}
+    return in_numbers(plan(model, batch_size=work.batch_size, **lengths, task=task, offload=config, device=device))
+
+
+def in_numbers(made: Plan) -> Forecast:
+    """What of a plan is of use here."""
+    seconds, basis = made.seconds, made.basis
+    busy = {} if seconds is None else {name: float(number) for name, number in seconds.busy.items()}
+    kept = recomputed = 0
+    if basis is not None and basis.work is not None:
+        stages = basis.work.stages
+        kept = activations(basis.work, ["keep"] * len(stages)).vram
+        recomputed = activations(basis.work, ["checkpoint" if stage.block else "keep" for stage in stages]).vram
+    return Forecast(
+        num_parameters=made.num_parameters,
+        dtype=max((layer.dtype for layer in made.layers), key=[layer.dtype for layer in made.layers].count),
+        on_cpu=made.on_cpu,
+        lacking={tier: (made.needs()[tier], made.budgets[tier]) for tier in made.lacking()},
+        limits=dict(made.budgets),
+        vram_bytes=made.total_bytes("vram"),
+        ram_bytes=made.total_bytes("ram") + (made.total_bytes("vram") if made.on_cpu else 0),
+        num_tokens=made.num_tokens,
+        step_seconds=None if seconds is None else seconds.step,
+        large_gpu_seconds=made.large_gpu_seconds,
+        busy={"GPU": busy.pop("forward", 0.0) + busy.pop("backward", 0.0)} | busy,
+        kept_bytes=kept,
+        recomputed_bytes=recomputed,
+    )
+
+
+def largest_batch(work: Work, most: int, device: torch.device) -> int | None:
+    """The most rows of a micro-batch that the plan finds room for, to an eighth, and at most `most`; None for none."""
+
+    def fits(batch_size: int) -> bool:
+        return not forecast(replace(work, batch_size=batch_size), device).lacking
+
+    if fits(most):
+        return most
+    low, high = 0, most
+    while high - low > max(1, low // 8):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low or None
+
+
+def as_row(made: Forecast) -> dict[str, Any]:
+    """For JSON."""
+    return asdict(made)
+
+
+def from_row(row: dict[str, Any]) -> Forecast:
+    """Back from JSON."""
+    lacking = {tier: (int(needs), int(has)) for tier, (needs, has) in row["lacking"].items()}
+    return Forecast(**{**row, "lacking": lacking})
+
+
+def hopeless(engine: str, made: Forecast, *, recomputed: bool) -> str | None:
+    """Why an engine that does not plan cannot do the work, where arithmetic alone says so; None where it must be tried.
+
+    Counted are the working weights, fp32 master weights and moments (12 bytes a parameter; the weights are their own
+    masters in fp32), the baseline's gradients, and most of the planned activations.
+
+    Args:
+        engine: "baseline", "zero2" or "zero3".
+        recomputed: whether it recomputes each block.
+    """
+    weights = made.num_parameters * (4 if made.dtype == "fp32" else 2)
+    states = made.num_parameters * (8 if made.dtype == "fp32" and engine == "baseline" else 12)
+    held = int(_SURE_SHARE * (made.recomputed_bytes if recomputed else made.kept_bytes))
+    needs = {
+        "baseline": {"vram": 2 * weights + states + held, "ram": 0},
+        "zero2": {"vram": weights + held, "ram": states},
+        "zero3": {"vram": held, "ram": states + weights},
+    }[engine]
+    if made.on_cpu:
+        needs = {"ram": needs["ram"] + needs["vram"]}
+    has = made.limits
+    lacking = {tier: (need, has[tier]) for tier, need in needs.items() if tier in has and need > has[tier]}
+    return does_not_fit(lacking, at_least=True) if lacking else None

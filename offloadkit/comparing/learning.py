@@ -1,0 +1,177 @@
+"""Training on the user's rows in fresh processes: what a batch size, and a learning rate scaled with it, do to the
+held-out loss."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from offloadkit.checkpoint.folder import written_to
+from offloadkit.engines.work import TINY, config_of
+from offloadkit.errors import ConfigError
+from offloadkit.finetuning import LEARNING_RATES, finetune
+from offloadkit.hf.data import load_dataset_like
+from offloadkit.hf.models import check_kind, load_config
+
+SCALINGS: dict[str, Callable[[float], float]] = {"none": lambda ratio: 1.0, "sqrt": math.sqrt, "linear": float}
+"""What the learning rate is multiplied by where a step has `ratio` times the rows of the smallest one."""
+
+EVAL_BATCH_SIZE = 16
+"""Of every run, so that the mean over batches is over the same ones."""
+
+
+def config_folder(model: Any, folder: Path) -> str:
+    """A name as it is; of a model its config, as a folder that `load_config` reads.
+
+    Raises:
+        ModelError, ModelNotFoundError, ModelAccessError: it is no model, or there is none of that name.
+    """
+    check_kind(model)
+    if isinstance(model, str | os.PathLike):
+        config_of(str(model))
+        return str(model)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    return str(_kept(folder, "config", config.save_pretrained))
+
+
+def weights_folder(model: Any, folder: Path, init: str) -> str:
+    """A name as it is; a model, as a folder that `from_pretrained` loads. `TINY` is made here.
+
+    Raises:
+        ModelError, ModelNotFoundError, ModelAccessError: it is no model, or there is none of that name.
+    """
+    check_kind(model)
+    if model == TINY:
+        from transformers import T5ForConditionalGeneration, set_seed
+
+        set_seed(0)
+        config = config_of(TINY)
+        config._attn_implementation = "eager"
+        model = T5ForConditionalGeneration(config)  # type: ignore[arg-type]
+    if isinstance(model, str | os.PathLike):
+        load_config(model, init=init)
+        return str(model)
+    return str(_kept(folder, "model", model.save_pretrained))
+
+
+def tokenizer_folder(tokenizer: Any, folder: Path) -> str | None:
+    """A name or None as it is; a tokenizer, as a folder that it can be loaded from."""
+    if tokenizer is None or isinstance(tokenizer, str | os.PathLike):
+        return None if tokenizer is None else str(tokenizer)
+    return str(_kept(folder, "tokenizer", tokenizer.save_pretrained))
+
+
+def rows_file(dataset: Any, folder: Path, name: str, split: str) -> tuple[str, int]:
+    """The rows as a .parquet file, named by their contents, and their number.
+
+    Raises:
+        DataError: as `finetune`.
+        OutputError: it cannot be written.
+    """
+    rows = load_dataset_like(dataset, split=split)
+    with written_to(folder / f"{name}.parquet"), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        waiting = Path(scratch) / name
+        rows.to_parquet(str(waiting))
+        path = folder / f"{name}-{hashlib.sha256(waiting.read_bytes()).hexdigest()[:12]}.parquet"
+        waiting.replace(path)
+    return str(path.resolve()), len(rows)
+
+
+def _kept(folder: Path, name: str, write: Any) -> Path:
+    """What `write` puts into a folder, under a name that follows from its contents."""
+    with written_to(folder / name), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        new = Path(scratch) / name
+        write(new)
+        digest = hashlib.sha256()
+        for path in sorted(new.iterdir()):
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        kept = folder / f"{name}-{digest.hexdigest()[:12]}"
+        if not kept.exists():
+            new.rename(kept)
+    return kept.resolve()
+
+
+def learning_rates(base: float, rows: list[int], scalings: list[str]) -> list[tuple[int, str, float]]:
+    """(rows of a step, scaling, learning rate): `base` is for the fewest rows, where all scalings are one run."""
+    least = min(rows)
+    found: list[tuple[int, str, float]] = []
+    for number in rows:
+        own = ["none"] if number == least else scalings
+        found += [(number, scaling, base * SCALINGS[scaling](number / least)) for scaling in own]
+    return found
+
+
+def check_arguments(arguments: dict[str, Any], of_sweep: Iterable[str]) -> None:
+    """Raise `ConfigError` for what `finetune` does not take, and for what cannot be sent to another process.
+
+    Args:
+        of_sweep: what `sweep` itself takes, which may be meant.
+    """
+    from offloadkit.hf.arguments import argument_names, did_you_mean
+
+    own = {"output_dir", "max_steps", "epochs", "batch_size", "resume"}
+    known = {*of_sweep, *inspect.signature(finetune).parameters, *argument_names()}
+    for name, value in arguments.items():
+        if name not in known:
+            raise ConfigError(f"sweep has no argument {name!r}{did_you_mean(name, known - own)}")
+        if name in own:
+            raise ConfigError(f"sweep sets {name} of finetune by itself: leave it out")
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise ConfigError(
+                f"{name}={value!r} goes to another process and must be numbers, text, lists and dicts of these"
+            ) from error
+
+
+def base_rate(learning_rate: float | None, init: str) -> float:
+    """What `finetune` would take.
+
+    Raises:
+        ConfigError: it is no positive number.
+    """
+    if learning_rate is None:
+        return LEARNING_RATES.get(init, LEARNING_RATES["pretrained"])
+    if not isinstance(learning_rate, int | float) or isinstance(learning_rate, bool) or not 0 < learning_rate < 1e3:
+        raise ConfigError(f"learning_rate must be a positive number, got {learning_rate!r}")
+    return float(learning_rate)
+
+
+def finetuned(task: dict[str, Any]) -> dict[str, Any]:
+    """The row of one training; called in its own process. The trained model is not kept."""
+    from offloadkit import hardware
+
+    with tempfile.TemporaryDirectory(dir=task["scratch"]) as folder:
+        result = finetune(
+            **task["finetune"],
+            output_dir=folder,
+            save_strategy="no",
+            eval_strategy="no",
+            per_device_eval_batch_size=EVAL_BATCH_SIZE,
+        )
+    tokens = [step.num_tokens for step in result.steps if step.num_tokens]
+    vram = [step.bytes.get("vram", {}).get("process reserved", 0) for step in result.steps]
+    settled = result.steps[len(result.steps) // 10 :]  # the first tenth warms up
+    seconds = median(step.seconds["step"] for step in settled)
+    context = hardware.vram_context_bytes(hardware.default_device())
+    return {
+        "step_seconds": seconds,
+        "tokens_per_second": sum(tokens) / len(tokens) / seconds if tokens else None,
+        "vram_bytes": max(vram) + context if any(vram) else 0,
+        "peak_ram_bytes": hardware.process_peak_ram_bytes(),
+        "num_steps": len(result.steps),
+        "metrics": result.metrics,
+        "losses": [step.loss for step in result.steps],
+    }

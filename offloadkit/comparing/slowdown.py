@@ -1,0 +1,167 @@
+"""What offloading costs: the same steps with everything on the GPU, measured where they fit, else predicted."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from offloadkit.checkpoint.folder import writable
+from offloadkit.comparing import forecast
+from offloadkit.comparing.comparison import check_counts, forecasts_of, progress, summary
+from offloadkit.comparing.runner import Row, Runs
+from offloadkit.config import Precision
+from offloadkit.engines.work import Work, config_of
+from offloadkit.errors import DoesNotFitError, OffloadkitError
+from offloadkit.planner import Dtype
+from offloadkit.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """Seconds of a step with and without offload.
+
+    Attributes:
+        baseline: whether `baseline_seconds` were measured, or predicted by the plan from measured rates.
+        reason: why they had to be predicted; "" where they were measured.
+        on_gpu: False where there is no GPU, and the baseline is plain training on the CPU.
+    """
+
+    offloadkit_seconds: float
+    baseline_seconds: float
+    baseline: Literal["measured", "predicted"]
+    reason: str = ""
+    on_gpu: bool = True
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long a step takes."""
+        return self.offloadkit_seconds / self.baseline_seconds
+
+    def __str__(self) -> str:
+        why = f"; plain training {self.reason}" if self.reason else ""
+        against = "a GPU that holds everything" if self.on_gpu else "plain training on the CPU, without a GPU"
+        return f"{self.ratio:.3g}x of {against} ({self.baseline}{why})"
+
+
+def measure_slowdown(
+    model: str,
+    *,
+    batch_size: int = 8,
+    max_input_length: int = 512,
+    max_target_length: int = 128,
+    gradient_accumulation: int = 1,
+    precision: Precision = "exact",
+    vram: int | str | None = None,
+    ram: int | str | None = None,
+    steps: int | None = None,
+    timeout: float | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+) -> Slowdown:
+    """Run a few steps of offloadkit within `vram` and `ram`, and, where the GPU itself has room, of plain training
+    without limits and with the same attention and norms; each in a fresh process. Arguments: as `compare`.
+
+    Args:
+        output_dir: keeps what was measured for the next time; None keeps nothing.
+
+    Raises:
+        ConfigError, ModelNotFoundError, ModelAccessError, ModelError, OutputError: as `compare`.
+        DoesNotFitError: it cannot be trained within these limits.
+        OffloadkitError: offloadkit's own run failed.
+    """
+    counts = {"batch_size": batch_size, "max_input_length": max_input_length, "max_target_length": max_target_length}
+    check_counts(counts | {"gradient_accumulation": gradient_accumulation, "steps": steps}, optional=("steps",))
+    config_of(model)
+    limited = Work(
+        model=model,
+        batch_size=batch_size,
+        input_length=max_input_length,
+        target_length=max_target_length,
+        accumulation=gradient_accumulation,
+        precision=precision,
+        vram=None if vram is None else parse_bytes(vram),
+        ram=None if ram is None else parse_bytes(ram),
+        our_compute=True,
+        steps=steps,
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        return _slowdown(limited, Runs(Path(scratch) if output_dir is None else writable(output_dir), timeout))
+
+
+def _slowdown(limited: Work, runs: Runs) -> Slowdown:
+    free = replace(limited, vram=None, ram=None)
+    within, without = forecasts_of([limited, free], runs)
+    for made in (within, without):
+        if isinstance(made, dict):
+            raise OffloadkitError(made["reason"])
+    assert not isinstance(within, dict)
+    assert not isinstance(without, dict)
+    if within.reason:
+        raise DoesNotFitError(within.reason)
+    say = progress(f"{limited.model}, offloadkit")
+    task = {"mode": "measure", "engine": "offloadkit", "work": asdict(limited)}
+    ours = runs.row(task, limited.ram, within.steps_seconds(limited))
+    say(summary(ours))
+    if ours["status"] != "measured":
+        raise (DoesNotFitError if ours["status"] == "does not fit" else OffloadkitError)(ours["reason"])
+    plain, reason = _plain(free, without, runs)
+    if plain is not None:
+        return Slowdown(_seconds(ours, within), _seconds(plain, without), "measured", on_gpu=not within.on_cpu)
+    if within.large_gpu_seconds is None:
+        raise OffloadkitError(f"plain training cannot be measured ({reason}), nor predicted for this model")
+    return Slowdown(_seconds(ours, within), within.large_gpu_seconds, "predicted", reason, not within.on_cpu)
+
+
+def measure_baseline(
+    model: str,
+    *,
+    batch_size: int,
+    max_input_length: int,
+    max_target_length: int,
+    gradient_accumulation: int,
+    dtype: Dtype,
+    output_dir: Path,
+) -> tuple[float | None, str]:
+    """The seconds of `measure_slowdown`'s baseline alone; None, and why, where it cannot be measured.
+
+    Args:
+        dtype: of the working weights.
+        output_dir: keeps what was measured for the next time; it exists.
+
+    Raises:
+        ModelNotFoundError, ModelAccessError, ModelError: as `compare`.
+    """
+    config_of(model)
+    work = Work(
+        model=model,
+        batch_size=batch_size,
+        input_length=max_input_length,
+        target_length=max_target_length,
+        accumulation=gradient_accumulation,
+        dtype=dtype,
+        our_compute=True,
+    )
+    runs = Runs(output_dir, None)
+    (made,) = forecasts_of([work], runs)
+    row, reason = (None, made["reason"]) if isinstance(made, dict) else _plain(work, made, runs)
+    return None if row is None else row["step_seconds"], reason.removesuffix(" (--timeout)")  # which `finetune` has not
+
+
+def _seconds(row: Row, made: forecast.Forecast) -> float:
+    """Of a step; of the shortest without a GPU: other processes take a share of the cores, now more and now less."""
+    seconds: float = min(row["all_step_seconds"]) if made.on_cpu else row["step_seconds"]
+    return seconds
+
+
+def _plain(work: Work, made: forecast.Forecast, runs: Runs) -> tuple[Row | None, str]:
+    """The row of plain training, or None and why it cannot be measured."""
+    reason = forecast.hopeless("baseline", made, recomputed=False)
+    if reason is not None:
+        return None, reason
+    say = progress(f"{work.model}, all on the GPU")
+    task = {"mode": "measure", "engine": "baseline", "work": asdict(work)}
+    row = runs.row(task, planned_seconds=made.steps_seconds(work))
+    say(summary(row))
+    return (row, "") if row["status"] == "measured" else (None, row["reason"])

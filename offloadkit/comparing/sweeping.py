@@ -1,0 +1,390 @@
+"""`sweep`: can training time stay the same with larger batches? And what do they do to what is learned?
+
+print(offloadkit.sweep("t5-base", vram="8GiB"))
+offloadkit.sweep("t5-base", "pairs.jsonl", eval_dataset="held_out.jsonl", scale_learning_rate=("none", "sqrt")).chart()
+
+What the arguments of `sweep` take:
+
+- `model`: a preset, folder, hub name, "t5-tiny", or a model; it is left as it is.
+- `train_dataset`, `eval_dataset`, `tokenizer`, `max_input_length`, `max_target_length`: as `finetune`; without a
+  dataset the lengths are 512 and 128 tokens.
+- `batch_sizes`: rows of a micro-batch. `gradient_accumulation`: micro-batches a step, each combined with each size.
+- `precision`, `vram`, `ram`, `steps`: as `compare`.
+- `timeout`: as `compare`; with a dataset None is no limit.
+- `num_samples`: of an epoch; with a dataset: the rows that each size trains on. None: 10,000, or the dataset's.
+- `learning_rate`: of the smallest step; None: as `finetune`.
+- `scale_learning_rate`: "none", and by the ratio of rows to the smallest step's its root ("sqrt") or all of it
+  ("linear").
+- `output_dir`: gets sweep.json, .png and .svg, and the rows.
+- what else `finetune` is to be told ("init", "seed", "lr_scheduler_type", ...).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from offloadkit import errors
+from offloadkit.checkpoint.folder import writable
+from offloadkit.comparing import learning, words
+from offloadkit.comparing.comparison import check_counts, forecasts_of, progress, save, summary
+from offloadkit.comparing.forecast import Forecast
+from offloadkit.comparing.knee import Knee, measured_knee, predicted_knee
+from offloadkit.comparing.runner import Row, Runs
+from offloadkit.config import Precision
+from offloadkit.engines.work import Work
+from offloadkit.errors import ConfigError
+from offloadkit.hf.data import DEFAULT_TARGET_LENGTH
+from offloadkit.hf.quiet import bars_where_live
+from offloadkit.units import parse_bytes
+
+if TYPE_CHECKING:
+    from offloadkit.comparing.figures import Chart
+
+NUM_SAMPLES = 10_000
+"""Of an epoch, where there is no dataset."""
+MOST_TIMES_LARGER = 8
+"""How many times the largest size that was asked for is looked at when the largest that fits is looked for."""
+
+
+@dataclass(frozen=True, repr=False)
+class Sweep:
+    """What `sweep` found: tables, a chart, knees, and sentences that say what bounds each side of them."""
+
+    model: str
+    rows: list[Row]
+    """One for each size: batch_size, accumulation, scaling, learning_rate, status, reason; where measured:
+    step_seconds, sample_seconds, tokens_per_second, epoch_seconds, vram_bytes, peak_ram_bytes; with a dataset
+    eval_loss, train_loss, num_steps and num_samples."""
+    forecasts: dict[int, dict[int, Forecast]]
+    """The plan's, by accumulation and batch size; {} with a dataset."""
+    num_samples: int
+    vram: int | None
+    ram: int | None
+    environment: dict[str, str]
+    output_dir: Path
+    largest: Row = field(default_factory=dict)
+    """batch_size, the largest that the plan finds room for, at most `MOST_TIMES_LARGER` times the sizes asked for; and
+    its row."""
+
+    def measured(self, accumulation: int, scaling: str = "none") -> dict[int, Row]:
+        """The rows that have figures, by batch size."""
+        return {
+            row["batch_size"]: row
+            for row in self.rows
+            if row["status"] == "measured" and (row["accumulation"], row["scaling"]) == (accumulation, scaling)
+        }
+
+    @property
+    def accumulations(self) -> list[int]:
+        """Micro-batches a step, in the order asked for."""
+        return list(dict.fromkeys(row["accumulation"] for row in self.rows))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of a micro-batch, in the order asked for."""
+        return list(dict.fromkeys(row["batch_size"] for row in self.rows))
+
+    def knee(self, accumulation: int | None = None) -> Knee | None:
+        """The measured knee, None for less than two sizes; `accumulation` None is the first."""
+        rows = self.measured(self.accumulations[0] if accumulation is None else accumulation)
+        return measured_knee({size: row["step_seconds"] for size, row in rows.items()})
+
+    def predicted_knee(self, accumulation: int | None = None) -> Knee | None:
+        """The knee by the plan's bound, over the sizes that fit."""
+        made = self.forecasts.get(self.accumulations[0] if accumulation is None else accumulation, {})
+        return predicted_knee({size: each for size, each in made.items() if not each.lacking})
+
+    def explain(self) -> str:
+        """In sentences: what bounds the step on each side of the knee, the largest size, what was learned."""
+        from offloadkit.comparing.explain import explained
+
+        return "\n".join(explained(self))
+
+    @property
+    def title(self) -> str:
+        """What was timed, and where."""
+        where = self.environment["gpu"] if self.environment["gpu"] != "none" else "CPU, no GPU"
+        within = words.limits(self.vram, self.ram)
+        return f"{self.model}, {where}" + (f", within {within}" if within else "")
+
+    def __str__(self) -> str:
+        header, cells = self._table()
+        return "\n".join([self.title, *words.text_table(header, cells, 0), self.explain()])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        header, cells = self._table()
+        sentences = "<br>".join(escape(line) for line in self.explain().splitlines())
+        return words.html_table(header, cells, 0, self.title) + f"<p>{sentences}</p>"
+
+    def chart(self) -> Chart:
+        """A matplotlib figure: step time, time per sample and VRAM by batch size; with a dataset the held-out loss."""
+        from offloadkit.comparing.figures import sweep_chart
+
+        return sweep_chart(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, in JSON's types."""
+        made = asdict(replace(self, output_dir=Path())) | {"output_dir": str(self.output_dir)}
+        knees = {
+            str(each): {
+                "measured": (knee := self.knee(each)) and asdict(knee),
+                "predicted": (other := self.predicted_knee(each)) and asdict(other),
+            }
+            for each in self.accumulations
+        }
+        return made | {"knees": knees, "explanation": self.explain().splitlines()}
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        learns = any("eval_loss" in row for row in self.rows)
+        header = ["batch", "accum.", "a step", "a sample", "tokens/s", "VRAM", "RAM", f"{self.num_samples:,} samples"]
+        header += ["lr", "held-out loss"] if learns else []
+        return header, [self._cells(row, learns) for row in self.rows]
+
+    def _cells(self, row: Row, learns: bool) -> list[str]:
+        cells = [str(row["batch_size"]), str(row["accumulation"])]
+        if row["status"] != "measured":
+            return [*cells, row["reason"]]
+        cells += [words.duration(row["step_seconds"]), words.duration(row["sample_seconds"])]
+        cells += [f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else "-"]
+        cells += [words.size_or_dash(row["vram_bytes"]), words.size_or_dash(row["peak_ram_bytes"])]
+        cells += [words.duration(row["epoch_seconds"])]
+        if learns:
+            scaled = f" ({row['scaling']})" if row["scaling"] != "none" else ""
+            loss = f"{row['eval_loss']:.4f}" if "eval_loss" in row else "-"
+            cells += [f"{row['learning_rate']:.3g}{scaled}", loss]
+        return cells
+
+
+@bars_where_live()
+def sweep(
+    model: Any,
+    train_dataset: Any = None,
+    *,
+    eval_dataset: Any = None,
+    batch_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
+    gradient_accumulation: Sequence[int] = (1,),
+    precision: Precision = "exact",
+    vram: int | str | None = None,
+    ram: int | str | None = None,
+    max_input_length: int | None = None,
+    max_target_length: int | None = None,
+    num_samples: int | None = None,
+    learning_rate: float | None = None,
+    scale_learning_rate: Sequence[Literal["none", "sqrt", "linear"] | str] = ("none",),
+    tokenizer: Any = None,
+    steps: int | None = None,
+    timeout: float | None = None,
+    output_dir: str | os.PathLike[str] = "offloadkit-sweep",
+    **finetune_arguments: Any,
+) -> Sweep:
+    """Measure steps of each size in a fresh process; find the knee and the largest size; draw and save the chart.
+
+    Without a dataset weights and tokens are random. With one, `finetune` trains each size on the same number of its
+    rows, with the learning rate as it is and scaled, and evaluates it on `eval_dataset`. A size that fails is a row
+    with its reason. Running again with the same `output_dir` takes rows that are there.
+
+    Arguments: see the top of this module.
+
+    Raises:
+        ConfigError: an argument has no meaning.
+        DataError: the dataset will not do; found out by the first size.
+        ModelError, ModelNotFoundError, ModelAccessError: the model will not do.
+        OutputError: `output_dir` cannot be written.
+    """
+    _check_sizes(batch_sizes, gradient_accumulation)
+    _check_learning(train_dataset, eval_dataset, scale_learning_rate, learning_rate, tokenizer, finetune_arguments)
+    check_counts({"steps": steps, "num_samples": num_samples}, optional=("steps", "num_samples"))
+    budgets: dict[str, Any] = {
+        name: None if size is None else parse_bytes(size) for name, size in (("vram", vram), ("ram", ram))
+    }
+    folder = writable(output_dir)
+    runs = Runs(folder, timeout)
+    grid = [(size, times) for times in gradient_accumulation for size in batch_sizes]
+    name = model if isinstance(model, str) else getattr(model, "name_or_path", "") or type(model).__name__
+    lengths = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    common: dict[str, Any] = {"precision": precision, **budgets}
+    if train_dataset is not None:
+        given = {**lengths, **common, **finetune_arguments}
+        trained = _Learning.of(model, train_dataset, eval_dataset, tokenizer, given, num_samples, folder)
+        rows = list(trained.rows(runs, grid, learning_rate, list(scale_learning_rate)))
+        result = Sweep(name, rows, {}, trained.num_samples, **budgets, environment=runs.environment, output_dir=folder)
+    else:
+        check_counts(lengths, optional=tuple(lengths))
+        common |= {"input_length": max_input_length or 512}
+        common |= {"target_length": max_target_length or DEFAULT_TARGET_LENGTH}
+        work = Work(model=learning.config_folder(model, folder), batch_size=1, steps=steps, **common)
+        result = _timed(name, work, grid, runs, num_samples or NUM_SAMPLES, folder)
+    save(folder / "sweep", result.to_dict(), result.chart)
+    return result
+
+
+def _check_sizes(batch_sizes: Any, accumulations: Any) -> None:
+    for name, given in (("batch_sizes", batch_sizes), ("gradient_accumulation", accumulations)):
+        numbers = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
+        if not numbers or len(set(numbers)) < len(numbers) or any(type(n) is not int or n < 1 for n in numbers):
+            raise ConfigError(f"{name} must be some different whole numbers >= 1, such as (1, 2, 4); got {given!r}")
+
+
+def _check_learning(
+    train: Any, held_out: Any, scalings: Any, learning_rate: Any, tokenizer: Any, others: dict[str, Any]
+) -> None:
+    known = isinstance(scalings, Sequence) and not isinstance(scalings, str) and len(scalings) > 0
+    if not known or any(scaling not in learning.SCALINGS for scaling in scalings):
+        choices = ", ".join(map(repr, learning.SCALINGS))
+        raise ConfigError(f"scale_learning_rate must be some of {choices}, such as ('none', 'sqrt'); got {scalings!r}")
+    learning.check_arguments(others, inspect.signature(sweep).parameters)
+    of_learning = {"eval_dataset": held_out, "learning_rate": learning_rate, "tokenizer": tokenizer, **others}
+    given = [name for name, value in of_learning.items() if value is not None]
+    if train is None and (given or list(scalings) != ["none"]):
+        raise ConfigError(
+            f"{given[0] if given else 'scale_learning_rate'} needs a train_dataset: without one, sweep times"
+        )
+
+
+def _with_rates(row: Row, num_samples: int) -> Row:
+    """Seconds of a sample and of an epoch beside those of a step."""
+    if row["status"] != "measured":
+        return row
+    rows = row["batch_size"] * row["accumulation"]
+    epoch = row["step_seconds"] * math.ceil(num_samples / rows)
+    return row | {"sample_seconds": row["step_seconds"] / rows, "epoch_seconds": epoch}
+
+
+def _timed(name: str, base: Work, grid: list[tuple[int, int]], runs: Runs, num_samples: int, folder: Path) -> Sweep:
+    """Random weights and tokens: each size by its plan, and the largest that fits."""
+    works = [replace(base, batch_size=size, accumulation=times) for size, times in grid]
+    made = forecasts_of(works, runs)
+    rows: list[Row] = []
+    forecasts: dict[int, dict[int, Forecast]] = {}
+    for number, (work, planned) in enumerate(zip(works, made, strict=True), start=1):
+        say = progress(f"[{number}/{len(works)}] {name}, batch {work.batch_size} x {work.accumulation}")
+        if isinstance(planned, Forecast):
+            forecasts.setdefault(work.accumulation, {})[work.batch_size] = planned
+        rows.append(_with_rates(_timed_row(work, planned, runs), num_samples))
+        say(summary(rows[-1]))
+    most = replace(works[0], batch_size=max(size for size, _ in grid))
+    largest = _largest(most, forecasts.get(most.accumulation, {}).get(most.batch_size), rows, runs)
+    budgets: dict[str, Any] = {"vram": base.vram, "ram": base.ram}
+    return Sweep(
+        name, rows, forecasts, num_samples, **budgets, environment=runs.environment, output_dir=folder, largest=largest
+    )
+
+
+def _timed_row(work: Work, planned: Forecast | Row, runs: Runs) -> Row:
+    row: Row = {"batch_size": work.batch_size, "accumulation": work.accumulation, "scaling": "none"}
+    if isinstance(planned, dict):
+        return row | planned
+    if planned.reason:
+        return row | {"status": "does not fit", "reason": planned.reason}
+    task = {"mode": "measure", "engine": "offloadkit", "work": asdict(work)}
+    row |= runs.row(task, work.ram, planned.steps_seconds(work))
+    if row["status"] == "measured":
+        row["tokens_per_second"] = planned.num_tokens / row["step_seconds"] if planned.num_tokens else None
+    return row
+
+
+def _largest(work: Work, planned: Forecast | None, rows: list[Row], runs: Runs) -> Row:
+    """The largest size by the plan, and a short run of it where it was not among those asked for.
+
+    Args:
+        work, planned: of the largest size that was asked for.
+    """
+    if any(row["status"] == "failed" for row in rows) and not any(row["status"] == "measured" for row in rows):
+        return {}
+    most = MOST_TIMES_LARGER * work.batch_size
+    found = runs.row({"mode": "largest", "work": asdict(work), "most": most})
+    size = found.get("batch_size")
+    if size is None:
+        return {}
+    known = {"batch_size": size, "is_most": size == most}
+    kept = ("status", "reason", "step_seconds", "vram_bytes", "peak_ram_bytes")
+    for row in rows:
+        if (row["batch_size"], row["accumulation"]) == (size, work.accumulation):
+            return known | {key: row[key] for key in kept if key in row}
+    say = progress(f"the largest batch that fits by the plan, {size}")
+    tried = replace(work, batch_size=size, steps=1, warmup=0)
+    planned_seconds = planned.steps_seconds(tried) * size / work.batch_size if planned else 0.0
+    task = {"mode": "measure", "engine": "offloadkit", "work": asdict(tried)}
+    row = runs.row(task, work.ram, planned_seconds)
+    say(summary(row))
+    return known | {key: row[key] for key in kept if key in row}
+
+
+@dataclass(frozen=True)
+class _Learning:
+    """A dataset and a model where other processes can read them."""
+
+    finetune: dict[str, Any]
+    num_samples: int
+    scratch: str
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        train: Any,
+        held_out: Any,
+        tokenizer: Any,
+        given: dict[str, Any],
+        num_samples: int | None,
+        folder: Path,
+    ) -> _Learning:
+        """Write down what is not a file yet.
+
+        Raises:
+            DataError, ModelError: as `finetune`.
+        """
+        path, number = learning.rows_file(train, folder, "train", "train")
+        given = dict(given) | {"model": learning.weights_folder(model, folder, given.get("init", "pretrained"))}
+        given |= {"train_dataset": path, "tokenizer": learning.tokenizer_folder(tokenizer, folder)}
+        if held_out is not None:
+            given["eval_dataset"] = learning.rows_file(held_out, folder, "held-out", "validation")[0]
+        return cls(given, num_samples or number, str(folder.resolve()))
+
+    def rows(
+        self, runs: Runs, grid: list[tuple[int, int]], learning_rate: float | None, scalings: list[str]
+    ) -> Iterator[Row]:
+        """Train each size with each learning rate.
+
+        Raises:
+            ConfigError, DataError, ModelError, DownloadError, OutputError: `finetune`'s own, of what no size changes.
+        """
+        base = learning.base_rate(learning_rate, self.finetune.get("init", "pretrained"))
+        of_rows: dict[int, list[tuple[str, float]]] = {}
+        for number, scaling, rate in learning.learning_rates(base, sorted({s * t for s, t in grid}), scalings):
+            of_rows.setdefault(number, []).append((scaling, rate))
+        tried = [(size, times, *each) for size, times in grid for each in of_rows[size * times]]
+        for number, (size, times, scaling, rate) in enumerate(tried, start=1):
+            say = progress(f"[{number}/{len(tried)}] batch {size} x {times}, learning rate {rate:.3g} ({scaling})")
+            row: Row = {"batch_size": size, "accumulation": times, "scaling": scaling, "learning_rate": rate}
+            row |= self._trained(runs, size, times, rate)
+            if "fault" in row:
+                say("refused")
+                kind, message = row["fault"]
+                raise getattr(errors, kind)(message)
+            yield _with_rates(row, self.num_samples)
+            loss = f", held-out loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
+            say(summary(row) + loss)
+
+    def _trained(self, runs: Runs, size: int, times: int, rate: float) -> Row:
+        num_steps = self.num_samples // (size * times)
+        if num_steps == 0:
+            reason = f"not trained: {self.num_samples:,} samples are fewer than the {size * times:,} of one step"
+            return {"status": "failed", "reason": reason}
+        told = {"batch_size": size, "gradient_accumulation": times, "max_steps": num_steps, "learning_rate": rate}
+        task = {"mode": "finetune", "finetune": self.finetune | told, "scratch": self.scratch}
+        row = runs.row(task, self.finetune["ram"], math.inf)  # what it should take is known only there
+        if row["status"] == "measured":
+            row |= {name: row["metrics"][name] for name in ("eval_loss", "train_loss") if name in row["metrics"]}
+            row["num_samples"] = num_steps * size * times
+        return row

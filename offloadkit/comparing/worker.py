@@ -1,0 +1,139 @@
+"""One task in this process: `python -m offloadkit.comparing.worker TASK.json ROW.json`, started by runner.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offloadkit import hardware
+from offloadkit.comparing import forecast
+from offloadkit.device.process_memory import DeviceMemory
+from offloadkit.engines.engines import ENGINES
+from offloadkit.engines.timing import timed_steps
+from offloadkit.engines.work import Work, random_batches
+from offloadkit.errors import (
+    ConfigError,
+    DataError,
+    DoesNotFitError,
+    DownloadError,
+    ModelError,
+    OffloadkitError,
+    OutputError,
+)
+from offloadkit.units import format_bytes
+
+Row = dict[str, Any]
+
+_FAULTS = (ConfigError, DataError, DownloadError, ModelError, OutputError)
+"""Of what was given: another batch size would meet them again."""
+
+
+def main(task_path: str, row_path: str) -> None:
+    """Read the task, do it, and leave a row: the figures, or `status` and `reason`."""
+    task = json.loads(Path(task_path).read_text())
+    try:
+        row = {"status": "measured"} | do(task)
+    except BaseException as error:  # a peer may call sys.exit
+        traceback.print_exc()
+        row = why(error, task.get("work", {}).get("vram"))
+    Path(row_path).write_text(json.dumps(row))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a peer's threads or process group may hang an orderly exit
+
+
+def do(task: dict[str, Any]) -> Row:
+    """The row of a task; `mode` says of which kind."""
+    if task["mode"] == "plan":
+        return plans(task)
+    if task["mode"] == "largest":
+        return {"batch_size": forecast.largest_batch(Work(**task["work"]), task["most"], hardware.default_device())}
+    if task["mode"] == "finetune":
+        from offloadkit.comparing.learning import finetuned
+
+        return finetuned(task)
+    return measured(Work(**task["work"]), task["engine"])
+
+
+def plans(task: dict[str, Any]) -> Row:
+    """Forecasts of each piece of work, an error's message in the place of one that cannot be planned."""
+    device = hardware.default_device()
+    made: list[Row] = []
+    for work in task["works"]:
+        try:
+            made.append(forecast.as_row(forecast.forecast(Work(**work), device)))
+        except OffloadkitError as error:
+            made.append({"failed": first_line(error)})
+    return {"forecasts": made, "machine": hardware.describe_machine(device)}
+
+
+def measured(work: Work, engine_name: str) -> Row:
+    """Seconds and memory of some steps."""
+    device = hardware.default_device()
+    vram = DeviceMemory(device)
+    torch.manual_seed(work.seed)
+    dtype = work.dtype_on(device)
+    began = time.perf_counter()
+    engine: Any = ENGINES[engine_name](work, dtype, device)
+    engine.settle()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what building needed for a while is not training's
+    row: Row = {"engine_seconds": time.perf_counter() - began, "dtype": dtype}
+    row |= timed_steps(engine, random_batches(work, device), work, device, vram)
+    row["samples_per_second"] = work.rows / row["step_seconds"]
+    row["peak_ram_bytes"] = hardware.process_peak_ram_bytes()
+    row |= engine.row()
+    return row
+
+
+def why(error: BaseException, limit: int | None) -> Row:
+    """The status and the reason of what went wrong; `fault` holds type and message of an error of ours in what was
+    given."""
+    if isinstance(error, DoesNotFitError):
+        return {"status": "does not fit", "reason": first_line(error).removeprefix("the plan ")}
+    shortage = next((each for each in _causes(error) if isinstance(each, torch.OutOfMemoryError)), None)
+    if shortage is not None:
+        return {"status": "does not fit", "reason": _out_of_vram(shortage, limit)}
+    row: Row = {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"[:300]}
+    return row | ({"fault": [type(error).__name__, str(error)]} if isinstance(error, _FAULTS) else {})
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    found: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in found:
+        found.append(following)
+        following = following.__cause__ or following.__context__
+    return found
+
+
+def _out_of_vram(error: BaseException, limit: int | None) -> str:
+    """What was allocated and what was asked for on top: the least that is needed."""
+    asked = re.search(r"Tried to allocate ([\d.]+) (\w+)", str(error))
+    unit = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}.get(asked[2], 1) if asked else 1
+    needs = int(float(asked[1]) * unit) if asked else 0
+    has = limit or 0
+    with contextlib.suppress(Exception):  # after a shortage the device may answer nothing
+        device = hardware.default_device()
+        needs += torch.cuda.memory_allocated(device) + hardware.vram_context_bytes(device)
+        has = has or torch.cuda.get_device_properties(device).total_memory
+    return f"does not fit: needs more than {format_bytes(max(needs, has))} of VRAM, has {format_bytes(has)}"
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,499 @@
+"""How fast this machine is. Rates are taken once and kept; sizes are read anew each time.
+
+Rates are kept in `$XDG_CACHE_HOME/offloadkit/hardware.json` (else under ~/.cache), by host name, processor, cores, GPU,
+driver and versions: a machine that changes is measured again. Rates that were taken while others kept the machine busy
+hold for this process alone.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import fields, replace
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from offloadkit import hardware
+from offloadkit.config import Precision
+from offloadkit.device.host_memory import HostSlab
+from offloadkit.device.state_file import unnamed_file
+from offloadkit.device.streams import CopyStream, Event
+from offloadkit.errors import OutputError
+from offloadkit.hardware import Hardware
+from offloadkit.kernels import cpu
+from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars
+from offloadkit.optim.moments import BLOCK, MOMENT_DTYPES
+
+_DISK_PIECE_BYTES = 4 << 20
+_NUM_PIECES = 16
+_NUM_THREADS = 4
+_MAX_SECONDS = 0.15
+"""Of each of the three passes."""
+
+
+def disk_rates(folder: Path) -> dict[str, float]:
+    """Bytes/s of writing over a file of at most 64 MiB and of reading it back, four pieces of 4 MiB at a time.
+
+    With O_DIRECT where the file system takes it, else flushed with fsync and dropped from the page cache.
+
+    Raises:
+        OutputError: the folder cannot be written, or has no room.
+    """
+    free = shutil.disk_usage(folder).free
+    num_pieces = min(_NUM_PIECES, free // 2 // _DISK_PIECE_BYTES)
+    if num_pieces == 0:
+        raise OutputError(
+            f"{folder} has {free >> 20} MiB free: at least {_DISK_PIECE_BYTES >> 19} are needed to measure it"
+        )
+    try:
+        file, direct = unnamed_file(folder, num_pieces * _DISK_PIECE_BYTES)
+    except OSError as error:
+        raise OutputError(f"cannot write to {folder}: {error.strerror}; name a folder that can be written") from error
+    buffer = mmap.mmap(-1, _DISK_PIECE_BYTES)  # page-aligned, as O_DIRECT wants it
+    buffer.write(os.urandom(_DISK_PIECE_BYTES))  # nothing to compress
+    targets = [mmap.mmap(-1, _DISK_PIECE_BYTES) for _ in range(_NUM_THREADS)]
+
+    def write(piece: int) -> None:
+        os.pwrite(file, buffer, piece * _DISK_PIECE_BYTES)
+        if not direct:
+            os.fsync(file)
+
+    def read(piece: int) -> None:
+        if not direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, piece * _DISK_PIECE_BYTES, _DISK_PIECE_BYTES, os.POSIX_FADV_DONTNEED)
+        os.preadv(file, [targets[piece % _NUM_THREADS]], piece * _DISK_PIECE_BYTES)
+
+    try:
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            num_written, _ = _pass(pool, write, num_pieces)  # a new file's first writing is not the rate
+            return {
+                "disk_write_bytes_per_second": _pass(pool, write, num_written)[1],
+                "disk_read_bytes_per_second": _pass(pool, read, num_written)[1],
+            }
+    except OSError as error:
+        raise OutputError(f"measuring the disk in {folder} failed: {error.strerror}") from error
+    finally:
+        os.close(file)
+        buffer.close()
+
+
+def _pass(pool: ThreadPoolExecutor, work: Callable[[int], None], num_pieces: int) -> tuple[int, float]:
+    """(pieces done, bytes/s) of `work` over the pieces, a few at a time, until they or the time are spent."""
+    started, done = time.perf_counter(), 0
+    while done < num_pieces and (done == 0 or time.perf_counter() - started < _MAX_SECONDS):
+        some = range(done, min(done + _NUM_THREADS, num_pieces))
+        list(pool.map(work, some))
+        done = some.stop
+    return done, done * _DISK_PIECE_BYTES / (time.perf_counter() - started)
+
+
+_cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
+_CPU_CACHES = Path("/sys/devices/system/cpu")
+_NUM_REPETITIONS = 3
+_ENOUGH_SECONDS = 0.02
+"""Of repetitions, when there were three: one of the quick ones falls between what others take of the cores."""
+_SLOW_SECONDS = 0.05
+"""Of repetitions, however few there were; a matrix product that would take longer is not tried."""
+
+_COPY_BYTES = 64 << 20
+_PIECE_BYTES = 16 << 20
+_VRAM_BYTES = 256 << 20
+_QUICK_VRAM_BYTES, _QUICK_RAM_BYTES = 192 << 20, 32 << 20
+"""Larger than the caches, of GPUs with 96 MiB too."""
+_STATE_BYTES = 2 + 2 + 4 + 4 + 2
+"""A parameter's bf16 weight, remainder, exp_avg, exp_avg_sq and bf16 gradient."""
+_ADAMW_TRAFFIC_BYTES: dict[Precision, float] = {
+    "exact": 2 * (2 + 2 + 4 + 4) + 2,
+    "compact": 2 * (2 + 2 + 2 + 2) + 2,
+    "tiny": 2 * (2 + 2 + (1 + 4 / BLOCK) * 2) + 2,
+}
+_STEP_RATES: dict[str, Precision] = {
+    "cpu_adamw_bytes_per_second": "exact",
+    "cpu_compact_bytes_per_second": "compact",
+    "cpu_tiny_bytes_per_second": "tiny",
+}
+_TRIAD_TRAFFIC_BYTES = 3 * 4
+_MIN_PARAMETERS, _MAX_PARAMETERS = 8 << 20, 96 << 20
+_WITHOUT_KERNEL_PARAMETERS = 1 << 17
+_MATMUL_SIZES = (256, 512, 1024, 2048, 4096)
+_NUM_LAUNCHES = 200
+
+
+def machine_rates(device: torch.device) -> dict[str, Any]:
+    """The measured fields of `Hardware`, but for the disk's."""
+    numel = _num_parameters()
+    slab = HostSlab(max(numel * _STATE_BYTES + 5 * 256, _COPY_BYTES))
+    slab.populate()
+    rates: dict[str, Any] = {"dram_bytes_per_second": _triad_rate(slab, numel * _STATE_BYTES // 8)}
+    state, gradient = _state(slab, numel)
+    for name, kept in _STEP_RATES.items():
+        rates[name] = _ADAMW_TRAFFIC_BYTES[kept] * numel / _adamw_seconds(_kept_in(kept, state), gradient)
+    rates["can_pin"] = device.type == "cuda" and _pin(slab, device)
+    slab.clear()
+    rates |= _copy_rates(slab.cut(_COPY_BYTES, torch.uint8), device)
+    slab.clear()
+    beside = _adamw_beside_copies(slab, numel, rates, device) if rates["can_pin"] else 0.0
+    alone = rates["cpu_adamw_bytes_per_second"], rates["both_bytes_per_second"]
+    rates["cpu_and_bus_bytes_per_second"] = max(beside, *alone)
+    rates["vram_bytes_per_second"] = _vram_rate(device)
+    rates["launch_seconds"] = _launch_seconds(device)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        rates[f"{name}_flops_per_second"] = _matmul_rate(dtype, device)
+    rates["vram_context_bytes"] = hardware.vram_context_bytes(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rates
+
+
+def _best_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
+    """Seconds of one `run`, of which `times` are enqueued at once; the quicker it is, the oftener it is repeated."""
+    run()
+    _wait(device)
+    best, spent, repetitions = float("inf"), 0.0, 0
+    while spent < (_ENOUGH_SECONDS if repetitions >= _NUM_REPETITIONS else _SLOW_SECONDS):
+        started = time.perf_counter()
+        for _ in range(times):
+            run()
+        _wait(device)
+        took = time.perf_counter() - started
+        best, spent, repetitions = min(best, took / times), spent + took, repetitions + 1
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _last_level_cache_bytes() -> int:
+    """The last-level caches of the cores that this process may use, together; 0 where the system does not say."""
+    caches: dict[tuple[str, str], int] = {}
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    for core in cores:
+        folder = _CPU_CACHES / f"cpu{core}" / "cache" / "index3"
+        try:
+            shared, size = (folder / "shared_cpu_list").read_text(), (folder / "size").read_text().strip()
+        except OSError:
+            continue
+        if size.endswith("K") and size[:-1].isdigit():
+            caches[shared, size] = int(size[:-1]) << 10
+    return sum(caches.values())
+
+
+def _num_parameters() -> int:
+    """As many that all arrays together are four times the caches, and that an eighth of the free RAM holds them.
+
+    (An H200 host's last-level cache is 300 MiB: over arrays of 128 MiB each its triad read 435 GB/s, of DRAM's 189.)
+    """
+    if not cpu.available():
+        return _WITHOUT_KERNEL_PARAMETERS
+    numel = min(max(_MIN_PARAMETERS, 4 * _last_level_cache_bytes() // _STATE_BYTES), _MAX_PARAMETERS)
+    return max(256, min(numel, hardware.ram_available_bytes() // 8 // _STATE_BYTES) // 256 * 256)
+
+
+def _state(slab: HostSlab, numel: int) -> tuple[FlatState, Tensor]:
+    """Arrays of ordinary numbers: some processors write zeros faster, and denormal ones slower."""
+    weights = slab.cut(numel, torch.bfloat16).fill_(0.02)
+    remainder = slab.cut(numel, torch.int16).fill_(77)
+    exp_avg = slab.cut(numel, torch.float32).fill_(1e-3)
+    exp_avg_sq = slab.cut(numel, torch.float32).fill_(1e-6)
+    return FlatState(weights, remainder, exp_avg, exp_avg_sq), slab.cut(numel, torch.bfloat16).fill_(1e-3)
+
+
+def _kept_in(kept: Precision, state: FlatState) -> FlatState:
+    """`state` with moments of another precision, in the memory of its own: some numbers, but no longer the same."""
+    if kept == "exact":
+        return state
+    numel, dtype = state.exp_avg.numel(), MOMENT_DTYPES[kept]
+    moments = {name: getattr(state, name).view(dtype)[:numel] for name in ("exp_avg", "exp_avg_sq")}
+    for moment in moments.values():
+        moment.fill_(0.01 if dtype.is_floating_point else 77)
+    if kept == "tiny":
+        moments |= {f"{name}_scale": torch.full((numel // BLOCK,), 1e-3) for name in moments}
+    return replace(state, **moments)
+
+
+def _triad_rate(slab: HostSlab, numel: int) -> float:
+    """Bytes/s of a triad over two fp32 arrays of `numel` elements, the whole slab."""
+    a, b = (slab.cut(numel, torch.float32).fill_(1e-3) for _ in range(2))
+    slab.clear()
+    run = (lambda: cpu.triad(a, b, 1e-9)) if cpu.available() else (lambda: a.add_(b, alpha=1e-9))
+    return _TRIAD_TRAFFIC_BYTES * numel / _best_seconds(run, a.device)
+
+
+def _adamw_seconds(state: FlatState, gradient: Tensor) -> float:
+    return _best_seconds(lambda: _step(state, gradient), gradient.device)
+
+
+def _step(state: FlatState, gradient: Tensor) -> None:
+    scalars = adamw_scalars(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=1)
+    cpu.adamw_step(state, gradient, [Segment(0, gradient.numel(), scalars)], 1.0)
+
+
+def _pin(slab: HostSlab, device: torch.device) -> bool:
+    _cuda.init()
+    with torch.cuda.device(device):
+        return slab.pin()
+
+
+def _copy_rates(host: Tensor, device: torch.device) -> dict[str, float]:
+    """host: uint8, the bytes of one copy."""
+    there, back = CopyStream(device, "H2D"), CopyStream(device, "D2H")
+    half = host.numel() // 2
+    buffer = torch.zeros_like(host, device=device)
+
+    def both() -> None:
+        there.copy(buffer[:half], host[:half])
+        back.copy(host[half:], buffer[half:])
+
+    num_bytes = host.numel()
+    return {
+        "h2d_bytes_per_second": num_bytes / _best_seconds(lambda: there.copy(buffer, host), device, 2),
+        "d2h_bytes_per_second": num_bytes / _best_seconds(lambda: back.copy(host, buffer), device, 2),
+        "both_bytes_per_second": num_bytes / _best_seconds(both, device, 2),
+    }
+
+
+def _adamw_beside_copies(slab: HostSlab, numel: int, rates: dict[str, Any], device: torch.device) -> float:
+    """Bytes/s of the CPU step and of copies that go on beside it: of its own arrays, so that they come from DRAM."""
+    memory = slab.cut(numel * _STATE_BYTES, torch.uint8)
+    slab.clear()
+    state, gradient = _state(slab, numel)
+    pieces = [memory[start : start + _PIECE_BYTES] for start in range(0, len(memory), _PIECE_BYTES)]
+    there, back = CopyStream(device, "H2D"), CopyStream(device, "D2H")
+    buffers = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    num_bytes = _ADAMW_TRAFFIC_BYTES["exact"] * numel
+    bus_bytes = 3 * num_bytes / rates["cpu_adamw_bytes_per_second"] * rates["both_bytes_per_second"]
+    best = 0.0
+    for _ in range(_NUM_REPETITIONS):
+        ends: list[tuple[Event, int]] = []
+        for index in range(max(2, int(bus_bytes / 2 / _PIECE_BYTES))):  # longer than the step takes
+            piece, buffer = pieces[index % len(pieces)], buffers[index % 2]
+            if index >= 2:
+                there.wait(ends[-2][0])
+            there.copy(buffer[: len(piece)], piece)
+            back.wait(there.record())
+            back.copy(piece, buffer[: len(piece)])
+            ends.append((back.record(), 2 * len(piece)))
+        before, began = _done_bytes(ends), time.perf_counter()
+        _step(state, gradient)
+        seconds = time.perf_counter() - began
+        copied = _done_bytes(ends) - before
+        _wait(device)
+        best = max(best, (num_bytes + copied) / seconds)
+    return best
+
+
+def _done_bytes(ends: list[tuple[Event, int]]) -> int:
+    """What the copies have moved that are over; they end in order."""
+    return sum(num_bytes for _, num_bytes in takewhile(lambda end: end[0].done(), ends))
+
+
+def _vram_rate(device: torch.device) -> float:
+    room = hardware.vram_bytes(device)[0] if device.type == "cuda" else hardware.ram_available_bytes()
+    large = _VRAM_BYTES if device.type == "cuda" else 2 * _COPY_BYTES
+    array = torch.zeros(max(1, min(large, room // 8) // 4), device=device)
+    return 2 * 4 * array.numel() / _best_seconds(lambda: array.add_(1.0), device, 2)
+
+
+def quick_vram_rate(device: torch.device) -> float | None:
+    """The same from a smaller array, in a few hundredths of a second; None where there is no room for it."""
+    on_gpu = device.type == "cuda"
+    large = _QUICK_VRAM_BYTES if on_gpu else _QUICK_RAM_BYTES
+    room = hardware.vram_bytes(device)[0] if on_gpu else hardware.ram_available_bytes()
+    if room < 2 * large:
+        return None
+    seconds = _best_seconds(partial(torch.zeros(large // 4, device=device).add_, 1.0), device, 4 if on_gpu else 1)
+    if on_gpu:
+        torch.cuda.empty_cache()  # what was held for it would count as the training's
+    return 2 * large / seconds
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Operations are started one after the other, faster than a queue of them fills up. Repeated for longer than what
+    else a host does takes the core: by a few milliseconds alone, one H200 host came out at 1.7 times another's time,
+    and took 0.7 of it for the same training."""
+    array = torch.zeros(1, device=device)
+    array.add_(1.0)
+    best, spent = float("inf"), 0.0
+    while spent < _SLOW_SECONDS:
+        _wait(device)
+        started = time.perf_counter()
+        for _ in range(_NUM_LAUNCHES):
+            array.add_(1.0)
+        took = time.perf_counter() - started
+        best, spent = min(best, took / _NUM_LAUNCHES), spent + took
+    return best
+
+
+def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of square products, up to the size of a transformer layer's where that is not slow here."""
+    rate = 0.0
+    for size in _MATMUL_SIZES:
+        flops = 2 * size**3
+        if rate and flops / rate > _SLOW_SECONDS:
+            break
+        rate = max(rate, flops / _matmul_seconds(size, dtype, device))
+    return rate
+
+
+def _matmul_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    factor = torch.full((size, size), 0.5, dtype=dtype, device=device)
+    out = torch.empty_like(factor)
+    return _best_seconds(lambda: torch.mm(factor, factor, out=out), device, 8 if device.type == "cuda" else 1)
+
+
+_VERSION = 3
+"""Raised when what is measured changes: kept rates of another version are not read."""
+_DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
+_RATES = {
+    field.name
+    for field in fields(Hardware)
+    if field.name.endswith("_per_second") or field.name in ("can_pin", "launch_seconds", "vram_context_bytes")
+} - _DISK_RATES
+_of_this_process: dict[str, Any] = {}
+"""Rates that were measured on a busy machine: better than measuring again and again."""
+_BUSY, _COUNTING_SECONDS = 0.1, 0.05
+_DRIVER = Path("/sys/module/nvidia/version")
+
+
+def measure(
+    device: torch.device | str | None = None, *, folder: str | Path | None = None, fresh: bool = False
+) -> Hardware:
+    """Measure this machine in under two seconds; rates are kept on disk for the next time, sizes are always new.
+
+    Args:
+        device: whose VRAM and copies; None: the current CUDA device where there is one.
+        folder: where the disk's rates are taken, by writing and reading at most 64 MiB; None leaves the disk out.
+        fresh: measure again, whatever is kept.
+
+    Raises:
+        OutputError: `folder` is none, or cannot be written.
+    """
+    device = hardware.default_device() if device is None else hardware.indexed(torch.device(device))
+    where = None if folder is None else _existing(Path(folder))
+    kept = {} if fresh else _of_this_process | _read_kept()
+    key = _machine_key(device)
+    rates = kept.get(key, {})
+    if rates.keys() != _RATES:
+        began = time.perf_counter(), _seconds_of_others()
+        rates = machine_rates(device)
+        if _disturbed(*began):
+            _of_this_process[key] = rates
+        else:
+            _keep(key, rates)
+    disk: dict[str, Any] = {}
+    if where is not None:
+        disk_key = f"{key} | {where}"
+        disk = kept.get(disk_key, {})
+        if disk.keys() != _DISK_RATES:
+            disk = disk_rates(where)
+            _keep(disk_key, disk)
+        disk |= {"disk_folder": str(where), "disk_free_bytes": shutil.disk_usage(where).free}
+    return Hardware(**_sizes(device), **rates, **disk)
+
+
+def vram_rate(device: torch.device) -> float | None:
+    """Bytes a second of `device`'s memory: what `measure` has kept, else a look of a few hundredths of a second.
+
+    None where there is no room for the array that the look takes.
+    """
+    device = hardware.indexed(device)
+    kept = (_of_this_process | _read_kept()).get(_machine_key(device), {})
+    rate: float | None = kept.get("vram_bytes_per_second") or quick_vram_rate(device)
+    return rate
+
+
+def _own_cores() -> list[Any]:
+    """The system's count of seconds, by use, of each core that this process may run on."""
+    cores = psutil.cpu_times(percpu=True)
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
+    return [times for core, times in enumerate(cores) if core in own]
+
+
+def _seconds_of_others() -> float:
+    """Seconds that other processes and machines have had of these cores."""
+    uses = ("user", "nice", "system", "irq", "softirq", "steal")
+    return sum(getattr(core, use, 0.0) for core in _own_cores() for use in uses) - time.process_time()
+
+
+def _disturbed(started: float, others: float) -> bool:
+    """Whether others have taken more than a tenth of the cores since then; the system counts hundredths of seconds."""
+    share = _BUSY * len(_own_cores()) * (time.perf_counter() - started)
+    return _seconds_of_others() - others > share + _COUNTING_SECONDS
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.expanduser().resolve()
+    if not folder.is_dir():
+        raise OutputError(f"{folder} is no folder: the disk's rate is measured in one that exists")
+    return folder
+
+
+def _sizes(device: torch.device) -> dict[str, Any]:
+    """The fields of `Hardware` that are never kept."""
+    ram_total, ram_available = hardware.ram_limit_bytes(), hardware.ram_available_bytes()
+    on_gpu = device.type == "cuda"
+    vram_free, vram_total = hardware.vram_bytes(device) if on_gpu else (ram_available, ram_total)
+    return {
+        "device": str(device),
+        "gpu_name": torch.cuda.get_device_name(device) if on_gpu else None,
+        "compute_capability": torch.cuda.get_device_capability(device) if on_gpu else None,
+        "supports_bf16": hardware.supports_bf16(device),
+        "vram_total_bytes": vram_total,
+        "vram_free_bytes": vram_free,
+        "ram_total_bytes": ram_total,
+        "ram_available_bytes": ram_available,
+        "cpu_name": hardware.cpu_name(),
+        "num_cores": hardware.num_cores(),
+    }
+
+
+def _machine_key(device: torch.device) -> str:
+    gpu = "no GPU"
+    if device.type == "cuda":
+        driver = _DRIVER.read_text().strip() if _DRIVER.exists() else "unknown"
+        gpu = f"{device} {torch.cuda.get_device_name(device)}, driver {driver}"
+    kernel = ",".join(cpu.cpu_levels()) or "no C kernel"
+    processor = f"{hardware.cpu_name()}, {hardware.num_cores()} cores, {kernel}"
+    return f"{platform.node()} | {processor} | {gpu} | torch {torch.__version__} | {_VERSION}"
+
+
+def cache_file() -> Path:
+    """Where measured rates are kept."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "offloadkit" / "hardware.json"
+
+
+def _read_kept() -> dict[str, Any]:
+    """What is kept, by machine and disk; nothing where the file is missing or damaged."""
+    try:
+        kept = json.loads(cache_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    entries = kept.items() if isinstance(kept, dict) else ()
+    return {key: rates for key, rates in entries if isinstance(rates, dict)}
+
+
+def _keep(key: str, rates: dict[str, Any]) -> None:
+    """Add to what is kept, in one move of a whole file; where it cannot be written, the next process measures again."""
+    path = cache_file()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
+            json.dump(_read_kept() | {key: rates}, file, indent=1)
+        os.replace(file.name, path)

@@ -1,0 +1,98 @@
+"""Memory of a process as the driver and the system see it, torch's allocator of VRAM, and a cap on VRAM."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import psutil
+import torch
+
+from offloadkit import hardware
+
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def let_segments_grow(device: torch.device) -> None:
+    """Have what is allocated from now on lie in segments that grow (`expandable_segments`), so that memory freed in one
+    size serves another: 0.02 to 0.37 GiB are reserved beyond what is allocated then, else up to 0.67 (H200).
+
+    Nothing where the user configures the allocator, or where the system has no such segments.
+    """
+    if device.type != "cuda" or sys.platform != "linux" or any(name in os.environ for name in _VARIABLES):
+        return
+    settings: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if settings is None:  # torch 2.8 and older
+        settings = torch.cuda.memory._set_allocator_settings
+    settings("expandable_segments:True")
+
+
+class DeviceMemory:
+    """Peak device memory of this process in bytes, sampled where `sample` is called. Make it before CUDA starts.
+
+    NVML's figure for this process holds what torch's own counters leave out: the CUDA context, cuBLAS workspaces and
+    fragmentation. Where the driver does not tell processes apart, the growth of the whole device is taken instead.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.peak_bytes, self.source = 0, "none"
+        self._nvml_device = None
+        if device.type != "cuda":
+            return
+        self.source = "mem_get_info (whole device)"
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+            index = int(visible) if visible.isdigit() else 0
+            self._nvml, self._nvml_device = pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)
+            self._bytes_before = int(pynvml.nvmlDeviceGetMemoryInfo(self._nvml_device).used)
+        except Exception as error:
+            self.source += f"; no NVML: {error!r}"
+
+    def sample(self) -> None:
+        """Take what is in use now into the peak."""
+        if self.source != "none":
+            self.peak_bytes = max(self.peak_bytes, self._used_bytes())
+
+    def _used_bytes(self) -> int:
+        if self._nvml_device is None:
+            free, total = torch.cuda.mem_get_info()
+            return int(total - free)
+        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._nvml_device):
+            if process.pid == os.getpid() and process.usedGpuMemory:
+                self.source = "NVML, this process"
+                return int(process.usedGpuMemory)
+        self.source = "NVML, growth of the device"
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._nvml_device).used) - self._bytes_before
+
+
+def cap_vram(limit_bytes: int | None, device: torch.device) -> None:
+    """Let torch allocate no more of `device` than what CUDA's context leaves of `limit_bytes`; None is no cap."""
+    if limit_bytes is None or device.type != "cuda":
+        return
+    square = torch.zeros(16, 16, device=device)
+    torch.mm(square, square)  # loads what every engine will have in its context
+    del square
+    torch.cuda.empty_cache()
+    left = max(0, limit_bytes - hardware.vram_context_bytes(device))
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), hardware.indexed(device))
+
+
+def tree_ram_bytes(pid: int) -> int:
+    """Resident RAM of a process and all it has started, in bytes; pinned pages count, shared ones once a process."""
+    try:
+        root = psutil.Process(pid)
+        members = [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return 0
+    total = 0
+    for member in members:
+        try:
+            total += int(member.memory_info().rss)
+        except psutil.Error:
+            continue  # it has ended meanwhile
+    return total

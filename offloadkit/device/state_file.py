@@ -1,0 +1,276 @@
+"""Optimizer states on disk: a file that the step reads ahead of itself and writes behind itself.
+
+Each layer's states are one region. They pass through a few pinned buffers in RAM, past the page cache (`O_DIRECT`)
+where the file system can, so that neither the system's write-back nor its memory limit decides when the disk works. A
+layer's region is also mapped, for those who read or write its states between steps (checkpoints).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from offloadkit.device.host_memory import HostSlab
+from offloadkit.errors import OutputError
+
+NETWORK_FILE_SYSTEMS = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "ceph",
+    "glusterfs",
+    "fuse.sshfs",
+    "lustre",
+    "afs",
+}
+RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
+_PAGE = 4096
+_CHUNK = 16 * 2**20
+_NUM_THREADS = 4
+
+
+Move = Callable[[int, list[memoryview], int], int]
+"""`os.preadv` or `os.pwritev`: (file, buffers, offset) -> bytes moved."""
+
+
+class StateFile:
+    """Regions of a file without a name, which is gone with the process.
+
+    Attributes:
+        direct: whether it is read and written past the page cache.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], sizes: Sequence[int]) -> None:
+        """
+        Args:
+            sizes: bytes of each region.
+
+        Raises:
+            OutputError: the folder is on a network mount, cannot be written, or the disk is too small; nothing is left.
+        """
+        self._starts: list[int] = []
+        total = 0
+        for size in sizes:
+            self._starts.append(total)
+            total += _whole_pages(size)
+        self._sizes = list(sizes)
+        self._file, self.direct = _file_for_states(Path(folder), max(total, _PAGE))
+        self._closing = weakref.finalize(self, os.close, self._file)
+        self._mapping = mmap.mmap(self._file, max(total, _PAGE))
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, "offloadkit-disk")
+
+    def mapped(self, index: int) -> torch.Tensor:
+        """uint8 view of a region, through the page cache; not to be used while the region is read or written."""
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self._sizes[index], offset=self._starts[index])
+
+    def forget_pages(self, index: int) -> None:
+        """Write what was written to the mapped region, and keep none of it in RAM."""
+        start, size = self._starts[index], _whole_pages(self._sizes[index])
+        self._mapping.flush(start, size)
+        self._mapping.madvise(mmap.MADV_DONTNEED, start, size)
+        os.posix_fadvise(self._file, start, size, os.POSIX_FADV_DONTNEED)
+
+    def read(self, index: int, slab: HostSlab) -> list[Future[None]]:
+        """Start reading a region into the beginning of `slab`; the futures' `result()` raises what went wrong."""
+        return self._start(os.preadv, index, slab)
+
+    def write(self, index: int, slab: HostSlab) -> list[Future[None]]:
+        """Start writing a region from the beginning of `slab`."""
+        return self._start(os.pwritev, index, slab)
+
+    def close(self) -> None:
+        """Wait for what was started and give the disk space back, once no view of a region is left."""
+        self._pool.shutdown()
+        with suppress(BufferError):
+            self._mapping.close()
+        self._closing()
+
+    def _start(self, move: Move, index: int, slab: HostSlab) -> list[Future[None]]:
+        size = _whole_pages(self._sizes[index])
+        return [
+            self._pool.submit(self._move, move, slab.address + at, self._starts[index] + at, min(_CHUNK, size - at))
+            for at in range(0, size, _CHUNK)
+        ]
+
+    def _move(self, move: Move, address: int, offset: int, length: int) -> None:
+        memory = memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+        while length:
+            moved = move(self._file, [memory], offset)
+            if moved == 0:
+                raise OSError(f"the file of optimizer states ends {length} bytes early")
+            memory, offset, length = memory[moved:], offset + moved, length - moved
+
+
+class DiskStates:
+    """The buffers through which states on disk pass during a step, in the order in which they are asked for."""
+
+    def __init__(self, file: StateFile, buffers: Sequence[HostSlab]) -> None:
+        self.file = file
+        self._free: list[tuple[HostSlab, list[Future[None]]]] = [(slab, []) for slab in buffers]
+        self._here: dict[int, tuple[HostSlab, list[Future[None]]]] = {}
+        self._written: dict[int, list[Future[None]]] = {}
+        """The newest writes of each region: it is not read before they are done."""
+
+    def prefetch(self, index: int) -> None:
+        """Start reading a region, if a buffer is free and nothing is to be waited for; `take` alone waits."""
+        if index not in self._here and _done(self._written.get(index, [])):
+            if any(_done(jobs) for _, jobs in self._free):
+                self._read(index)
+
+    def take(self, index: int) -> HostSlab:
+        """The buffer that holds a region, read; the caller's until `give_back`."""
+        if index not in self._here:
+            self._read(index)
+        slab, jobs = self._here[index]
+        _finish(jobs)
+        return slab
+
+    def give_back(self, index: int) -> None:
+        """Write the region; its buffer is free after that."""
+        slab, _ = self._here.pop(index)
+        self._written[index] = self.file.write(index, slab)
+        self._free.append((slab, self._written[index]))
+
+    def synchronize(self) -> None:
+        """Wait until everything is written; what was read ahead and not taken is forgotten."""
+        self._free += self._here.values()
+        self._here.clear()
+        for _, jobs in self._free:
+            _finish(jobs)
+
+    def _read(self, index: int) -> None:
+        if not self._free:  # all were read ahead, and this one was still being written then
+            self._free.append(self._here.popitem()[1])
+        ready = [item for item in self._free if _done(item[1])]
+        slab, jobs = ready[0] if ready else self._free[0]
+        self._free = [item for item in self._free if item[0] is not slab]
+        _finish(jobs)
+        _finish(self._written.get(index, []))
+        self._here[index] = slab, self.file.read(index, slab)
+
+
+class Region:
+    """One layer's states on disk."""
+
+    def __init__(self, states: DiskStates, index: int) -> None:
+        self._states, self._index = states, index
+
+    def mapped(self) -> torch.Tensor:
+        """uint8 view, for use between steps."""
+        return self._states.file.mapped(self._index)
+
+    def forget_pages(self) -> None:
+        """Keep nothing of `mapped` in RAM."""
+        self._states.file.forget_pages(self._index)
+
+    def prefetch(self) -> None:
+        """Start reading, where a buffer is free."""
+        self._states.prefetch(self._index)
+
+    @contextmanager
+    def in_ram(self) -> Iterator[HostSlab]:
+        """The states in RAM, to be cut from the beginning; written to disk afterwards."""
+        slab = self._states.take(self._index)
+        slab.clear()
+        try:
+            yield slab
+        finally:
+            self._states.give_back(self._index)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    """`num_bytes` rounded up to pages, as `O_DIRECT` wants them."""
+    return -(-num_bytes // _PAGE) * _PAGE
+
+
+def _done(jobs: list[Future[None]]) -> bool:
+    return all(job.done() for job in jobs)
+
+
+def _finish(jobs: list[Future[None]]) -> None:
+    wait(jobs)
+    for job in jobs:
+        job.result()
+    jobs.clear()
+
+
+def unnamed_file(folder: Path, num_bytes: int) -> tuple[int, bool]:
+    """A file of `num_bytes`, all reserved, that is gone when it is closed; and whether it passes by the page cache.
+
+    Raises:
+        OSError: the folder cannot be written, or has no room.
+    """
+    with tempfile.TemporaryFile(prefix="offloadkit-", dir=folder, buffering=0) as unnamed:
+        os.posix_fallocate(unnamed.fileno(), 0, num_bytes)
+        file = os.dup(unnamed.fileno())
+    return file, _without_page_cache(file)
+
+
+def _file_for_states(folder: Path, num_bytes: int) -> tuple[int, bool]:
+    unfit = unfit_for_states(folder)
+    if unfit:
+        raise OutputError(
+            f"optimizer states cannot lie in {folder}: {unfit}. Name a folder on a local disk: OffloadConfig(disk=...)"
+        )
+    try:
+        free = shutil.disk_usage(folder).free
+        if free >= num_bytes:
+            return unnamed_file(folder, num_bytes)
+    except OSError as error:
+        raise OutputError(f"the optimizer states cannot be put on disk in {folder}: {error}") from error
+    raise OutputError(
+        f"the optimizer states need {num_bytes / 2**30:.2f} GiB of disk and {folder} has "
+        f"{free / 2**30:.2f} GiB free: free some, or name another folder: OffloadConfig(disk=...)"
+    )
+
+
+def unfit_for_states(folder: Path) -> str:
+    """Why states cannot lie in `folder`, by its file system; "" where they can."""
+    kind = _file_system(folder)
+    if kind in NETWORK_FILE_SYSTEMS:
+        return f"it is a network mount ({kind})"
+    return f"it is in RAM itself ({kind})" if kind in RAM_FILE_SYSTEMS else ""
+
+
+def _file_system(folder: Path) -> str:
+    """Type of the file system that `folder` lies on, as /proc/mounts names it; "" where there is no telling."""
+    best, kind = "", ""
+    with suppress(OSError):
+        real = str(folder.resolve())
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            point, name = line.split()[1:3]
+            inside = real == point or real.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best):
+                best, kind = point, name
+    return kind
+
+
+def _without_page_cache(file: int) -> bool:
+    """Switch `O_DIRECT` on and try it; off again where the file system refuses."""
+    import fcntl
+
+    flag = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    if not flag:
+        return False
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | flag)
+        with mmap.mmap(-1, _PAGE) as page:
+            os.preadv(file, [page], 0)
+    except OSError:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+        return False
+    return True

@@ -1,0 +1,196 @@
+"""What every engine is given to do: a model with random weights, and micro-batches of random tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from offloadkit import hardware
+from offloadkit.hf.load import Task, auto_class_of, build, completed, draw_lazily, infer_task
+from offloadkit.hf.models import EAGER_ATTENTION, load_config
+from offloadkit.hf.patches import fuse
+from offloadkit.hf.weight_files import Materialise, become
+from offloadkit.planner import Dtype
+from offloadkit.planning import default_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+TINY = "t5-tiny"
+"""A T5 of a quarter of a million weights over bytes: for trying things out on a CPU."""
+_TINY_SHAPE: dict[str, Any] = {
+    "vocab_size": 384,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+}
+
+LEARNING_RATE = 1e-5
+MAX_GRAD_NORM = 1.0
+NUM_SPECIAL_IDS = 3
+"""Ids from 0 that stand for padding, ends and unknown words in most vocabularies: not drawn."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One training set-up. Sizes are those of a micro-batch; a step is `accumulation` of them and one update."""
+
+    model: str
+    """`TINY`, a preset, a folder with a config.json, or a hub name. Only the config is read."""
+    batch_size: int
+    input_length: int
+    """Tokens of a row that the model reads."""
+    target_length: int
+    """Tokens of a row that a decoder of its own writes; without one it means nothing."""
+    accumulation: int = 1
+    precision: Literal["exact", "compact", "tiny"] = "exact"
+    """Of offloadkit's optimizer states; the others know fp32 alone."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Of the working weights; None: what `finetune` takes on this device."""
+    recomputed: bool = False
+    """Activation checkpointing of the engines that do not plan."""
+    our_compute: bool = False
+    """Have the baseline compute as under offloadkit (attention, norms), so that what differs is the offload; else as
+    HuggingFace does."""
+    vram: int | None = None
+    """Bytes the process may take, CUDA's context included; None: what is free."""
+    ram: int | None = None
+    steps: int | None = None
+    """Timed, after one and `warmup` others; None: six, and where they are short as many as take three seconds, after
+    at least one second of others."""
+    warmup: int = 2
+    seed: int = 0
+
+    def dtype_on(self, device: torch.device) -> Dtype:
+        """Of the working weights on `device`."""
+        default = default_dtype(on_gpu=device.type == "cuda", native_bf16=hardware.supports_bf16(device))
+        return self.dtype or default
+
+    def vram_on(self, device: torch.device) -> int | None:
+        """The budget of VRAM on `device`: without a GPU there is none to limit."""
+        return None if device.type == "cpu" else self.vram
+
+    @property
+    def rows(self) -> int:
+        """Of one step."""
+        return self.batch_size * self.accumulation
+
+
+def config_of(model: str) -> PreTrainedConfig:
+    """The architecture, as it is trained: without a generation cache.
+
+    Raises:
+        ModelNotFoundError, ModelAccessError, ModelError, DownloadError: as `load_config`.
+    """
+    if model == TINY:
+        from transformers import T5Config
+
+        tokens: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+        config: PreTrainedConfig = T5Config(**_TINY_SHAPE, **tokens, architectures=["T5ForConditionalGeneration"])
+    else:
+        config = load_config(model, init="random")
+    config.use_cache = False
+    return config
+
+
+def _our_config(model: str) -> PreTrainedConfig:
+    config = config_of(model)
+    if config.model_type in EAGER_ATTENTION:
+        config._attn_implementation = "eager"
+    return config
+
+
+def model_to_plan(model: str) -> tuple[PreTrainedModel, Task]:
+    """The model without memory, as offloadkit trains it."""
+    config = _our_config(model)
+    task = infer_task(config)
+    return build(config, task, None, torch.device("meta")), task
+
+
+def lazy_model(work: Work, dtype: str, device: torch.device) -> tuple[PreTrainedModel, Materialise | None]:
+    """The model without memory, as offloadkit trains it, and what draws its weights into RAM when they are asked for.
+
+    They are drawn on `device`, because a CPU takes minutes for billions.
+    """
+    config = _our_config(work.model)
+    torch.manual_seed(work.seed)
+    model, materialise = draw_lazily(config, infer_task(config), _DTYPES[dtype])
+    generator = torch.Generator(device).manual_seed(work.seed)
+
+    def draw(parameters: Any) -> None:
+        for parameter in parameters:
+            if parameter.is_meta:
+                become(parameter, _drawn(torch.empty_like(parameter, device=device), generator).cpu())
+
+    return completed(model).train(), None if materialise is None else draw
+
+
+def plain_model(work: Work, dtype: str, weights_on: torch.device, device: torch.device) -> PreTrainedModel:
+    """The model as HuggingFace builds it, its weights drawn on `device` and put on `weights_on` one by one."""
+    from transformers.initialization import no_init_weights
+
+    config = _our_config(work.model) if work.our_compute else config_of(work.model)
+    with _default_dtype(_DTYPES[dtype]), weights_on, no_init_weights():
+        model: Any = auto_class_of(config, infer_task(config)).from_config(config, dtype=_DTYPES[dtype])
+    if work.our_compute:
+        fuse(model)
+    model.tie_weights()
+    generator = torch.Generator(device).manual_seed(work.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(_DTYPES[dtype])
+            parameter.copy_(_drawn(torch.empty_like(parameter, device=device), generator))
+    if work.recomputed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    trained: PreTrainedModel = model.train()
+    return trained
+
+
+def _drawn(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Matrices N(0, 0.02), vectors 1."""
+    with torch.no_grad():
+        return weight.normal_(0.0, 0.02, generator=generator) if weight.ndim > 1 else weight.fill_(1.0)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def random_batches(work: Work, device: torch.device) -> list[Batch]:
+    """The micro-batches of one step, int64 [batch_size, length] on `device`; every step repeats them."""
+    config = config_of(work.model)
+    task = infer_task(config)
+    num_words = config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(work.seed)
+
+    def tokens(length: int) -> torch.Tensor:
+        shape = (work.batch_size, length)
+        return torch.randint(NUM_SPECIAL_IDS, num_words, shape, generator=generator).to(device)
+
+    def batch() -> Batch:
+        ids = tokens(work.input_length)
+        if task == "classification":
+            labels = torch.randint(config.num_labels or 2, (work.batch_size,), generator=generator).to(device)
+        else:
+            labels = tokens(work.target_length) if task == "seq2seq" else ids
+        return {"input_ids": ids, "labels": labels}
+
+    return [batch() for _ in range(work.accumulation)]

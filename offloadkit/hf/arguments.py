@@ -1,0 +1,166 @@
+"""`transformers.TrainingArguments`: those of `finetune`, the config they make, and what the engine cannot work with."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from inspect import signature
+from typing import Any
+
+from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers.utils import logging
+
+from offloadkit import hardware
+from offloadkit.config import OffloadConfig
+from offloadkit.errors import ConfigError
+from offloadkit.planner import Dtype
+
+logger = logging.get_logger(__name__)
+
+_OPTIMS = ("adamw_torch", "adamw_torch_fused")
+_OWN_NAMES = {
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation",
+}
+"""Arguments of `TrainingArguments` that `finetune` has under a name of its own."""
+_RECOMPUTATION = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
+"""Keys of gradient_checkpointing_kwargs, and the one value that the engine can follow."""
+
+
+def argument_names() -> list[str]:
+    """Of `Seq2SeqTrainingArguments`."""
+    return [field.name for field in fields(Seq2SeqTrainingArguments) if field.init]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown argument: the known one that is nearest, or nothing."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def arguments_of_finetune(
+    own: dict[str, Any], given: dict[str, Any], dtype: Dtype, evaluates: bool
+) -> Seq2SeqTrainingArguments:
+    """The Trainer's arguments: `finetune`'s defaults, its `own` arguments, and what else was `given`.
+
+    Args:
+        dtype: of the working weights.
+        evaluates: whether there is an evaluation set.
+
+    Raises:
+        ConfigError: an unknown argument, one under another name than `finetune` has for it, or a value that
+            transformers refuses.
+    """
+    known = argument_names()
+    for name in given:
+        if name in _OWN_NAMES:
+            raise ConfigError(f"finetune has no {name}: pass {_OWN_NAMES[name]}=")
+        if name in known:
+            continue
+        if name in signature(Trainer.__init__).parameters:
+            raise ConfigError(f"finetune has no {name}: offloadkit.OffloadTrainer and OffloadSeq2SeqTrainer take it")
+        raise ConfigError(f"no argument {name!r}{did_you_mean(name, [*known, *_OWN_NAMES.values()])}")
+    on_gpu = hardware.default_device().type == "cuda"
+    defaults = {
+        "bf16": dtype == "bf16",
+        "fp16": dtype == "fp16",
+        "use_cpu": not on_gpu,  # else transformers refuses bf16
+        "dataloader_pin_memory": on_gpu,
+        "warmup_steps": 0.05,
+        "logging_steps": 0.05,
+        "eval_strategy": "epoch" if evaluates else "no",
+        "per_device_eval_batch_size": own["per_device_train_batch_size"],
+        "prediction_loss_only": True,
+        "save_strategy": "epoch",
+        "save_total_limit": 1,
+        "report_to": "none",
+    }
+    try:
+        return Seq2SeqTrainingArguments(**(defaults | own | given))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"transformers refuses these training arguments: {error}") from error
+
+
+def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadConfig:
+    """`offload` with the values of `args` filled in.
+
+    Raises:
+        ConfigError: a field of `offload` was changed from its default and contradicts `args`.
+    """
+    told: dict[str, Any] = {
+        "learning_rate": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+        "max_grad_norm": args.max_grad_norm or None,
+        "gradient_accumulation": args.gradient_accumulation_steps,
+    }
+    if args.bf16 or args.fp16:
+        told["working_dtype"] = "bf16" if args.bf16 else "fp16"
+    if args.gradient_checkpointing:
+        told["activation_checkpointing"] = True
+    defaults = {field.name: field.default for field in fields(OffloadConfig)}
+    clashes = [
+        f"{name}: {getattr(offload, name)!r} in OffloadConfig, {value!r} by TrainingArguments"
+        for name, value in told.items()
+        if getattr(offload, name) not in (defaults[name], value)
+    ]
+    if clashes:
+        raise ConfigError(
+            "TrainingArguments say these, and OffloadConfig says otherwise; leave them out of OffloadConfig:\n  "
+            + "\n  ".join(clashes)
+        )
+    return replace(offload, **told)
+
+
+@contextmanager
+def left_to_the_engine(args: TrainingArguments) -> Iterator[None]:
+    """While it is open, the arguments ask the Trainer for no recomputation: it would overwrite the engine's own."""
+    names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False)]
+    for name in names:
+        setattr(args, name, False)
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(args, name, True)
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Refuse what the engine cannot do, all of it at once; take one GPU where several are visible.
+
+    Raises:
+        ConfigError: names each argument and what to do.
+    """
+    refused = {
+        "fp16_full_eval=True": (args.fp16_full_eval, "leave it out"),
+        "bf16_full_eval=True": (args.bf16_full_eval and not args.bf16, "use it with bf16=True only"),
+        f"optim={str(getattr(args.optim, 'value', args.optim))!r}": (
+            args.optim not in _OPTIMS,
+            f"use one of {', '.join(_OPTIMS)}: the engine steps with its own AdamW",
+        ),
+        "deepspeed": (args.deepspeed, "leave it out: offloadkit does the offloading"),
+        "fsdp": (args.fsdp, "leave it out: offloadkit does the offloading"),
+        "parallelism_config": (args.parallelism_config, "leave it out: one device only, so far"),
+        "torch_compile=True": (args.torch_compile, "leave it out: OffloadConfig(compile_blocks=True) compiles"),
+        "auto_find_batch_size=True": (args.auto_find_batch_size, "set per_device_train_batch_size"),
+    }
+    checkpointing: Any = (
+        getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
+    )
+    for name, usual in _RECOMPUTATION.items():
+        refused[f"gradient_checkpointing_kwargs: {name}={checkpointing.get(name)!r}"] = (
+            checkpointing.get(name, usual) != usual,
+            "leave it out: the engine recomputes every block, not reentrantly, and the plan may send its input to RAM",
+        )
+    problems = [f"{name}: {advice}" for name, (given, advice) in refused.items() if given]
+    if args.world_size > 1:
+        problems.append(f"{args.world_size} processes: start one process; several are not built yet")
+    if problems:
+        raise ConfigError("TrainingArguments that offloadkit cannot train with:\n  " + "\n  ".join(problems))
+    if args.n_gpu > 1:
+        logger.warning(f"offloadkit trains on one GPU ({args.device}); the other {args.n_gpu - 1} stay idle")
+        args._n_gpu = 1  # as the Trainer itself does for models it must not hand to DataParallel

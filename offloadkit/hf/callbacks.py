@@ -1,0 +1,196 @@
+"""What training shows while it runs: the monitor; without it a bar where one can be redrawn, or a line now and then."""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
+from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+
+from offloadkit.hf.quiet import is_live, progress_bars
+
+
+class StopPoint(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Remembers the random numbers' states that a resumed run must find when it begins with the step under way.
+
+    The Trainer puts saved states back before an epoch's first batch is drawn, and elsewhere after a step's batches were
+    drawn and before its first forward: they are taken at the same places.
+    """
+
+    def __init__(self) -> None:
+        self._first_step = 0
+        self._at_new_epoch = False
+        self._states = _random_states()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._first_step = state.global_step
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._states, self._at_new_epoch = _random_states(), True
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self._at_new_epoch:
+            self._states = _random_states()
+        self._at_new_epoch = False
+
+    def any_step_finished(self, trainer: Any) -> bool:
+        """Whether this run of the trainer has got further than where it began."""
+        return bool(trainer.state.global_step > self._first_step)
+
+    def save(self, trainer: Any) -> Path:
+        """Write the checkpoint of the last finished step, with its optimizer, into the trainer's output folder.
+
+        Raises:
+            OutputError: it could not be written.
+            NonFiniteGradientError: the last step's gradients were not finite.
+        """
+        trainer.optimizer.zero_grad()
+        _set_random_states(self._states)
+        args = trainer.args
+        weights_only, args.save_only_model = args.save_only_model, False
+        try:
+            trainer._save_checkpoint(trainer.model, None)
+        finally:
+            args.save_only_model = weights_only
+        return Path(args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+
+
+def _random_states() -> dict[str, Any]:
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+_SHOWN = {"loss": "loss", "grad_norm": "norm", "learning_rate": "lr"}
+
+
+class Watching(Protocol):
+    """What a `Monitor` is to the Trainer's loop."""
+
+    total_steps: int | None
+    steps_before: int
+
+    @property
+    def stop_requested(self) -> bool: ...
+
+    @property
+    def is_drawn(self) -> bool: ...
+
+    def start(self) -> Any: ...
+
+
+def show_progress(trainer: Trainer, *, monitored: bool = False) -> None:
+    """Put `TrainingProgress` in the place of the Trainer's own bar and printed dicts.
+
+    Args:
+        monitored: a monitor shows the steps.
+    """
+    trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)  # another one in a notebook
+    trainer.remove_callback(PrinterCallback)
+    bar = not trainer.args.disable_tqdm and is_live()
+    trainer.add_callback(TrainingProgress("monitor" if monitored else "bar" if bar else "lines"))
+
+
+class TrainingProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Steps done, loss, gradient norm, learning rate, and evaluation losses; these alone where a monitor shows all
+    else."""
+
+    def __init__(self, steps: Literal["bar", "lines", "monitor"]) -> None:
+        self._bar: Any = None
+        self._steps = steps
+        self._began = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._began = time.perf_counter()
+        if self._steps == "bar":
+            self._bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", unit="step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._bar is not None:
+            self._bar.update(state.global_step - self._bar.n)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        logs = logs or {}
+        if "eval_loss" in logs:
+            self._say(f"  after step {state.global_step}: evaluation loss {logs['eval_loss']:.4f}")
+        elif "loss" in logs and self._bar is not None:
+            self._bar.set_postfix_str(_numbers(logs))
+        elif "loss" in logs and self._steps == "lines":
+            seconds = time.perf_counter() - self._began
+            self._say(f"  step {state.global_step}/{state.max_steps}  {_numbers(logs)}  {seconds:.0f} s")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _say(self, line: str) -> None:
+        if self._bar is not None:
+            tqdm.write(line)
+        else:
+            print(line, flush=True)
+
+
+class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Starts the monitor when the weights are in place, and heeds its wish to stop: a checkpoint of the step under way
+    is written, as an uninterrupted run would write it there, and training ends.
+
+    Added after the callbacks that decide by `TrainingArguments` what happens at a step's and an epoch's end. Beside a
+    monitor that is drawn, libraries show no bars (of files written) until `close`.
+
+    Attributes:
+        stopped: whether training ended by that wish.
+    """
+
+    def __init__(self, monitor: Watching) -> None:
+        self._monitor = monitor
+        self._quiet = ExitStack()
+        self.stopped = False
+
+    def close(self) -> None:
+        """Bars as they were."""
+        self._quiet.close()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._monitor.total_steps, self._monitor.steps_before = state.max_steps, state.global_step
+        if self._monitor.is_drawn:
+            self._quiet.enter_context(progress_bars(False))
+        self._monitor.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self._monitor.stop_requested or state.global_step >= state.max_steps:
+            return
+        self.stopped = control.should_training_stop = True
+        control.should_save = not float(state.epoch).is_integer()
+        args.save_only_model = False  # from weights alone nothing goes on
+        if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
+            args.save_total_limit = 2  # else the best model's checkpoint would be the one kept
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self.stopped:
+            return
+        # The Trainer ends the epoch that is broken off, too. Evaluating draws random numbers: in mid-epoch the
+        # checkpoint is there already, and at an epoch's end it comes after the evaluation, as in a run that goes on.
+        at_the_end = float(state.epoch).is_integer()
+        control.should_evaluate = control.should_evaluate and at_the_end
+        control.should_save = at_the_end
+
+
+def _numbers(logs: dict[str, Any]) -> str:
+    return "  ".join(f"{short} {logs[name]:.3g}" for name, short in _SHOWN.items() if name in logs)

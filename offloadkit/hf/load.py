@@ -1,0 +1,331 @@
+"""One HuggingFace model from its config: built without memory, with initial weights, or with a checkpoint's."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offloadkit.errors import ConfigError, ModelError
+from offloadkit.hf.hub import readable_hub_errors, where_to_look
+from offloadkit.hf.quiet import no_conversion_service, no_tying_advice, progress_bars
+from offloadkit.hf.weight_files import ByteBar, ConversionNeededError, Materialise, become, read_lazily
+
+_Draw = Callable[[], object]
+_ALL_THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class ConstructorNeededError(Exception):
+    """The model's `_init_weights` leaves a tensor as its constructor made it, or draws where no seed can be given."""
+
+
+class InitialWeights:
+    """Draws the initial weights of a model on the meta device, as its `_init_weights` defines them."""
+
+    def __init__(self, model: nn.Module, seed: int, own: Mapping[nn.Parameter, _Draw]) -> None:
+        """Make the buffers real, and check that all else can be drawn.
+
+        Args:
+            model: a `PreTrainedModel` on the meta device.
+            own: what draws a parameter in place, for those that `_init_weights` does not know.
+
+        Raises:
+            ConstructorNeededError: its constructor knows more initial values; the model is of no use then.
+        """
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._model, self._seed = model, seed
+        self._draws = _draws(model) | {parameter: [draw] for parameter, draw in own.items()}
+        self._bar = ByteBar("Drawing weights", sum(p.numel() * p.element_size() for p in self._names))
+        for parameter in self._names:
+            self._draw(parameter, set())
+        self._make_buffers()
+
+    def materialise(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Draw those of `parameters` that have no memory yet; a `weight_files.Materialise`."""
+        waiting = [parameter for parameter in parameters if parameter.is_meta]
+        for parameter in waiting:
+            become(parameter, torch.empty_like(parameter, device="cpu"))
+        tensors = [*self._names, *self._model.buffers()]
+        others = {_storage(tensor) for tensor in tensors if not tensor.is_meta}
+
+        def draw(parameter: nn.Parameter) -> None:
+            self._draw(parameter, others)
+            self._bar.advance(parameter.numel() * parameter.element_size())
+
+        with ThreadPoolExecutor(_ALL_THREADS, "offloadkit-draw") as pool:
+            list(pool.map(draw, waiting))
+
+    def _draw(self, parameter: nn.Parameter, others: set[int]) -> None:
+        self._write(parameter, self._names[parameter], others, self._draws.get(parameter, []))
+
+    def _make_buffers(self) -> None:
+        draws = _draws(self._model, of_buffers=True)
+        for prefix, module in self._model.named_modules():
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    real = module._buffers[attribute] = torch.empty_like(buffer, device="cpu")
+                    self._write(real, f"{prefix}.{attribute}", set(), draws.get(buffer, []))
+
+    def _write(self, tensor: torch.Tensor, name: str, others: set[int], draws: Sequence[_Draw]) -> None:
+        with torch.no_grad(), _OnlyInto(tensor, f"{self._seed} {name}", others) as only:
+            for draw in draws:
+                draw()
+        if not only.written:
+            raise ConstructorNeededError(f"{type(self._model).__name__}._init_weights does not initialise {name!r}")
+
+
+def _draws(model: Any, *, of_buffers: bool = False) -> dict[torch.Tensor, list[_Draw]]:
+    """By parameter (or buffer): the calls of `_init_weights` that may write it, in the order of
+    `PreTrainedModel.initialize_weights`: children first, each with the `_init_weights` of the model that it is part of.
+    """
+    from transformers import PreTrainedModel
+
+    draws: dict[torch.Tensor, list[_Draw]] = {}
+
+    def visit(module: nn.Module, init: Callable[[nn.Module], None]) -> None:
+        for child in module.children():
+            visit(child, child._init_weights if isinstance(child, PreTrainedModel) else init)
+        for tensor in module.buffers() if of_buffers else module.parameters():
+            draws.setdefault(tensor, []).append(lambda: init(module))
+
+    visit(model, model._init_weights)
+    return draws
+
+
+class _OnlyInto(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In-place operations reach one tensor, and scratch memory; random numbers come from two generators of its own.
+
+    Scratch memory has a generator for itself, because how much of it is drawn depends on what else is real.
+    """
+
+    def __init__(self, target: torch.Tensor, seed: str, others: set[int]) -> None:
+        """`others`: storages, by `_storage`, that are left as they are, as is whatever has no memory."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._target, self._others = _storage(target), others
+        self._generator, self._scratch_generator = _generator(seed), _generator(f"{seed} scratch")
+        self.written = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        generator = self._scratch_generator
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+            storage = _storage(args[0])
+            if storage == self._target:
+                self.written, generator = True, self._generator
+            if args[0].is_meta or (storage != self._target and storage in self._others):
+                return args[0]
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            func, kwargs = _seeded(func), {**kwargs, "generator": generator}
+        return func(*args, **kwargs)
+
+
+def _seeded(func: Any) -> Any:
+    """The overload of a random operation that takes a generator."""
+    for overload in (func, getattr(func.overloadpacket, "generator", None)):
+        if overload is not None and any(argument.name == "generator" for argument in overload._schema.arguments):
+            return overload
+    raise ConstructorNeededError(f"{func} takes no generator")
+
+
+def _generator(seed: str) -> torch.Generator:
+    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True)
+    return torch.Generator().manual_seed(number)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+Task = Literal["seq2seq", "causal", "classification"]
+"""What is learned: target tokens from input tokens, each next token, or one label a text."""
+
+_AUTO_CLASSES: dict[str, str] = {
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "causal": "AutoModelForCausalLM",
+    "classification": "AutoModelForSequenceClassification",
+}
+
+_NUM_AT_A_TIME = 16
+
+
+def infer_task(config: PreTrainedConfig) -> Task:
+    """The task that the architecture named in the config was made for; by the model type when it names none.
+
+    Raises:
+        ModelError: it was made for none of the three.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    architecture = (config.architectures or [""])[0]
+    if architecture.endswith("ForSequenceClassification"):
+        return "classification"
+    if config.is_encoder_decoder and config.model_type in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return "seq2seq"
+    names_causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    masked = config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (names_causal or not masked):
+        return "causal"
+    if config.model_type in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        return "classification"
+    raise ModelError(
+        f"{architecture or config.model_type!r} is neither an encoder-decoder, a causal language model nor a text "
+        "classifier: load it yourself and train it with offloadkit.OffloadEngine"
+    )
+
+
+def auto_class_of(config: PreTrainedConfig, task: str) -> Any:
+    """The Auto class of a task, once it is known to have a model for the config."""
+    import transformers
+
+    if task not in _AUTO_CLASSES:
+        raise ConfigError(f"task must be one of {', '.join(map(repr, _AUTO_CLASSES))}, got {task!r}")
+    auto_class = getattr(transformers, _AUTO_CLASSES[task])
+    if type(config) not in auto_class._model_mapping and not getattr(config, "auto_map", None):
+        raise ModelError(
+            f"{config.model_type!r} has no model for task {task!r}; it can be trained as {infer_task(config)!r}"
+        )
+    return auto_class
+
+
+def draw_lazily(
+    config: PreTrainedConfig, task: str, dtype: torch.dtype | None
+) -> tuple[PreTrainedModel, Materialise | None]:
+    """A model whose initial weights follow from torch's generator as it stands now."""
+    model: Any = build(config, task, dtype, torch.device("meta"))
+    head = model.get_output_embeddings() if _has_own_head(config) else None
+    own = {} if head is None else {head.weight: lambda: _draw_head(head.weight)}
+    seed = int(torch.randint(2**62, ()))
+    try:
+        return model, InitialWeights(model, seed, own).materialise
+    except ConstructorNeededError:
+        return build(config, task, dtype, torch.device("cpu")), None
+
+
+def fill(model: PreTrainedModel, materialise: Materialise | None, device: torch.device) -> None:
+    """Make all parameters real, a few at a time, and bring them to `device`."""
+    parameters = list(model.parameters())
+    for begin in range(0, len(parameters), _NUM_AT_A_TIME):
+        some = parameters[begin : begin + _NUM_AT_A_TIME]
+        if materialise is not None:
+            materialise(some)
+        for parameter in some:
+            parameter.data = parameter.data.to(device)
+    cast(torch.nn.Module, model).to(device)
+
+
+def build(config: PreTrainedConfig, task: str, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+    """A model with initial weights drawn on `device`."""
+    auto_class = auto_class_of(config, task)
+    auto_class._model_mapping.get(type(config), None)  # imports the model's module: torch 2.6 cannot on meta
+    with device:
+        model = cast("PreTrainedModel", auto_class.from_config(config, dtype=dtype or config.dtype or torch.float32))
+        if _has_own_head(config):
+            _untie_head(model)
+    return model
+
+
+def _has_own_head(config: PreTrainedConfig) -> bool:
+    """Whether it is a T5 v1.1, whatever its config says of tying."""
+    return getattr(config, "scale_decoder_outputs", True) is False
+
+
+def _draw_head(weight: torch.Tensor) -> None:
+    """From N(0, 1 / d_model), as T5X draws `logits_dense`, so that logits of the unscaled decoder output start at unit
+    scale."""
+    torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+
+def _untie_head(model: Any) -> None:
+    """Give a T5 v1.1 model the head of its own that its checkpoints have; transformers 5 ties that of every new T5."""
+    head = model.get_output_embeddings()
+    if head is None or head.weight is not model.get_input_embeddings().weight:
+        return
+    weight = torch.empty_like(head.weight)
+    if weight.device.type != "meta":
+        _draw_head(weight)
+    head.weight = torch.nn.Parameter(weight)
+    model.all_tied_weights_keys.pop("lm_head.weight", None)
+    _tell_untied_head(model)
+
+
+def read(
+    source: str,
+    config: PreTrainedConfig,
+    task: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    progress: bool,
+) -> PreTrainedModel:
+    """Weights from a folder or the hub, each tensor straight onto `device` and into `dtype`."""
+    auto_class = auto_class_of(config, task)
+    with (
+        readable_hub_errors(source, found=True),
+        progress_bars(progress),
+        no_conversion_service(),
+        no_tying_advice(),
+    ):
+        model = auto_class.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype or "auto",
+            device_map={"": device},
+            weights_only=True,
+            ignore_mismatched_sizes=task == "classification",
+            **where_to_look(source),
+        )
+    return cast("PreTrainedModel", model)
+
+
+def read_lazily_or_now(
+    source: str, config: PreTrainedConfig, task: str, dtype: torch.dtype | None
+) -> tuple[PreTrainedModel, Materialise | None]:
+    """As `read`, but values wait in their files."""
+
+    def load() -> PreTrainedModel:
+        return read(source, copy.deepcopy(config), task, dtype, torch.device("cpu"), progress=True)
+
+    try:
+        return read_lazily(source, load)
+    except ConversionNeededError as reason:
+        print(f"{source}: {reason}, so the whole model is read into RAM before training takes it over", flush=True)
+        return load(), None
+
+
+def completed(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in evaluation mode, with a config that says what its head is and what `generate()` needs."""
+    _tell_untied_head(model)
+    _complete_generation_config(model)
+    model.train(False)
+    return model
+
+
+def _tell_untied_head(model: Any) -> None:
+    """Make the config say what the parameters say, lest a later `tie_weights()` or an older reader tie the head."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    config_ties = getattr(model.config, "tie_word_embeddings", False)
+    if config_ties and head is not None and head.weight is not embeddings.weight:
+        model.config.tie_word_embeddings = False
+
+
+def _complete_generation_config(model: PreTrainedModel) -> None:
+    """Fill in what `generate()` needs and old configs leave out."""
+    generation, config = getattr(model, "generation_config", None), model.config
+    if generation is None or not model.can_generate():
+        return
+    eos = generation.eos_token_id[0] if isinstance(generation.eos_token_id, list) else generation.eos_token_id
+    if generation.pad_token_id is None:
+        generation.pad_token_id = eos
+    if config.is_encoder_decoder and generation.decoder_start_token_id is None:
+        generation.decoder_start_token_id = (
+            generation.bos_token_id if generation.bos_token_id is not None else generation.pad_token_id
+        )

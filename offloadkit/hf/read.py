@@ -1,0 +1,247 @@
+"""Anything that a user may call a dataset, as a `datasets.Dataset`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from offloadkit.errors import DataError
+from offloadkit.hf.hub import hub_answers, readable_hub_errors, unreachable
+from offloadkit.hf.quiet import no_loader_messages
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+_READ = {"input", "target", "text", "label", "messages"}
+_READ |= {"input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "labels"}
+"""Of other columns only the names are kept: their values are not learned from, and may have no common type."""
+
+
+def dataset_from_json(path: Path) -> Dataset:
+    """The rows of a file with one JSON object a line, or with one list of them; they lie in the cache, not in RAM.
+
+    Raises:
+        DataError: it is not that, has no rows, or a column's values have no common type.
+    """
+    import datasets
+
+    features = _features(path)
+    told = {"path": str(path), "columns": tuple(features), "changed": path.stat().st_mtime_ns}
+    try:
+        return cast("Dataset", datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=told))
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise DataError(f"{str(path)!r} cannot be read as json: {error.__cause__ or error}") from error
+
+
+def _rows(path: str, columns: tuple[str, ...], changed: int) -> Iterator[dict[str, Any]]:
+    """Every row with every column. `changed` tells the cache that a file is not the one it knows."""
+    for row in _objects(Path(path)):
+        yield {name: _value(name, row) for name in columns}
+
+
+def _value(column: str, row: dict[str, Any]) -> Any:
+    """What is kept of a field: of messages their text, since calls of tools differ in type from one to the next."""
+    value = row.get(column) if column in _READ else None
+    return json.dumps(value) if column == "messages" and isinstance(value, list) else value
+
+
+def _features(path: Path) -> Features:
+    """The columns of all the rows, and their types."""
+    from datasets import Features, Sequence, Value
+
+    found: dict[str, set[type]] = {}
+    for row in _objects(path):
+        for column in row:
+            found.setdefault(column, set()).add(type(_value(column, row)))
+    if not found:
+        raise DataError(f"{str(path)!r} has no rows: training needs at least one")
+    known: dict[type, Any] = {str: Value("string"), bool: Value("bool"), int: Value("int64"), float: Value("float64")}
+    known[list] = Sequence(Value("int64"))
+    features = {}
+    for column, types in found.items():
+        types -= {type(None)} | ({int} if float in types else set())
+        if len(types) > 1 or not types <= set(known):
+            names = " and ".join(sorted(each.__name__ for each in types))
+            raise DataError(f"{str(path)!r}: column {column!r} holds {names}: give every row text")
+        features[column] = known[types.pop()] if types else Value("null")
+    return Features(features)
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """What the file holds."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            while (first := file.read(1)).isspace():
+                pass
+            file.seek(0)
+            if first == "[":
+                yield from (_checked(value, f"item {index}") for index, value in enumerate(json.load(file)))
+            else:
+                yield from (_of_line(line, number) for number, line in enumerate(file, start=1) if line.strip())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{str(path)!r} cannot be read as json: it is not saved as UTF-8 ({error})") from error
+    except ValueError as error:
+        raise DataError(f"{str(path)!r} cannot be read as json: {error}") from error
+
+
+def _of_line(line: str, number: int) -> dict[str, Any]:
+    try:
+        return _checked(json.loads(line), f"line {number}")
+    except json.JSONDecodeError as error:
+        column = error.colno if error.lineno == 1 else len(line)
+        raise ValueError(f"line {number}, column {column}: {error.msg}") from error
+
+
+def _checked(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} is no JSON object but a {type(value).__name__}")
+    return value
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_ACCEPTED = (
+    "a datasets.Dataset, a list of dicts, a pandas frame, a path to a .jsonl, .json, .csv or .parquet file, "
+    "or a dataset's hub name"
+)
+
+
+def load_dataset_like(data: object, *, split: str = "train") -> Dataset:
+    """The rows of `data`, not yet looked into.
+
+    Args:
+        data: a `datasets.Dataset`, a list of dicts (one a row), a pandas frame, the path of a .jsonl, .json, .csv or
+            .parquet file, or a dataset's hub name.
+        split: which part of a hub dataset or of a `DatasetDict`.
+
+    Raises:
+        DataError: `data` is none of these, the file is missing or broken, or there is not one row.
+        DownloadError: the connection to the hub broke.
+    """
+    dataset = _load(data, split)
+    if len(dataset) == 0:
+        raise DataError("the dataset is empty: training needs at least one row")
+    return dataset
+
+
+def check_there(data: object, prefix: str = "") -> None:
+    """Raise `DataError`, which begins with `prefix`, for a path without a file; what may be a hub name passes."""
+    if not isinstance(data, str | os.PathLike):
+        return
+    text, path = os.fspath(data), Path(data).expanduser()
+    is_path = isinstance(data, os.PathLike) or text.startswith((".", "~", "/")) or text.count("/") > 1
+    if not text or (not path.exists() and (is_path or path.suffix.lower() in _BUILDERS)):
+        raise DataError(f"{prefix}there is no file {text!r} (looked in {Path.cwd()})")
+
+
+def on_hub(data: object) -> bool:
+    """Whether `data` can only be a dataset's name on the hub: reading it may be a download."""
+    return isinstance(data, str | os.PathLike) and not Path(data).expanduser().exists()
+
+
+def _load(data: object, split: str) -> Dataset:
+    import datasets
+
+    if isinstance(data, datasets.Dataset):
+        return data
+    if isinstance(data, datasets.DatasetDict):
+        if split not in data:
+            raise DataError(f"the DatasetDict has no split {split!r}, it has {', '.join(data)}: pass one of them")
+        return cast("Dataset", data[split])
+    if isinstance(data, datasets.IterableDataset | datasets.IterableDatasetDict):
+        raise DataError("a streaming dataset has no length: load it without streaming=True")
+    if isinstance(data, str | os.PathLike):
+        return _from_name(data, split)
+    if hasattr(data, "columns") and hasattr(data, "iloc"):
+        return _as_table(lambda: datasets.Dataset.from_pandas(data, preserve_index=False))
+    if isinstance(data, Sequence):
+        return _from_rows(data)
+    raise DataError(f"a {type(data).__name__} is no dataset: pass {_ACCEPTED}")
+
+
+def _from_rows(rows: Sequence[Any]) -> Dataset:
+    import datasets
+
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"row {index} is a {type(row).__name__}, not a dict: pass {_ACCEPTED}")
+    columns = dict.fromkeys(name for row in rows for name in row)
+    values = {name: [row.get(name) for row in rows] for name in columns}
+    for name, column in values.items():
+        types = sorted({type(value).__name__ for value in column if value is not None})
+        if len(types) > 1 and set(types) != {"int", "float"}:
+            raise DataError(f"column {name!r} mixes {' and '.join(types)}: give every row the same type")
+    return _as_table(lambda: datasets.Dataset.from_dict(values))
+
+
+def _as_table(make: Callable[[], Any]) -> Dataset:
+    """What `make` returns; values that have no common column type are a `DataError`."""
+    try:
+        return cast("Dataset", make())
+    except (TypeError, ValueError, OverflowError) as error:  # pyarrow's are of these
+        raise DataError(f"the rows do not make a table: {error}") from error
+
+
+def _from_name(name: str | os.PathLike[str], split: str) -> Dataset:
+    check_there(name)
+    text = os.fspath(name)
+    path = Path(text).expanduser()
+    if path.is_file():
+        return _from_file(path)
+    if path.is_dir():
+        raise DataError(
+            f"{text!r} is a folder: pass one file of it ({', '.join(_BUILDERS)}), or datasets.load_from_disk({text!r}) "
+            "if save_to_disk wrote it"
+        )
+    return _from_hub(text, split)
+
+
+def _from_file(path: Path) -> Dataset:
+    import datasets
+
+    builder = _BUILDERS.get(path.suffix.lower())
+    if builder is None:
+        raise DataError(f"the extension of {path.name!r} says nothing about its form: use {', '.join(_BUILDERS)}")
+    if path.stat().st_size == 0:
+        raise DataError(f"{str(path)!r} is empty: training needs at least one row")
+    if builder == "json":
+        return dataset_from_json(path)
+    options: dict[str, Any] = {}
+    if builder == "csv":  # texts as they were written, were they numbers or "None"; an empty cell holds nothing
+        options = {"converters": dict.fromkeys(("input", "target", "text"), str)}
+        options |= {"keep_default_na": False, "na_values": [""]}
+    try:
+        with no_loader_messages():
+            return cast("Dataset", datasets.load_dataset(builder, data_files=str(path), split="train", **options))
+    except Exception as error:  # each of the builders has its own classes
+        if "corresponds to no data" in str(error):
+            raise DataError(f"{str(path)!r} has no rows: training needs at least one") from error
+        raise DataError(f"{str(path)!r} cannot be read as {builder}: {_innermost(error)}") from error
+
+
+def _from_hub(name: str, split: str) -> Dataset:
+    import datasets
+
+    in_cache = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir()
+    if not in_cache and not hub_answers():
+        raise unreachable(name, "dataset")
+    with readable_hub_errors(name, kind="dataset"):
+        try:
+            return cast("Dataset", datasets.load_dataset(name, split=split))
+        except ValueError as error:
+            raise DataError(
+                f"the hub's dataset {name!r} cannot be taken as it is ({error}): load the part you want with "
+                f"datasets.load_dataset({name!r}, ...) and pass that"
+            ) from error
+
+
+def _innermost(error: BaseException) -> str:
+    """What the deepest cause of an error says."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return str(error)

@@ -1,0 +1,37 @@
+"""The optimizer step and the norm's block sums wherever the arrays lie: one name for the kernels of all processors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from offloadkit.kernels import cpu, gpu
+from offloadkit.optim.adamw import FlatState, Segment, adamw_step_reference
+from offloadkit.optim.norm import block_sums_reference, check_arguments
+
+
+def adamw_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
+    """One AdamW step, in place, on the arrays' device (on CUDA: on the current stream, without waiting for it).
+
+    Elements outside the segments are untouched. `gradient` is bf16, fp16 or fp32, of the weights' length;
+    `grad_scale` multiplies it first. The CPU, the GPU and `adamw_step_reference` give the same bits. Raises TypeError
+    for a dtype and ValueError for a length, layout or device that a step cannot work with.
+    """
+    step = {"cpu": cpu.adamw_step, "cuda": gpu.adamw_step}.get(state.weights.device.type, adamw_step_reference)
+    step(state, gradient, segments, grad_scale)
+
+
+def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
+    """Writes the sum of squares of each block to `out`, without a host synchronisation on CUDA.
+
+    gradient: bf16, fp16 or fp32, 1-D. blocks: int64 [num_blocks, 2] from `norm_blocks`. out: fp64 [num_blocks].
+    All three on one device. Raises TypeError or ValueError for anything else; on CUDA the blocks' values are trusted.
+    """
+    check_arguments(gradient, blocks, out)
+    if gradient.device.type == "cpu" and cpu.available():
+        cpu.block_sums(gradient, blocks, out)
+    elif gradient.device.type == "cuda" and gpu.available():
+        gpu.block_sums(gradient, blocks, out)
+    else:
+        block_sums_reference(gradient, blocks, out)

@@ -1,0 +1,209 @@
+"""Records of steps, made late: where a step's time went, and what became known of updates started earlier.
+
+They are read from events that are long past, so timing never makes anyone wait.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from offloadkit import hardware
+from offloadkit.device import trace
+from offloadkit.device.streams import BusyTime, Event, record_compute
+from offloadkit.errors import NonFiniteGradientError
+from offloadkit.offload.update import Update
+from offloadkit.planner import Plan
+from offloadkit.telemetry import StepRecord, Telemetry
+
+
+@dataclass
+class _Window:
+    """One accumulation window while it runs."""
+
+    began: float
+    forwards: list[tuple[Event, Event]] = field(default_factory=list)
+    backwards: list[tuple[Event, Event]] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    num_tokens: int | None = None
+    other_seconds: float = 0.0
+    last_backward: float | None = None
+    ended: float = 0.0
+    busy: list[tuple[str, BusyTime]] = field(default_factory=list)
+    learning_rate: float = 0.0
+    update: Update | None = None
+
+
+class StepClock:
+    """Marks a step's phases and makes its record later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._now = _Window(time.perf_counter())
+        self._past: list[_Window] = []
+
+    def start_forward(self) -> Event:
+        """Forward begins; returns the mark for `end_forward`."""
+        now = self._now
+        if now.last_backward is not None:
+            now.other_seconds += time.perf_counter() - now.last_backward
+            now.last_backward = None
+        _traced("forward")
+        return record_compute(self._device, timing=True)
+
+    def end_forward(self, began: Event, num_tokens: int | None) -> None:
+        """Forward over `num_tokens` positions has come to its end."""
+        if num_tokens is not None:
+            self._now.num_tokens = (self._now.num_tokens or 0) + num_tokens
+        _traced("")
+        self._now.forwards.append((began, record_compute(self._device, timing=True)))
+
+    def start_backward(self, loss: torch.Tensor) -> Event:
+        """Backward of `loss` (a scalar, this micro-batch's share) begins; its value is copied out, to be read later."""
+        copy = torch.empty((), dtype=torch.float32, pin_memory=self._device.type == "cuda")
+        copy.copy_(loss.detach().reshape(()), non_blocking=True)
+        self._now.losses.append(copy)
+        _traced("backward")
+        return record_compute(self._device, timing=True)
+
+    def end_backward(self, began: Event) -> None:
+        _traced("")
+        self._now.backwards.append((began, record_compute(self._device, timing=True)))
+        self._now.last_backward = time.perf_counter()
+
+    def drop_window(self) -> None:
+        """The gradients so far were dropped: their loss and tokens are in no record, their seconds are."""
+        if self._now.losses:
+            self._now.losses.clear()
+            self._now.num_tokens = None
+
+    def end_window(self, update: Update, learning_rate: float, busy: list[tuple[str, BusyTime]]) -> None:
+        """The boundary: `busy` are the waits and copies since the last one, by name."""
+        now = self._now
+        now.update, now.learning_rate, now.busy = update, learning_rate, busy
+        now.ended = time.perf_counter()
+        self._past.append(now)
+        self._now = _Window(now.ended, last_backward=now.ended)
+
+    def finished(self, memory: Callable[[], dict[str, dict[str, int]]]) -> list[StepRecord]:
+        """Records of the steps that are wholly in the past, oldest first."""
+        records = []
+        while self._past and _is_past(self._past[0]):
+            records.append(_record(self._past.pop(0), memory()))
+        return records
+
+
+def _traced(phase: str) -> None:
+    if (tracing := trace.active()) is not None:
+        tracing.phase(phase)
+
+
+def _is_past(window: _Window) -> bool:
+    assert window.update is not None
+    if not window.update.done.is_set() or not all(busy.done() for _, busy in window.update.busy):
+        return False
+    return all(end.done() for _, end in window.forwards + window.backwards) and all(b.done() for _, b in window.busy)
+
+
+def _record(window: _Window, memory: dict[str, dict[str, int]]) -> StepRecord:
+    update = window.update
+    assert update is not None
+    seconds = {
+        "step": window.ended - window.began,
+        "forward": sum(end.seconds_since(began) for began, end in window.forwards),
+        "backward": sum(end.seconds_since(began) for began, end in window.backwards),
+        **update.seconds,
+        "forward_wait": 0.0,
+        "other": window.other_seconds,
+        "h2d": 0.0,
+    }
+    for name, busy in update.busy:
+        seconds[name] = seconds.get(name, 0.0) + busy.seconds()
+    for name, busy in window.busy:
+        seconds[name] = seconds.get(name, 0.0) + busy.seconds()
+        if name == "d2h" and busy.last is not None and window.backwards:
+            tail = busy.last.seconds_since(window.backwards[-1][1])
+            seconds["gradient_tail"] = max(seconds.get("gradient_tail", 0.0), tail)
+    losses = [float(loss) for loss in window.losses]
+    return StepRecord(
+        step=update.number,
+        loss=sum(losses),
+        num_tokens=window.num_tokens,
+        grad_norm=update.norm,
+        learning_rate=window.learning_rate,
+        skipped=update.skipped,
+        seconds=seconds,
+        bytes=memory,
+    )
+
+
+def num_tokens(model: nn.Module, batch: dict[str, Any]) -> int | None:
+    """Positions of a batch: its input ids, and for an encoder-decoder its labels."""
+    config = getattr(model, "config", None)
+    names = ["input_ids", "labels"] if getattr(config, "is_encoder_decoder", False) else ["input_ids"]
+    sizes = [batch[name].numel() for name in names if isinstance(batch.get(name), torch.Tensor)]
+    return sum(sizes) or None
+
+
+class StepReports:
+    """Updates on their way or done, oldest first. Reading never waits."""
+
+    def __init__(
+        self, clock: StepClock, telemetry: Telemetry, plan: Plan, device: torch.device, on_nonfinite: str
+    ) -> None:
+        self._clock, self._telemetry, self._plan = clock, telemetry, plan
+        self._device, self._on_nonfinite = device, on_nonfinite
+        self._updates: deque[Update] = deque()
+        self._context_bytes: int | None = None
+
+    def add(self, update: Update) -> None:
+        """An update that was just started."""
+        self._updates.append(update)
+
+    def forget(self) -> None:
+        """Let go of the updates, and with them of the layers."""
+        self._updates.clear()
+
+    def read(self) -> None:
+        """Record finished steps, and report those that were not applied.
+
+        Raises:
+            NonFiniteGradientError: with `on_nonfinite="raise"`, for the oldest step not reported yet.
+        """
+        for record in self._clock.finished(self._memory):
+            self._telemetry.add(record)
+        while self._updates and self._updates[0].norm_known.is_set():
+            update = self._updates.popleft()
+            if update.skipped and not update.scale_may_fall:
+                self._report(update)
+
+    def _report(self, update: Update) -> None:
+        names = ", ".join(update.nonfinite[:3]) + (" and others" if len(update.nonfinite) > 3 else "")
+        message = f"the gradient norm of step {update.number} is {update.norm} (from {names}): the step was not applied"
+        if self._on_nonfinite == "skip":
+            warnings.warn(message, RuntimeWarning, stacklevel=5)
+            return
+        raise NonFiniteGradientError(
+            f"{message} and the weights are as before it. Look at the data and the loss of that step, lower the "
+            "learning rate, or pass OffloadConfig(on_nonfinite='skip') to leave such steps out"
+        )
+
+    def _memory(self) -> dict[str, dict[str, int]]:
+        """Planned bytes by tier and category, and what the process really uses."""
+        tiers = {tier: dict(categories) for tier, categories in self._plan.tiers.items()}
+        tiers["ram"]["process"] = hardware.process_ram_bytes()
+        if self._device.type == "cuda":
+            allocator = torch.cuda.memory_stats_as_nested_dict(self._device)  # its named totals take much longer
+            tiers["vram"]["process peak allocated"] = allocator["allocated_bytes"]["all"]["peak"]
+            reserved = allocator["reserved_bytes"]["all"]["current"]
+            if self._context_bytes is None:  # after the first step, whose kernels are loaded
+                self._context_bytes = hardware.vram_context_bytes(self._device)
+            tiers["vram"] |= {"process reserved": reserved, "process": reserved + self._context_bytes}
+        return tiers

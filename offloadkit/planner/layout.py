@@ -1,0 +1,323 @@
+"""Bytes of a flat layer, of all of them, and of a whole run, by tier and category.
+
+The layers' bytes are exact: the engine allocates what is said here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from offloadkit.config import Placement, Precision
+from offloadkit.planner.work import MicroBatch
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+WEIGHT_BYTES: dict[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+REMAINDER_BYTES: dict[Dtype, int] = {"bf16": 2, "fp16": 4, "fp32": 0}
+"""Master weights beside the working weights: 16 more bits to a bf16 (split master weights), an fp32 of its own to an
+fp16, none to fp32."""
+
+TINY_BLOCK = 256
+"""Elements of an 8-bit moment that share one fp32 scale."""
+
+NUM_GRADIENT_BUCKETS = 2
+"""Layers whose gradients may be in VRAM at once: autograd's until the last of a layer is there, and those in a bucket,
+on their way to RAM."""
+SMALL_BUCKET = 64
+"""A layer whose gradient is so many times smaller than the largest one has a bucket of its own: it may stay there for
+long (a last norm that waits for another one)."""
+NUM_WEIGHT_BUFFERS = 3
+"""Buffers in VRAM through which weights that live in RAM pass: the layer in use, the one before and the next."""
+NUM_STAGING = 2
+"""Layers of one micro-batch's gradients in RAM, waiting to be added to the accumulated ones."""
+NUM_STATE_BUFFERS = 3
+"""Buffers in RAM through which states on disk pass: one being read, one being stepped, one being written."""
+
+NUM_STEP_BUFFERS = 3
+"""Buffers in VRAM through which states in RAM pass where the GPU steps them: one being fetched, one being stepped, one
+being sent back."""
+STEP_CHUNK = 1 << 23
+"""Elements of a flat layer that pass through one of them at a time, at most; a multiple of 256."""
+
+DEFAULT_PLACEMENT = Placement()
+
+CATEGORIES = (
+    "working weights",
+    "weight buffers",
+    "frozen weights",
+    "gradients",
+    "master weights",
+    "exp_avg, exp_avg_sq",
+    "state buffers",
+    "activations",
+    "framework",
+)
+"""In the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What the arithmetic needs to know of a flat layer."""
+
+    name: str
+    num_parameters: int
+    numel: int
+    """Elements of its flat buffers, padding included; a multiple of 256."""
+    dtype: Dtype
+    """Working weights."""
+    num_norm_blocks: int
+    shared: bool
+    """Whether it holds a tied weight, whose gradient is fp32."""
+    in_block: bool = False
+    """Whether it belongs to a repeated block: only then may its weights leave VRAM."""
+    precision: Precision = "exact"
+    """Of exp_avg and exp_avg_sq."""
+
+    def bucket_bytes(self) -> int:
+        """One micro-batch's gradient."""
+        return self.numel * (4 if self.shared else WEIGHT_BYTES[self.dtype])
+
+    def gradient_bytes(self, accumulation: int) -> int:
+        """The gradient that the step reads: fp32 when it is a sum of several, else the layer's dtype."""
+        return self.numel * 4 if accumulation > 1 else self.bucket_bytes()
+
+    def weight_bytes(self) -> int:
+        """The working weights."""
+        return self.numel * WEIGHT_BYTES[self.dtype]
+
+    def sums_bytes(self) -> int:
+        """The norm's block sums, in fp64."""
+        return aligned(8 * self.num_norm_blocks)
+
+    def moment_bytes(self) -> int:
+        """exp_avg and exp_avg_sq: fp32, bf16, or 8 bits with an fp32 scale a block."""
+        if self.precision == "tiny":
+            return 2 * (self.numel + aligned(4 * -(-self.numel // TINY_BLOCK)))
+        return self.numel * (8 if self.precision == "exact" else 4)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Optimizer states by category, wherever they live."""
+        return {
+            "master weights": aligned(self.numel * REMAINDER_BYTES[self.dtype]),
+            "exp_avg, exp_avg_sq": self.moment_bytes(),
+        }
+
+    def step_bytes(self, accumulation: int) -> int:
+        """Memory traffic of AdamW: the gradient is read, states and working weights are read and written."""
+        return self.gradient_bytes(accumulation) + 2 * (sum(self.state_bytes().values()) + self.weight_bytes())
+
+    def passing_bytes(self, placement: Placement, accumulation: int) -> int:
+        """What a full chunk takes of a step buffer: the states, and of weights and gradient what lives in RAM."""
+        chunk = replace(self, numel=chunk_numel(self.numel))
+        passing = sum(chunk.state_bytes().values())
+        if placement.weights == "ram":
+            passing += chunk.weight_bytes()
+        if placement.gradients == "ram":
+            passing += chunk.gradient_bytes(accumulation)
+        return passing
+
+    def ram_bytes(self, placement: Placement, accumulation: int) -> dict[str, int]:
+        """Pinned RAM by category."""
+        parts = {"gradients": self.sums_bytes()}
+        on_cpu = cpu_can_step(placement)
+        if on_cpu:
+            parts["gradients"] += self.gradient_bytes(accumulation)
+        if on_cpu or placement.weights == "ram":  # a copy of resident weights, or the only ones
+            parts["working weights"] = self.weight_bytes()
+        if placement.states == "ram":
+            parts |= self.state_bytes()
+        return parts
+
+    def vram_bytes(self, placement: Placement, accumulation: int) -> dict[str, int]:
+        """VRAM by category that is this layer's alone; buckets and weight buffers are shared by all."""
+        parts = {"gradients": self.sums_bytes()}
+        if placement.weights == "vram":
+            parts["working weights"] = self.weight_bytes()
+        if placement.states == "vram":
+            parts |= self.state_bytes()
+        if placement.gradients == "vram":
+            parts["gradients"] += self.gradient_bytes(accumulation)
+        return parts
+
+
+def cpu_can_step(placement: Placement) -> bool:
+    """Whether gradients and weights reach RAM."""
+    return placement.step == "cpu" or (placement.states == "ram" and placement.gradients == "ram")
+
+
+def gpu_can_step(placement: Placement) -> bool:
+    """Whether the states are in VRAM, or may pass through it with what else the step needs."""
+    return placement.step == "gpu" or (placement.states == "ram" and placement.gradients == "ram")
+
+
+def chunk_numel(numel: int) -> int:
+    """Elements of a layer's chunks; the last one may be shorter."""
+    return min(STEP_CHUNK, numel)
+
+
+def aligned(num_bytes: int) -> int:
+    """`num_bytes` rounded up to the border at which the next array of a slab starts."""
+    return -(-num_bytes // 256) * 256
+
+
+def possible(placement: Placement, layer: LayerShape) -> Placement:
+    """`placement`, with weights and activations kept where the layer is no repeated block of its own."""
+    if layer.in_block and not layer.shared:
+        return placement
+    return replace(placement, weights="vram", activations=placement.activations if layer.in_block else "keep")
+
+
+def tier_bytes(
+    layers: Sequence[LayerShape], placements: Sequence[Placement], accumulation: int
+) -> dict[str, dict[str, int]]:
+    """Bytes of the layers' own memory by tier ("vram", "ram", "disk") and category, placed so."""
+    tiers: dict[str, Counter[str]] = {"vram": Counter(), "ram": Counter(), "disk": Counter()}
+    placed = list(zip(layers, placements, strict=True))
+    for layer, placement in placed:
+        tiers["ram"].update(layer.ram_bytes(placement, accumulation))
+        tiers["vram"].update(layer.vram_bytes(placement, accumulation))
+        if placement.states == "disk":
+            tiers["disk"].update(layer.state_bytes())
+    buffers = buffer_bytes(placed, accumulation)
+    for tier, parts in buffers.items():
+        tiers[tier].update(parts)
+    return {
+        tier: {category: parts[category] for category in CATEGORIES if parts[category]} for tier, parts in tiers.items()
+    }
+
+
+def is_small(bucket_bytes: int, largest: int) -> bool:
+    """Whether a gradient has a bucket of its own, beside one of the largest size."""
+    return bucket_bytes * SMALL_BUCKET <= largest
+
+
+def num_pooled_buckets(sizes: Sequence[int]) -> int:
+    """How many buckets gradients of these sizes share, each as large as the largest gradient."""
+    largest = max(sizes, default=0)
+    return min(NUM_GRADIENT_BUCKETS - 1, sum(not is_small(size, largest) for size in sizes))
+
+
+def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> dict[str, dict[str, int]]:
+    """Bytes of what layers share, by tier and category: buckets, weight buffers, staging, buffers of states.
+
+    A tied weight's bucket is taken until the end of backward, and small layers have their own; the others share one of
+    the largest one's size. Beside it autograd has the gradients of one layer, whoever steps it. Where the GPU steps a
+    layer whose states are in RAM, the step buffers are wide enough for every layer that it might step too.
+    """
+    through_ram = [layer for layer, where in placed if where.gradients == "ram"]
+    bucket = [layer for layer, _ in placed] if accumulation > 1 else through_ram
+    sizes = [layer.bucket_bytes() for layer in bucket if not layer.shared]
+    buckets, own = num_pooled_buckets(sizes), sum(layer.bucket_bytes() for layer in bucket if layer.shared)
+    largest = max(sizes, default=0)
+    autograds = max((layer.bucket_bytes() for layer, _ in placed if not layer.shared), default=0)
+    buckets_bytes = autograds + buckets * largest + own + sum(size for size in sizes if is_small(size, largest))
+    streamed: dict[str, int] = defaultdict(int)  # a block has a flat layer for each of its dtypes
+    for layer, where in placed:
+        if where.weights == "ram":
+            streamed[layer.name] += layer.weight_bytes()
+    on_disk = [sum(layer.state_bytes().values()) for layer, where in placed if where.states == "disk"]
+    staging = max((layer.bucket_bytes() for layer in through_ram), default=0) if accumulation > 1 else 0
+    return {
+        "vram": {
+            "gradients": buckets_bytes,
+            "weight buffers": NUM_WEIGHT_BUFFERS * max(streamed.values(), default=0),
+            "state buffers": NUM_STEP_BUFFERS * step_buffer_bytes(placed, accumulation),
+        },
+        "ram": {"gradients": NUM_STAGING * staging, "state buffers": NUM_STATE_BUFFERS * max(on_disk, default=0)},
+    }
+
+
+def step_buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> int:
+    """Bytes of one step buffer; 0 where the GPU steps no layer whose states are in RAM."""
+    if not any(where.states == "ram" and where.step == "gpu" for _, where in placed):
+        return 0
+    passing = [item for item in placed if item[1].states == "ram" and gpu_can_step(item[1])]
+    kinds = {  # a model has few, and is planned over and over
+        (layer.numel, layer.dtype, layer.shared, layer.precision, where.weights, where.gradients): (layer, where)
+        for layer, where in passing
+    }
+    return max(layer.passing_bytes(where, accumulation) for layer, where in kinds.values())
+
+
+MIB = 1 << 20
+ALLOCATOR_BYTES = 256 * MIB
+"""cuBLAS's workspaces, small tensors, and what torch's allocator reserves beyond the peak of what is allocated, with
+segments that grow (18 cases of benchmarks/results/plans-h200.json: 52 to 374 MiB)."""
+FRAMEWORK_RAM_BYTES = {"cuda": 1700 * MIB, "cpu": 600 * MIB}
+"""Python, torch and transformers, with and without CUDA's libraries (resident, measured)."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Memory of one micro-batch's activations.
+
+    Attributes:
+        vram: most that is alive at once, in bytes.
+        ram: inputs of offloaded blocks, in bytes.
+    """
+
+    vram: int = 0
+    ram: int = 0
+
+
+def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
+    """Memory of the activations of a micro-batch.
+
+    The stages' bytes are laid end to end in forward order. A stage adds what it keeps (recomputed: its outputs;
+    offloaded: without its input, two of which are in VRAM at a time). On top of what lies below it comes what it needs
+    for a while in forward and in backward: there its kept bytes, which a recomputation brings back, and the gradients
+    of inputs that blocks share.
+
+    Args:
+        how: "keep", "checkpoint" or "offload" for each stage.
+    """
+    below = peak = in_ram = moving = 0
+    for stage, choice in zip(work.stages, how, strict=True):
+        if choice == "offload":
+            below -= stage.input_bytes
+            in_ram += stage.input_bytes
+            moving = max(moving, 2 * stage.input_bytes)
+        if choice == "keep":
+            peak = max(peak, below + stage.forward_peak_bytes)
+        peak = max(peak, below + stage.kept_bytes + stage.backward_peak_bytes + stage.shared_bytes)
+        below += stage.kept_bytes if choice == "keep" else stage.output_bytes
+    return Activations(peak + moving, in_ram)
+
+
+def choices(layers: Sequence[LayerShape], placements: Sequence[Placement], work: MicroBatch) -> list[str]:
+    """What happens to each stage's activations."""
+    of_block = {layer.name: where.activations for layer, where in zip(layers, placements, strict=True)}
+    return [of_block.get(stage.block, "keep") if stage.block else "keep" for stage in work.stages]
+
+
+def run_bytes(
+    layers: Sequence[LayerShape],
+    placements: Sequence[Placement],
+    accumulation: int,
+    *,
+    frozen_bytes: int = 0,
+    held: Activations | None = None,
+    context_bytes: int = 0,
+    device_type: str = "cuda",
+) -> dict[str, dict[str, int]]:
+    """Bytes by tier ("vram", "ram", "disk") and category.
+
+    Args:
+        held: the activations; None leaves them and the framework out.
+        context_bytes: VRAM of the process that is not torch's.
+        device_type: "cpu": there is no VRAM, and what would be there is in RAM too.
+    """
+    tiers = tier_bytes(layers, placements, accumulation)
+    tiers["vram"]["frozen weights"] = frozen_bytes
+    if held is not None:
+        tiers["vram"]["activations"] = held.vram
+        tiers["ram"]["activations"] = held.ram
+        tiers["ram"]["framework"] = FRAMEWORK_RAM_BYTES[device_type]
+        if device_type != "cpu":
+            tiers["vram"]["framework"] = context_bytes + ALLOCATOR_BYTES
+    return {
+        tier: {category: parts[category] for category in CATEGORIES if parts.get(category)}
+        for tier, parts in tiers.items()
+    }

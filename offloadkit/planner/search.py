@@ -1,0 +1,366 @@
+"""Choosing placements: the fastest predicted step among those that fit VRAM and RAM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from typing import Any, Literal
+
+from offloadkit.config import Placement
+from offloadkit.hardware import Hardware
+from offloadkit.planner.layout import (
+    ALLOCATOR_BYTES,
+    FRAMEWORK_RAM_BYTES,
+    Activations,
+    LayerShape,
+    activations,
+    buffer_bytes,
+    choices,
+)
+from offloadkit.planner.seconds import Seconds, StepModel
+from offloadkit.planner.work import MicroBatch
+
+GRID = 8
+"""Parts into which each count is cut for the first, coarse search."""
+PROMISING = 12
+"""So many placements in which the GPU has its share of the steps are tried before the search goes on from the best."""
+
+_Kept = Literal["none", "gpu", "all"]
+_IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", step="gpu")
+_KEPT: list[_Kept] = ["none", "gpu", "all"]
+_Found = tuple[Seconds, tuple[Placement, ...]] | None
+_CHANGES: list[dict[str, int]] = [
+    *({name: by} for name in ("recomputed", "offloaded", "streamed", "states_in_vram") for by in (-4, -2, -1, 1, 2, 4)),
+    *(
+        {"states_in_vram": by, other: against}
+        for other in ("recomputed", "streamed", "offloaded")
+        for by, against in ((1, 1), (2, 1), (1, 2), (4, 2), (-1, -1), (-1, -2), (-2, -1))
+    ),
+    *({"recomputed": by, "streamed": -by} for by in (-2, -1, 1, 2)),
+]
+"""What may be done to counts in one move."""
+_WITH_GPU = [
+    *_CHANGES,
+    *({"gpu_steps": by} for by in (-4, -2, -1, 1, 2, 4)),
+    *({"gpu_steps": -by, "states_in_vram": by} for by in (-2, -1, 1, 2)),
+]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many layers get each relaxation. Which ones is fixed:
+
+    the first blocks recompute (the last ones' activations are needed first), the first of them offload; streamed blocks
+    are spread evenly (so that their copies hide behind the others); of the layers whose weights stay in VRAM those that
+    hold their states there too (from the first on: so that backward sends gradients to RAM throughout, not all at
+    once); the last have them on disk; those of the layers with states in RAM that the GPU steps are spread as well (so
+    that both processors advance with forward).
+    """
+
+    recomputed: int
+    offloaded: int
+    streamed: int
+    states_in_vram: int
+    states_on_disk: int = 0
+    gpu_steps: int = 0
+    """Of the layers with states in RAM."""
+    gradients_in_vram: _Kept = "none"
+    """Of the layers with states outside of it: no one's, those that the GPU steps, or all (and then they are added
+    there)."""
+
+
+class Search:
+    """Placements of one model over one micro-batch shape on one machine."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        work: MicroBatch,
+        hardware: Hardware,
+        accumulation: int,
+        *,
+        frozen_bytes: int = 0,
+        all_recomputed: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        """
+        Args:
+            all_recomputed: every block is recomputed, as the user has asked.
+            compiled: so are the repeated blocks.
+        """
+        self._layers, self._work, self._hardware, self._accumulation = layers, work, hardware, accumulation
+        self._frozen_bytes, self._all_recomputed = frozen_bytes, all_recomputed
+        self.model = StepModel(layers, work, hardware, accumulation, compiled=compiled)
+        self._blocks = list(dict.fromkeys(layer.name for layer in layers if layer.in_block))
+        number = {name: index for index, name in enumerate(self._blocks)}
+        blocks = [number.get(layer.name, -1) for layer in layers]
+        self._places = [(at, at >= 0 and not layer.shared) for at, layer in zip(blocks, layers, strict=True)]
+        """Of each layer: the number of its block (-1: none), and whether its weights may be streamed."""
+        self._own_bytes = cache(self._bytes_of_layer)
+        self._activations = cache(self._activations_of)
+
+    # -- what counts mean
+
+    def placements(self, counts: Counts) -> tuple[Placement, ...]:
+        """A placement for each layer."""
+        total, first_on_disk = max(1, len(self._blocks)), len(self._layers) - counts.states_on_disk
+        streams = [may_stream and _is_among(counts.streamed, block, total) for block, may_stream in self._places]
+        may_hold, held = max(1, len(streams) - sum(streams)), 0
+        in_ram, found = 0, []
+        for index, ((block, _), streamed) in enumerate(zip(self._places, streams, strict=True)):
+            states: Literal["vram", "ram", "disk"] = "disk" if index >= first_on_disk else "ram"
+            if not streamed:
+                held += 1
+                if _is_among(counts.states_in_vram, may_hold - held, may_hold):  # from the end, so that the first is
+                    states = "vram"
+            in_ram += states == "ram"
+            found.append((self._recompute(block, counts), streamed, states))
+        at = 0
+        placements = []
+        for how, streamed, states in found:
+            on_gpu = states == "ram" and _is_among(counts.gpu_steps, at, in_ram)
+            at += states == "ram"
+            keeps = counts.gradients_in_vram == "all" or (on_gpu and counts.gradients_in_vram == "gpu")
+            placements.append(_placement(how, streamed, states, on_gpu, keeps))
+        return tuple(placements)
+
+    def _recompute(self, block: int, counts: Counts) -> Literal["keep", "checkpoint", "offload"]:
+        if block < 0 or block >= counts.recomputed:
+            return "keep"
+        return "offload" if block < counts.offloaded else "checkpoint"
+
+    # -- what they cost
+
+    def bytes(self, placements: Sequence[Placement]) -> tuple[int, int, int]:
+        """VRAM, RAM and disk in all; what `memory.run_bytes` adds up to."""
+        vram, ram, disk = self._frozen_bytes, 0, 0
+        for index, where in enumerate(placements):
+            own = self._own_bytes(index, where)
+            vram, ram, disk = vram + own[0], ram + own[1], disk + own[2]
+        buffers = buffer_bytes(list(zip(self._layers, placements, strict=True)), self._accumulation)
+        held = self._activations(tuple(choices(self._layers, placements, self._work)))
+        vram += sum(buffers["vram"].values()) + held.vram + self._hardware.vram_context_bytes + ALLOCATOR_BYTES
+        return vram, ram + sum(buffers["ram"].values()) + held.ram + FRAMEWORK_RAM_BYTES["cuda"], disk
+
+    def _bytes_of_layer(self, index: int, where: Placement) -> tuple[int, int, int]:
+        layer = self._layers[index]
+        vram, ram = layer.vram_bytes(where, self._accumulation), layer.ram_bytes(where, self._accumulation)
+        disk = sum(layer.state_bytes().values()) if where.states == "disk" else 0
+        return sum(vram.values()), sum(ram.values()), disk
+
+    def _activations_of(self, how: tuple[str, ...]) -> Activations:
+        return activations(self._work, how)
+
+    # -- choosing
+
+    def best(self, vram: int, ram: int, disk: int = 0) -> tuple[Placement, ...]:
+        """The fastest placements within these bytes; where none fit, those that lack the least.
+
+        What fits is trained as on a large GPU. Else all numbers of recomputed and streamed layers and of states in VRAM
+        are tried on a coarse grid, and from the two best on one number, or two against each other, is changed by 1, 2
+        or 4 as long as that makes the step faster. Then the GPU steps its share of what is left in RAM, in the best
+        of these and in those that promise most, and the search goes on so from the three best.
+        """
+        everything = self._fitting(self._fullest(), _Room(vram, ram, 0))
+        if everything:
+            return everything[0]
+        room = _Room(vram, ram, disk)
+        found: dict[Counts, _Found] = {}
+
+        def step(counts: Counts) -> float:
+            if counts not in found:
+                options = [(self.model.seconds(where), where) for where in self._fitting(counts, room)]
+                found[counts] = min(options, key=lambda option: option[0].step, default=None)
+            best = found[counts]
+            return best[0].step if best else float("inf")
+
+        for counts in self._coarse(room):
+            step(counts)
+        promising = _ranked(found, self._promise)
+        for counts in _ranked(found, lambda best: best.step)[:2]:
+            self._refined(counts, step)
+        starts = [*_ranked(found, lambda best: best.step)[:2], *promising]
+        others = (replace(counts, states_in_vram=0, states_on_disk=0) for counts in starts)
+        shared = islice((other for counts in dict.fromkeys(others) for other in self._shared(counts, room)), PROMISING)
+        for counts in sorted(shared, key=step)[:3]:
+            self._refined(counts, step)
+        chosen = min(filter(None, found.values()), key=lambda option: option[0].step, default=None)
+        return chosen[1] if chosen else self._leanest(room)
+
+    def _promise(self, seconds: Seconds) -> float:
+        """About what a step takes once the GPU has its share of the CPU's."""
+        least = seconds.backward_phase + seconds.busy["forward"]
+        return max(least, seconds.step - self.model.gpu_share() * seconds.busy["CPU step"])
+
+    def _shared(self, counts: Counts, room: _Room) -> Iterator[Counts]:
+        """`counts` with the GPU stepping its share of the layers, with and without their gradients in VRAM, and states
+        in what room the buffers leave."""
+        for kept in dict.fromkeys((counts.gradients_in_vram, max(counts.gradients_in_vram, "gpu", key=_KEPT.index))):
+            share, number = self.model.gpu_share(), len(self._layers)
+            shared = replace(counts, gpu_steps=max(1, round(share * number)), gradients_in_vram=kept)
+            most = self._most_states(shared, room)
+            if most >= 0:
+                yield replace(shared, states_in_vram=most, gpu_steps=max(1, round(share * (number - most))))
+
+    def _fullest(self) -> Counts:
+        least = len(self._blocks) if self._all_recomputed else 0
+        return Counts(least, 0, 0, len(self._layers))
+
+    def _coarse(self, room: _Room) -> Iterator[Counts]:
+        """The grid, with most in VRAM first; without what cannot fit whatever else is chosen."""
+        num_blocks = len(self._blocks)
+        recomputed = [(number, 0) for number in _grid(num_blocks) if number or not self._all_recomputed]
+        if self._all_recomputed:
+            recomputed = recomputed[-1:]
+        for again, offloaded in [*recomputed, *((num_blocks, number) for number in _grid(num_blocks)[1:])]:
+            kept: list[_Kept] = ["all", "none"] if self._accumulation > 1 else ["none"]
+            for in_vram in kept:
+                for streamed in _grid(num_blocks):
+                    counts = Counts(again, offloaded, streamed, 0, gradients_in_vram=in_vram)
+                    most = self._most_states(counts, room)
+                    states = [number for number in _grid(len(self._layers)) if number < most]
+                    for number in [*states, most][-GRID // 2 :] if most >= 0 else ():
+                        yield replace(counts, states_in_vram=number)
+
+    def _most_states(self, counts: Counts, room: _Room) -> int:
+        """How many layers' states VRAM has room for beside what else is in it; -1: not even for that."""
+
+        def left(number: int) -> int:
+            return room.vram - self.bytes(self.placements(replace(counts, states_in_vram=number)))[0]
+
+        number, space = 0, left(0)
+        if space < 0:
+            return -1
+        resident = [(index, where) for index, where in enumerate(self.placements(counts)) if where.weights == "vram"]
+        for index, where in resident:  # about: what layers share changes too
+            space -= self._own_bytes(index, _IN_VRAM)[0] - self._own_bytes(index, where)[0]
+            number += space >= 0
+        while number < len(resident) and left(number + 1) >= 0:
+            number += 1
+        while number and left(number) < 0:
+            number -= 1
+        return number
+
+    def _refined(self, counts: Counts, step: Callable[[Counts], float]) -> Counts:
+        while True:
+            nearby = min(self._near(counts), key=step, default=counts)
+            if step(nearby) >= step(counts):
+                return counts
+            counts = nearby
+
+    def _near(self, counts: Counts) -> Iterator[Counts]:
+        num_blocks, num_layers = len(self._blocks), len(self._layers)
+        most = {
+            "recomputed": num_blocks,
+            "offloaded": num_blocks,
+            "streamed": num_blocks,
+            "states_in_vram": num_layers,
+            "gpu_steps": num_layers,
+        }
+        least = {"recomputed": num_blocks} if self._all_recomputed else {}
+        for change in _WITH_GPU if counts.gpu_steps else _CHANGES:
+            values = {name: getattr(counts, name) + by for name, by in change.items()}
+            near = _with(counts, values)
+            within = all(least.get(name, 0) <= value <= most[name] for name, value in values.items())
+            if within and near.offloaded <= near.recomputed:
+                yield near
+
+    def _fitting(self, counts: Counts, room: _Room) -> list[tuple[Placement, ...]]:
+        """The placements of `counts` where they fit. Where RAM is short: with as many layers as it lacks stepped by the
+        GPU, which keeps neither gradients nor a copy of the weights there, and with as many states on disk."""
+        placements = self.placements(counts)
+        vram, ram, _ = self.bytes(placements)
+        if vram > room.vram:
+            return []
+        if ram <= room.ram:
+            return [placements]
+        kept = max(counts.gradients_in_vram, "gpu", key=_KEPT.index)
+        lean, options = replace(counts, gradients_in_vram=kept), []
+        if self.bytes(self.placements(replace(lean, gpu_steps=len(self._layers))))[1] <= room.ram:
+            options.append(self._relieved(lean, "gpu_steps", room))
+        if room.disk:
+            options.append(self._relieved(counts, "states_on_disk", room))
+        return [option for option in options if option]
+
+    def _relieved(self, counts: Counts, name: str, room: _Room) -> tuple[Placement, ...] | None:
+        """The placements with the fewest more layers in that count that RAM allows."""
+        low, high = getattr(counts, name) + 1, len(self._layers)
+        while low < high:
+            middle = (low + high) // 2
+            if self.bytes(self.placements(_with(counts, {name: middle})))[1] <= room.ram:
+                high = middle
+            else:
+                low = middle + 1
+        placements = self.placements(_with(counts, {name: low}))
+        vram, ram, disk = self.bytes(placements)
+        return placements if vram <= room.vram and ram <= room.ram and disk <= room.disk else None
+
+    def _leanest(self, room: _Room) -> tuple[Placement, ...]:
+        """Where nothing fits: the placements that lack the least VRAM (a card does not grow), of these those that lack
+        it in the fewest other tiers, then the fewest bytes. Room that is left in VRAM is used."""
+        num_blocks, num_layers = len(self._blocks), len(self._layers)
+        on_disk = num_layers if room.disk else 0
+        extremes = [
+            Counts(num_blocks, offloaded, streamed, 0, on_disk)
+            for offloaded in (0, num_blocks)
+            for streamed in _grid(num_blocks)
+        ]
+        filled = [replace(counts, states_in_vram=max(0, self._most_states(counts, room))) for counts in extremes]
+
+        def lacking(placements: tuple[Placement, ...]) -> tuple[int, int, int]:
+            needs = zip(self.bytes(placements), (room.vram, room.ram, room.disk), strict=True)
+            vram, *others = (max(0, need - have) for need, have in needs)
+            return vram, sum(map(bool, others)), sum(others)
+
+        return min(map(self.placements, [*extremes, *filled]), key=lacking)
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Bytes that may be used."""
+
+    vram: int
+    ram: int
+    disk: int
+
+
+def _grid(most: int) -> list[int]:
+    """0 to `most` in at most `GRID` steps."""
+    return sorted({round(most * part / GRID) for part in range(GRID + 1)})
+
+
+def _is_among(number: int, place: int, total: int) -> bool:
+    """Whether a place from 0 to `total` - 1 is one of `number` that are spread evenly, the last place among them."""
+    return (place + 1) * number // total > place * number // total
+
+
+def _with(counts: Counts, values: dict[str, int]) -> Counts:
+    changes: dict[str, Any] = dict(values)
+    return replace(counts, **changes)
+
+
+def _ranked(found: dict[Counts, _Found], cost: Callable[[Seconds], float]) -> list[Counts]:
+    """What fits, by the cost of its step, least first."""
+    costs = {counts: cost(option[0]) for counts, option in found.items() if option}
+    return sorted(costs, key=lambda counts: costs[counts])
+
+
+@cache
+def _placement(
+    activations: Literal["keep", "checkpoint", "offload"],
+    streamed: bool,
+    states: Literal["vram", "ram", "disk"],
+    on_gpu: bool,
+    keeps_gradients: bool,
+) -> Placement:
+    if states == "vram":
+        return Placement(weights="vram", gradients="vram", states="vram", activations=activations, step="gpu")
+    return Placement(
+        weights="ram" if streamed else "vram",
+        gradients="vram" if keeps_gradients else "ram",
+        states=states,
+        activations=activations,
+        step="gpu" if on_gpu else "cpu",
+    )

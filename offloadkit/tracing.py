@@ -1,0 +1,437 @@
+"""What one micro-batch computes, saves and needs for a while, found on the meta device: no weights, no GPU, no time.
+
+The model's forward and backward run once, without memory. A repeated block is followed in detail once for each of its
+kinds (class, parameter shapes, inputs); where the kind comes again, what it gave is repeated, so that eighty layers
+take as long as two.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from offloadkit.offload.layers import repeated_blocks
+from offloadkit.offload.records import num_tokens
+from offloadkit.planner.work import MicroBatch, Pass, Stage
+
+META = torch.device("meta")
+_FLASH = (
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward,
+)
+_ALLOCATION = 512
+"""Bytes to which torch's CUDA allocator rounds a tensor up."""
+
+
+class AsOnGpu(TorchFunctionMode):
+    """Take the operations that a GPU would take where torch decides by the device: fused attention, dropout, norms."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is nn.functional.scaled_dot_product_attention:
+            return _fused_attention(*args, **kwargs)
+        if function in (nn.functional.dropout, torch.dropout):
+            x, p, training = _dropout_arguments(*args, **kwargs)
+            return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+        if function is nn.functional.rms_norm:
+            return _fused_norm(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _dropout_arguments(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+) -> tuple[torch.Tensor, float, bool]:
+    return input, p, training and train
+
+
+def _fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` by the kernels that keep no attention weights: flash, or with a mask or in fp32
+    the memory-efficient one."""
+    if attn_mask is None and query.dtype != torch.float32:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:  # torch makes a bias of a mask
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _fused_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """`rms_norm` where it is one kernel; with a weight of another dtype it is several."""
+    if weight is None:
+        weight = input.new_empty(tuple(normalized_shape))
+    if weight.dtype != input.dtype:
+        return nn.functional.rms_norm(input, normalized_shape, weight, eps)
+    apply: Any = _FusedNorm.apply
+    output: torch.Tensor = apply(input, weight)
+    return output
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Reads, writes and keeps what the kernels do: beside the input an fp32 number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(input, weight, input.new_empty(input.shape[: -weight.dim()], dtype=torch.float32))
+        return input * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (gradient,), (input, weight, _) = gradients, ctx.saved_tensors
+        return torch.addcmul(gradient, input, weight), gradient.sum(tuple(range(input.dim() - weight.dim())))
+
+
+class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations and the bytes of tensors that are alive.
+
+    Attributes:
+        live: bytes of storages made since the start that still exist.
+        peak: highest `live` since `reset_peak`.
+    """
+
+    def __init__(self, known: Sequence[torch.Tensor], *, mask_is_full: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self.total = Pass()
+        self._mask_is_full = mask_is_full
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        for tensor in known:
+            self._remember(tensor, 0)
+
+    def reset_peak(self) -> None:
+        self.peak = self.live
+
+    def _remember(self, tensor: torch.Tensor, num_bytes: int) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._storages:
+            return
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+
+        def freed(_: Any, key: int = key, num_bytes: int = num_bytes) -> None:
+            self.live -= num_bytes
+            self._storages.pop(key, None)
+
+        self._storages[key] = weakref.ref(storage, freed)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return self._mask_is_full if args[0].dtype == torch.bool else 0
+        output = function(*args, **kwargs)
+        made = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        read = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        storages = {id(tensor.untyped_storage()) for tensor in read}
+        is_view = not function._schema.is_mutable and all(id(t.untyped_storage()) in storages for t in made)
+        if made and not is_view and not function.__name__.startswith(("empty", "new_empty")):
+            self._count(function, args, kwargs, output, sum(tensor.nbytes for tensor in [*read, *made]))
+        for tensor in made:
+            if tensor.device == META:
+                self._remember(tensor, allocated_bytes(tensor.untyped_storage().nbytes()))
+        return output
+
+    def _count(self, function: Any, args: Any, kwargs: Any, output: Any, moved: int) -> None:
+        flops = flop_registry.get(function.overloadpacket)
+        if flops is None:
+            self.total += Pass(moved_bytes=moved, num_operations=1)
+        else:
+            if function.overloadpacket in _FLASH:
+                args = _with_a_key_for_each_query(args)
+            number = flops(*args, **kwargs, out_val=output)
+            own = function.namespace == "offloadkit"
+            matmuls = {"fused_attention_flops": number, "num_attention": 1} if own else {"flops": number}
+            self.total += Pass(**matmuls, matmul_bytes=moved, num_operations=1)
+
+
+def _with_a_key_for_each_query(args: Sequence[Any]) -> list[Any]:
+    """The arguments with as many heads in all: torch 2.11 counts no attention whose queries share keys and values."""
+    heads = max(one.shape[1] for one in args if _is_by_heads(one))
+    return [one.new_empty(one.shape[0], heads, *one.shape[2:]) if _is_by_heads(one) else one for one in args]
+
+
+def _is_by_heads(one: Any) -> bool:
+    return isinstance(one, torch.Tensor) and one.dim() == 4
+
+
+def allocated_bytes(num_bytes: int) -> int:
+    return -(-num_bytes // _ALLOCATION) * _ALLOCATION
+
+
+def trace_micro_batch(model: nn.Module, batch: dict[str, torch.Tensor]) -> MicroBatch:
+    """Follow one forward and backward of `model` over `batch`; the loss is the output's `.loss`, or the output itself.
+
+    Args:
+        model: on the meta device, in the dtype it computes with and in training mode.
+        batch: keyword arguments of forward; only shapes and dtypes count.
+    """
+    inputs = {
+        name: torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
+        for name, tensor in batch.items()
+    }
+    counter = OpCounter(
+        [*model.parameters(), *model.buffers(), *inputs.values()], mask_is_full="attention_mask" not in batch
+    )
+    stages = _Stages(counter)
+    with ExitStack() as undo:
+        undo.callback(_drop_gradients_of(model))
+        for name, block in repeated_blocks(model):
+            undo.enter_context(_followed(name, block, stages))
+        undo.enter_context(AsOnGpu())
+        undo.enter_context(counter)
+        with torch.enable_grad():
+            output = model(**inputs)
+            loss = getattr(output, "loss", output)
+            stages.end_of_forward()
+            del output
+            loss.backward()
+            stages.end_of_backward()
+    return MicroBatch(stages.in_order(), num_tokens(model, inputs) or 0)
+
+
+class _Stages:
+    """Cuts what the counter sees into stages, while the model runs forward and backward once."""
+
+    def __init__(self, counter: OpCounter) -> None:
+        self.counter = counter
+        self._found: list[Stage] = []
+        self._kinds: dict[Any, _Kind] = {}
+        self._begin()
+
+    def in_order(self) -> tuple[Stage, ...]:
+        """The stages, without those outside the blocks in which nothing happens."""
+        return tuple(stage for stage in self._found if stage.block or stage.forward.num_operations)
+
+    def _begin(self) -> None:
+        self.counter.reset_peak()
+        self._before, self._counted = self.counter.live, self.counter.total
+
+    def _end_outside(self) -> None:
+        counter = self.counter
+        self._found.append(
+            Stage(
+                block="",
+                forward=counter.total - self._counted,
+                backward=Pass(),
+                kept_bytes=counter.live - self._before,
+                output_bytes=0,
+                input_bytes=0,
+                shared_bytes=0,
+                forward_peak_bytes=counter.peak - self._before,
+                backward_peak_bytes=0,
+            )
+        )
+
+    def end_of_forward(self) -> None:
+        self._end_outside()
+        self._at = len(self._found) - 1
+        self._begin()
+
+    def before_block_backward(self, index: int) -> None:
+        """Backward leaves the outside stage after block number `index`."""
+        self.end_of_backward()
+        self._at = index - 1
+
+    def after_block_backward(self) -> None:
+        self._begin()
+
+    def end_of_backward(self) -> None:
+        """Backward of the outside stage it is in is done."""
+        counter = self.counter
+        self._found[self._at] = replace(
+            self._found[self._at],
+            backward=counter.total - self._counted,
+            backward_peak_bytes=counter.peak - self._before,
+        )
+
+    def run(self, name: str, block: nn.Module, forward: Callable[..., Any], arguments: Any) -> Any:
+        """A block's outputs: those of its first run where its kind was followed before."""
+        self._end_outside()
+        leaves, spec = tree_flatten(arguments)
+        key = _kind(block, leaves, spec)
+        if key not in self._kinds:
+            self._kinds[key] = self._follow(forward, leaves, spec)
+        kind = self._kinds[key]
+        self._found.append(replace(kind.stage, block=name))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        trained = any(isinstance(output, _Made) and output.requires_grad for output in kind.outputs)
+        anchor = torch.empty(0, device=META, requires_grad=trained)
+        index = len(self._found) - 1
+        made = iter(_Block.apply(self, index, kind.outputs, anchor, *tensors))  # type: ignore[no-untyped-call]
+        given: list[Any] = []
+        for output in kind.outputs:
+            if isinstance(output, _Handed):
+                given.append(tensors[output.input])
+            else:
+                given.append(next(made) if isinstance(output, _Made) else output)
+        self._begin()
+        return tree_unflatten(given, kind.spec)
+
+    def _follow(self, forward: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> _Kind:
+        """Run one block forward and backward by itself."""
+        counter = self.counter
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        own = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in inputs]
+        unused = iter(own)
+        arguments = [next(unused) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(arguments, spec)
+        self._begin()
+        result = forward(*args, **kwargs)
+        forward_pass, forward_peak = counter.total - self._counted, counter.peak - self._before
+        kept = counter.live - self._before
+        outputs, output_spec = tree_flatten(result)
+        described = [_described(output, own) for output in outputs]
+        made = [output for output, form in zip(outputs, described, strict=True) if isinstance(form, _Made)]
+        storages = {id(output.untyped_storage()): output.untyped_storage().nbytes() for output in made}
+        self._begin()
+        roots = [output for output in made if output.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+        differentiated = [tensor for tensor in inputs if tensor.requires_grad]
+        stage = Stage(
+            block="",
+            forward=forward_pass,
+            backward=counter.total - self._counted,
+            kept_bytes=kept,
+            output_bytes=sum(map(allocated_bytes, storages.values())),
+            input_bytes=sum(tensor.nbytes for tensor in inputs[:1]),
+            shared_bytes=sum(tensor.nbytes for tensor in differentiated[1:]),
+            forward_peak_bytes=forward_peak,
+            backward_peak_bytes=counter.peak - self._before,
+        )
+        return _Kind(stage, described, output_spec)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What followed blocks of one kind give."""
+
+    stage: Stage
+    outputs: list[Any]
+    """A `_Made` or a `_Handed` for each tensor, other things as they are."""
+    spec: Any
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor that a block made."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """A tensor that a block hands on; its number among the inputs."""
+
+    input: int
+
+
+def _described(output: Any, inputs: Sequence[torch.Tensor]) -> Any:
+    if not isinstance(output, torch.Tensor):
+        return output
+    for index, tensor in enumerate(inputs):
+        if tensor.untyped_storage() is output.untyped_storage() and tensor.shape == output.shape:
+            return _Handed(index)
+    return _Made(output.shape, output.dtype, output.requires_grad)
+
+
+def _kind(block: nn.Module, leaves: Sequence[Any], spec: Any) -> Any:
+    """Equal for blocks that compute the same over the same shapes."""
+
+    def form(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.shape, leaf.dtype, leaf.requires_grad
+        return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
+
+    return type(block), block.training, repr(spec), *map(form, leaves), *map(form, block.parameters())
+
+
+class _Block(torch.autograd.Function):
+    """Stands for a block in the graph of what lies outside: outputs and gradients of the right shapes. The anchor
+    requires a gradient where a weight of the block does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, stages: _Stages, index: int, outputs: Sequence[Any], anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> Any:
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.stages, ctx.index, ctx.needs = stages, index, [tensor.requires_grad for tensor in inputs]
+        forms = [output for output in outputs if isinstance(output, _Made)]
+        made = [torch.empty(form.shape, dtype=form.dtype, device=META) for form in forms]
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, form in zip(made, forms, strict=True) if not form.requires_grad)
+        )
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> Any:
+        ctx.stages.before_block_backward(ctx.index)
+        needs = zip(ctx.saved_tensors, ctx.needs, strict=True)
+        gradients = [torch.empty_like(tensor) if needed else None for tensor, needed in needs]
+        ctx.stages.after_block_backward()
+        return None, None, None, None, *gradients
+
+
+@contextmanager
+def _followed(name: str, block: nn.Module, stages: _Stages) -> Iterator[None]:
+    """While it is open, calls of `block` go through `stages`."""
+    own, forward = vars(block).get("forward"), block.forward
+    block.forward = lambda *args, **kwargs: stages.run(name, block, forward, (args, kwargs))
+    try:
+        yield
+    finally:
+        del block.forward
+        if own is not None:
+            block.forward = own
+
+
+def _drop_gradients_of(model: nn.Module) -> Callable[[], None]:
+    """Have each gradient dropped as soon as it is there, as the engine does; returns what stops that."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks: list[Any] = [
+        parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+        for parameter in trained
+    ]
+
+    def stop() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return stop

@@ -1,0 +1,52 @@
+"""Sizes and times as people write them: "8GiB" read, "1.23 GiB" and "45.6 ms" shown."""
+
+from __future__ import annotations
+
+import re
+
+from offloadkit.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
+_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of a budget, from an int or a string such as "8GiB", "512 MB" or "8589934592".
+
+    Raises:
+        ConfigError: the text is no size, or the size is less than 64 KiB: a unit was left out.
+    """
+    if isinstance(size, int):
+        num_bytes = size
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(
+                f"cannot read {size!r} as a size: write bytes (8589934592) or a string such as '8GiB' or '8GB'"
+            )
+        num_bytes = int(float(match[1]) * _UNITS[match[2].lower()])
+    if num_bytes <= 0:
+        raise ConfigError(f"a size must be positive, got {size!r}")
+    if num_bytes < 1 << 16:
+        meant = f"did you mean '{str(size).strip()}GiB'?" if str(size).strip().isdigit() else "nothing fits that"
+        raise ConfigError(f"{size!r} is {num_bytes:,} bytes, less than 64 KiB: {meant}")
+    return num_bytes
+
+
+def format_bytes(num_bytes: int) -> str:
+    """ "1.23 GiB", "45.6 MiB" or "789 KiB"."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= 0.9995 * size:
+            return f"{_three_digits(num_bytes / size)} {unit}"
+    return f"{_three_digits(num_bytes / 1024)} KiB"
+
+
+def _three_digits(number: float) -> str:
+    """At least: 1.23, 12.3, 123, 1234."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """ "1.23 s" or "45.6 ms"."""
+    return f"{_three_digits(seconds)} s" if seconds >= 0.9995 else f"{1000 * seconds:.3g} ms"
