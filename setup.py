@@ -2,13 +2,13 @@
 
 from setuptools import Extension, setup
 
-cpu_adamw = Extension(
-    "offloadkit.kernels._cpu_adamw",
-    sources=["offloadkit/kernels/cpu_adamw.c"],
-    depends=["offloadkit/kernels/cpu_floats.h", "offloadkit/kernels/cpu_step.h"],
+cpu_kernels = Extension(
+    "offloadkit.kernels._cpu_kernels",
+    sources=["offloadkit/kernels/cpu_kernels.c"],
+    depends=[f"offloadkit/kernels/cpu_{name}.h" for name in ("adamw", "floats", "lion", "step")],
     extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread"],
     extra_link_args=["-pthread"],
     optional=True,
 )
 
-setup(ext_modules=[cpu_adamw])
+setup(ext_modules=[cpu_kernels])

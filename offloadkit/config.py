@@ -29,15 +29,15 @@ class Placement:
     with it; "vram" keeps them (and their fp32 accumulation) on the device until the last micro-batch."""
 
     states: Literal["vram", "ram", "disk"] = "ram"
-    """Master remainder, exp_avg and exp_avg_sq. In VRAM they are stepped by the GPU, on disk by the CPU, in RAM by
-    either: for the GPU they are streamed through VRAM."""
+    """What the master weights hold beyond the working weights, and the moments. The GPU steps states in VRAM, the CPU
+    states on disk, either of them states in RAM: for the GPU these are streamed through VRAM."""
 
     activations: Literal["keep", "checkpoint", "offload"] = "keep"
     """"checkpoint" recomputes a repeated block's activations in backward instead of keeping them; "offload" also keeps
     the block's input in pinned RAM meanwhile."""
 
     step: Literal["cpu", "gpu"] = "cpu"
-    """The processor that runs AdamW for this layer. With states in RAM and step="gpu", `gradients="vram"` keeps neither
+    """The processor that steps this layer. With states in RAM and step="gpu", `gradients="vram"` keeps neither
     gradients nor a copy of resident weights in RAM; with `gradients="ram"` both processors can step the layer."""
 
     def __post_init__(self) -> None:
@@ -63,17 +63,22 @@ class Placement:
 class OffloadConfig:
     """Options of an `OffloadEngine`. All of them belong to the run except `placement`, which changes no number."""
 
-    learning_rate: float = 1e-4
-    """AdamW's step size; a parameter group's own `lr` goes before it."""
+    optimizer: str = "adamw"
+    """"adamw", or "lion": one moment instead of two (6 bytes of RAM a parameter instead of 10), precision "exact" only.
+    """
 
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of exp_avg and exp_avg_sq."""
+    learning_rate: float = 1e-4
+    """Step size; a parameter group's own `lr` goes before it."""
+
+    betas: tuple[float, float] | None = None
+    """Decay of the moments: of exp_avg and exp_avg_sq for AdamW. None: the optimizer's usual ones, (0.9, 0.999) for
+    AdamW and (0.9, 0.99) for Lion."""
 
     eps: float = 1e-8
-    """Added to the root of exp_avg_sq."""
+    """Added to the root of exp_avg_sq (AdamW)."""
 
     weight_decay: float = 0.0
-    """Decoupled weight decay (AdamW), multiplied by the learning rate."""
+    """Decoupled weight decay, multiplied by the learning rate."""
 
     max_grad_norm: float | None = 1.0
     """Global gradient norm above which gradients are scaled down; None clips nothing."""
@@ -82,8 +87,8 @@ class OffloadConfig:
     """Micro-batches whose gradients are added, in fp32, before each update."""
 
     precision: Precision = "exact"
-    """Precision of exp_avg and exp_avg_sq: "exact" keeps them in fp32, "compact" in stochastically rounded bf16, "tiny"
-    in 8 bits with a scale for each block of 256. Master weights are fp32 in all three."""
+    """Precision of the moments: "exact" keeps them in fp32, "compact" in stochastically rounded bf16, "tiny" in 8 bits
+    with a scale for each block of 256. Master weights are fp32 in all three."""
 
     working_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype the model computes with; "auto" takes each parameter's own."""
@@ -123,6 +128,10 @@ class OffloadConfig:
         for name in ("learning_rate", "eps", "weight_decay"):
             if not _is_number(value := getattr(self, name)) or not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be a number >= 0, got {value!r}")
+        if not isinstance(self.optimizer, str):
+            raise ConfigError(f"optimizer must be a name such as 'adamw' or 'lion', got {self.optimizer!r}")
+        if self.betas is None:
+            object.__setattr__(self, "betas", (0.9, 0.99) if self.optimizer == "lion" else (0.9, 0.999))
         betas = self.betas if isinstance(self.betas, tuple | list) else ()
         if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
             raise ConfigError(f"betas must be two numbers in [0, 1), got {self.betas!r}")

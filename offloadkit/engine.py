@@ -29,10 +29,11 @@ from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.profiling import Profile
 from offloadkit.offload.records import StepClock, StepReports, num_tokens
 from offloadkit.offload.shortage import RamWatch, explained_shortage
-from offloadkit.offload.states import GroupOptions, Materialise, optimizer_states
+from offloadkit.offload.states import Materialise, optimizer_states
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.torch_optimizer import OffloadAdamW
+from offloadkit.optim.table import GroupOptions
+from offloadkit.optim.torch_optimizer import OffloadOptimizer
 from offloadkit.planner import Plan
 from offloadkit.telemetry import Telemetry
 
@@ -106,7 +107,7 @@ class OffloadEngine:
                 undo=self._undo,
             )
         self.pinning_seconds = self._placed.pinning_seconds
-        self.optimizer = OffloadAdamW(
+        self.optimizer = OffloadOptimizer(
             param_groups or [{"params": [p for p in model.parameters() if p in trained]}],
             self.config,
             self,

@@ -43,7 +43,7 @@ class Simulation:
         patch.setattr(Event, "synchronize", lambda event: _reached(event))
         patch.setattr(Event, "delay", lambda event, stream: _reached(event))
         for module in (state_ring, states):
-            patch.setattr(module, "adamw_step", self._kernel(module.adamw_step))
+            patch.setattr(module, "optimizer_step", self._kernel(module.optimizer_step))
 
     @staticmethod
     def delay(stream: CopyStream, longest: float) -> None:

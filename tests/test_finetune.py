@@ -350,7 +350,7 @@ def test_a_printed_plan_fits_on_80_columns() -> None:
 def test_a_plan_from_a_name_needs_no_weights_and_counts_every_parameter() -> None:
     plan = offloadkit.plan("t5-3b", offload=OffloadConfig(working_dtype="bf16"))
     assert plan.num_parameters == 2_851_598_336
-    assert plan.tiers["ram"]["exp_avg, exp_avg_sq"] == pytest.approx(8 * plan.num_parameters, rel=1e-3)
+    assert plan.tiers["ram"]["moments"] == pytest.approx(8 * plan.num_parameters, rel=1e-3)
     assert plan.tiers["ram"]["master weights"] == pytest.approx(2 * plan.num_parameters, rel=1e-3)
 
 

@@ -15,7 +15,7 @@ import pytest
 import offloadkit
 
 ROOT = Path(__file__).parent.parent
-KERNEL = "_cpu_adamw"
+KERNEL = "_cpu_kernels"
 
 pytest.importorskip("setuptools")
 

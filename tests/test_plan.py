@@ -34,12 +34,12 @@ STREAMED = Placement(weights="ram")
 )
 def test_states_by_dtype_and_precision(dtype: Any, precision: Any, master: int, moments: int) -> None:
     layer = shape(dtype=dtype, precision=precision)
-    assert layer.state_bytes() == {"master weights": master, "exp_avg, exp_avg_sq": moments}
+    assert layer.state_bytes() == {"master weights": master, "moments": moments}
 
 
 def test_the_scales_of_tiny_are_a_64th_of_its_bytes() -> None:
     layer = shape(numel=2**20, precision="tiny")
-    assert layer.moment_bytes() == 2 * 2**20 * (1 + 4 / 256)
+    assert layer.state_bytes()["moments"] == 2 * 2**20 * (1 + 4 / 256)
 
 
 def test_gradients_are_fp32_where_several_are_added_or_the_weight_is_tied() -> None:
@@ -78,7 +78,7 @@ def test_states_in_ram() -> None:
         "working weights": 2 * n,
         "gradients": 2 * n + sums,
         "master weights": 2 * n,
-        "exp_avg, exp_avg_sq": 8 * n,
+        "moments": 8 * n,
     }
     assert found["disk"] == {}
 
@@ -90,7 +90,7 @@ def test_everything_in_vram() -> None:
         "working weights": 2 * n,
         "gradients": 2 * n + sums + 2 * 1024,  # autograd's, of one layer
         "master weights": 2 * n,
-        "exp_avg, exp_avg_sq": 8 * n,
+        "moments": 8 * n,
     }
     assert found["ram"] == {"gradients": sums}
 
@@ -109,9 +109,9 @@ def test_a_block_of_two_dtypes_has_one_buffer_for_both() -> None:
 
 def test_states_on_disk_pass_through_buffers_in_ram() -> None:
     found = tiers(ON_DISK, ON_DISK, IN_RAM)
-    assert found["disk"] == {"master weights": 2 * 2 * 1024, "exp_avg, exp_avg_sq": 2 * 8 * 1024}
+    assert found["disk"] == {"master weights": 2 * 2 * 1024, "moments": 2 * 8 * 1024}
     assert found["ram"]["state buffers"] == 3 * 10 * 1024
-    assert found["ram"]["exp_avg, exp_avg_sq"] == 8 * 1024
+    assert found["ram"]["moments"] == 8 * 1024
 
 
 def test_accumulation_in_ram_needs_fp32_sums_and_staging() -> None:

@@ -30,7 +30,7 @@ SUMS = 256
 def test_ram_of_a_layer_whose_states_pass_through_vram(placement: Placement, weights: int, gradients: int) -> None:
     parts = LAYER.ram_bytes(placement, 1)
     assert parts["master weights"] == 2 * 1024
-    assert parts["exp_avg, exp_avg_sq"] == 8 * 1024
+    assert parts["moments"] == 8 * 1024
     assert parts["gradients"] == SUMS + gradients * 1024
     assert parts.get("working weights", 0) == weights * 1024
     assert sum(LAYER.ram_bytes(placement, 4).values()) - sum(parts.values()) == (gradients > 0) * 2 * 1024

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
+from offloadkit.errors import ModelError
 from offloadkit.offload.model import PlacedModel
-from offloadkit.optim.torch_optimizer import OffloadAdamW, check_saved_run
+from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
 
 
-def run_state(module: nn.Module, optimizer: OffloadAdamW, placed: PlacedModel) -> dict[str, Any]:
+def run_state(module: nn.Module, optimizer: OffloadOptimizer, placed: PlacedModel) -> dict[str, Any]:
     """By name: "module", "optimizer" (states by parameter), "param_groups" (options by group); tensors are live."""
     return {
         "module": module.state_dict(),
@@ -21,7 +23,7 @@ def run_state(module: nn.Module, optimizer: OffloadAdamW, placed: PlacedModel) -
     }
 
 
-def load_run_state(state: dict[str, Any], module: nn.Module, optimizer: OffloadAdamW, placed: PlacedModel) -> None:
+def load_run_state(state: dict[str, Any], module: nn.Module, optimizer: OffloadOptimizer, placed: PlacedModel) -> None:
     """Take over what `run_state` gave, of any placement.
 
     Raises:
@@ -29,10 +31,26 @@ def load_run_state(state: dict[str, Any], module: nn.Module, optimizer: OffloadA
         ValueError: the saved states have another precision. Nothing is loaded then either.
     """
     states = {view.name: optimizer.state[view.parameter] for view in placed.views()}
-    check_saved_run(state, states, len(optimizer.param_groups))
+    _check_saved_run(state, states, len(optimizer.param_groups))
     module.load_state_dict(state["module"])
     placed.take_over_outside_writes(keep_remainder=True)
     for view in placed.views():
         optimizer.load_parameter_state(view.parameter, state["optimizer"][view.name])
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update(saved)
+
+
+def _check_saved_run(saved: dict[str, Any], states: dict[str, dict[str, torch.Tensor]], num_groups: int) -> None:
+    """Whether `OffloadEngine.state_dict()` is of a run with these states, by parameter name, and groups.
+
+    Raises:
+        ModelError: the parameter names or the number of groups differ.
+        ConfigError: as `check_states`.
+    """
+    if states.keys() != saved["optimizer"].keys():
+        differing = sorted(states.keys() ^ saved["optimizer"].keys())
+        raise ModelError(f"the saved run has other parameters than this model: {', '.join(differing[:5])} differ")
+    if len(saved["param_groups"]) != num_groups:
+        raise ModelError(f"the saved run has {len(saved['param_groups'])} parameter groups, this one has {num_groups}")
+    for name, own in states.items():
+        check_states(own, saved["optimizer"][name])

@@ -22,15 +22,11 @@ import torch
 from offloadkit.errors import OffloadkitError
 from offloadkit.hardware import ram_available_bytes
 from offloadkit.kernels import cpu
+from offloadkit.optim.table import aligned
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _ALIGNMENT = 256
 _NUM_PINNING_THREADS = 8
-
-
-def aligned(num_bytes: int) -> int:
-    """`num_bytes` rounded up to the border at which the next tensor of a slab starts."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class HostSlab:

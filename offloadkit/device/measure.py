@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -35,8 +35,7 @@ from offloadkit.device.streams import CopyStream, Event
 from offloadkit.errors import OutputError
 from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu
-from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars
-from offloadkit.optim.moments import BLOCK, MOMENT_DTYPES
+from offloadkit.optim.table import FlatState, Segment, state_table
 
 _DISK_PIECE_BYTES = 4 << 20
 _NUM_PIECES = 16
@@ -116,11 +115,6 @@ _QUICK_VRAM_BYTES, _QUICK_RAM_BYTES = 192 << 20, 32 << 20
 """Larger than the caches, of GPUs with 96 MiB too."""
 _STATE_BYTES = 2 + 2 + 4 + 4 + 2
 """A parameter's bf16 weight, remainder, exp_avg, exp_avg_sq and bf16 gradient."""
-_ADAMW_TRAFFIC_BYTES: dict[Precision, float] = {
-    "exact": 2 * (2 + 2 + 4 + 4) + 2,
-    "compact": 2 * (2 + 2 + 2 + 2) + 2,
-    "tiny": 2 * (2 + 2 + (1 + 4 / BLOCK) * 2) + 2,
-}
 _STEP_RATES: dict[str, Precision] = {
     "cpu_adamw_bytes_per_second": "exact",
     "cpu_compact_bytes_per_second": "compact",
@@ -139,9 +133,8 @@ def machine_rates(device: torch.device) -> dict[str, Any]:
     slab = HostSlab(max(numel * _STATE_BYTES + 5 * 256, _COPY_BYTES))
     slab.populate()
     rates: dict[str, Any] = {"dram_bytes_per_second": _triad_rate(slab, numel * _STATE_BYTES // 8)}
-    state, gradient = _state(slab, numel)
     for name, kept in _STEP_RATES.items():
-        rates[name] = _ADAMW_TRAFFIC_BYTES[kept] * numel / _adamw_seconds(_kept_in(kept, state), gradient)
+        rates[name] = _traffic_bytes(kept) * numel / _adamw_seconds(*_state(slab, numel, kept))
     rates["can_pin"] = device.type == "cuda" and _pin(slab, device)
     slab.clear()
     rates |= _copy_rates(slab.cut(_COPY_BYTES, torch.uint8), device)
@@ -205,26 +198,22 @@ def _num_parameters() -> int:
     return max(256, min(numel, hardware.ram_available_bytes() // 8 // _STATE_BYTES) // 256 * 256)
 
 
-def _state(slab: HostSlab, numel: int) -> tuple[FlatState, Tensor]:
-    """Arrays of ordinary numbers: some processors write zeros faster, and denormal ones slower."""
+def _state(slab: HostSlab, numel: int, kept: Precision = "exact") -> tuple[FlatState, Tensor]:
+    """bf16 weights, states and a gradient, of ordinary numbers: some processors write zeros faster, and denormal ones
+    slower."""
+    slab.clear()
     weights = slab.cut(numel, torch.bfloat16).fill_(0.02)
-    remainder = slab.cut(numel, torch.int16).fill_(77)
-    exp_avg = slab.cut(numel, torch.float32).fill_(1e-3)
-    exp_avg_sq = slab.cut(numel, torch.float32).fill_(1e-6)
-    return FlatState(weights, remainder, exp_avg, exp_avg_sq), slab.cut(numel, torch.bfloat16).fill_(1e-3)
+    state = FlatState.cut(state_table("adamw", kept, torch.bfloat16), weights, slab.cut)
+    for array in state.arrays.values():
+        array.fill_(1e-3 if array.dtype.is_floating_point else 77)
+    return state, slab.cut(numel, torch.bfloat16).fill_(1e-3)
 
 
-def _kept_in(kept: Precision, state: FlatState) -> FlatState:
-    """`state` with moments of another precision, in the memory of its own: some numbers, but no longer the same."""
-    if kept == "exact":
-        return state
-    numel, dtype = state.exp_avg.numel(), MOMENT_DTYPES[kept]
-    moments = {name: getattr(state, name).view(dtype)[:numel] for name in ("exp_avg", "exp_avg_sq")}
-    for moment in moments.values():
-        moment.fill_(0.01 if dtype.is_floating_point else 77)
-    if kept == "tiny":
-        moments |= {f"{name}_scale": torch.full((numel // BLOCK,), 1e-3) for name in moments}
-    return replace(state, **moments)
+def _traffic_bytes(kept: Precision) -> float:
+    """DRAM traffic of a parameter's AdamW step: weight and states are read and written, the gradient is read."""
+    numel = 1 << 20
+    states = sum(state_table("adamw", kept, torch.bfloat16).num_bytes(numel).values()) / numel
+    return 2 * (2 + states) + 2
 
 
 def _triad_rate(slab: HostSlab, numel: int) -> float:
@@ -240,8 +229,8 @@ def _adamw_seconds(state: FlatState, gradient: Tensor) -> float:
 
 
 def _step(state: FlatState, gradient: Tensor) -> None:
-    scalars = adamw_scalars(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=1)
-    cpu.adamw_step(state, gradient, [Segment(0, gradient.numel(), scalars)], 1.0)
+    scalars = state.table.optimizer.scalars(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=1)
+    cpu.optimizer_step(state, gradient, [Segment(0, gradient.numel(), scalars)], 1.0)
 
 
 def _pin(slab: HostSlab, device: torch.device) -> bool:
@@ -271,12 +260,11 @@ def _copy_rates(host: Tensor, device: torch.device) -> dict[str, float]:
 def _adamw_beside_copies(slab: HostSlab, numel: int, rates: dict[str, Any], device: torch.device) -> float:
     """Bytes/s of the CPU step and of copies that go on beside it: of its own arrays, so that they come from DRAM."""
     memory = slab.cut(numel * _STATE_BYTES, torch.uint8)
-    slab.clear()
     state, gradient = _state(slab, numel)
     pieces = [memory[start : start + _PIECE_BYTES] for start in range(0, len(memory), _PIECE_BYTES)]
     there, back = CopyStream(device, "H2D"), CopyStream(device, "D2H")
     buffers = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-    num_bytes = _ADAMW_TRAFFIC_BYTES["exact"] * numel
+    num_bytes = _traffic_bytes("exact") * numel
     bus_bytes = 3 * num_bytes / rates["cpu_adamw_bytes_per_second"] * rates["both_bytes_per_second"]
     best = 0.0
     for _ in range(_NUM_REPETITIONS):

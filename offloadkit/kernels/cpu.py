@@ -1,4 +1,4 @@
-"""The C kernel (cpu_adamw.c) behind checked calls, or torch operations with the same bits where it could not be built.
+"""The C kernels (cpu_kernels.c) behind checked calls, or torch operations with the same bits where they are missing.
 
 Calls release the GIL and run on a thread pool of the library's own, which sleeps between calls, is shared by all Python
 threads and is made again after a fork.
@@ -20,27 +20,27 @@ import torch
 from torch import Tensor
 
 from offloadkit import hardware
-from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_step_reference, check_state
+from offloadkit.optim.reference import step_reference
+from offloadkit.optim.table import FlatState, Segment, check_state
 
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _PRECISIONS = {"exact": 0, "compact": 1, "tiny": 2}
+_MAX_MOMENTS, _MAX_SCALARS = 2, 8
 _LEVELS = ("baseline", "avx2", "avx512")
+_OPTIMIZERS = ("adamw", "lion")
+"""Those with a kernel in C; the others run on torch operations."""
 _NO_LIBRARY = (
-    "offloadkit's C kernel is missing or does not load, so the CPU optimizer step runs on torch operations: the same "
+    "offloadkit's C kernels are missing or do not load, so the CPU optimizer step runs on torch operations: the same "
     "result, 5 to 20 times slower. To build it, install a C compiler (gcc or clang) and reinstall offloadkit: "
     "pip install --force-reinstall --no-deps offloadkit, or pip install -e . in a checkout."
 )
-
-
-class _Scalars(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_float) for name in AdamWScalars._fields]
 
 
 class _Segment(ctypes.Structure):
     _fields_ = [
         ("start", ctypes.c_int64),
         ("length", ctypes.c_int64),
-        ("scalars", _Scalars),
+        ("scalars", ctypes.c_float * _MAX_SCALARS),
         ("random_key", ctypes.c_uint64),
         ("offset", ctypes.c_int64),
     ]
@@ -49,18 +49,18 @@ class _Segment(ctypes.Structure):
 class _Arrays(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int) for name in ("weights_kind", "gradient_kind", "precision")),
-        *((name, ctypes.c_void_p) for name in ("weights", "remainder", "exp_avg", "exp_avg_sq", "gradient")),
-        *((name, ctypes.c_void_p) for name in ("exp_avg_scale", "exp_avg_sq_scale")),
+        *((name, ctypes.c_void_p) for name in ("weights", "remainder", "gradient")),
+        *((name, ctypes.c_void_p * _MAX_MOMENTS) for name in ("moments", "scales")),
     ]
 
 
 def _find_library() -> Path | None:
     """The build of this Python, else the newest: the library has no part that depends on Python's version."""
     folder = Path(__file__).parent
-    own = folder / f"_cpu_adamw{sysconfig.get_config_var('EXT_SUFFIX')}"
-    return (
-        own if own.exists() else max(folder.glob("_cpu_adamw*.so"), key=lambda path: path.stat().st_mtime, default=None)
-    )
+    own = folder / f"_cpu_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if own.exists():
+        return own
+    return max(folder.glob("_cpu_kernels*.so"), key=lambda path: path.stat().st_mtime, default=None)
 
 
 @cache
@@ -74,7 +74,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     pointer, c_int, c_int64, c_float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
     signatures: dict[str, tuple[list[Any], Any]] = {
-        "adamw": ([pointer, pointer, c_int64, c_float], c_int),
+        **{name: ([pointer, pointer, c_int64, c_float], c_int) for name in _OPTIMIZERS},
         "accumulate": ([c_int, c_int, pointer, pointer, c_int64], None),
         "block_sums": ([c_int, pointer, pointer, c_int64, pointer], None),
         "triad": ([pointer, pointer, c_float, c_int64], None),
@@ -153,29 +153,40 @@ def num_threads() -> int:
     return torch.get_num_threads() if library is None else int(library.num_threads())
 
 
-def adamw_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
-    """One AdamW step, in place, over CPU arrays: what `adamw_step_reference` does, bit for bit, in one pass."""
+def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
+    """One step of the table's optimizer, in place, over CPU arrays: what `step_reference` does, bit for bit, in one
+    pass."""
     check_state(state, gradient, segments)
     _check_on_cpu(gradient)
-    library = _library()
+    library, table = _library(), state.table
     if library is None:
         _warn_without_library()
-        adamw_step_reference(state, gradient, segments, grad_scale)
+    if library is None or table.optimizer.name not in _OPTIMIZERS:
+        step_reference(state, gradient, segments, grad_scale)
         return
-    table = [
-        _Segment(s.start, s.length, _Scalars(*s.scalars), s.random_key, s.offset) for s in segments if s.length > 0
+    some = [
+        _Segment(s.start, s.length, (ctypes.c_float * _MAX_SCALARS)(*s.scalars), s.random_key, s.offset)
+        for s in segments
+        if s.length > 0
     ]
-    if not table:
+    if not some:
         return
-    pointers = [
-        None if array is None else array.data_ptr()
-        for array in (
-            *(state.weights, state.remainder, state.exp_avg, state.exp_avg_sq, gradient),
-            *(state.exp_avg_scale, state.exp_avg_sq_scale),
-        )
-    ]
-    arrays = _Arrays(_KINDS[state.weights.dtype], _KINDS[gradient.dtype], _PRECISIONS[state.precision], *pointers)
-    error = library.adamw(ctypes.byref(arrays), (_Segment * len(table))(*table), len(table), grad_scale)
+
+    def pointers(names: Sequence[str]) -> Any:
+        found = [state.arrays[name].data_ptr() if name in state.arrays else None for name in names]
+        return (ctypes.c_void_p * _MAX_MOMENTS)(*found)
+
+    names = [moment.name for moment in table.optimizer.moments]
+    arrays = _Arrays(
+        *(_KINDS[state.weights.dtype], _KINDS[gradient.dtype], _PRECISIONS[table.precision]),
+        state.weights.data_ptr(),
+        None if state.remainder is None else state.remainder.data_ptr(),
+        gradient.data_ptr(),
+        pointers(names),
+        pointers([f"{name}_scale" for name in names]),
+    )
+    function = getattr(library, table.optimizer.name)
+    error = function(ctypes.byref(arrays), (_Segment * len(some))(*some), len(some), grad_scale)
     if error:
         raise MemoryError(os.strerror(error))
 

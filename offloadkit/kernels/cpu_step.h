@@ -1,5 +1,4 @@
-/* The AdamW step over a range of elements, for moments in fp32, and for moments in bf16 or 8 bits (precision.py defines
- * these). Always-inlined: cpu_adamw.c builds it for each CPU level. */
+/* What every optimizer's step over a flat layer is given, and prefetching. */
 #ifndef OFFLOADKIT_CPU_STEP_H
 #define OFFLOADKIT_CPU_STEP_H
 #include "cpu_floats.h"
@@ -9,29 +8,23 @@
 enum { EXACT = 0, COMPACT = 1, TINY = 2 };
 
 enum { PREFETCH_ELEMENTS = 64, PREFETCH_DISTANCE = 512, CACHE_LINE = 64 };
-enum { MOMENT_BLOCK = 256 };
-
-struct scalars {
-    float beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, step_size, inv_sqrt_bias_correction2;
-};
+enum { MOMENT_BLOCK = 256, MAX_MOMENTS = 2, MAX_SCALARS = 8 };
 
 struct segment {
     int64_t start, length;
-    struct scalars scalars;
+    float scalars[MAX_SCALARS]; /* the optimizer's own, in its order */
     uint64_t random_key;
     int64_t offset; /* elements of the parameter before `start` */
 };
 
-struct adamw_arrays {
+struct step_arrays {
     int weights_kind, gradient_kind, precision;
-    void *weights;              /* bf16, fp16 or fp32 */
-    void *remainder;            /* int16 low halves for bf16, fp32 master weights for fp16, unused for fp32 */
-    void *exp_avg, *exp_avg_sq; /* fp32, bf16 or uint8 */
+    void *weights;   /* bf16, fp16 or fp32 */
+    void *remainder; /* int16 low halves for bf16, fp32 master weights for fp16, unused for fp32 */
     const void *gradient;
-    float *exp_avg_scale, *exp_avg_sq_scale; /* TINY: one for each MOMENT_BLOCK elements */
+    void *moments[MAX_MOMENTS]; /* fp32, bf16 or uint8, in the order of optim/table.py */
+    float *scales[MAX_MOMENTS]; /* TINY: one for each MOMENT_BLOCK elements */
 };
-
-/* ---- exp_avg and exp_avg_sq in fp32 or bf16 --------------------------------------------------------------------- */
 
 /* Five streams at once are more than the hardware prefetches well: asking ahead gave a tenth more GB/s (Zen 5); the
  * triad, with two streams, gains nothing. */
@@ -41,223 +34,11 @@ INLINE void prefetch_elements(const void *array, int64_t width, int64_t i) {
         __builtin_prefetch(first + offset, 1, 3);
 }
 
-/* What the random bits of elements that share the upper half of their number have in common. */
-struct random_source {
-    uint32_t first, upper;
-};
-
-/* `element` of its parameter and those after it, up to the next multiple of MOMENT_BLOCK at least. */
-INLINE struct random_source random_from(const struct segment *segment, int64_t element) {
-    uint64_t number = (uint64_t)(segment->offset + element - segment->start), key = segment->random_key;
-    struct random_source source = {(uint32_t)number + (uint32_t)key,
-                                   (uint32_t)(key >> 32) + (uint32_t)(number >> 32) * 0x9E3779B9u};
-    return source;
-}
-
-/* precision.random_bits */
-INLINE uint32_t random_bits(struct random_source source, uint32_t i) {
-    uint32_t state = source.first + i;
-    state = (state ^ state >> 16) * 0x7FEB352Du;
-    state = (state ^ state >> 15 ^ source.upper) * 0x846CA68Bu;
-    return state ^ state >> 16;
-}
-
-INLINE float load_moment(int precision, const void *moment, int64_t i) {
-    return precision == EXACT ? ((const float *)moment)[i] : float_of((uint32_t)((const uint16_t *)moment)[i] << 16);
-}
-
-/* In bf16: precision.round_stochastically by `random`, 0 .. 65535. */
-INLINE void store_moment(int precision, void *moment, int64_t i, float value, uint32_t random) {
-    if (precision == EXACT) {
-        ((float *)moment)[i] = value;
-    } else {
-        uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFFu;
-        bits += select_bits(magnitude < 0x7F800000u, random, 0u);
-        ((uint16_t *)moment)[i] = (uint16_t)(select_bits(magnitude > 0x7F800000u, 0x7FC00000u, bits) >> 16);
-    }
-}
-
-/* Elements start .. end, at most PREFETCH_ELEMENTS of one MOMENT_BLOCK of their parameter. */
-INLINE void step_elements(int precision, int weights_kind, int gradient_kind, const struct adamw_arrays *arrays,
-                          struct scalars s, struct random_source source, float grad_scale, int64_t start,
-                          int64_t end) {
-    void *weights = arrays->weights, *remainder = arrays->remainder;
-    void *exp_avg = arrays->exp_avg, *exp_avg_sq = arrays->exp_avg_sq;
-    const void *gradient = arrays->gradient;
-    INDEPENDENT
-    for (int64_t i = start; i < end; i++) {
-        uint32_t random = precision == EXACT ? 0u : random_bits(source, (uint32_t)(i - start));
-        float g = load_gradient(gradient_kind, gradient, i) * grad_scale;
-        float m = s.beta1 * load_moment(precision, exp_avg, i) + s.one_minus_beta1 * g;
-        float v = s.beta2 * load_moment(precision, exp_avg_sq, i) + (s.one_minus_beta2 * g) * g;
-        float denominator = sqrtf(v) * s.inv_sqrt_bias_correction2 + s.eps;
-        float w = load_master(weights_kind, weights, remainder, i) * s.decay - s.step_size * (m / denominator);
-        store_moment(precision, exp_avg, i, m, random & 0xFFFFu);
-        store_moment(precision, exp_avg_sq, i, v, random >> 16);
-        store_master(weights_kind, weights, remainder, i, w);
-    }
-}
-
-INLINE void step_body(int precision, int weights_kind, int gradient_kind, const struct adamw_arrays *arrays,
-                      const struct segment *segment, float grad_scale, int64_t start, int64_t end) {
-    struct scalars scalars = segment->scalars;
-    int64_t i = start, moment_bytes = precision == EXACT ? 4 : 2;
-    for (; i + PREFETCH_ELEMENTS <= end; i += PREFETCH_ELEMENTS) {
-        int64_t ahead = i + PREFETCH_DISTANCE;
-        prefetch_elements(arrays->exp_avg, moment_bytes, ahead);
-        prefetch_elements(arrays->exp_avg_sq, moment_bytes, ahead);
-        prefetch_elements(arrays->weights, weights_kind == FP32 ? 4 : 2, ahead);
-        if (weights_kind != FP32) prefetch_elements(arrays->remainder, weights_kind == FP16 ? 4 : 2, ahead);
-        prefetch_elements(arrays->gradient, gradient_kind == FP32 ? 4 : 2, ahead);
-        step_elements(precision, weights_kind, gradient_kind, arrays, scalars, random_from(segment, i), grad_scale, i,
-                      i + PREFETCH_ELEMENTS);
-    }
-    step_elements(precision, weights_kind, gradient_kind, arrays, scalars, random_from(segment, i), grad_scale, i, end);
-}
-
-/* ---- exp_avg and exp_avg_sq in 8 bits --------------------------------------------------------------------------- */
-
-/* The block's elements on their way through fp32: what follows works on one array after the other, in the L1 cache, so
- * that it is built once for all kinds of weights and gradients. */
-struct block {
-    _Alignas(CACHE_LINE) float gradient[MOMENT_BLOCK], master[MOMENT_BLOCK];
-    _Alignas(CACHE_LINE) float exp_avg[MOMENT_BLOCK], exp_avg_sq[MOMENT_BLOCK];
-    _Alignas(CACHE_LINE) uint32_t random[MOMENT_BLOCK];
-};
-
-#define WITH_CONSTANT_KIND(KIND, STATEMENT)                                                                         \
-    if (KIND == BF16) { enum { kind = BF16 }; STATEMENT; }                                                          \
-    else if (KIND == FP16) { enum { kind = FP16 }; STATEMENT; }                                                     \
-    else { enum { kind = FP32 }; STATEMENT; }
-
-INLINE void load_gradients(int kind, const void *gradient, int64_t start, int64_t count, float *out) {
-    INDEPENDENT
-    for (int64_t i = 0; i < count; i++) out[i] = load_gradient(kind, gradient, start + i);
-}
-
-INLINE void load_masters(int kind, const struct adamw_arrays *arrays, int64_t start, int64_t count, float *out) {
-    const void *weights = arrays->weights, *remainder = arrays->remainder;
-    INDEPENDENT
-    for (int64_t i = 0; i < count; i++) out[i] = load_master(kind, weights, remainder, start + i);
-}
-
-INLINE void store_masters(int kind, const struct adamw_arrays *arrays, int64_t start, int64_t count, const float *in) {
-    void *weights = arrays->weights, *remainder = arrays->remainder;
-    INDEPENDENT
-    for (int64_t i = 0; i < count; i++) store_master(kind, weights, remainder, start + i, in[i]);
-}
-
-/* precision.Map */
-struct map {
-    int32_t least, largest, first_exponent;
-};
-
-static const struct map EXP_AVG_MAP = {0, 127, 0}, EXP_AVG_SQ_MAP = {1, 256, 1};
-
-INLINE float select_float(int condition, float if_true, float if_false) {
-    return float_of(select_bits(condition, bits_of(if_true), bits_of(if_false)));
-}
-
-/* 10 to the power of 0 .. 7; exact */
-INLINE float power_of_ten(int32_t exponent) {
-    float low = select_float(exponent & 1, 10.0f, 1.0f) * select_float(exponent & 2, 100.0f, 1.0f);
-    return low * select_float(exponent & 4, 10000.0f, 1.0f);
-}
-
-/* precision.level */
-INLINE float level_of(int32_t number, struct map map) {
-    uint32_t bits = bits_of((float)number + 0.5f);
-    int32_t decade = (int32_t)(bits >> 23) - 127 - map.first_exponent;
-    float within = float_of((bits & 0x7FFFFFu) | 0x3F800000u) * 0.9f - 0.8f;
-    float value = within * power_of_ten(decade) * 1e-6f;
-    value = select_float(number == map.least, 0.0f, value);
-    return select_float(number == map.largest, 1.0f, value);
-}
-
-/* precision.round_to_number */
-INLINE int32_t number_of(float share, uint32_t random, struct map map) {
-    int32_t decade = (share >= 1e-6f) + (share >= 1e-5f) + (share >= 1e-4f) + (share >= 1e-3f) + (share >= 1e-2f) +
-                     (share >= 1e-1f);
-    float first = float_of((uint32_t)(decade + 127 + map.first_exponent) << 23);
-    float place = (share * power_of_ten(6 - decade) + 0.8f) * 1.1111112f * first - 0.5f;
-    int32_t lower = (int32_t)place;
-    lower = lower < map.largest - 1 ? lower : map.largest - 1;
-    float below = level_of(lower, map);
-    return lower + ((float)(int32_t)random * 0x1p-16f * (level_of(lower + 1, map) - below) < share - below);
-}
-
-/* precision.decode_exp_avg, and decode_exp_avg_sq where there is no sign. */
-INLINE void load_codes(int has_sign, const void *array, const float *scales, int64_t start, int64_t count, float *out) {
-    const uint8_t *in = (const uint8_t *)array + start;
-    float scale = scales[start / MOMENT_BLOCK];
-    INDEPENDENT
-    for (int64_t i = 0; i < count; i++) {
-        int32_t code = in[i];
-        float value = has_sign ? level_of(code & 0x7F, EXP_AVG_MAP) : level_of(code + 1, EXP_AVG_SQ_MAP);
-        out[i] = float_of(bits_of(value * scale) ^ (has_sign ? (uint32_t)(code & 0x80) << 24 : 0u));
-    }
-}
-
-/* precision.encode_exp_avg, by the lower halves of `random`, and encode_exp_avg_sq, by the upper ones, where there is
- * no sign. */
-INLINE void store_codes(int has_sign, void *array, float *scales, int64_t start, int64_t count, const float *in,
-                        const uint32_t *random) {
-    uint8_t *out = (uint8_t *)array + start;
-    int32_t largest = 0;
-    for (int64_t i = 0; i < count; i++) {
-        int32_t magnitude = (int32_t)(bits_of(in[i]) & 0x7FFFFFFFu);
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    int finite = largest < 0x7F800000;
-    float scale = float_of(finite ? (uint32_t)largest : 0x7FC00000u), divisor = largest > 0 ? scale : 1.0f;
-    scales[start / MOMENT_BLOCK] = scale;
-    if (!finite) {
-        memset(out, 0, (size_t)count);
-        return;
-    }
-    INDEPENDENT
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits = bits_of(in[i]);
-        float share = float_of(bits & 0x7FFFFFFFu) / divisor;
-        if (has_sign) {
-            out[i] = (uint8_t)(number_of(share, random[i] & 0xFFFFu, EXP_AVG_MAP) | (int32_t)(bits >> 24 & 0x80u));
-        } else {
-            int32_t code = number_of(share, random[i] >> 16, EXP_AVG_SQ_MAP) - 1;
-            out[i] = (uint8_t)(code | ((code == 0) & (in[i] > 0.0f)));
-        }
-    }
-}
-
-INLINE void tiny_block(const struct adamw_arrays *arrays, const struct segment *segment, float grad_scale,
-                       int64_t start, int64_t count) {
-    struct scalars s = segment->scalars;
-    struct block b;
-    WITH_CONSTANT_KIND(arrays->gradient_kind, load_gradients(kind, arrays->gradient, start, count, b.gradient))
-    WITH_CONSTANT_KIND(arrays->weights_kind, load_masters(kind, arrays, start, count, b.master))
-    load_codes(1, arrays->exp_avg, arrays->exp_avg_scale, start, count, b.exp_avg);
-    load_codes(0, arrays->exp_avg_sq, arrays->exp_avg_sq_scale, start, count, b.exp_avg_sq);
-    INDEPENDENT
-    for (int64_t i = 0; i < count; i++) {
-        float g = b.gradient[i] * grad_scale;
-        float m = s.beta1 * b.exp_avg[i] + s.one_minus_beta1 * g;
-        float v = s.beta2 * b.exp_avg_sq[i] + (s.one_minus_beta2 * g) * g;
-        float denominator = sqrtf(v) * s.inv_sqrt_bias_correction2 + s.eps;
-        b.master[i] = b.master[i] * s.decay - s.step_size * (m / denominator);
-        b.exp_avg[i] = m;
-        b.exp_avg_sq[i] = v;
-    }
-    WITH_CONSTANT_KIND(arrays->weights_kind, store_masters(kind, arrays, start, count, b.master))
-    struct random_source source = random_from(segment, start);
-    for (int64_t i = 0; i < count; i++) b.random[i] = random_bits(source, (uint32_t)i);
-    store_codes(1, arrays->exp_avg, arrays->exp_avg_scale, start, count, b.exp_avg, b.random);
-    store_codes(0, arrays->exp_avg_sq, arrays->exp_avg_sq_scale, start, count, b.exp_avg_sq, b.random);
-}
-
-INLINE void tiny_body(const struct adamw_arrays *arrays, const struct segment *segment, float grad_scale,
-                      int64_t start, int64_t end) {
-    int64_t i = start;
-    for (; i + MOMENT_BLOCK <= end; i += MOMENT_BLOCK) tiny_block(arrays, segment, grad_scale, i, MOMENT_BLOCK);
-    if (i < end) tiny_block(arrays, segment, grad_scale, i, end - i);
+/* Weights, their remainder and the gradient, from element `i` on. */
+INLINE void prefetch_weights(int weights_kind, int gradient_kind, const struct step_arrays *arrays, int64_t i) {
+    prefetch_elements(arrays->weights, weights_kind == FP32 ? 4 : 2, i);
+    if (weights_kind != FP32) prefetch_elements(arrays->remainder, weights_kind == FP16 ? 4 : 2, i);
+    prefetch_elements(arrays->gradient, gradient_kind == FP32 ? 4 : 2, i);
 }
 
 #endif

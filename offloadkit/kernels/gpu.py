@@ -1,4 +1,4 @@
-"""Triton kernels on CUDA: the AdamW step and the gradient norm's block sums, with the bits of their references.
+"""Triton kernels on CUDA: the optimizer step and the gradient norm's block sums, with the bits of their references.
 
 Where Triton is missing or cannot compile, torch operations do the same, slower.
 """
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offloadkit.config import Precision
-from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_step_reference, check_state
-from offloadkit.optim.moments import BLOCK, MOMENT_DTYPES
+from offloadkit.optim.moments import BLOCK
+from offloadkit.optim.reference import step_reference
+from offloadkit.optim.table import FlatState, Segment, StateTable, check_state
 
 try:
     from offloadkit.kernels import gpu_triton
@@ -58,66 +58,68 @@ def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
             kernels.sum_pieces_of_block[(num_blocks,)](rows, out[first : first + num_blocks], enable_fp_fusion=False)
 
 
-def adamw_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
-    """One AdamW step, in place, over CUDA arrays, on the current stream, without a host synchronisation.
+def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
+    """One step of the table's optimizer, in place, over CUDA arrays, on the current stream, without a host
+    synchronisation.
 
-    What `adamw_step_reference` does, bit for bit. Raises as `check_state` does.
+    What `step_reference` does, bit for bit. Raises as `check_state` does.
     """
     check_state(state, gradient, segments)
-    if _adamw_compiles(state.weights.dtype, gradient.dtype, state.precision):
-        _launch_adamw(state, gradient, segments, grad_scale)
+    if _step_compiles(state.table, gradient.dtype):
+        _launch_step(state, gradient, segments, grad_scale)
     else:
-        adamw_step_reference(state, gradient, segments, grad_scale)
+        step_reference(state, gradient, segments, grad_scale)
 
 
 @cache
-def _adamw_compiles(weights: torch.dtype, gradient: torch.dtype, kept: Precision) -> bool:
-    """Whether Triton builds the step's kernel for such arrays; warns once where it does not."""
+def _step_compiles(table: StateTable, gradient: torch.dtype) -> bool:
+    """Whether there is a kernel for such arrays that Triton builds; warns once where it does not."""
     if gpu_triton is None:
-        _warn_without_adamw("Triton is not installed")
+        _warn_without_step("Triton is not installed")
         return False
-    remainders = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+    if not hasattr(gpu_triton, table.optimizer.name):
+        _warn_without_step(f"{table.optimizer.name} has no kernel")
+        return False
     device = "cuda" if torch.cuda.is_available() else "cpu"  # the CPU: in Triton's interpreter
 
-    def zeros(dtype: torch.dtype, length: int = BLOCK) -> Tensor:
+    def zeros(length: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(length, dtype=dtype, device=device)
 
-    state = FlatState(
-        weights=zeros(weights),
-        remainder=zeros(remainders[weights]) if weights in remainders else None,
-        exp_avg=zeros(MOMENT_DTYPES[kept]),
-        exp_avg_sq=zeros(MOMENT_DTYPES[kept]),
-        exp_avg_scale=zeros(torch.float32, 1) if kept == "tiny" else None,
-        exp_avg_sq_scale=zeros(torch.float32, 1) if kept == "tiny" else None,
-    )
-    segment = Segment(0, BLOCK, AdamWScalars(0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0))
+    state = FlatState.cut(table, zeros(BLOCK, table.weights_dtype), zeros)
+    options = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 1.0, "weight_decay": 0.0}
+    segment = Segment(0, BLOCK, table.optimizer.scalars(**options, step=1))
     try:
-        _launch_adamw(state, zeros(gradient), [segment], 0.0)
+        _launch_step(state, zeros(BLOCK, gradient), [segment], 0.0)
     except torch.OutOfMemoryError:  # says nothing of the kernel
         raise
     except Exception as error:  # the compiler, its driver and the C compiler it calls raise many types
-        _warn_without_adamw(f"{type(error).__name__}: {error}")
+        _warn_without_step(f"{type(error).__name__}: {error}")
         return False
     return True
 
 
 @cache
-def _warn_without_adamw(reason: str) -> None:
+def _warn_without_step(reason: str) -> None:
     warnings.warn(
-        "Triton could not build the AdamW step's kernel, so the GPU's optimizer step runs on torch operations: the "
+        "Triton could not build the optimizer step's kernel, so the GPU's optimizer step runs on torch operations: the "
         f"same result, slower. {reason}",
         stacklevel=4,
     )
 
 
-def _launch_adamw(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
-    kernel: Any = gpu_triton.adamw
-    none = state.weights
+def _launch_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
+    """Kernels take weights, remainder, gradient, the moments and their scales; an array that is not there is the
+    weights again, which the kernel does not read in its place."""
+    names = [moment.name for moment in state.table.optimizer.moments]
+    kernel: Any = getattr(gpu_triton, state.table.optimizer.name)
     arrays = [
-        none if array is None else _patterns(array)
+        _patterns(array)
         for array in (
-            *(state.weights, state.remainder, state.exp_avg, state.exp_avg_sq, gradient),
-            *(state.exp_avg_scale, state.exp_avg_sq_scale),
+            state.weights,
+            state.weights if state.remainder is None else state.remainder,
+            gradient,
+            *(state.arrays[name] for name in names),
+            *(state.arrays.get(f"{name}_scale", state.weights) for name in names),
         )
     ]
     is_bf16 = gradient.dtype == torch.bfloat16

@@ -54,7 +54,7 @@ def _store_master(weights, remainder, at, inside, master):
 
 @triton.jit
 def _random_bits(key_low, key_upper, elements):
-    """`precision.random_bits` of int64 elements: uint32."""
+    """`moments.random_bits` of int64 elements: uint32."""
     upper = key_upper.to(tl.uint32) + (elements >> 32).to(tl.uint32) * 0x9E3779B9
     state = elements.to(tl.uint32) + key_low.to(tl.uint32)
     state = (state ^ (state >> 16)) * 0x7FEB352D
@@ -64,7 +64,7 @@ def _random_bits(key_low, key_upper, elements):
 
 @triton.jit
 def _round_stochastically(values, random):
-    """`precision.round_stochastically`: int16 patterns of bf16."""
+    """`moments.round_stochastically`: int16 patterns of bf16."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     bits = tl.where(magnitude < 0x7F800000, bits + random, bits)
@@ -81,7 +81,7 @@ def _power_of_ten(exponent):
 
 @triton.jit
 def _level(number, least: tl.constexpr, largest: tl.constexpr, first_exponent: tl.constexpr):
-    """`precision.level`"""
+    """`moments.level`"""
     bits = (number.to(tl.float32) + 0.5).to(tl.int32, bitcast=True)
     decade = (bits >> 23) - 127 - first_exponent
     within = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) * 0.9 - 0.8
@@ -91,7 +91,7 @@ def _level(number, least: tl.constexpr, largest: tl.constexpr, first_exponent: t
 
 @triton.jit
 def _number(share, random, least: tl.constexpr, largest: tl.constexpr, first_exponent: tl.constexpr):
-    """`precision.round_to_number`"""
+    """`moments.round_to_number`"""
     decade = (share >= 1e-6).to(tl.int32) + (share >= 1e-5).to(tl.int32) + (share >= 1e-4).to(tl.int32)
     decade += (share >= 1e-3).to(tl.int32) + (share >= 1e-2).to(tl.int32) + (share >= 1e-1).to(tl.int32)
     first = ((decade + (127 + first_exponent)) << 23).to(tl.float32, bitcast=True)
@@ -151,9 +151,9 @@ def _store_moment(moment, scale, at, inside, rows, has_row, values, random, has_
 def adamw(
     weights,
     remainder,
+    gradient,
     exp_avg,
     exp_avg_sq,
-    gradient,
     exp_avg_scale,
     exp_avg_sq_scale,
     start,
@@ -193,6 +193,41 @@ def adamw(
     random = _random_bits(key_low, key_upper, elements + offset)
     _store_moment(exp_avg, exp_avg_scale, at, inside, rows, has_row, m, random, True)
     _store_moment(exp_avg_sq, exp_avg_sq_scale, at, inside, rows, has_row, v, random, False)
+
+
+@triton.jit(do_not_specialize=["key_low", "key_upper", "offset"])
+def lion(
+    weights,
+    remainder,
+    gradient,
+    exp_avg,
+    exp_avg_scale,
+    start,
+    length,
+    grad_scale,
+    beta1,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    decay,
+    lr,
+    key_low,
+    key_upper,
+    offset,
+    is_bf16_gradient: tl.constexpr,
+):
+    """As `adamw`; exp_avg is fp32, and nothing is rounded at random."""
+    rows = tl.program_id(0).to(tl.int64) * 4 + tl.arange(0, 4)
+    elements = rows[:, None] * 256 + tl.arange(0, 256)[None, :]
+    inside = elements < length
+    at = elements + start
+    g = _gradient(gradient, at, inside, is_bf16_gradient) * grad_scale
+    m = tl.load(exp_avg + at, mask=inside, other=0.0)
+    mean = beta1 * m + one_minus_beta1 * g
+    direction = (mean > 0).to(tl.float32) - (mean < 0).to(tl.float32)
+    w = _master(weights, remainder, at, inside) * decay - direction * lr
+    _store_master(weights, remainder, at, inside, w)
+    tl.store(exp_avg + at, beta2 * m + one_minus_beta2 * g, mask=inside)
 
 
 # mypy: ignore-errors

@@ -19,7 +19,7 @@ COLOURS = {
     "frozen weights": GREY,
     "gradients": VERMILION,
     "master weights": GREEN,
-    "exp_avg, exp_avg_sq": ORANGE,
+    "moments": ORANGE,
     "state buffers": YELLOW,
     "activations": PURPLE,
     "framework": PALE,

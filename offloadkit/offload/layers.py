@@ -19,7 +19,8 @@ from offloadkit.config import OffloadConfig, Precision
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.hardware import Hardware
 from offloadkit.optim.norm import NORM_BLOCK
-from offloadkit.planner import Dtype, LayerShape, MicroBatch, Plan, make_plan
+from offloadkit.optim.table import DTYPES, Dtype, StateTable, state_table
+from offloadkit.planner import LayerShape, MicroBatch, Plan, make_plan
 
 SLOT_ALIGNMENT = 256
 """Elements. Parameters, 8-bit blocks of states and shards begin at multiples of it in a flat layer."""
@@ -28,8 +29,6 @@ PIECE_NUMEL = 32 * 1024 * 1024
 """Elements after which a layer outside the repeated blocks is cut."""
 
 
-DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""Of working weights, by name."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -72,7 +71,8 @@ class FlatLayer:
     block: nn.Module | None = None
     """The repeated block whose parameters these are; it is among the modules."""
     precision: Precision = "exact"
-    """Of exp_avg and exp_avg_sq."""
+    """Of the moments."""
+    optimizer: str = "adamw"
     numel: int = field(init=False)
     """Elements of the flat buffers, padding included."""
 
@@ -101,7 +101,13 @@ class FlatLayer:
             self.shared,
             in_block=self.block is not None,
             precision=self.precision,
+            optimizer=self.optimizer,
         )
+
+    @property
+    def states(self) -> StateTable:
+        """The arrays of its optimizer states."""
+        return state_table(self.optimizer, self.precision, self.dtype)
 
     @property
     def shared(self) -> bool:
@@ -116,11 +122,13 @@ def flat_layers(
 
     Raises:
         ModelError: nothing can be trained, or a parameter's dtype or group is not supported.
+        ConfigError: the optimizer cannot be offloaded, or not with this precision.
     """
     groups = group_indices(model, param_groups)
     layers = cut(model, groups, _working_dtypes(model, groups, config.working_dtype))
     for layer in layers:
-        layer.precision = config.precision
+        layer.optimizer, layer.precision = config.optimizer, config.precision
+        state_table(layer.optimizer, layer.precision, layer.dtype)  # refuses what does not go together
     return layers
 
 

@@ -25,20 +25,15 @@ from typing import ClassVar
 
 import torch
 
-from offloadkit.device.host_memory import aligned
 from offloadkit.device.streams import CopyStream, Event
-from offloadkit.kernels.dispatch import adamw_step
-from offloadkit.optim.adamw import FlatState, Segment
-from offloadkit.optim.moments import BLOCK
+from offloadkit.kernels.dispatch import optimizer_step
+from offloadkit.optim.table import FlatState, Segment, aligned
 from offloadkit.planner import chunk_numel
 
 MOST_UNDER_WAY = 32
 """Chunks that are queued and not stepped yet: a stream whose queue is full (about a thousand operations) would stop
 whoever queues next, on any stream."""
 _PAUSE = 1e-3
-
-_SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-_STATES = ("remainder", "exp_avg", "exp_avg_sq", *_SCALES)
 
 _Layout = tuple[tuple[str, torch.dtype, int], ...]
 
@@ -62,6 +57,7 @@ class PassingStates:
 
     Attributes:
         name: in a trace.
+        table: of its states.
         drained: the end of the newest copy into `host`'s arrays; until then nobody else reads or writes them.
     """
 
@@ -75,7 +71,7 @@ class PassingStates:
             resident: 1-D working weights that are in VRAM and are stepped there.
             gradient: 1-D, in RAM; None: it is in VRAM.
         """
-        self.name = f"{layer} states"
+        self.name, self.table = f"{layer} states", host.table
         self._host, self._resident, self.gradient = host, resident, gradient
         self.drained: Event | None = None
 
@@ -87,13 +83,13 @@ class PassingStates:
         return [self._chunk(start, min(size, total - start)) for start in range(0, total, size)]
 
     def _chunk(self, start: int, numel: int) -> _Chunk:
-        names = _STATES if self._resident is not None else ("weights", *_STATES)
-        arrays = {name: getattr(self._host, name) for name in names} | {"gradient": self.gradient}
-        host = {}
-        for name, array in arrays.items():
-            if array is not None:
-                unit = BLOCK if name in _SCALES else 1
-                host[name] = array[start // unit : (start + numel) // unit]
+        host = {
+            array.name: self._host[array.name][array.part(start, start + numel)] for array in self._host.table.arrays
+        }
+        if self._resident is None:
+            host = {"weights": self._host.weights[start : start + numel]} | host
+        if self.gradient is not None:
+            host["gradient"] = self.gradient[start : start + numel]
         resident = None if self._resident is None else self._resident[start : start + numel]
         return _Chunk(start, numel, host, resident)
 
@@ -162,7 +158,7 @@ class StateRing:
         *,
         unread: Event | None = None,
     ) -> Event:
-        """Queue one AdamW step of a layer; `layer.drained` is its end.
+        """Queue one optimizer step of a layer; `layer.drained` is its end.
 
         Args:
             gradient: 1-D, in VRAM, where it does not pass.
@@ -180,7 +176,7 @@ class StateRing:
             if parts:
                 self._hold_back()
                 buffer = self._fetched(layer, chunk)
-                drained = self._step_chunk(layer.name, chunk, buffer, gradient, parts, grad_scale, stream)
+                drained = self._step_chunk(layer, chunk, buffer, gradient, parts, grad_scale, stream)
         layer.drained = drained
         return stream.record()
 
@@ -193,7 +189,7 @@ class StateRing:
 
     def _step_chunk(
         self,
-        name: str,
+        layer: PassingStates,
         chunk: _Chunk,
         buffer: _Buffer,
         gradient: torch.Tensor | None,
@@ -203,18 +199,18 @@ class StateRing:
     ) -> Event:
         here = buffer.parts(chunk)
         weights = here["weights"] if chunk.resident is None else chunk.resident
-        remainder, scales = here.get("remainder"), [here.get(name) for name in _SCALES]
-        state = FlatState(weights, remainder, here["exp_avg"], here["exp_avg_sq"], *scales)
+        table = layer.table
+        state = FlatState(table, weights, {array.name: here[array.name] for array in table.arrays})
         own = here["gradient"] if gradient is None else gradient[chunk.start : chunk.start + chunk.numel]
         assert buffer.arrived is not None
         stream.wait(buffer.arrived)
         with stream.as_current():
-            adamw_step(state, own, segments, grad_scale)
+            optimizer_step(state, own, segments, grad_scale)
         self._stepped = stepped = stream.record()
         self._under_way.append(stepped)
         self.d2h.wait(stepped)
         stepped_parts = [(part, here[of]) for of, part in chunk.host.items() if of != "gradient"]
-        drained = self.d2h.copy_all(stepped_parts, name)
+        drained = self.d2h.copy_all(stepped_parts, layer.name)
         buffer.free = drained
         if self.fill_with_nan:
             with self.d2h.as_current():

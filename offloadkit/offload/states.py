@@ -4,50 +4,31 @@ processor."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import nn
 
 from offloadkit.config import Placement
-from offloadkit.device.host_memory import HostSlab, aligned
+from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.state_file import Region
 from offloadkit.device.streams import CopyStream, Event, Waits
 from offloadkit.errors import ModelError
-from offloadkit.kernels.dispatch import adamw_step
+from offloadkit.kernels.dispatch import optimizer_step
 from offloadkit.offload.gradients import LayerGradient, runs
 from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.state_ring import PassingStates, StateRing
 from offloadkit.offload.weight_ring import StreamedWeights
 from offloadkit.offload.weights import LayerWeights, ResidentWeights
-from offloadkit.optim.adamw import AdamWScalars, FlatState, Segment, adamw_scalars, join_master, split_master
-from offloadkit.optim.moments import BLOCK, MOMENT_DTYPES, random_key
+from offloadkit.optim.moments import random_key
+from offloadkit.optim.reference import join_master, split_master
+from offloadkit.optim.table import FlatState, GroupOptions, Optimizer, Segment, aligned
 from offloadkit.planner import cpu_can_step, gpu_can_step
-
-REMAINDER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
-"""What master weights hold beside working weights of a dtype: 16 more bits, or all of an fp32 number."""
-
-
-@dataclass(frozen=True)
-class GroupOptions:
-    """What the scheduler may change between steps: one optimizer group's AdamW options at the time of step()."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-
-    @classmethod
-    def of(cls, group: dict[str, Any]) -> GroupOptions:
-        """The present options of one of the optimizer's param_groups."""
-        return cls(float(group["lr"]), tuple(group["betas"]), float(group["eps"]), float(group["weight_decay"]))
 
 
 @lru_cache(maxsize=256)
-def _scalars(options: GroupOptions, step: int) -> AdamWScalars:
-    return adamw_scalars(
+def _scalars(optimizer: Optimizer, options: GroupOptions, step: int) -> tuple[float, ...]:
+    return optimizer.scalars(
         lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay, step=step
     )
 
@@ -62,16 +43,6 @@ Materialise = Callable[[Sequence[nn.Parameter]], None]
 
 Cut = Callable[[int, torch.dtype], torch.Tensor]
 """Gives the next so many elements of some memory."""
-
-
-def _flat_state(layer: FlatLayer, weights: torch.Tensor, cut: Cut) -> FlatState:
-    """The layer's arrays, its states laid out one after the other."""
-    moments = MOMENT_DTYPES[layer.precision]
-    remainder = None if layer.dtype == torch.float32 else cut(layer.numel, REMAINDER_DTYPES[layer.dtype])
-    flat = FlatState(weights, remainder, cut(layer.numel, moments), cut(layer.numel, moments))
-    if layer.precision == "tiny":
-        flat.exp_avg_scale, flat.exp_avg_sq_scale = (cut(layer.numel // BLOCK, torch.float32) for _ in range(2))
-    return flat
 
 
 def _cutter(memory: torch.Tensor) -> Cut:
@@ -90,7 +61,7 @@ class LayerState:
     """A flat layer as its step sees it.
 
     Attributes:
-        flat: working weights, remainder, exp_avg, exp_avg_sq: 1-D [layer.numel], where the placement puts them. Where
+        flat: working weights and the arrays of `layer.states`: 1-D, where the placement puts them. Where
             the CPU can step them, `flat.weights` are a copy of resident weights, or the streamed weights themselves;
             else they are the resident weights. States on disk are mapped here; a step works on a copy in RAM.
         on_gpu: who steps it next; the stepping thread's to change where it is `switchable`.
@@ -131,7 +102,7 @@ class LayerState:
         by_cpu = cpu_can_step(placement)
         weights = (slab.cut if by_cpu or placement.weights == "ram" else in_vram)(layer.numel, layer.dtype)
         states = slab.cut if region is None else _cutter(region.mapped())
-        self.flat = _flat_state(layer, weights, in_vram if placement.states == "vram" else states)
+        self.flat = FlatState.cut(layer.states, weights, in_vram if placement.states == "vram" else states)
         self.weights: LayerWeights
         if placement.weights == "ram":
             self.weights = StreamedWeights(layer, weights, device, waits)
@@ -220,8 +191,9 @@ class LayerState:
         return flat.view(view.parameter.shape)
 
     def step(self, views: set[int], options: Sequence[GroupOptions], grad_scale: float, stream: CopyStream) -> None:
-        """One AdamW step of the parameters at `views`, in place; the others keep everything, their step count too. The
-        calling thread waits for a step on the CPU; one on the GPU is queued.
+        """One optimizer step of the parameters at `views`, in place; the others keep all, their step count too.
+
+        The calling thread waits for a step on the CPU; one on the GPU is queued.
 
         Either way forward may ask for the layer's working weights once `uploaded` is reached.
 
@@ -237,11 +209,11 @@ class LayerState:
         self._wait_for_copies()
         assert self.gradient.host is not None
         if self._region is None:
-            adamw_step(self.flat, self.gradient.host, segments, grad_scale)
+            optimizer_step(self.flat, self.gradient.host, segments, grad_scale)
         else:
             with self._region.in_ram() as slab:
-                flat = _flat_state(self.layer, self.flat.weights, slab.cut)
-                adamw_step(flat, self.gradient.host, segments, grad_scale)
+                flat = FlatState.cut(self.layer.states, self.flat.weights, slab.cut)
+                optimizer_step(flat, self.gradient.host, segments, grad_scale)
         if isinstance(self.weights, ResidentWeights):
             stream.copy(self.weights.flat, self.flat.weights, self.layer.name, timed=True)
             self.uploaded = stream.record()
@@ -252,7 +224,7 @@ class LayerState:
         passing, streamed = self._passing, self.weights if isinstance(self.weights, StreamedWeights) else None
         if passing is None:
             with stream.as_current():
-                adamw_step(self.flat, self.gradient.kept, segments, grad_scale)
+                optimizer_step(self.flat, self.gradient.kept, segments, grad_scale)
             self.uploaded = stream.record()
             return
         assert self.ring is not None
@@ -266,9 +238,8 @@ class LayerState:
 
     def step_bytes(self) -> int:
         """Memory traffic of a step on the CPU: the gradient is read, weights and states are read and written."""
-        sizes = (getattr(getattr(self.flat, field.name), "nbytes", 0) for field in fields(self.flat))
         gradient = 0 if self.gradient.host is None else self.gradient.host.nbytes
-        return gradient + 2 * int(sum(sizes))
+        return gradient + 2 * sum(array.nbytes for array in (self.flat.weights, *self.flat.arrays.values()))
 
     def prefetch(self) -> None:
         """Start fetching what the next `step` needs first: states from disk, states from RAM that the GPU steps, or
@@ -307,14 +278,14 @@ class LayerState:
         else:
             self.steps[list(views)] += 1
         steps = [int(step) for step in self.steps.tolist()]  # at once: one by one a tensor's numbers take Python long
-        if self.layer.precision != "exact":
+        if self.layer.states.is_rounded:
             return [self._own_segment(index, options, steps[index]) for index in sorted(views)]
         kinds: dict[tuple[int, int], set[int]] = {}
         for index in views:
             kinds.setdefault((self.layer.views[index].group, steps[index]), set()).add(index)
-        by_scalars: dict[AdamWScalars, set[int]] = {}
+        by_scalars: dict[tuple[float, ...], set[int]] = {}
         for (group, step), indices in kinds.items():
-            by_scalars.setdefault(_scalars(options[group], step), set()).update(indices)
+            by_scalars.setdefault(_scalars(self.layer.states.optimizer, options[group], step), set()).update(indices)
         return [
             Segment(start, length, scalars)
             for scalars, indices in by_scalars.items()
@@ -325,20 +296,15 @@ class LayerState:
         """One parameter's, with random bits of its own."""
         view = self.layer.views[index]
         key = random_key(self._seed, view.name, step)
-        return Segment(view.start, view.numel, _scalars(options[view.group], step), key)
+        scalars = _scalars(self.layer.states.optimizer, options[view.group], step)
+        return Segment(view.start, view.numel, scalars, key)
 
     def state_of(self, index: int) -> dict[str, torch.Tensor]:
         """A parameter's states, as torch optimizers keep them: views, in its shape; block scales are 1-D."""
-        view = self.layer.views[index]
-        here, shape = slice(view.start, view.start + view.numel), view.parameter.shape
-        blocks = slice(view.start // BLOCK, -(-(view.start + view.numel) // BLOCK))
-        arrays = {"step": self.steps[index]}
-        arrays |= {name: getattr(self.flat, name)[here].view(shape) for name in ("exp_avg", "exp_avg_sq")}
-        if self.flat.remainder is not None:
-            arrays["remainder"] = self.flat.remainder[here].view(shape)
-        if self.flat.exp_avg_scale is not None and self.flat.exp_avg_sq_scale is not None:
-            arrays["exp_avg_scale"] = self.flat.exp_avg_scale[blocks]
-            arrays["exp_avg_sq_scale"] = self.flat.exp_avg_sq_scale[blocks]
+        view, arrays = self.layer.views[index], {"step": self.steps[index]}
+        for array in self.layer.states.arrays:
+            part = self.flat[array.name][array.part(view.start, view.start + view.numel)]
+            arrays[array.name] = part if array.block > 1 else part.view(view.parameter.shape)
         return arrays
 
 

@@ -22,9 +22,10 @@ import torch
 from offloadkit.device import trace
 from offloadkit.device.streams import BusyTime, CopyStream, Event
 from offloadkit.offload.gradients import take_sums
-from offloadkit.offload.states import GroupOptions, LayerState
+from offloadkit.offload.states import LayerState
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.norm import sum_in_order
+from offloadkit.optim.table import GroupOptions
 from offloadkit.planner import NUM_STATE_BUFFERS
 
 WARM_UP = 2

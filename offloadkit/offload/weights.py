@@ -19,8 +19,8 @@ from offloadkit.device import trace
 from offloadkit.device.streams import Event, Waits
 from offloadkit.errors import EngineStateError
 from offloadkit.hardware import trim_heap
-from offloadkit.offload.layers import DTYPES, FlatLayer, ParameterView, stays_fp32
-from offloadkit.planner import Dtype
+from offloadkit.offload.layers import FlatLayer, ParameterView, stays_fp32
+from offloadkit.optim.table import DTYPES, Dtype
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,15 @@
-"""How exp_avg and exp_avg_sq are kept between steps: the definitions, in torch operations.
+"""How moments are stored in fewer bits than fp32: the definitions, in torch operations.
 
-`exact`: fp32. `compact`: bf16, stochastically rounded. `tiny`: 8 bits and an fp32 scale for each 256 elements. A step
-reads the moments to fp32, computes as `exact` does, updates the weights with the new fp32 moments, and rounds only what
-it stores. C and Triton do the same integer operations and the same fp32 operations, each rounded once, and store the
-same bits.
+bf16 (`compact`): rounded stochastically. 8 bits (`tiny`): a code, and an fp32 scale for each 256 elements. A step reads
+the moments to fp32, updates the weights with the new fp32 moments, and rounds only what it stores. C and Triton do the
+same integer operations and the same fp32 operations, each rounded once, and store the same bits.
 
-Random bits are a hash of (a key of the step and the parameter, the element within the parameter), so they depend on
-neither the processor, the cutting, nor the threads.
+Random bits are a hash of a key and of the element within the parameter. The key is made from the seed, the step and the
+parameter's name. So the bits depend on neither the processor, the cutting nor the threads.
 
-Rounding is stochastic since nearest rounding lets moments stall: a step moves exp_avg_sq by a thousandth and exp_avg by
-a tenth of what is missing, which is less than half the gap to the next number of bf16 (0.4 to 0.8 %; exp_avg_sq) or of
-the 8-bit maps (0.7 % near the block's extreme, several times the number far below it; both). An exp_avg that stalls is
-worse than coarse: it moves its weight one way for ever.
+Rounding to nearest would let moments stall. A step moves exp_avg_sq by a thousandth, and exp_avg by a tenth, of its
+distance to the new value. That is less than half the gap to the next number of bf16 (0.4 to 0.8 %) or of the 8-bit maps
+(0.7 % near the block's largest value, more below it). An exp_avg that stalls moves its weight one way for ever.
 """
 
 from __future__ import annotations
@@ -22,16 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offloadkit.config import Precision
-
-MOMENT_DTYPES: dict[Precision, torch.dtype] = {
-    "exact": torch.float32,
-    "compact": torch.bfloat16,
-    "tiny": torch.uint8,
-}
-
 BLOCK = 256
-"""Elements that share a scale in `tiny`. Blocks start where their parameter starts."""
+"""Elements that share a scale in 8 bits. Blocks start where their parameter starts."""
 
 INVERSE_OF_0_9 = 1.1111112
 """1 / 0.9 in fp32."""
@@ -124,40 +114,44 @@ def round_to_number(shares: Tensor, random: Tensor, map: Map) -> Tensor:
     return lower + (random * 2.0**-16 * (level(lower + 1, map) - below) < shares - below).to(torch.int32)
 
 
-def encode_exp_avg(values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
+def encode_bf16(values: Tensor, random: Tensor, is_signed: bool) -> tuple[Tensor, None]:
+    """fp32 [n] as bf16 [n], see `round_stochastically`. There are no scales, and the sign is bf16's own."""
+    return round_stochastically(values, random), None
+
+
+def decode_bf16(stored: Tensor, scales: Tensor | None, is_signed: bool) -> Tensor:
+    """fp32 of bf16, exactly."""
+    return stored.float()
+
+
+def encode_8_bit(values: Tensor, random: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
     """fp32 [n] as codes (uint8 [n]) and scales (fp32 [n / 256, rounded up]).
 
     A block's scale is its largest magnitude. A magnitude over the scale lies between two levels and takes one of the
     two with the odds that make the mean the value; random: integers of 0 .. 65535. A block with Inf or NaN has the
     scale NaN and reads as NaN.
+
+    Without a sign the numbers are not negative, and none but zero is stored as zero. A number below the smallest level,
+    3.25e-7 of the largest in its block, is stored as that level. Stored as zero, it would leave exp_avg / eps as the
+    next update where the gradient vanishes. So such an element takes smaller steps than in `exact`, never larger ones.
     """
-    numbers, scales = _encode(values, random, EXP_AVG_MAP)
-    sign = (values.view(torch.int32) >> 31 & 0x80).masked_fill(_spread(scales, values).isnan(), 0)
-    return (numbers | sign).to(torch.uint8), scales
-
-
-def encode_exp_avg_sq(values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
-    """As `encode_exp_avg`, for numbers that are not negative; none but zero is stored as zero.
-
-    A number below the smallest level, 3.25e-7 of the largest in its block, is stored as that level: as zero it would
-    leave exp_avg / eps as the next update where the gradient vanishes. So such an element takes smaller steps than it
-    would in `exact`, never larger ones.
-    """
+    if is_signed:
+        numbers, scales = _encode(values, random, EXP_AVG_MAP)
+        sign = (values.view(torch.int32) >> 31 & 0x80).masked_fill(_spread(scales, values).isnan(), 0)
+        return (numbers | sign).to(torch.uint8), scales
     numbers, scales = _encode(values, random, EXP_AVG_SQ_MAP)
     lost = (numbers == 1) & (values > 0) & ~_spread(scales, values).isnan()
     return (numbers.masked_fill(lost, 2) - 1).to(torch.uint8), scales
 
 
-def decode_exp_avg(codes: Tensor, scales: Tensor) -> Tensor:
+def decode_8_bit(codes: Tensor, scales: Tensor | None, is_signed: bool) -> Tensor:
     """fp32 [n] of uint8 [n] and fp32 [n / 256, rounded up]: the level times the scale."""
+    assert scales is not None
     codes = codes.to(torch.int32)
+    if not is_signed:
+        return level(codes + 1, EXP_AVG_SQ_MAP) * _spread(scales, codes)
     sign = (codes & 0x80) << 24
     return ((level(codes & 0x7F, EXP_AVG_MAP) * _spread(scales, codes)).view(torch.int32) ^ sign).view(torch.float32)
-
-
-def decode_exp_avg_sq(codes: Tensor, scales: Tensor) -> Tensor:
-    """As `decode_exp_avg`."""
-    return level(codes.to(torch.int32) + 1, EXP_AVG_SQ_MAP) * _spread(scales, codes)
 
 
 def _spread(scales: Tensor, like: Tensor) -> Tensor:

@@ -24,13 +24,13 @@ class Run(Protocol):
     def drop_gradients(self) -> None: ...
 
 
-class OffloadAdamW(torch.optim.Optimizer):
-    """AdamW whose states live in host RAM and whose step the engine runs.
+class OffloadOptimizer(torch.optim.Optimizer):
+    """An optimizer whose states lie where the plan says and whose step the engine runs.
 
-    `state[parameter]` holds "step" (fp32 scalar), "exp_avg" and "exp_avg_sq" (the parameter's shape; fp32, bf16 in
-    "compact", 8 bits in "tiny", with 1-D fp32 "exp_avg_scale" and "exp_avg_sq_scale") and "remainder": for bf16 working
-    weights the low half of the split master weights (int16), for fp16 ones the master weights (fp32). They are views of
-    the engine's memory: read them after `state_dict()` or `engine.synchronize()`.
+    `state[parameter]` holds "step" (fp32 scalar) and the arrays of `table.state_table`, in the parameter's shape, such
+    as "exp_avg" and "exp_avg_sq"; block scales are 1-D. "remainder" is the low half of the split master weights (int16)
+    for bf16 working weights, and the master weights (fp32) for fp16 ones. All are views of the engine's memory: read
+    them after `state_dict()` or `engine.synchronize()`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             EngineStateError: with a closure, which would need backward inside the step.
         """
         if closure is not None:
-            raise EngineStateError("OffloadAdamW takes no closure: call engine.backward(loss), then step()")
+            raise EngineStateError("offloadkit's optimizer takes no closure: call engine.backward(loss), then step()")
         self._engine().step(boundary=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -102,7 +102,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of this class, or of `torch.optim.AdamW`, into the states where they lie.
 
-        Nothing is cast: moments stay fp32. A state without "remainder" leaves the weights as master weights.
+        Nothing is cast: fp32 moments stay fp32. A state without "remainder" leaves the weights as master weights.
 
         Raises:
             ValueError: the groups or a tensor's shape differ; nothing is loaded then.
@@ -118,8 +118,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             for parameter, index in zip(group["params"], saved["params"], strict=True):
                 state = state_dict["state"].get(index, {})
                 if parameter in self.state:
-                    _check_shapes(parameter, state)
-                    check_precision(self.state[parameter], state)
+                    _check_shapes(parameter, self.state[parameter], state)
+                    check_states(self.state[parameter], state)
                     pairs.append((parameter, state))
         for parameter, state in pairs:
             self.load_parameter_state(parameter, state)
@@ -131,45 +131,36 @@ class OffloadAdamW(torch.optim.Optimizer):
             run.loss_scale.load_state_dict(state_dict["loss_scale"])
 
 
-def check_saved_run(saved: dict[str, Any], states: dict[str, dict[str, torch.Tensor]], num_groups: int) -> None:
-    """Whether `OffloadEngine.state_dict()` is of a run with these states, by parameter name, and groups.
+def check_states(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+    """Whether saved states of a parameter can go on as `own`; no saved states can: nothing was stepped.
 
     Raises:
-        ModelError: the parameter names or the number of groups differ.
-        ValueError: as `check_precision`.
-    """
-    if states.keys() != saved["optimizer"].keys():
-        differing = sorted(states.keys() ^ saved["optimizer"].keys())
-        raise ModelError(f"the saved run has other parameters than this model: {', '.join(differing[:5])} differ")
-    if len(saved["param_groups"]) != num_groups:
-        raise ModelError(f"the saved run has {len(saved['param_groups'])} parameter groups, this one has {num_groups}")
-    for name, own in states.items():
-        check_precision(own, saved["optimizer"][name])
-
-
-def check_precision(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
-    """
-    Raises:
-        ConfigError: a saved state is of another dtype than the one it would be copied to.
+        ConfigError: they are another optimizer's, or of another dtype than those that they would be copied to.
     """
     if "remainder" in saved and "remainder" not in own:
         raise ConfigError(
             "the saved master weights have more bits than this run's working weights: go on with the working dtype "
             "that the run was saved with"
         )
-    for name in ("exp_avg", "exp_avg_sq", "remainder"):
-        if name not in saved or name not in own or saved[name].dtype == own[name].dtype:
+    for name in saved.keys() & own.keys() - {"step"}:
+        if saved[name].dtype == own[name].dtype:
             continue
         if not (own[name].dtype == torch.float32 and saved[name].is_floating_point()):
             raise ConfigError(
                 f"saved {name} is {saved[name].dtype}, this run's is {own[name].dtype}: go on with the precision and "
                 "the working dtype that the run was saved with"
             )
+    moments, saved_moments = own.keys() - {"step", "remainder"}, saved.keys() - {"step", "remainder"}
+    if saved_moments and moments != saved_moments:
+        raise ConfigError(
+            f"the saved optimizer keeps {', '.join(sorted(saved_moments))}, this run's {', '.join(sorted(moments))}: "
+            "go on with the optimizer and the precision that the run was saved with"
+        )
 
 
-def _check_shapes(parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
-    for name in ("exp_avg", "exp_avg_sq", "remainder"):
-        if name in state and state[name].shape != parameter.shape:
+def _check_shapes(parameter: nn.Parameter, own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+    for name in saved.keys() & own.keys():
+        if saved[name].shape != own[name].shape:
             raise ValueError(
-                f"saved {name} has shape {tuple(state[name].shape)}, the parameter {tuple(parameter.shape)}"
+                f"saved {name} has shape {tuple(saved[name].shape)}, the parameter {tuple(parameter.shape)}"
             )

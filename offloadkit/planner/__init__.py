@@ -7,13 +7,13 @@ is what a micro-batch computes, as `offload.micro_batch` found it.
 
 from __future__ import annotations
 
+from offloadkit.optim.table import Dtype
 from offloadkit.planner.layout import (
     NUM_GRADIENT_BUCKETS,
     NUM_STAGING,
     NUM_STATE_BUFFERS,
     NUM_STEP_BUFFERS,
     NUM_WEIGHT_BUFFERS,
-    Dtype,
     LayerShape,
     chunk_numel,
     cpu_can_step,

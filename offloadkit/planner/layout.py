@@ -8,19 +8,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from offloadkit.config import Placement, Precision
+from offloadkit.optim.table import DTYPES, MASTER_WEIGHTS, MOMENTS, Dtype, StateTable, aligned, state_table
 from offloadkit.planner.work import MicroBatch
-
-Dtype = Literal["bf16", "fp16", "fp32"]
-WEIGHT_BYTES: dict[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
-REMAINDER_BYTES: dict[Dtype, int] = {"bf16": 2, "fp16": 4, "fp32": 0}
-"""Master weights beside the working weights: 16 more bits to a bf16 (split master weights), an fp32 of its own to an
-fp16, none to fp32."""
-
-TINY_BLOCK = 256
-"""Elements of an 8-bit moment that share one fp32 scale."""
 
 NUM_GRADIENT_BUCKETS = 2
 """Layers whose gradients may be in VRAM at once: autograd's until the last of a layer is there, and those in a bucket,
@@ -48,8 +39,8 @@ CATEGORIES = (
     "weight buffers",
     "frozen weights",
     "gradients",
-    "master weights",
-    "exp_avg, exp_avg_sq",
+    MASTER_WEIGHTS,
+    MOMENTS,
     "state buffers",
     "activations",
     "framework",
@@ -73,11 +64,17 @@ class LayerShape:
     in_block: bool = False
     """Whether it belongs to a repeated block: only then may its weights leave VRAM."""
     precision: Precision = "exact"
-    """Of exp_avg and exp_avg_sq."""
+    """Of the moments."""
+    optimizer: str = "adamw"
+
+    @property
+    def states(self) -> StateTable:
+        """The arrays of its optimizer states."""
+        return state_table(self.optimizer, self.precision, DTYPES[self.dtype])
 
     def bucket_bytes(self) -> int:
         """One micro-batch's gradient."""
-        return self.numel * (4 if self.shared else WEIGHT_BYTES[self.dtype])
+        return self.numel * (4 if self.shared else DTYPES[self.dtype].itemsize)
 
     def gradient_bytes(self, accumulation: int) -> int:
         """The gradient that the step reads: fp32 when it is a sum of several, else the layer's dtype."""
@@ -85,27 +82,18 @@ class LayerShape:
 
     def weight_bytes(self) -> int:
         """The working weights."""
-        return self.numel * WEIGHT_BYTES[self.dtype]
+        return self.numel * DTYPES[self.dtype].itemsize
 
     def sums_bytes(self) -> int:
         """The norm's block sums, in fp64."""
         return aligned(8 * self.num_norm_blocks)
 
-    def moment_bytes(self) -> int:
-        """exp_avg and exp_avg_sq: fp32, bf16, or 8 bits with an fp32 scale a block."""
-        if self.precision == "tiny":
-            return 2 * (self.numel + aligned(4 * -(-self.numel // TINY_BLOCK)))
-        return self.numel * (8 if self.precision == "exact" else 4)
-
     def state_bytes(self) -> dict[str, int]:
         """Optimizer states by category, wherever they live."""
-        return {
-            "master weights": aligned(self.numel * REMAINDER_BYTES[self.dtype]),
-            "exp_avg, exp_avg_sq": self.moment_bytes(),
-        }
+        return self.states.num_bytes(self.numel)
 
     def step_bytes(self, accumulation: int) -> int:
-        """Memory traffic of AdamW: the gradient is read, states and working weights are read and written."""
+        """Memory traffic of a step: the gradient is read, states and working weights are read and written."""
         return self.gradient_bytes(accumulation) + 2 * (sum(self.state_bytes().values()) + self.weight_bytes())
 
     def passing_bytes(self, placement: Placement, accumulation: int) -> int:
@@ -155,11 +143,6 @@ def gpu_can_step(placement: Placement) -> bool:
 def chunk_numel(numel: int) -> int:
     """Elements of a layer's chunks; the last one may be shorter."""
     return min(STEP_CHUNK, numel)
-
-
-def aligned(num_bytes: int) -> int:
-    """`num_bytes` rounded up to the border at which the next array of a slab starts."""
-    return -(-num_bytes // 256) * 256
 
 
 def possible(placement: Placement, layer: LayerShape) -> Placement:
@@ -234,8 +217,8 @@ def step_buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulati
     if not any(where.states == "ram" and where.step == "gpu" for _, where in placed):
         return 0
     passing = [item for item in placed if item[1].states == "ram" and gpu_can_step(item[1])]
-    kinds = {  # a model has few, and is planned over and over
-        (layer.numel, layer.dtype, layer.shared, layer.precision, where.weights, where.gradients): (layer, where)
+    kinds = {  # a model has few, and is planned over and over; optimizer and precision are the run's
+        (layer.numel, layer.dtype, layer.shared, where.weights, where.gradients): (layer, where)
         for layer, where in passing
     }
     return max(layer.passing_bytes(where, accumulation) for layer, where in kinds.values())

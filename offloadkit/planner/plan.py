@@ -239,7 +239,7 @@ def replanned(plan: Plan, *, work: Any = None, hardware: Hardware | None = None,
     basis = plan.basis
     config = replace(basis.config, **changes)
     return make_plan(
-        [replace(layer, precision=config.precision) for layer in plan.layers],
+        [replace(layer, precision=config.precision, optimizer=config.optimizer) for layer in plan.layers],
         config,
         frozen=basis.frozen,
         frozen_bytes=basis.frozen_bytes,
@@ -536,7 +536,7 @@ def make_plan(
         frozen, frozen_bytes: number and size of the parameters outside the flat layers, and buffers' bytes.
         assumed: whether `hardware` is an assumption.
     """
-    layers = tuple(replace(layer, precision=config.precision) for layer in layers)
+    layers = tuple(replace(layer, precision=config.precision, optimizer=config.optimizer) for layer in layers)
     basis = Basis(config, frozen, frozen_bytes, work, hardware, assumed)
     budgets = _budgets(config, hardware)
     placements = _placements(layers, basis, budgets)

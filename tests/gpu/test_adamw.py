@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 
 from offloadkit.config import Precision
 from offloadkit.kernels import cpu, gpu
 from offloadkit.kernels import dispatch as step
-from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, adamw_step_reference
+from offloadkit.optim.adamw import adamw_scalars
+from offloadkit.optim.lion import lion_scalars
 from offloadkit.optim.moments import random_key
+from offloadkit.optim.reference import step_reference
+from offloadkit.optim.table import Segment, state_table
 from tests.optim.states import (
     DTYPES,
     PRECISIONS,
     assert_same_bits,
-    clone,
     make_gradient,
     make_state,
     special_state,
+    to,
 )
 
 LENGTH = 3 * 1024 * 1024
 LENGTHS = (1, 255, 256, 70_001, 1_000_003, 513, 1_500_000)
-
-
-def to(state: FlatState, device: str) -> FlatState:
-    arrays = (getattr(state, field.name) for field in fields(state))
-    return FlatState(*(array if array is None else array.to(device) for array in arrays))
 
 
 def ragged_segments(number: int) -> list[Segment]:
@@ -50,15 +46,15 @@ def ragged_segments(number: int) -> list[Segment]:
 def test_triton_c_and_reference_are_equal_bit_for_bit_over_5_steps(
     weights_dtype: torch.dtype, gradient_dtype: torch.dtype, kept: Precision
 ) -> None:
-    assert gpu._adamw_compiles(weights_dtype, gradient_dtype, kept)
+    assert gpu._step_compiles(state_table("adamw", kept, weights_dtype), gradient_dtype)
     on_cpu = make_state(weights_dtype, LENGTH, kept=kept)
     triton, reference = to(on_cpu, "cuda"), to(on_cpu, "cuda")
     for number in range(1, 6):
         gradient, segments = make_gradient(gradient_dtype, LENGTH, seed=number), ragged_segments(number)
         grad_scale = 1.0 / gradient.double().norm().item()
-        cpu.adamw_step(on_cpu, gradient, segments, grad_scale)
-        step.adamw_step(triton, gradient.cuda(), segments, grad_scale)
-        adamw_step_reference(reference, gradient.cuda(), segments, grad_scale)
+        cpu.optimizer_step(on_cpu, gradient, segments, grad_scale)
+        step.optimizer_step(triton, gradient.cuda(), segments, grad_scale)
+        step_reference(reference, gradient.cuda(), segments, grad_scale)
     assert_same_bits(to(triton, "cpu"), on_cpu)
     assert_same_bits(to(reference, "cpu"), on_cpu)
 
@@ -71,8 +67,8 @@ def test_special_values(weights_dtype: torch.dtype, gradient_dtype: torch.dtype,
     state, gradient = special_state(weights_dtype, gradient_dtype, place, kept)
     on_gpu = to(state, "cuda")
     segments = [ragged_segments(3)[0]._replace(start=0, length=gradient.numel())]
-    cpu.adamw_step(state, gradient, segments, 0.9)
-    gpu.adamw_step(on_gpu, gradient.cuda(), segments, 0.9)
+    cpu.optimizer_step(state, gradient, segments, 0.9)
+    gpu.optimizer_step(on_gpu, gradient.cuda(), segments, 0.9)
     assert_same_bits(to(on_gpu, "cpu"), state)
 
 
@@ -80,13 +76,13 @@ def test_special_values(weights_dtype: torch.dtype, gradient_dtype: torch.dtype,
 def test_the_host_does_not_wait_and_no_memory_is_taken(kept: Precision) -> None:
     state = to(make_state(torch.bfloat16, LENGTH, kept=kept), "cuda")
     gradient = torch.ones(LENGTH, device="cuda").bfloat16()
-    gpu.adamw_step(state, gradient, ragged_segments(1), 0.5)
+    gpu.optimizer_step(state, gradient, ragged_segments(1), 0.5)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        gpu.adamw_step(state, gradient, ragged_segments(2), 0.5)
+        gpu.optimizer_step(state, gradient, ragged_segments(2), 0.5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.max_memory_allocated() == before
@@ -95,14 +91,33 @@ def test_the_host_does_not_wait_and_no_memory_is_taken(kept: Precision) -> None:
 def test_a_stream_other_than_the_default_is_followed() -> None:
     on_cpu = make_state(torch.bfloat16, LENGTH)
     on_gpu, gradient = to(on_cpu, "cuda"), torch.zeros(LENGTH, device="cuda")
-    compiled_with = clone(on_gpu)
-    gpu.adamw_step(compiled_with, gradient, ragged_segments(1), 1.0)
+    compiled_with = to(on_gpu, "cuda")
+    gpu.optimizer_step(compiled_with, gradient, ragged_segments(1), 1.0)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         gradient.fill_(1.0)
-        gpu.adamw_step(on_gpu, gradient, ragged_segments(1), 1.0)
+        gpu.optimizer_step(on_gpu, gradient, ragged_segments(1), 1.0)
     stream.synchronize()
-    cpu.adamw_step(on_cpu, torch.ones(LENGTH), ragged_segments(1), 1.0)
+    cpu.optimizer_step(on_cpu, torch.ones(LENGTH), ragged_segments(1), 1.0)
     assert_same_bits(to(on_gpu, "cpu"), on_cpu)
+
+
+@pytest.mark.parametrize("gradient_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weights_dtype", DTYPES, ids=str)
+def test_lion_s_triton_c_and_reference_are_equal_bit_for_bit(
+    weights_dtype: torch.dtype, gradient_dtype: torch.dtype
+) -> None:
+    assert gpu._step_compiles(state_table("lion", "exact", weights_dtype), gradient_dtype)
+    scalars = lion_scalars(lr=1e-3, betas=(0.9, 0.99), eps=0.0, weight_decay=0.1, step=1)
+    for place in ("master", "exp_avg"):
+        on_cpu, gradient = special_state(weights_dtype, gradient_dtype, place, optimizer="lion")
+        triton, reference = to(on_cpu, "cuda"), to(on_cpu, "cuda")
+        segments = [Segment(256, gradient.numel() - 300, scalars)]
+        for _ in range(3):
+            cpu.optimizer_step(on_cpu, gradient, segments, 0.5)
+            step.optimizer_step(triton, gradient.cuda(), segments, 0.5)
+            step_reference(reference, gradient.cuda(), segments, 0.5)
+        assert_same_bits(to(triton, "cpu"), on_cpu)
+        assert_same_bits(to(reference, "cpu"), on_cpu)

@@ -24,7 +24,7 @@ SECONDS = {
 
 BYTES = {
     "vram": {"working weights": 4 * GIB, "activations": 2 * GIB, "framework": GIB, "process": 8 * GIB},
-    "ram": {"master weights": 4 * GIB, "exp_avg, exp_avg_sq": 16 * GIB, "framework": GIB, "process": 20 * GIB},
+    "ram": {"master weights": 4 * GIB, "moments": 16 * GIB, "framework": GIB, "process": 20 * GIB},
 }
 
 

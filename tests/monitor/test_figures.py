@@ -81,7 +81,7 @@ def test_measured_memory_is_divided_among_what_is_allocated_then_the_estimates_a
         "other": GIB,
     }
     assert (vram.used, vram.planned) == (8 * GIB, 7 * GIB)
-    assert dict(ram.parts) == {"master weights": 4 * GIB, "exp_avg, exp_avg_sq": 16 * GIB}
+    assert dict(ram.parts) == {"master weights": 4 * GIB, "moments": 16 * GIB}
     assert sum(size for _, size in ram.parts) == ram.used
 
 

@@ -18,7 +18,7 @@ from offloadkit.offload import shortage as ram_watch
 from offloadkit.offload.shortage import RamWatch
 
 MIB, GIB = 1 << 20, 1 << 30
-PLANNED = {"exp_avg, exp_avg_sq": 6 * GIB, "gradients": 2 * GIB, "disk": 0}
+PLANNED = {"moments": 6 * GIB, "gradients": 2 * GIB, "disk": 0}
 
 
 class Machine:
@@ -72,7 +72,7 @@ def test_it_says_what_was_planned_and_what_is_used(machine: Machine, watch: RamW
     assert isinstance(raised.value, OffloadkitError)
     assert str(raised.value) == (
         "RAM is running out: 200 MiB of 12 GiB are left, less than the 256 MiB at which training stops before the "
-        "system kills it. This process uses 9 GiB; 8 GiB were planned (exp_avg, exp_avg_sq 6 GiB, gradients 2 GiB); "
+        "system kills it. This process uses 9 GiB; 8 GiB were planned (moments 6 GiB, gradients 2 GiB); "
         "others use 2.8 GiB. End other programs, start fewer DataLoader workers, or give the plan less RAM (ram=...)"
     )
 

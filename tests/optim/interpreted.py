@@ -7,8 +7,11 @@ import itertools
 import torch
 
 from offloadkit.kernels import gpu
-from offloadkit.optim.adamw import Segment, adamw_scalars, adamw_step_reference
+from offloadkit.optim.adamw import adamw_scalars
+from offloadkit.optim.lion import lion_scalars
 from offloadkit.optim.moments import random_key
+from offloadkit.optim.reference import step_reference
+from offloadkit.optim.table import Segment, state_table
 from tests.optim.states import (
     DTYPES,
     PRECISIONS,
@@ -40,14 +43,23 @@ def main() -> None:
         expected = clone(state)
         for number in (1, 2):
             gradient, segments = make_gradient(gradients, 5632, seed=number), ragged_segments(number)
-            gpu.adamw_step(state, gradient, segments, 0.7312345)
-            adamw_step_reference(expected, gradient, segments, 0.7312345)
+            gpu.optimizer_step(state, gradient, segments, 0.7312345)
+            step_reference(expected, gradient, segments, 0.7312345)
         assert_same_bits(state, expected)
     for weights, place, kept in itertools.product(DTYPES, ("master", "exp_avg", "exp_avg_sq"), PRECISIONS):
         state, gradient = special_state(weights, torch.float32, place, kept)
         segments = [ragged_segments(3)[0]._replace(length=gradient.numel())]
         expected = clone(state)
-        gpu.adamw_step(state, gradient, segments, 0.9)
-        adamw_step_reference(expected, gradient, segments, 0.9)
+        gpu.optimizer_step(state, gradient, segments, 0.9)
+        step_reference(expected, gradient, segments, 0.9)
         assert_same_bits(state, expected)
-    assert gpu._adamw_compiles(torch.bfloat16, torch.bfloat16, "exact")
+    scalars = lion_scalars(betas=(0.9, 0.99), step=1, **OPTIONS)
+    for weights, gradients, place in itertools.product(DTYPES, DTYPES, ("master", "exp_avg")):
+        state, gradient = special_state(weights, gradients, place, optimizer="lion")
+        expected, segments = clone(state), [Segment(256, 700, scalars)]
+        for _ in range(2):
+            gpu.optimizer_step(state, gradient, segments, 0.9)
+            step_reference(expected, gradient, segments, 0.9)
+        assert_same_bits(state, expected)
+    for optimizer in ("adamw", "lion"):
+        assert gpu._step_compiles(state_table(optimizer, "exact", torch.bfloat16), torch.bfloat16)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-
 import torch
 from torch import Tensor
 
 from offloadkit.config import Precision
-from offloadkit.optim.adamw import FlatState, split_master
-from offloadkit.optim.moments import encode_exp_avg, encode_exp_avg_sq, round_stochastically
+from offloadkit.optim.reference import split_master
+from offloadkit.optim.table import OPTIMIZERS, FlatState, state_table
+from offloadkit.optim.table import PRECISIONS as KEPT
 
 PRECISIONS: tuple[Precision, ...] = ("exact", "compact", "tiny")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,7 +43,13 @@ SPECIAL = torch.cat([SPECIAL, _FULL_NAN[None]])
 
 
 def make_state(
-    dtype: torch.dtype, length: int, *, seed: int = 0, unaligned_by: int = 0, kept: Precision = "exact"
+    dtype: torch.dtype,
+    length: int,
+    *,
+    seed: int = 0,
+    unaligned_by: int = 0,
+    kept: Precision = "exact",
+    optimizer: str = "adamw",
 ) -> FlatState:
     """A state in mid-training; `unaligned_by` elements shift every array off its allocation's start.
 
@@ -60,31 +65,32 @@ def make_state(
         torch.float16: lambda: (master.half(), master),
         torch.float32: lambda: (master, None),
     }[dtype]()
-    state = FlatState(
-        weights[unaligned_by:],
-        None if remainder is None else remainder[unaligned_by:],
-        exp_avg[unaligned_by:],
-        exp_avg_sq[unaligned_by:],
-    )
+    averages = (exp_avg[unaligned_by:], exp_avg_sq[unaligned_by:])[: len(OPTIMIZERS[optimizer].moments)]
+    remainder = None if remainder is None else remainder[unaligned_by:]
+    state = flat(weights[unaligned_by:], remainder, *averages, optimizer=optimizer)
     return keep(state, kept, generator)
+
+
+def flat(weights: Tensor, remainder: Tensor | None, *moments: Tensor, optimizer: str = "adamw") -> FlatState:
+    """A state with moments in fp32."""
+    table = state_table(optimizer, "exact", weights.dtype)
+    arrays = {} if remainder is None else {"remainder": remainder}
+    names = [moment.name for moment in table.optimizer.moments]
+    return FlatState(table, weights, arrays | dict(zip(names, moments, strict=True)))
 
 
 def keep(state: FlatState, kept: Precision, generator: torch.Generator | None = None) -> FlatState:
     """The state with its fp32 moments rounded to what `kept` stores."""
-    count = state.exp_avg.numel()
-    m_random, v_random = torch.randint(0, 1 << 16, (2, count), generator=generator)
-    if kept == "compact":
-        return replace(
-            state,
-            exp_avg=round_stochastically(state.exp_avg, m_random),
-            exp_avg_sq=round_stochastically(state.exp_avg_sq, v_random),
-        )
-    if kept == "tiny":
-        codes, scales = zip(
-            encode_exp_avg(state.exp_avg, m_random), encode_exp_avg_sq(state.exp_avg_sq, v_random), strict=True
-        )
-        return FlatState(state.weights, state.remainder, *codes, *scales)
-    return state
+    table, encode = state_table(state.table.optimizer.name, kept, state.weights.dtype), KEPT[kept].encode
+    randoms = torch.randint(0, 1 << 16, (2, state.weights.numel()), generator=generator)
+    if encode is None:
+        return state
+    arrays = dict(state.arrays)
+    for moment, random in zip(table.optimizer.moments, randoms, strict=True):
+        arrays[moment.name], scales = encode(state[moment.name], random, moment.is_signed)
+        if scales is not None:
+            arrays[f"{moment.name}_scale"] = scales
+    return FlatState(table, state.weights, arrays)
 
 
 def make_gradient(dtype: torch.dtype, length: int, *, seed: int = 1) -> Tensor:
@@ -98,13 +104,13 @@ def set_master(state: FlatState, master: Tensor) -> None:
     if state.remainder is None:
         state.weights = master.clone()
     elif state.weights.dtype == torch.float16:
-        state.weights, state.remainder = master.half(), master.clone()
+        state.weights, state.arrays["remainder"] = master.half(), master.clone()
     else:
-        state.weights, state.remainder = split_master(master)
+        state.weights, state.arrays["remainder"] = split_master(master)
 
 
 def special_state(
-    weights: torch.dtype, gradients: torch.dtype, place: str, kept: Precision = "exact"
+    weights: torch.dtype, gradients: torch.dtype, place: str, kept: Precision = "exact", optimizer: str = "adamw"
 ) -> tuple[FlatState, Tensor]:
     """Every special value as gradient beside every special value as `place`: "master", "exp_avg" or "exp_avg_sq".
 
@@ -117,25 +123,30 @@ def special_state(
     )
     padding = -gradient.numel() % 256
     gradient, other = (torch.nn.functional.pad(special, (0, padding)) for special in (gradient, other))
-    state = make_state(weights, gradient.numel())
+    state = make_state(weights, gradient.numel(), optimizer=optimizer)
     if place == "master":
         set_master(state, other)
     else:
-        setattr(state, place, other.abs() if place == "exp_avg_sq" and kept == "tiny" else other)
+        state.arrays[place] = other.abs() if place == "exp_avg_sq" and kept == "tiny" else other
     return keep(state, kept), gradient.to(gradients)
 
 
 def clone(state: FlatState) -> FlatState:
-    arrays = (getattr(state, field.name) for field in fields(state))
-    return FlatState(*(array if array is None else array.clone() for array in arrays))
+    return to(state, "cpu")
+
+
+def to(state: FlatState, device: str) -> FlatState:
+    """A copy on `device`."""
+    arrays = {name: array.to(device, copy=True) for name, array in state.arrays.items()}
+    return FlatState(state.table, state.weights.to(device, copy=True), arrays)
 
 
 def assert_same_bits(actual: FlatState, expected: FlatState) -> None:
     """Every array equal bit for bit, -0 and 0 told apart; a NaN equals any NaN."""
-    for field in fields(expected):
-        one, other = getattr(actual, field.name), getattr(expected, field.name)
-        if other is not None:
-            assert_same_array_bits(one, other, field.name)
+    assert actual.arrays.keys() == expected.arrays.keys()
+    assert_same_array_bits(actual.weights, expected.weights, "weights")
+    for name, array in expected.arrays.items():
+        assert_same_array_bits(actual[name], array, name)
 
 
 def assert_same_array_bits(actual: Tensor, expected: Tensor, name: str = "") -> None:

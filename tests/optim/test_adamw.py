@@ -8,22 +8,16 @@ import pytest
 import torch
 
 from offloadkit.kernels import cpu
-from offloadkit.optim.adamw import (
-    AdamWScalars,
-    FlatState,
-    Segment,
-    adamw_scalars,
-    adamw_step_reference,
-    join_master,
-    round_to_fp32,
-    split_master,
-)
+from offloadkit.optim.adamw import AdamWScalars, adamw_scalars
+from offloadkit.optim.reference import join_master, round_to_fp32, split_master, step_reference
+from offloadkit.optim.table import Segment
 from tests.optim.states import (
     DTYPES,
     SPECIAL,
     assert_same_array_bits,
     assert_same_bits,
     clone,
+    flat,
     make_gradient,
     make_state,
 )
@@ -74,17 +68,17 @@ def test_step_zero_is_refused() -> None:
 def test_the_square_root_is_correctly_rounded() -> None:
     """torch's own fp32 root on the CPU is not; with eps 0 and weights 0 the update is -m / sqrt(v)."""
     v = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
-    state = FlatState(torch.zeros_like(v), None, torch.ones_like(v), v.clone())
+    state = flat(torch.zeros_like(v), None, torch.ones_like(v), v.clone())
     scalars = adamw_scalars(**OPTIONS, step=1)._replace(
         beta1=1.0, beta2=1.0, eps=0.0, decay=1.0, step_size=1.0, inv_sqrt_bias_correction2=1.0
     )
-    adamw_step_reference(state, torch.zeros_like(v), [Segment(0, v.numel(), scalars)], 1.0)
+    step_reference(state, torch.zeros_like(v), [Segment(0, v.numel(), scalars)], 1.0)
     expected = [-1.0 / root for root in torch.tensor([math.sqrt(x) for x in v.tolist()]).tolist()]
     assert_same_array_bits(state.weights, torch.tensor(expected, dtype=torch.float64).float())
 
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("step", [adamw_step_reference, cpu.adamw_step], ids=["reference", "c"])
+@pytest.mark.parametrize("step", [step_reference, cpu.optimizer_step], ids=["reference", "c"])
 def test_200_steps_stay_within_5e_6_of_torch_adamw_in_fp32(weights_dtype: torch.dtype, step) -> None:  # type: ignore[no-untyped-def]
     generator = torch.Generator().manual_seed(3)
     start = torch.randn(20_000, generator=generator) * 0.02
@@ -92,9 +86,9 @@ def test_200_steps_stay_within_5e_6_of_torch_adamw_in_fp32(weights_dtype: torch.
     optimizer = torch.optim.AdamW([parameter], **OPTIONS)
     zeros = torch.zeros_like(start)
     if weights_dtype == torch.bfloat16:
-        state = FlatState(*split_master(start), zeros.clone(), zeros.clone())
+        state = flat(*split_master(start), zeros.clone(), zeros.clone())
     else:
-        state = FlatState(start.clone(), None, zeros.clone(), zeros.clone())
+        state = flat(start.clone(), None, zeros.clone(), zeros.clone())
     for number in range(1, 201):
         gradient = (torch.randn(start.numel(), generator=generator) * 10.0 ** (number % 4 - 4)).bfloat16()
         parameter.grad = gradient.float() * 0.75
@@ -109,8 +103,8 @@ def test_elements_outside_the_segments_are_untouched(dtype: torch.dtype) -> None
     state, gradient = make_state(dtype, 1000), make_gradient(dtype, 1000)
     before = clone(state)
     scalars = adamw_scalars(step=2, **OPTIONS)
-    adamw_step_reference(state, gradient, [Segment(100, 50, scalars), Segment(500, 0, scalars)], 1.0)
-    changed = state.exp_avg != before.exp_avg
+    step_reference(state, gradient, [Segment(100, 50, scalars), Segment(500, 0, scalars)], 1.0)
+    changed = state["exp_avg"] != before["exp_avg"]
     assert changed[100:150].all()
     assert int(changed.sum()) == 50
     for start, end in ((0, 100), (150, 1000)):
@@ -121,9 +115,9 @@ def test_the_reference_gives_the_same_bits_in_slices(monkeypatch: pytest.MonkeyP
     whole, gradient = make_state(torch.bfloat16, 1000), make_gradient(torch.bfloat16, 1000)
     sliced = clone(whole)
     segments = [Segment(1, 998, adamw_scalars(step=2, **OPTIONS))]
-    adamw_step_reference(whole, gradient, segments, 0.5)
-    monkeypatch.setattr("offloadkit.optim.adamw._SLICE", 77)
-    adamw_step_reference(sliced, gradient, segments, 0.5)
+    step_reference(whole, gradient, segments, 0.5)
+    monkeypatch.setattr("offloadkit.optim.reference._SLICE", 77)
+    step_reference(sliced, gradient, segments, 0.5)
     assert_same_bits(sliced, whole)
 
 
@@ -136,14 +130,14 @@ def plain_python_step(w: float, m: float, v: float, gradient: float, s: AdamWSca
     return r(r(w * s.decay) - r(s.step_size * r(m / denominator))), m, v
 
 
-@pytest.mark.parametrize("step", [adamw_step_reference, cpu.adamw_step], ids=["reference", "c"])
+@pytest.mark.parametrize("step", [step_reference, cpu.optimizer_step], ids=["reference", "c"])
 def test_exact_is_the_formula_in_plain_python_whatever_the_random_key(step) -> None:  # type: ignore[no-untyped-def]
     state, gradient = make_state(torch.float32, 100), make_gradient(torch.float32, 100)
     rows = zip(
-        state.weights.tolist(), state.exp_avg.tolist(), state.exp_avg_sq.tolist(), gradient.tolist(), strict=True
+        state.weights.tolist(), state["exp_avg"].tolist(), state["exp_avg_sq"].tolist(), gradient.tolist(), strict=True
     )
     scalars = adamw_scalars(step=4, **OPTIONS)
     expected = torch.tensor([plain_python_step(*row, scalars) for row in rows], dtype=torch.float64).float()
     step(state, gradient, [Segment(0, 100, scalars, random_key=12345, offset=3)], 1.0)
-    for actual, column in zip((state.weights, state.exp_avg, state.exp_avg_sq), expected.unbind(1), strict=True):
+    for actual, column in zip((state.weights, state["exp_avg"], state["exp_avg_sq"]), expected.unbind(1), strict=True):
         assert_same_array_bits(actual, column.contiguous())

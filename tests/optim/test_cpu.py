@@ -11,14 +11,17 @@ import torch
 
 from offloadkit.config import Precision
 from offloadkit.kernels import cpu
-from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, adamw_step_reference
+from offloadkit.optim.adamw import adamw_scalars
 from offloadkit.optim.moments import random_key
+from offloadkit.optim.reference import step_reference
+from offloadkit.optim.table import FlatState, Segment
 from tests.optim.states import (
     DTYPES,
     PRECISIONS,
     assert_same_array_bits,
     assert_same_bits,
     clone,
+    flat,
     make_gradient,
     make_state,
     special_state,
@@ -46,8 +49,8 @@ def assert_step_equals_reference(
     state: FlatState, gradient: torch.Tensor, segments: list[Segment], grad_scale: float
 ) -> None:
     expected = clone(state)
-    adamw_step_reference(expected, gradient, segments, grad_scale)
-    cpu.adamw_step(state, gradient, segments, grad_scale)
+    step_reference(expected, gradient, segments, grad_scale)
+    cpu.optimizer_step(state, gradient, segments, grad_scale)
     assert_same_bits(state, expected)
 
 
@@ -90,8 +93,8 @@ def test_rounded_moments_equal_the_reference_over_5_steps(
     expected = clone(state)
     for number in range(1, 6):
         gradient, segments = make_gradient(gradient_dtype, 60_160, seed=number), ragged_segments(number)
-        cpu.adamw_step(state, gradient, segments, 0.7312345)
-        adamw_step_reference(expected, gradient, segments, 0.7312345)
+        cpu.optimizer_step(state, gradient, segments, 0.7312345)
+        step_reference(expected, gradient, segments, 0.7312345)
         assert_same_bits(state, expected)
 
 
@@ -132,8 +135,8 @@ def test_fp16_weights_are_rounded_as_torch_does(level: str) -> None:
     master = torch.cat([halves, ties, up, down, limits])
     master = torch.cat([master, -master])
     zeros = torch.zeros_like(master)
-    state = FlatState(torch.zeros_like(master, dtype=torch.float16), master, zeros, zeros.clone())
-    cpu.adamw_step(state, zeros, [Segment(0, master.numel(), SCALARS._replace(decay=1.0))], 1.0)
+    state = flat(torch.zeros_like(master, dtype=torch.float16), master, zeros, zeros.clone())
+    cpu.optimizer_step(state, zeros, [Segment(0, master.numel(), SCALARS._replace(decay=1.0))], 1.0)
     assert_same_array_bits(state.weights, master.half())
 
 
@@ -152,23 +155,19 @@ def test_accumulate_equals_torch(level: str, dtype: torch.dtype) -> None:
     ("change", "error", "words"),
     [
         (lambda s: setattr(s, "weights", s.weights.double()), TypeError, "weights are torch.float64"),
-        (lambda s: setattr(s, "remainder", None), TypeError, "must be torch.int16, not None"),
-        (lambda s: setattr(s, "remainder", s.remainder.float()), TypeError, "must be torch.int16, not torch.float32"),
+        (lambda s: s.arrays.pop("remainder"), TypeError, "remainder is None: adamw keeps it in torch.int16"),
+        (lambda s: s.arrays.update(remainder=s.remainder.float()), TypeError, "remainder is torch.float32"),
+        (lambda s: s.arrays.update(exp_avg=s["exp_avg"].half()), TypeError, "exp_avg is torch.float16.* torch.float32"),
+        (lambda s: s.arrays.update(exp_avg=s["exp_avg"][1:]), ValueError, "exp_avg has 9 elements on cpu; .* have 10"),
+        (lambda s: s.arrays.update(exp_avg_sq=torch.zeros(20)[::2]), ValueError, r"strides \(2,\): it must be flat"),
         (
-            lambda s: setattr(s, "exp_avg", s.exp_avg.half()),
-            TypeError,
-            "exp_avg and exp_avg_sq must be fp32 \\(exact\\)",
-        ),
-        (lambda s: setattr(s, "exp_avg", s.exp_avg[1:]), ValueError, "exp_avg has 9 elements on cpu, the weights 10"),
-        (lambda s: setattr(s, "exp_avg_sq", torch.zeros(20)[::2]), ValueError, r"strides \(2,\): flat arrays"),
-        (
-            lambda s: setattr(s, "exp_avg", torch.zeros(10, device="meta")),
+            lambda s: s.arrays.update(exp_avg=torch.zeros(10, device="meta")),
             ValueError,
             "exp_avg has 10 elements on meta",
         ),
     ],
 )
-@pytest.mark.parametrize("step", [cpu.adamw_step, adamw_step_reference], ids=["c", "reference"])
+@pytest.mark.parametrize("step", [cpu.optimizer_step, step_reference], ids=["c", "reference"])
 def test_a_state_that_does_not_fit_is_refused(
     step: Callable[..., None], change: Callable[[FlatState], None], error: type[Exception], words: str
 ) -> None:
@@ -181,15 +180,15 @@ def test_a_state_that_does_not_fit_is_refused(
 @pytest.mark.parametrize("segment", [(-1, 5), (5, 6), (3, -1)])
 def test_a_segment_outside_the_layer_is_refused(segment: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="leaves the flat layer of 10 elements"):
-        cpu.adamw_step(make_state(torch.bfloat16, 10), torch.zeros(10), [Segment(*segment, SCALARS)], 1.0)
+        cpu.optimizer_step(make_state(torch.bfloat16, 10), torch.zeros(10), [Segment(*segment, SCALARS)], 1.0)
 
 
 def test_a_gradient_that_does_not_fit_is_refused() -> None:
     state, segments = make_state(torch.bfloat16, 10), [Segment(0, 10, SCALARS)]
     with pytest.raises(TypeError, match="int32: a step takes bf16, fp16 or fp32 gradients"):
-        cpu.adamw_step(state, torch.zeros(10, dtype=torch.int32), segments, 1.0)
+        cpu.optimizer_step(state, torch.zeros(10, dtype=torch.int32), segments, 1.0)
     with pytest.raises(ValueError, match="gradient has 11 elements"):
-        cpu.adamw_step(state, torch.zeros(11), segments, 1.0)
+        cpu.optimizer_step(state, torch.zeros(11), segments, 1.0)
     with pytest.raises(TypeError, match="the accumulator must be fp32"):
         cpu.accumulate(torch.zeros(3).half(), torch.zeros(3), add=True)
     with pytest.raises(ValueError, match="flat arrays of one length"):
@@ -202,8 +201,8 @@ def test_a_gradient_that_does_not_fit_is_refused() -> None:
 
 def test_nothing_to_do_is_fine() -> None:
     state = make_state(torch.bfloat16, 0)
-    cpu.adamw_step(state, torch.zeros(0), [], 1.0)
-    cpu.adamw_step(state, torch.zeros(0), [Segment(0, 0, SCALARS)], 1.0)
+    cpu.optimizer_step(state, torch.zeros(0), [], 1.0)
+    cpu.optimizer_step(state, torch.zeros(0), [Segment(0, 0, SCALARS)], 1.0)
     cpu.accumulate(torch.zeros(0), torch.zeros(0), add=True)
 
 
@@ -218,11 +217,11 @@ def test_without_the_library_the_step_is_the_same_and_warns_once(without_library
     state, gradient = make_state(torch.bfloat16, 1001), make_gradient(torch.bfloat16, 1001)
     expected, segments = clone(state), [Segment(0, 1001, SCALARS)]
     for _ in range(2):
-        adamw_step_reference(expected, gradient, segments, 0.5)
+        step_reference(expected, gradient, segments, 0.5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cpu.adamw_step(state, gradient, segments, 0.5)
-        cpu.adamw_step(state, gradient, segments, 0.5)
+        cpu.optimizer_step(state, gradient, segments, 0.5)
+        cpu.optimizer_step(state, gradient, segments, 0.5)
     assert len(caught) == 1
     assert "times slower" in str(caught[0].message)
     assert "install a C compiler" in str(caught[0].message)
@@ -233,11 +232,11 @@ def test_without_the_library_the_step_is_the_same_and_warns_once(without_library
 def test_with_the_library_nothing_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cpu.adamw_step(make_state(torch.bfloat16, 10), torch.zeros(10), [Segment(0, 10, SCALARS)], 1.0)
+        cpu.optimizer_step(make_state(torch.bfloat16, 10), torch.zeros(10), [Segment(0, 10, SCALARS)], 1.0)
 
 
 def test_a_library_that_does_not_load_counts_as_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "_cpu_adamw.so"
+    broken = tmp_path / "_cpu_kernels.so"
     broken.write_bytes(b"built for another machine")
     monkeypatch.setattr(cpu, "_find_library", lambda: broken)
     assert cpu._library.__wrapped__() is None

@@ -17,7 +17,9 @@ import torch
 
 from offloadkit.kernels import dispatch as step
 from offloadkit.kernels import gpu
-from offloadkit.optim.adamw import Segment, adamw_scalars, adamw_step_reference
+from offloadkit.optim.adamw import adamw_scalars
+from offloadkit.optim.reference import step_reference
+from offloadkit.optim.table import Segment
 from tests.optim.states import DTYPES, PRECISIONS, assert_same_bits, clone, make_gradient, make_state
 
 SCALARS = adamw_scalars(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=3)
@@ -37,7 +39,7 @@ class BrokenKernel:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    caches = (gpu._adamw_compiles, gpu._warn_without_adamw)
+    caches = (gpu._step_compiles, gpu._warn_without_step)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -52,16 +54,16 @@ def fresh() -> Iterator[None]:
 def test_without_triton_the_step_is_the_same_and_warns_once(
     fresh: None, monkeypatch: pytest.MonkeyPatch, kernels: Any, words: str
 ) -> None:
-    monkeypatch.setattr(gpu, "triton_adamw", kernels)
+    monkeypatch.setattr(gpu, "gpu_triton", kernels)
     whole, chunk = [Segment(0, 1001, SCALARS, 17)], [Segment(256, 745, SCALARS, 17, 256)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for dtype, kept in product(DTYPES, PRECISIONS):
             state, gradient = make_state(dtype, 1024, kept=kept), make_gradient(dtype, 1024)
             expected = clone(state)
-            adamw_step_reference(expected, gradient, whole, 0.5)
-            gpu.adamw_step(state, gradient, [Segment(0, 256, SCALARS, 17)], 0.5)
-            gpu.adamw_step(state, gradient, chunk, 0.5)
+            step_reference(expected, gradient, whole, 0.5)
+            gpu.optimizer_step(state, gradient, [Segment(0, 256, SCALARS, 17)], 0.5)
+            gpu.optimizer_step(state, gradient, chunk, 0.5)
             assert_same_bits(state, expected)
     messages = {str(one.message) for one in caught}
     assert len(messages) == 1
@@ -71,25 +73,25 @@ def test_without_triton_the_step_is_the_same_and_warns_once(
 def test_a_gpu_that_is_full_is_no_broken_compiler(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     state, gradient = make_state(torch.float32, 256), make_gradient(torch.float32, 256)
     full = BrokenKernel(torch.OutOfMemoryError("CUDA out of memory"))
-    monkeypatch.setattr(gpu, "triton_adamw", SimpleNamespace(adamw=full, ROWS=4))
+    monkeypatch.setattr(gpu, "gpu_triton", SimpleNamespace(adamw=full, ROWS=4))
     for _ in range(2):  # and nothing is concluded from it
         with pytest.raises(torch.OutOfMemoryError):
-            gpu.adamw_step(state, gradient, [Segment(0, 256, SCALARS, 17)], 0.5)
+            gpu.optimizer_step(state, gradient, [Segment(0, 256, SCALARS, 17)], 0.5)
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="gradient has 11 elements"):
-        gpu.adamw_step(make_state(torch.bfloat16, 10), torch.zeros(11), [Segment(0, 10, SCALARS)], 1.0)
+        gpu.optimizer_step(make_state(torch.bfloat16, 10), torch.zeros(11), [Segment(0, 10, SCALARS)], 1.0)
 
 
 def test_one_name_steps_wherever_the_layer_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     for name in ("cpu", "gpu"):
-        monkeypatch.setattr(getattr(step, name), "adamw_step", lambda *arguments, name=name: steps.append(name))
-    monkeypatch.setattr(step, "adamw_step_reference", lambda *arguments: steps.append("reference"))
+        monkeypatch.setattr(getattr(step, name), "optimizer_step", lambda *arguments, name=name: steps.append(name))
+    monkeypatch.setattr(step, "step_reference", lambda *arguments: steps.append("reference"))
     for device in ("cpu", "cuda", "meta"):
         state: Any = SimpleNamespace(weights=SimpleNamespace(device=torch.device(device)))
-        step.adamw_step(state, torch.zeros(0), [], 1.0)
+        step.optimizer_step(state, torch.zeros(0), [], 1.0)
     assert steps == ["cpu", "gpu", "reference"]
 
 

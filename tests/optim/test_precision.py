@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from offloadkit.optim import adamw
-from offloadkit.optim import moments as precision
-from offloadkit.optim.adamw import FlatState, Segment, adamw_scalars, adamw_step_reference, read_moments
+from offloadkit.config import Precision
+from offloadkit.optim import reference, table
+from offloadkit.optim.adamw import adamw_scalars
 from offloadkit.optim.moments import (
     EXP_AVG_MAP,
     EXP_AVG_SQ_MAP,
-    Precision,
-    decode_exp_avg,
-    decode_exp_avg_sq,
-    encode_exp_avg,
-    encode_exp_avg_sq,
+    decode_8_bit,
+    encode_8_bit,
     level,
     random_bits,
     random_key,
     round_stochastically,
 )
+from offloadkit.optim.reference import read_moments, step_reference
+from offloadkit.optim.table import FlatState, Segment, state_table
 from tests.optim.states import assert_same_array_bits, assert_same_bits, clone, make_gradient, make_state
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -34,12 +34,14 @@ def half_bits(key: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return random & 0xFFFF, random >> 16
 
 
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+
+
 def zero_state(kept: Precision, length: int) -> FlatState:
-    dtype = precision.MOMENT_DTYPES[kept]
-    scales = (torch.zeros(length // 256), torch.zeros(length // 256)) if kept == "tiny" else (None, None)
-    return FlatState(
-        torch.zeros(length), None, torch.zeros(length, dtype=dtype), torch.zeros(length, dtype=dtype), *scales
-    )
+    def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    return FlatState.cut(state_table("adamw", kept, torch.float32), torch.zeros(length), zeros)
 
 
 def test_random_bits_follow_the_definition_in_plain_python() -> None:
@@ -106,14 +108,12 @@ def test_the_maps_are_those_of_the_paper() -> None:
 
 @pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
 def test_an_8_bit_number_is_a_neighbouring_level_and_its_mean_is_the_value(which: str) -> None:
-    encode, decode, levels = {
-        "exp_avg": (encode_exp_avg, decode_exp_avg, level(torch.arange(128), EXP_AVG_MAP)),
-        "exp_avg_sq": (encode_exp_avg_sq, decode_exp_avg_sq, level(torch.arange(1, 257), EXP_AVG_SQ_MAP)),
-    }[which]
+    is_signed = SIGNED[which]
+    levels = level(torch.arange(128), EXP_AVG_MAP) if is_signed else level(torch.arange(1, 257), EXP_AVG_SQ_MAP)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(1000, generator=generator) * 10.0 ** -(torch.rand(1000, generator=generator) * 6)
     values = values if which == "exp_avg" else values.abs()
-    _, scales = encode(values, torch.zeros(1000))
+    _, scales = encode_8_bit(values, torch.zeros(1000), is_signed)
     assert scales.tolist() == [block.abs().max().item() for block in values.split(256)]
     scale = scales.repeat_interleave(256)[:1000]
     above = torch.searchsorted(levels, values.abs() / scale).clamp(1, levels.numel() - 1)
@@ -121,7 +121,7 @@ def test_an_8_bit_number_is_a_neighbouring_level_and_its_mean_is_the_value(which
     total = torch.zeros(1000, dtype=torch.float64)
     for step in range(1, 1001):
         low, high = half_bits(random_key(0, "w", step), 1000)
-        stored = decode(*encode(values, low if which == "exp_avg" else high))
+        stored = decode_8_bit(*encode_8_bit(values, low if is_signed else high, is_signed), is_signed)
         assert ((stored - values).abs() <= gap * 1.0001).all()
         total += stored
     representable = (which == "exp_avg") | (values >= levels[1] * scale)
@@ -134,8 +134,8 @@ def test_what_is_stored_reads_as_itself() -> None:
         for scale in (1.0, 3e38, 1e-37, 1e-3):
             scales, bits = torch.tensor([scale]), torch.full((256,), random)
             exact = scale == 1.0
-            for encode, decode in ((encode_exp_avg, decode_exp_avg), (encode_exp_avg_sq, decode_exp_avg_sq)):
-                again, scales_again = encode(decode(codes, scales), bits)
+            for is_signed in SIGNED.values():
+                again, scales_again = encode_8_bit(decode_8_bit(codes, scales, is_signed), bits, is_signed)
                 assert scales_again.item() == scales.item()
                 if exact:
                     assert torch.equal(again, codes)
@@ -145,8 +145,8 @@ def test_what_is_stored_reads_as_itself() -> None:
 def test_a_block_that_is_not_finite_reads_as_nan_and_leaves_the_others(bad: float) -> None:
     values = torch.ones(600)
     values[300] = bad
-    for encode, decode in ((encode_exp_avg, decode_exp_avg), (encode_exp_avg_sq, decode_exp_avg_sq)):
-        read = decode(*encode(values, torch.zeros(600)))
+    for is_signed in SIGNED.values():
+        read = decode_8_bit(*encode_8_bit(values, torch.zeros(600), is_signed), is_signed)
         assert read[256:512].isnan().all()
         assert (read[:256] == 1).all()
         assert (read[512:] == 1).all()
@@ -155,7 +155,7 @@ def test_a_block_that_is_not_finite_reads_as_nan_and_leaves_the_others(bad: floa
 def test_no_exp_avg_sq_but_zero_is_stored_as_zero() -> None:
     values = torch.tensor([1.0, 0.0, 3e-7, 1e-10, 1e-38, 1e-45])
     for random in (0, 65535):
-        codes, _ = encode_exp_avg_sq(values, torch.full((6,), random))
+        codes, _ = encode_8_bit(values, torch.full((6,), random), False)
         assert codes.tolist() == [255, 0, 1, 1, 1, 1]
 
 
@@ -168,7 +168,7 @@ def test_vanishing_gradients_beside_large_ones_make_no_large_update(kept: Precis
         gradient = torch.cat([torch.ones(1), small * (step <= 5)])
         before = state.weights.clone()
         segment = Segment(0, 512, adamw_scalars(step=step, **OPTIONS), random_key(0, "w", step))
-        adamw_step_reference(state, gradient, [segment], 1.0)
+        step_reference(state, gradient, [segment], 1.0)
         assert (state.weights - before).abs().max() < 1.5 * OPTIONS["lr"]
 
 
@@ -185,14 +185,15 @@ def test_with_nearest_rounding_a_dead_element_would_drift_with_stochastic_it_sto
             gradient = torch.full((256,), 3e-3 * (step <= 10))
             gradient[0] = 1.0
             segment = Segment(0, 256, adamw_scalars(step=step, **OPTIONS), random_key(0, "w", step))
-            adamw_step_reference(state, gradient, [segment], 1.0)
+            step_reference(state, gradient, [segment], 1.0)
         return state.weights[1:].abs().mean() / OPTIONS["lr"]
 
     stochastic = drift()
-    encode = encode_exp_avg
-    monkeypatch.setattr(
-        precision, "encode_exp_avg", lambda values, random: encode(values, torch.full_like(random, 0x8000))
-    )
+
+    def nearest(values: torch.Tensor, random: torch.Tensor, is_signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return encode_8_bit(values, torch.full_like(random, 0x8000) if is_signed else random, is_signed)
+
+    monkeypatch.setitem(table.PRECISIONS, "tiny", replace(table.PRECISIONS["tiny"], encode=nearest))
     assert drift() > 5
     assert stochastic < 0.5
 
@@ -206,7 +207,7 @@ def test_exp_avg_sq_follows_its_mean(kept: Precision) -> None:
         gradient = torch.randn(2048, generator=generator) * (1.0 if step <= 200 else 4.0)
         segment = Segment(0, 2048, adamw_scalars(step=step, **OPTIONS), random_key(0, "w", step))
         for state in (exact, rounded):
-            adamw_step_reference(state, gradient, [segment], 1.0)
+            step_reference(state, gradient, [segment], 1.0)
     for mine, true in zip(read_moments(rounded, slice(0, 2048)), read_moments(exact, slice(0, 2048)), strict=True):
         assert mine.abs().mean().item() == pytest.approx(true.abs().mean().item(), rel=0.02)
 
@@ -216,10 +217,10 @@ def test_neither_cutting_nor_slices_change_a_bit(monkeypatch: pytest.MonkeyPatch
     whole, gradient = make_state(torch.bfloat16, 2048, kept=kept), make_gradient(torch.bfloat16, 2048)
     cut = clone(whole)
     scalars = adamw_scalars(step=2, **OPTIONS)
-    adamw_step_reference(whole, gradient, [Segment(0, 2001, scalars, 99)], 0.5)
-    monkeypatch.setattr(adamw, "_SLICE", 256)
+    step_reference(whole, gradient, [Segment(0, 2001, scalars, 99)], 0.5)
+    monkeypatch.setattr(reference, "_SLICE", 256)
     parts = [Segment(0, 512, scalars, 99), Segment(512, 256, scalars, 99, 512), Segment(768, 1233, scalars, 99, 768)]
-    adamw_step_reference(cut, gradient, parts, 0.5)
+    step_reference(cut, gradient, parts, 0.5)
     assert_same_bits(cut, whole)
 
 
@@ -243,7 +244,7 @@ def test_a_segment_that_cuts_a_block_is_refused(
     state = make_state(torch.float32, 512, kept=kept)
     start, length, key, offset = segment
     with pytest.raises(ValueError, match=words):
-        adamw_step_reference(
+        step_reference(
             state,
             torch.zeros(512),
             [Segment(start, length, adamw_scalars(step=1, **OPTIONS), key, offset)],
@@ -253,16 +254,15 @@ def test_a_segment_that_cuts_a_block_is_refused(
 
 def test_8_bit_moments_without_fitting_scales_are_refused() -> None:
     state, segments = make_state(torch.float32, 512, kept="tiny"), [Segment(0, 512, adamw_scalars(step=1, **OPTIONS))]
-    state.exp_avg_sq_scale = None
-    with pytest.raises(TypeError, match=r"need fp32 scales, not exp_avg_scale torch\.float32, exp_avg_sq_scale None"):
-        adamw_step_reference(state, torch.zeros(512), segments, 1.0)
-    state.exp_avg_sq_scale = torch.zeros(3)
+    state.arrays["exp_avg_sq_scale"] = torch.zeros(3)
     with pytest.raises(ValueError, match="exp_avg_sq_scale has 3 elements"):
-        adamw_step_reference(state, torch.zeros(512), segments, 1.0)
-    odd = FlatState(torch.zeros(500), None, *(torch.zeros(500, dtype=torch.uint8) for _ in range(2)))
+        step_reference(state, torch.zeros(512), segments, 1.0)
+    del state.arrays["exp_avg_sq_scale"]
+    with pytest.raises(TypeError, match=r"exp_avg_sq_scale is None: adamw keeps it in torch\.float32 .* 'tiny'"):
+        step_reference(state, torch.zeros(512), segments, 1.0)
     with pytest.raises(ValueError, match="500 elements: 8-bit moments need a multiple of 256"):
-        adamw_step_reference(odd, torch.zeros(500), [], 1.0)
+        step_reference(zero_state("tiny", 500), torch.zeros(500), [], 1.0)
     mixed = make_state(torch.float32, 512)
-    mixed.exp_avg = mixed.exp_avg.bfloat16()
-    with pytest.raises(TypeError, match=r"both the same, not torch\.bfloat16, torch\.float32"):
-        adamw_step_reference(mixed, torch.zeros(512), segments, 1.0)
+    mixed.arrays["exp_avg"] = mixed["exp_avg"].bfloat16()
+    with pytest.raises(TypeError, match=r"exp_avg is torch\.bfloat16: adamw keeps it in torch\.float32"):
+        step_reference(mixed, torch.zeros(512), segments, 1.0)

@@ -16,7 +16,9 @@ import torch
 
 from offloadkit import hardware
 from offloadkit.kernels import cpu
-from offloadkit.optim.adamw import Segment, adamw_scalars, adamw_step_reference
+from offloadkit.optim.adamw import adamw_scalars
+from offloadkit.optim.reference import step_reference
+from offloadkit.optim.table import Segment
 from tests.optim.states import assert_same_array_bits, assert_same_bits, clone, make_gradient, make_state
 
 SCALARS = adamw_scalars(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=3)
@@ -54,12 +56,12 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     state, gradient = make_state(torch.bfloat16, 200_001), make_gradient(torch.float32, 200_001)
     segments = [Segment(0, 100_003, SCALARS), Segment(100_003, 99_998, OTHER_SCALARS)]
     expected = clone(state)
-    adamw_step_reference(expected, gradient, segments, 0.3)
+    step_reference(expected, gradient, segments, 0.3)
     for num_threads in (1, 2, 5, 2, 1):
         cpu.set_num_threads(num_threads)
         assert cpu.num_threads() == num_threads
         actual = clone(state)
-        cpu.adamw_step(actual, gradient, segments, 0.3)
+        cpu.optimizer_step(actual, gradient, segments, 0.3)
         assert_same_bits(actual, expected)
 
 
@@ -162,7 +164,7 @@ def test_the_gil_is_released() -> None:
 
     def call() -> None:
         start = time.monotonic()
-        cpu.adamw_step(state, gradient, segments, 1.0)
+        cpu.optimizer_step(state, gradient, segments, 1.0)
         inside.append((start, time.monotonic()))
 
     caller = threading.Thread(target=call)

@@ -1,12 +1,12 @@
-/* AdamW, gradient accumulation, the gradient norm and page population on the CPU.
+/* Optimizer steps, gradient accumulation, the gradient norm and page population on the CPU.
  *
  * Every floating-point operation is one IEEE operation in the order written: build with -ffp-contract=off and without
  * fast-math (the same bits as the torch reference and the Triton kernels depend on it); -O3 -fno-math-errno lets the
  * loops vectorise. The arithmetic is written once, as always-inlined bodies, and built for each CPU level.
- * No Python API is used: offloadkit/optim/cpu.py loads the library with ctypes, which releases the GIL.
+ * No Python API is used: offloadkit/kernels/cpu.py loads the library with ctypes, which releases the GIL.
  */
 #ifdef __FAST_MATH__
-#error "cpu_adamw.c must be built without -ffast-math: its results are compared bit for bit"
+#error "cpu_kernels.c must be built without -ffast-math: its results are compared bit for bit"
 #endif
 #if defined(__linux__) && !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
@@ -24,11 +24,13 @@
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
+#include "cpu_adamw.h"
 #include "cpu_floats.h"
+#include "cpu_lion.h"
 #include "cpu_step.h"
 #define EXPORT __attribute__((visibility("default")))
 
-enum { ADAMW_PIECE = 16384, ACCUMULATE_PIECE = 65536, NORM_BLOCK = 65536, NORM_COLUMNS = 32, NORM_LEVELS = 11 };
+enum { STEP_PIECE = 16384, ACCUMULATE_PIECE = 65536, NORM_BLOCK = 65536, NORM_COLUMNS = 32, NORM_LEVELS = 11 };
 enum { POPULATE_PIECE = 16 << 20 };
 
 /* Numbers known to cpu.py. */
@@ -89,32 +91,37 @@ INLINE double norm_body(int kind, const void *gradient, int64_t start, int64_t l
     return row[0];
 }
 
-typedef void (*adamw_function)(const struct adamw_arrays *, const struct segment *, float, int64_t, int64_t);
+typedef void (*step_function)(const struct step_arrays *, const struct segment *, float, int64_t, int64_t);
 typedef void (*accumulate_function)(float *, const void *, int64_t, int64_t);
 typedef double (*norm_function)(const void *, int64_t, int64_t);
 typedef void (*triad_function)(float *, const float *, float, int64_t, int64_t);
 
 struct level {
-    adamw_function step[2][NUM_KINDS][NUM_KINDS]; /* [EXACT, COMPACT][weights][gradient] */
-    adamw_function tiny;
+    step_function adamw[2][NUM_KINDS][NUM_KINDS]; /* [EXACT, COMPACT][weights][gradient] */
+    step_function adamw_tiny;
+    step_function lion[NUM_KINDS][NUM_KINDS];
     accumulate_function accumulate[NUM_KINDS][2];
     norm_function norm[NUM_KINDS];
     triad_function triad;
 };
 
-#define DEFINE_STEP(LEVEL, TARGET, P, W, G)                                                                         \
-    TARGET static void step_##LEVEL##_##P##_##W##_##G(const struct adamw_arrays *arrays,                            \
-                                                      const struct segment *segment, float grad_scale,              \
-                                                      int64_t start, int64_t end) {                                 \
-        step_body(P, W, G, arrays, segment, grad_scale, start, end);                                                \
+#define DEFINE_STEP(LEVEL, TARGET, NAME, BODY, ...)                                                                 \
+    TARGET static void NAME(const struct step_arrays *arrays, const struct segment *segment, float grad_scale,      \
+                            int64_t start, int64_t end) {                                                           \
+        BODY(__VA_ARGS__ arrays, segment, grad_scale, start, end);                                                  \
     }
-#define DEFINE_STEPS(LEVEL, TARGET, P, W)                                                                           \
-    DEFINE_STEP(LEVEL, TARGET, P, W, BF16)                                                                          \
-    DEFINE_STEP(LEVEL, TARGET, P, W, FP16)                                                                          \
-    DEFINE_STEP(LEVEL, TARGET, P, W, FP32)
+#define DEFINE_ADAMW(LEVEL, TARGET, P, W, G)                                                                        \
+    DEFINE_STEP(LEVEL, TARGET, adamw_##LEVEL##_##P##_##W##_##G, adamw_body, P, W, G,)
+#define DEFINE_LION(LEVEL, TARGET, W, G)                                                                            \
+    DEFINE_STEP(LEVEL, TARGET, lion_##LEVEL##_##W##_##G, lion_body, W, G,)
+#define DEFINE_STEPS(LEVEL, TARGET, W, G)                                                                           \
+    DEFINE_ADAMW(LEVEL, TARGET, EXACT, W, G)                                                                        \
+    DEFINE_ADAMW(LEVEL, TARGET, COMPACT, W, G)                                                                      \
+    DEFINE_LION(LEVEL, TARGET, W, G)
 #define DEFINE_KIND(LEVEL, TARGET, KIND)                                                                            \
-    DEFINE_STEPS(LEVEL, TARGET, EXACT, KIND)                                                                        \
-    DEFINE_STEPS(LEVEL, TARGET, COMPACT, KIND)                                                                      \
+    DEFINE_STEPS(LEVEL, TARGET, KIND, BF16)                                                                         \
+    DEFINE_STEPS(LEVEL, TARGET, KIND, FP16)                                                                         \
+    DEFINE_STEPS(LEVEL, TARGET, KIND, FP32)                                                                         \
     TARGET static void add_##LEVEL##_##KIND(float *accumulator, const void *gradient, int64_t start, int64_t end) { \
         accumulate_body(KIND, 1, accumulator, gradient, start, end);                                                \
     }                                                                                                               \
@@ -124,23 +131,22 @@ struct level {
     TARGET static double norm_##LEVEL##_##KIND(const void *gradient, int64_t start, int64_t length) {               \
         return norm_body(KIND, gradient, start, length);                                                            \
     }
-#define STEP_ROW(LEVEL, P, W)                                                                                       \
-    {step_##LEVEL##_##P##_##W##_BF16, step_##LEVEL##_##P##_##W##_FP16, step_##LEVEL##_##P##_##W##_FP32}
-#define STEP_TABLE(LEVEL, P) {STEP_ROW(LEVEL, P, BF16), STEP_ROW(LEVEL, P, FP16), STEP_ROW(LEVEL, P, FP32)}
+#define ADAMW_ROW(LEVEL, P, W)                                                                                      \
+    {adamw_##LEVEL##_##P##_##W##_BF16, adamw_##LEVEL##_##P##_##W##_FP16, adamw_##LEVEL##_##P##_##W##_FP32}
+#define ADAMW_TABLE(LEVEL, P) {ADAMW_ROW(LEVEL, P, BF16), ADAMW_ROW(LEVEL, P, FP16), ADAMW_ROW(LEVEL, P, FP32)}
+#define LION_ROW(LEVEL, W) {lion_##LEVEL##_##W##_BF16, lion_##LEVEL##_##W##_FP16, lion_##LEVEL##_##W##_FP32}
 #define DEFINE_LEVEL(LEVEL, TARGET)                                                                                 \
     DEFINE_KIND(LEVEL, TARGET, BF16)                                                                                \
     DEFINE_KIND(LEVEL, TARGET, FP16)                                                                                \
     DEFINE_KIND(LEVEL, TARGET, FP32)                                                                                \
-    TARGET static void tiny_##LEVEL(const struct adamw_arrays *arrays, const struct segment *segment,               \
-                                    float grad_scale, int64_t start, int64_t end) {                                 \
-        tiny_body(arrays, segment, grad_scale, start, end);                                                         \
-    }                                                                                                               \
+    DEFINE_STEP(LEVEL, TARGET, adamw_tiny_##LEVEL, adamw_tiny_body)                                                 \
     TARGET static void triad_##LEVEL(float *a, const float *b, float s, int64_t start, int64_t end) {               \
         triad_body(a, b, s, start, end);                                                                            \
     }                                                                                                               \
     static const struct level level_##LEVEL = {                                                                     \
-        {STEP_TABLE(LEVEL, EXACT), STEP_TABLE(LEVEL, COMPACT)},                                                     \
-        tiny_##LEVEL,                                                                                               \
+        {ADAMW_TABLE(LEVEL, EXACT), ADAMW_TABLE(LEVEL, COMPACT)},                                                   \
+        adamw_tiny_##LEVEL,                                                                                         \
+        {LION_ROW(LEVEL, BF16), LION_ROW(LEVEL, FP16), LION_ROW(LEVEL, FP32)},                                      \
         {{set_##LEVEL##_BF16, add_##LEVEL##_BF16},                                                                  \
          {set_##LEVEL##_FP16, add_##LEVEL##_FP16},                                                                  \
          {set_##LEVEL##_FP32, add_##LEVEL##_FP32}},                                                                 \
@@ -345,17 +351,17 @@ EXPORT int offloadkit_num_threads(void) {
 
 /* ---- Calls ------------------------------------------------------------------------------------------------------ */
 
-struct adamw_call {
-    adamw_function function;
-    const struct adamw_arrays *arrays;
+struct step_call {
+    step_function function;
+    const struct step_arrays *arrays;
     const struct segment *segments;
     const int64_t *first_pieces; /* [num_segments]: number of the segment's first piece */
     int64_t num_segments;
     float grad_scale;
 };
 
-static void adamw_piece(const void *untyped, int64_t piece) {
-    const struct adamw_call *call = untyped;
+static void step_piece(const void *untyped, int64_t piece) {
+    const struct step_call *call = untyped;
     int64_t low = 0, high = call->num_segments;
     while (high - low > 1) {
         int64_t middle = (low + high) / 2;
@@ -363,29 +369,40 @@ static void adamw_piece(const void *untyped, int64_t piece) {
         else high = middle;
     }
     const struct segment *segment = &call->segments[low];
-    int64_t offset = (piece - call->first_pieces[low]) * ADAMW_PIECE, length = segment->length - offset;
+    int64_t offset = (piece - call->first_pieces[low]) * STEP_PIECE, length = segment->length - offset;
     int64_t start = segment->start + offset;
-    if (length > ADAMW_PIECE) length = ADAMW_PIECE;
+    if (length > STEP_PIECE) length = STEP_PIECE;
     call->function(call->arrays, segment, call->grad_scale, start, start + length);
 }
 
-/* One AdamW step over the segments (none of them empty). Returns 0, or ENOMEM. */
-EXPORT int offloadkit_adamw(const struct adamw_arrays *arrays, const struct segment *segments, int64_t num_segments,
-                            float grad_scale) {
-    const struct level *level = current_level();
+/* One step over the segments (none of them empty). Returns 0, or ENOMEM. */
+static int step(step_function function, const struct step_arrays *arrays, const struct segment *segments,
+                int64_t num_segments, float grad_scale) {
     int64_t num_pieces = 0, *first_pieces = malloc((size_t)num_segments * sizeof *first_pieces);
     if (!first_pieces) return ENOMEM;
     for (int64_t i = 0; i < num_segments; i++) {
         first_pieces[i] = num_pieces;
-        num_pieces += (segments[i].length + ADAMW_PIECE - 1) / ADAMW_PIECE;
+        num_pieces += (segments[i].length + STEP_PIECE - 1) / STEP_PIECE;
     }
-    adamw_function function =
-        arrays->precision == TINY ? level->tiny
-                                  : level->step[arrays->precision][arrays->weights_kind][arrays->gradient_kind];
-    struct adamw_call call = {function, arrays, segments, first_pieces, num_segments, grad_scale};
-    run_job(adamw_piece, &call, num_pieces);
+    struct step_call call = {function, arrays, segments, first_pieces, num_segments, grad_scale};
+    run_job(step_piece, &call, num_pieces);
     free(first_pieces);
     return 0;
+}
+
+EXPORT int offloadkit_adamw(const struct step_arrays *arrays, const struct segment *segments, int64_t num_segments,
+                            float grad_scale) {
+    const struct level *level = current_level();
+    step_function function =
+        arrays->precision == TINY ? level->adamw_tiny
+                                  : level->adamw[arrays->precision][arrays->weights_kind][arrays->gradient_kind];
+    return step(function, arrays, segments, num_segments, grad_scale);
+}
+
+EXPORT int offloadkit_lion(const struct step_arrays *arrays, const struct segment *segments, int64_t num_segments,
+                           float grad_scale) {
+    step_function function = current_level()->lion[arrays->weights_kind][arrays->gradient_kind];
+    return step(function, arrays, segments, num_segments, grad_scale);
 }
 
 struct accumulate_call {

@@ -1,0 +1,48 @@
+"""Lion: the scalars of a step and its formula over fp32 numbers, in torch operations.
+
+The C kernel (kernels/cpu_lion.h) and the Triton kernel do these operations in this order, each rounded once to fp32,
+and give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LionScalars(NamedTuple):
+    """What one step needs to know beside the arrays; each value is a float that fp32 holds exactly."""
+
+    beta1: float
+    beta2: float
+    one_minus_beta1: float
+    one_minus_beta2: float
+    decay: float
+    """1 - lr * weight_decay"""
+    lr: float
+
+
+def lion_scalars(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int) -> LionScalars:
+    """The scalars of a step, computed in fp64 and rounded once to fp32. Lion has no `eps`, and all steps are alike.
+
+    Formula: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675), algorithm 2.
+    """
+    beta1, beta2 = betas
+    exact = (beta1, beta2, 1.0 - beta1, 1.0 - beta2, 1.0 - lr * weight_decay, lr)
+    return LionScalars(*torch.tensor(exact, dtype=torch.float32).tolist())
+
+
+def lion_update(weights: Tensor, gradient: Tensor, moments: Sequence[Tensor], scalars: Sequence[float]) -> None:
+    """One step in place. All tensors are fp32 and of one shape; moments: exp_avg; scalars: `LionScalars`.
+
+    The direction is the sign of a mean of exp_avg and the gradient; where that mean is zero or NaN, it is zero.
+    """
+    s, g = LionScalars(*scalars), gradient
+    (m,) = moments
+    mean = (m * s.beta1).add_(g * s.one_minus_beta1)
+    direction = (mean > 0).float().sub_((mean < 0).float())
+    weights.mul_(s.decay).sub_(direction.mul_(s.lr))
+    m.mul_(s.beta2).add_(g * s.one_minus_beta2)

@@ -1,0 +1,310 @@
+"""The declared table: which arrays an optimizer step reads and writes, by optimizer, precision and working dtype.
+
+The plan, the allocation, the ring of states, checkpoints and kernels all read it. A precision is one entry of
+`PRECISIONS`, an element-wise optimizer one of `OPTIMIZERS`; each has its kernels beside it, in C and in Triton. Where a
+kernel is missing, `reference` does the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offloadkit.config import Precision
+from offloadkit.errors import ConfigError
+from offloadkit.optim import moments
+from offloadkit.optim.adamw import adamw_scalars, adamw_update
+from offloadkit.optim.lion import lion_scalars, lion_update
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+"""Of working weights, as a plan names it."""
+DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+REMAINDER_DTYPES: dict[torch.dtype, torch.dtype | None] = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.float32,
+    torch.float32: None,
+}
+"""What the master weights hold beyond working weights of a dtype: the low half of a split master weight, all of an fp32
+number, or nothing."""
+
+MASTER_WEIGHTS, MOMENTS = "master weights", "moments"
+"""Categories that a plan shows."""
+
+ALIGNMENT = 256
+"""Bytes. Arrays that share a buffer start at multiples of it."""
+
+
+def aligned(num_bytes: int) -> int:
+    """`num_bytes` rounded up to where the next array of a buffer starts."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """One array of a flat layer's optimizer states."""
+
+    name: str
+    dtype: torch.dtype
+    category: str
+    block: int = 1
+    """Elements of the layer that share one element of the array."""
+
+    def numel(self, layer_numel: int) -> int:
+        """Its elements in a layer of `layer_numel`."""
+        return -(-layer_numel // self.block)
+
+    def num_bytes(self, layer_numel: int) -> int:
+        """Its bytes in a layer of `layer_numel`, padded to where the next array starts."""
+        return aligned(self.numel(layer_numel) * self.dtype.itemsize)
+
+    def part(self, start: int, stop: int) -> slice:
+        """Where the layer's elements start .. stop are in it; `start` is a multiple of `block`."""
+        return slice(start // self.block, -(-stop // self.block))
+
+
+class Moment(NamedTuple):
+    """A moving average that an optimizer keeps, one number for each element."""
+
+    name: str
+    is_signed: bool = True
+    """False: it is never negative, which saves an 8-bit code its sign."""
+
+
+@dataclass(frozen=True)
+class MomentPrecision:
+    """How moments are kept between steps. A step computes in fp32 and rounds only what it stores."""
+
+    dtype: torch.dtype
+    block: int | None = None
+    """Elements that share one fp32 scale."""
+    encode: Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]] | None = None
+    """(fp32 values, random integers of 0 .. 65535, is_signed) -> (what is stored, scales). None: fp32 is stored as it
+    is. What has an encoding is rounded stochastically, with random bits for two moments."""
+    decode: Callable[[Tensor, Tensor | None, bool], Tensor] | None = None
+    """(what is stored, scales, is_signed) -> fp32 values."""
+
+
+PRECISIONS: dict[Precision, MomentPrecision] = {
+    "exact": MomentPrecision(torch.float32),
+    "compact": MomentPrecision(torch.bfloat16, encode=moments.encode_bf16, decode=moments.decode_bf16),
+    "tiny": MomentPrecision(torch.uint8, block=moments.BLOCK, encode=moments.encode_8_bit, decode=moments.decode_8_bit),
+}
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """One parameter group's options at the time of `step()`: what a scheduler may change between steps."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> GroupOptions:
+        """The present options of one of the optimizer's param_groups."""
+        return cls(float(group["lr"]), tuple(group["betas"]), float(group["eps"]), float(group["weight_decay"]))
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An element-wise optimizer: a layer may be stepped in chunks, on any processor.
+
+    The kernels bear its name: `offloadkit_NAME` in C, `NAME` in Triton.
+    """
+
+    name: str
+    moments: tuple[Moment, ...]
+    precisions: tuple[Precision, ...]
+    scalars: Callable[..., tuple[float, ...]]
+    """(lr, betas, eps, weight_decay, step) -> at most 8 floats that fp32 holds exactly. `step` counts from 1."""
+    update: Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[float]], None]
+    """(master weights, gradient, moments, scalars): one step in place over fp32 tensors of one shape."""
+    trainer_names: tuple[str, ...] = ()
+    """What `TrainingArguments.optim` calls it, where that is another name."""
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    optimizer.name: optimizer
+    for optimizer in (
+        Optimizer(
+            "adamw",
+            (Moment("exp_avg"), Moment("exp_avg_sq", is_signed=False)),
+            ("exact", "compact", "tiny"),
+            adamw_scalars,
+            adamw_update,
+            trainer_names=("adamw_torch", "adamw_torch_fused"),
+        ),
+        Optimizer("lion", (Moment("exp_avg"),), ("exact",), lion_scalars, lion_update, trainer_names=("lion_32bit",)),
+    )
+}
+
+NEED_WHOLE_MATRICES = {
+    "muon": "it orthogonalises the update of each whole matrix",
+    "adafactor": "it keeps the means of each whole matrix's rows and columns",
+    "shampoo": "it multiplies each whole matrix by preconditioners",
+    "soap": "it rotates each whole matrix into a basis of its own",
+}
+"""Optimizers that cannot be cut into chunks of elements, and why."""
+
+
+def optimizer_named(name: str) -> Optimizer:
+    """
+    Raises:
+        ConfigError: there is no such optimizer, or it cannot be cut.
+    """
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    choices = ", ".join(map(repr, OPTIMIZERS))
+    if str(name).lower() in NEED_WHOLE_MATRICES:
+        why = NEED_WHOLE_MATRICES[str(name).lower()]
+        raise ConfigError(
+            f"optimizer={name!r} cannot be offloaded: {why}, and offloadkit steps layers in chunks of elements. "
+            f"Choose one of {choices}"
+        )
+    raise ConfigError(f"optimizer must be one of {choices}; got {name!r}")
+
+
+@dataclass(frozen=True)
+class StateTable:
+    """The optimizer states of a flat layer: its arrays beside working weights and gradient, in the order in memory."""
+
+    optimizer: Optimizer
+    precision: Precision
+    weights_dtype: torch.dtype
+    arrays: tuple[StateArray, ...]
+
+    def __getitem__(self, name: str) -> StateArray:
+        return next(array for array in self.arrays if array.name == name)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether moments are rounded stochastically: then each parameter has random bits of its own."""
+        return PRECISIONS[self.precision].encode is not None
+
+    def num_bytes(self, layer_numel: int) -> dict[str, int]:
+        """Bytes of a layer of `layer_numel` elements, by category."""
+        found = {MASTER_WEIGHTS: 0, MOMENTS: 0}
+        for array in self.arrays:
+            found[array.category] += array.num_bytes(layer_numel)
+        return found
+
+
+@cache
+def state_table(optimizer: str, precision: Precision, weights_dtype: torch.dtype) -> StateTable:
+    """The states of working weights in bf16, fp16 or fp32.
+
+    Raises:
+        ConfigError: there is no such optimizer, or it does not keep its moments in that precision.
+    """
+    chosen, kept = optimizer_named(optimizer), PRECISIONS[precision]
+    if precision not in chosen.precisions:
+        raise ConfigError(
+            f"optimizer={optimizer!r} with precision={precision!r}: its moments are kept in "
+            f"{' or '.join(map(repr, chosen.precisions))} only; set precision={chosen.precisions[0]!r}"
+        )
+    assert kept.encode is None or len(chosen.moments) <= 2, "there are random bits for two moments"
+    remainder = REMAINDER_DTYPES[weights_dtype]
+    arrays = [] if remainder is None else [StateArray("remainder", remainder, MASTER_WEIGHTS)]
+    arrays += [StateArray(moment.name, kept.dtype, MOMENTS) for moment in chosen.moments]
+    if kept.block is not None:
+        arrays += [StateArray(f"{m.name}_scale", torch.float32, MOMENTS, kept.block) for m in chosen.moments]
+    return StateTable(chosen, precision, weights_dtype, tuple(arrays))
+
+
+@dataclass(slots=True)
+class FlatState:
+    """The arrays of one flat layer that a step reads and writes: 1-D, contiguous, on one device."""
+
+    table: StateTable
+    weights: Tensor
+    """Working weights: bf16, fp16 or fp32 (then they are the master weights too)."""
+    arrays: dict[str, Tensor]
+    """The table's arrays, by name."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.arrays[name]
+
+    @property
+    def remainder(self) -> Tensor | None:
+        """What the master weights hold beyond the working weights; None for fp32 weights."""
+        return self.arrays.get("remainder")
+
+    @classmethod
+    def cut(cls, table: StateTable, weights: Tensor, cut: Callable[[int, torch.dtype], Tensor]) -> FlatState:
+        """The states of `weights`, one after the other from `cut`, which gives the next so many elements of a dtype."""
+        numel = weights.numel()
+        return cls(table, weights, {array.name: cut(array.numel(numel), array.dtype) for array in table.arrays})
+
+
+class Segment(NamedTuple):
+    """Elements start .. start + length of a flat layer, stepped with one set of scalars.
+
+    Where moments are rounded they belong to one parameter; else they may be several neighbours.
+    """
+
+    start: int
+    """A multiple of 256 where moments have scales."""
+    length: int
+    scalars: tuple[float, ...]
+    """The optimizer's, of this step."""
+    random_key: int = 0
+    """`moments.random_key` of the step and the parameter; unused where nothing is rounded."""
+    offset: int = 0
+    """Elements of the parameter that come before the segment, where it is cut: a multiple of 256."""
+
+
+def check_state(state: FlatState, gradient: Tensor, segments: Sequence[Segment]) -> None:
+    """Raises TypeError for a dtype and ValueError for a length, layout or device that a step cannot work with."""
+    table, numel, device = state.table, state.weights.numel(), state.weights.device
+    if state.weights.dtype != table.weights_dtype:
+        raise TypeError(f"weights are {state.weights.dtype}, the table's states are those of {table.weights_dtype}")
+    if gradient.dtype not in REMAINDER_DTYPES:
+        raise TypeError(f"the gradient is {gradient.dtype}: a step takes bf16, fp16 or fp32 gradients")
+    if any(array.block > 1 and numel % array.block for array in table.arrays):
+        raise ValueError(f"the flat layer has {numel} elements: 8-bit moments need a multiple of {moments.BLOCK}")
+    for array in table.arrays:
+        found = state.arrays.get(array.name)
+        if found is None or found.dtype != array.dtype:
+            dtype = None if found is None else found.dtype
+            raise TypeError(
+                f"{array.name} is {dtype}: {table.optimizer.name} keeps it in {array.dtype} where the precision is "
+                f"{table.precision!r} and the weights are {table.weights_dtype}"
+            )
+    lengths = {"weights": numel, "gradient": numel} | {each.name: each.numel(numel) for each in table.arrays}
+    tensors: Mapping[str, Tensor] = {"weights": state.weights, "gradient": gradient, **state.arrays}
+    for name, length in lengths.items():
+        tensor = tensors[name]
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()}: it must be flat")
+        if tensor.numel() != length or tensor.device != device:
+            raise ValueError(
+                f"{name} has {tensor.numel()} elements on {tensor.device}; for {numel} weights on {device} it must "
+                f"have {length} there"
+            )
+    for segment in segments:
+        _check_segment(segment, numel, table)
+
+
+def _check_segment(segment: Segment, numel: int, table: StateTable) -> None:
+    start, end = segment.start, segment.start + segment.length
+    if start < 0 or segment.length < 0 or end > numel:
+        raise ValueError(f"segment [{start}, {end}) leaves the flat layer of {numel} elements")
+    if not table.is_rounded:
+        return
+    if not 0 <= segment.random_key < 2**64:
+        raise ValueError(f"random_key is {segment.random_key}: a key has 64 bits, see moments.random_key")
+    block = moments.BLOCK
+    has_scales = PRECISIONS[table.precision].block is not None
+    if segment.offset < 0 or segment.offset % block or (has_scales and start % block):
+        raise ValueError(
+            f"a segment starts at {start}, {segment.offset} elements into its parameter: moments in "
+            f"{table.precision!r} are cut at multiples of {block} elements of a parameter"
+            + (", which are multiples of the flat layer too" if has_scales else "")
+        )
