@@ -1,7 +1,7 @@
 """The C kernels (cpu_kernels.c) behind checked calls, or torch operations with the same bits where they are missing.
 
-Calls release the GIL and run on a thread pool of the library's own, which sleeps between calls, is shared by all Python
-threads and is made again after a fork.
+Calls release the GIL and run on the library's own thread pool. All Python threads share it; it sleeps between calls and
+is made again after a fork.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ INLINE void adamw_body(int precision, int weights_kind, int gradient_kind, const
 
 /* ---- exp_avg and exp_avg_sq in 8 bits --------------------------------------------------------------------------- */
 
-/* The block's elements on their way through fp32: what follows works on one array after the other, in the L1 cache, so
- * that it is built once for all kinds of weights and gradients. */
+/* The block's elements in fp32. What follows works on one array after the other, in the L1 cache, so it is built once for
+ * all kinds of weights and gradients. */
 struct block {
     _Alignas(CACHE_LINE) float gradient[MOMENT_BLOCK], master[MOMENT_BLOCK];
     _Alignas(CACHE_LINE) float exp_avg[MOMENT_BLOCK], exp_avg_sq[MOMENT_BLOCK];

@@ -1,8 +1,8 @@
 /* Optimizer steps, gradient accumulation, the gradient norm and page population on the CPU.
  *
- * Every floating-point operation is one IEEE operation in the order written: build with -ffp-contract=off and without
- * fast-math (the same bits as the torch reference and the Triton kernels depend on it); -O3 -fno-math-errno lets the
- * loops vectorise. The arithmetic is written once, as always-inlined bodies, and built for each CPU level.
+ * Every floating-point operation is one IEEE operation in the order written: the torch reference and the Triton kernels
+ * give the same bits only so. Build with -ffp-contract=off and without fast-math; -O3 -fno-math-errno lets the loops
+ * vectorise. The arithmetic is written once, as always-inlined bodies, and built for each CPU level.
  * No Python API is used: offloadkit/kernels/cpu.py loads the library with ctypes, which releases the GIL.
  */
 #ifdef __FAST_MATH__

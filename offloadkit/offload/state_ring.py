@@ -9,9 +9,9 @@ the GPU work at once. Events alone hold the order, and everything of a step may 
 | its step | its H2D; what the kernels' stream waits for: the compute stream still reads weights that stay in VRAM |
 | D2H | its step; copies out of the same weights in RAM |
 
-Between two H2Ds the bus is free for a kernel's time: weights that forward waits for go first, on other streams. (A
-stream whose next copy may always start at once keeps its copy engine, and others wait until its queue is empty: on an
-H200 a layer's weights, ready after 20 ms of an update, came when it was over, after 260.)
+Between two H2Ds the bus is free for a kernel's time, so that weights that forward waits for go first, on other streams.
+A stream whose next copy may always start at once would keep its copy engine until its queue is empty. On an H200 a
+layer's weights that were ready after 20 ms of an update then came at its end, after 260 ms.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Everything of a flat layer that its step reads and writes, where the plan puts it, and the step on either
-processor."""
+"""A flat layer's weights, states and gradient where the plan puts them, and its optimizer step on either processor."""
 
 from __future__ import annotations
 
@@ -61,15 +60,15 @@ class LayerState:
     """A flat layer as its step sees it.
 
     Attributes:
-        flat: working weights and the arrays of `layer.states`: 1-D, where the placement puts them. Where
-            the CPU can step them, `flat.weights` are a copy of resident weights, or the streamed weights themselves;
-            else they are the resident weights. States on disk are mapped here; a step works on a copy in RAM.
-        on_gpu: who steps it next; the stepping thread's to change where it is `switchable`.
-        switchable: whether both processors can step it, and the plan's choice is no user's.
+        flat: working weights and the arrays of `layer.states`: 1-D, where the placement puts them. Where the CPU can
+            step them, `flat.weights` are the streamed weights, or a copy in RAM of resident ones. Else they are the
+            resident weights. States on disk are mapped here; a step works on a copy in RAM.
+        on_gpu: whether the GPU steps it next. The stepping thread may change it where the layer is `switchable`.
+        switchable: whether both processors can step it and the user has not chosen one.
         steps: fp32 [num_views], how often each parameter was stepped.
         gradient: its gradient on the way to the step.
-        uploaded: the end of the newest step: resident weights are where forward looks for them, and a gradient in VRAM
-            may be written again. Streamed weights know by themselves when they may be fetched.
+        uploaded: the end of the newest step. Then resident weights are new in VRAM, and a gradient in VRAM may be
+            written again. Streamed weights know by themselves when they may be fetched.
     """
 
     def __init__(
@@ -165,8 +164,11 @@ class LayerState:
             self._region.forget_pages()
 
     def take_over(self, views: Sequence[ParameterView], *, keep_remainder: bool = False) -> None:
-        """The weights of `views`, written from outside, become the master weights, to which the remainder adds nothing,
-        unless the caller sets it next. Their update is recorded."""
+        """Take weights of `views` that were written from outside as the master weights. Their update is recorded.
+
+        Args:
+            keep_remainder: the caller sets the remainder next; else it adds nothing.
+        """
         self._wait_for_copies()
         if isinstance(self.weights, StreamedWeights):
             self.weights.save(views)
@@ -242,8 +244,11 @@ class LayerState:
         return gradient + 2 * sum(array.nbytes for array in (self.flat.weights, *self.flat.arrays.values()))
 
     def prefetch(self) -> None:
-        """Start fetching what the next `step` needs first: states from disk, states from RAM that the GPU steps, or
-        weights that the GPU stepped last and the CPU does next."""
+        """Start fetching what the next `step` needs first.
+
+        That is states from disk, states from RAM that the GPU steps, or weights that the GPU stepped last and the CPU
+        steps next.
+        """
         if self._region is not None:
             self._region.prefetch()
         elif self.ring is not None and self._passing is not None:
@@ -259,13 +264,12 @@ class LayerState:
             self._copy_is_stale = False
 
     def settle(self) -> None:
-        """Have everything where it lives, its update's copies included, for whoever reads or writes it; the update is
-        done."""
+        """Wait for the copies of an update that is done: then everything is where it lives and may be read or written."""
         self.weights.settle()
         self._wait_for_copies()
 
     def _wait_for_copies(self) -> None:
-        """What is in RAM is neither read nor written while it is copied to, and not written while it is copied from."""
+        """Wait for copies to and from RAM: until then it is neither read nor written."""
         copied = self.weights.copied if isinstance(self.weights, StreamedWeights) else None
         drained = None if self._passing is None else self._passing.drained
         for event in (copied, self.uploaded, drained):

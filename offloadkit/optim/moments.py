@@ -8,8 +8,8 @@ Random bits are a hash of a key and of the element within the parameter. The key
 parameter's name. So the bits depend on neither the processor, the cutting nor the threads.
 
 Rounding to nearest would let moments stall. A step moves exp_avg_sq by a thousandth, and exp_avg by a tenth, of its
-distance to the new value. That is less than half the gap to the next number of bf16 (0.4 to 0.8 %) or of the 8-bit maps
-(0.7 % near the block's largest value, more below it). An exp_avg that stalls moves its weight one way for ever.
+distance to the new value. That is less than half the gap to the next number: 0.4 to 0.8 % in bf16; in the 8-bit maps
+0.7 % near the block's largest value, and more below it. An exp_avg that stalls moves its weight one way for ever.
 """
 
 from __future__ import annotations

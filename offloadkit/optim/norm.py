@@ -1,7 +1,7 @@
 """The one definition of the gradient norm, for every device, cutting and number of ranks.
 
 A parameter's gradient is cut into blocks of 65,536 consecutive elements, the last one padded with zeros. Each element
-is converted to fp64 and squared. A block, seen as 2048 rows of 32 columns, is summed as a binary tree: adjacent rows
+is converted to fp64 and squared. A block is seen as 2048 rows of 32 columns and summed as a binary tree. Adjacent rows
 are added pairwise until one row is left, then adjacent columns until one number is left. The block sums are added one
 after another, in the order of the parameters. The norm is the square root of that.
 """

@@ -14,23 +14,22 @@ from offloadkit.optim.table import DTYPES, MASTER_WEIGHTS, MOMENTS, Dtype, State
 from offloadkit.planner.work import MicroBatch
 
 NUM_GRADIENT_BUCKETS = 2
-"""Layers whose gradients may be in VRAM at once: autograd's until the last of a layer is there, and those in a bucket,
-on their way to RAM."""
+"""Layers whose gradients may be in VRAM at once on their way to RAM: autograd holds one layer's until the last of them is
+there, a bucket holds another's."""
 SMALL_BUCKET = 64
-"""A layer whose gradient is so many times smaller than the largest one has a bucket of its own: it may stay there for
-long (a last norm that waits for another one)."""
+"""A gradient so many times smaller than the largest one has a bucket of its own, because it may stay there for long: a
+small norm's gradient may wait for another one."""
 NUM_WEIGHT_BUFFERS = 3
-"""Buffers in VRAM through which weights that live in RAM pass: the layer in use, the one before and the next."""
+"""Buffers in VRAM for working weights that live in RAM: the layer in use, the one before and the next."""
 NUM_STAGING = 2
-"""Layers of one micro-batch's gradients in RAM, waiting to be added to the accumulated ones."""
+"""Buffers in RAM for one micro-batch's gradients that wait to be added to the accumulated ones."""
 NUM_STATE_BUFFERS = 3
-"""Buffers in RAM through which states on disk pass: one being read, one being stepped, one being written."""
+"""Buffers in RAM for states that live on disk: one being read, one being stepped, one being written."""
 
 NUM_STEP_BUFFERS = 3
-"""Buffers in VRAM through which states in RAM pass where the GPU steps them: one being fetched, one being stepped, one
-being sent back."""
+"""Buffers in VRAM for states in RAM that the GPU steps: one being fetched, one being stepped, one being sent back."""
 STEP_CHUNK = 1 << 23
-"""Elements of a flat layer that pass through one of them at a time, at most; a multiple of 256."""
+"""The most elements of a flat layer that one step buffer takes; a multiple of 256."""
 
 DEFAULT_PLACEMENT = Placement()
 
@@ -248,10 +247,10 @@ class Activations:
 def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
     """Memory of the activations of a micro-batch.
 
-    The stages' bytes are laid end to end in forward order. A stage adds what it keeps (recomputed: its outputs;
-    offloaded: without its input, two of which are in VRAM at a time). On top of what lies below it comes what it needs
-    for a while in forward and in backward: there its kept bytes, which a recomputation brings back, and the gradients
-    of inputs that blocks share.
+    Stages are added up in forward order. Each adds what it keeps until its backward: all of it, its outputs alone where
+    it is recomputed, and not its input where that is offloaded (two such inputs are in VRAM at a time). Above this comes
+    what the stage needs for a while, in forward and in backward. Backward's part includes what a recomputation brings
+    back, and the gradients of inputs that blocks share.
 
     Args:
         how: "keep", "checkpoint" or "offload" for each stage.
