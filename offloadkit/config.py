@@ -107,8 +107,8 @@ class OffloadConfig:
     """Recompute each layer's activations in backward: less VRAM, about a third more compute."""
 
     compile_blocks: bool = False
-    """Compile what the model's repeated blocks compute (`torch.compile`), once for all equal ones. Steps may be faster and
-    round otherwise; the first step takes minutes on a machine that has not compiled them before."""
+    """Compile what repeated blocks compute (`torch.compile`), once for all equal ones. Steps may be faster, and
+    round otherwise. The first step takes minutes on a machine that has not compiled them before."""
 
     placement: Placement | None = None
     """One placement for all layers; None lets the plan decide."""

@@ -264,7 +264,7 @@ class LayerState:
             self._copy_is_stale = False
 
     def settle(self) -> None:
-        """Wait for the copies of an update that is done: then everything is where it lives and may be read or written."""
+        """Wait for the copies of an update that is done: then all is where it lives and may be read or written."""
         self.weights.settle()
         self._wait_for_copies()
 

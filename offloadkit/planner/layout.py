@@ -14,8 +14,8 @@ from offloadkit.optim.table import DTYPES, MASTER_WEIGHTS, MOMENTS, Dtype, State
 from offloadkit.planner.work import MicroBatch
 
 NUM_GRADIENT_BUCKETS = 2
-"""Layers whose gradients may be in VRAM at once on their way to RAM: autograd holds one layer's until the last of them is
-there, a bucket holds another's."""
+"""Layers whose gradients may be in VRAM at once on their way to RAM: autograd holds those of one layer until all are
+there, a bucket holds those of another."""
 SMALL_BUCKET = 64
 """A gradient so many times smaller than the largest one has a bucket of its own, because it may stay there for long: a
 small norm's gradient may wait for another one."""
@@ -248,9 +248,9 @@ def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
     """Memory of the activations of a micro-batch.
 
     Stages are added up in forward order. Each adds what it keeps until its backward: all of it, its outputs alone where
-    it is recomputed, and not its input where that is offloaded (two such inputs are in VRAM at a time). Above this comes
-    what the stage needs for a while, in forward and in backward. Backward's part includes what a recomputation brings
-    back, and the gradients of inputs that blocks share.
+    it is recomputed, and not its input where that is offloaded (two such inputs are in VRAM at a time). Above this
+    comes what the stage needs for a while, in forward and in backward. Backward's part includes what a recomputation
+    brings back, and the gradients of inputs that blocks share.
 
     Args:
         how: "keep", "checkpoint" or "offload" for each stage.
