@@ -21,7 +21,7 @@ import torch
 
 from offloadkit.device import trace
 from offloadkit.device.streams import BusyTime, CopyStream, Event
-from offloadkit.offload.gradients import take_sums
+from offloadkit.offload.gradients import compute_host_sums
 from offloadkit.offload.states import GroupOptions, LayerState
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.norm import sum_in_order
@@ -317,7 +317,7 @@ class StepThread:
 def _norm(update: Update) -> float:
     """sqrt of the block sums, added one after another in the model's parameter order."""
     for state, _, _ in update.layers:
-        take_sums(state.gradient)
+        compute_host_sums(state.gradient)
     views = [(state.layer.views[index], state, index) for state, indices, _ in update.layers for index in indices]
     views.sort(key=lambda item: item[0].order)
     by_layer = {state: state.gradient.sums.numpy() for state, _, _ in update.layers}
