@@ -1,4 +1,4 @@
-"""All numbers of a run by name, wherever they live: what a checkpoint holds."""
+"""The state of a run by name, wherever its tensors live: what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from offloadkit.optim.torch_optimizer import OffloadAdamW, check_saved_run
 
 
 def run_state(module: nn.Module, optimizer: OffloadAdamW, placed: PlacedModel) -> dict[str, Any]:
-    """By name: "module", "optimizer" (states by parameter), "param_groups" (options by group); tensors are live."""
+    """The state of the run. Its tensors are live, not copies.
+
+    Returns:
+        "module": the model's state_dict. "optimizer": the states by parameter name. "param_groups": options by group.
+    """
     return {
         "module": module.state_dict(),
         "optimizer": {view.name: optimizer.state[view.parameter] for view in placed.views()},
@@ -22,11 +26,13 @@ def run_state(module: nn.Module, optimizer: OffloadAdamW, placed: PlacedModel) -
 
 
 def load_run_state(state: dict[str, Any], module: nn.Module, optimizer: OffloadAdamW, placed: PlacedModel) -> None:
-    """Take over what `run_state` gave, of any placement.
+    """Load what `run_state` gave, in a run of any placement.
+
+    Nothing is loaded where one of these errors is raised.
 
     Raises:
         ModelError: the parameter names or the number of groups differ.
-        ValueError: the saved states have another precision. Nothing is loaded then either.
+        ValueError: the saved states have another precision.
     """
     states = {view.name: optimizer.state[view.parameter] for view in placed.views()}
     check_saved_run(state, states, len(optimizer.param_groups))

@@ -244,7 +244,7 @@ class ForwardHooks:
                 self._order_of_use.setdefault(weight, len(self._order_of_use))
                 weight.use()
                 if (tracing := trace.active()) is not None:
-                    tracing.asks_for(weight.layer.name)
+                    tracing.reaches_layer(weight.layer.name)
 
         def wait(module: nn.Module, *args: Any) -> None:
             for weight in self._layers_of.get(module, ()):
