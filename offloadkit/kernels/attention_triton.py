@@ -3,9 +3,9 @@
 After Dao, "FlashAttention-2". Forward carries each row's largest score and its sum from block to block of keys, so it
 writes no scores. Backward computes the scores again, once, for a few heads at a time:
 
-- `of_queries` computes the queries' gradients. It also writes the weights and the scores' gradients;
-- `of_keys_and_values` multiplies these with the queries and with the output's gradient;
-- the caller sums the scores' gradients over the batch, which shares the bias: that is the bias's gradient.
+- `of_queries` computes the queries' gradients. It also writes the weights and the scores' gradients.
+- `of_keys_and_values` multiplies these with the queries and with the output's gradient.
+- The caller sums the scores' gradients over the batch. That is the bias's gradient, since the batch shares it.
 
 No sum is atomic, so results do not vary. A hash of (seed, row of the batch, head, query, key) decides which weights are
 dropped. So backward, and a recomputation with the same seed, drop the same ones.

@@ -59,8 +59,8 @@ class StreamedWeights(LayerWeights):
     def unbind(self) -> None:
         """Bind the parameters to a NaN on the device, while another block uses the buffer.
 
-        So a read that did not go through the ring shows. They are not bound to RAM here: autograd makes a new gradient
-        accumulator after a change of device, and then adds the uses of a block used twice in another order.
+        So a read that did not go through the ring shows. They are not bound to RAM here, which is another device:
+        autograd would make new gradient accumulators, and add the uses of a block used twice in another order.
         """
         self.bind(self._unbound)
 

@@ -52,12 +52,12 @@ _WITH_GPU = [
 class Counts:
     """How many layers get each placement option. The counts fix which ones:
 
-    - the first blocks recompute, since backward needs the last blocks' activations first. The first of these offload;
-    - streamed blocks are spread evenly, so that their copies hide behind the other blocks;
-    - of the layers with weights in VRAM, those with states in VRAM are spread evenly, the first among them. So
-      backward sends gradients to RAM throughout, not all at once;
-    - the last layers have their states on disk;
-    - of the layers with states in RAM, those that the GPU steps are spread evenly, so that CPU and GPU both advance
+    - The first blocks recompute, since backward needs the last blocks' activations first. The first of these offload.
+    - Streamed blocks are spread evenly, so that their copies hide behind the other blocks.
+    - Of the layers with weights in VRAM, those with states in VRAM are spread evenly. The first is one. So
+      backward sends gradients to RAM throughout, not all at once.
+    - The last layers have their states on disk.
+    - Of the layers with states in RAM, those that the GPU steps are spread evenly, so that CPU and GPU both advance
       with forward.
     """
 
