@@ -1,4 +1,4 @@
-"""The engine: exact AdamW for any module, with what does not fit on the GPU in pinned RAM.
+"""`OffloadEngine`: one training step, with exact AdamW and with what does not fit on the GPU in pinned RAM.
 
 engine = OffloadEngine(model, OffloadConfig(learning_rate=1e-4))
 for batch in batches:
@@ -24,7 +24,7 @@ from offloadkit.checkpoint.state import load_run_state, run_state
 from offloadkit.config import OffloadConfig
 from offloadkit.device.streams import record_compute
 from offloadkit.errors import EngineStateError, NonFiniteGradientError, OffloadkitError
-from offloadkit.offload.layers import Newcomers, check_plan, flat_layers, listed_groups, plan_of
+from offloadkit.offload.layers import UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.profiling import Profile
 from offloadkit.offload.records import StepClock, StepReports, num_tokens
@@ -44,15 +44,15 @@ class OffloadEngine:
     """Trains a module in place; its parameters become views of the engine's flat buffers.
 
     Attributes:
-        module: the model. Evaluating, generating with, saving and loading it is safe at any time. Weights written in
-            another way count from the next step on, if `synchronize()` came before and not `.data` was written to.
+        module: the model. You may evaluate it, generate with it, save it and load into it at any time. Other in-place
+            writes to its weights count after `synchronize()`; writes through `.data` are not detected.
         optimizer: a `torch.optim.Optimizer` for schedulers and checkpoints.
         device: where the model computes.
         plan: the sizes of everything and where they live.
         telemetry: a record of every step.
-        num_updates: updates so far, those of the run that it goes on with included; telemetry numbers steps by it.
+        num_updates: updates so far, including those of a run it resumed. Telemetry numbers steps by it.
         loss_scale: what the next loss is multiplied by; None without fp16 working weights.
-        pinning_seconds: how long RAM took to be populated and pinned.
+        pinning_seconds: how long it took to populate and pin the RAM.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class OffloadEngine:
     ) -> None:
         """
         Args:
-            model: any module; its parameters move to `device`, frozen ones as they are.
-            param_groups: as for a torch optimizer; a group's lr, betas, eps, weight_decay go before the config's.
-            device: where to compute; the GPU where there is one.
-            plan: what lives where, layer by layer, as planned for this model before; None: made here.
-            materialise: makes parameters of a model on the meta device real, in RAM; called for one flat layer after
-                the other, so that no second copy of the model is ever there.
+            model: any module. Its trainable parameters live where the plan says; frozen ones move to `device`.
+            param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
+            device: where to compute. None: the GPU if there is one, else the CPU.
+            plan: what lives where, layer by layer, planned for this model before. None: it is made here.
+            materialise: loads parameters of a model on the meta device into RAM. It is called for one flat layer
+                after the other, so there is never a second copy of the model.
 
         Raises:
             ModelError: nothing can be trained, a parameter's dtype is not supported, or the plan is another model's.
             ConfigError: the plan was made with another accumulation, recomputation or placement.
             EngineStateError: another engine that is still open trains this model.
-            OffloadkitError: not enough RAM, a disk that will not do, or a GPU that is full (`OutOfVramError`).
+            OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`).
         """
         other = _open_engines.get(model, lambda: None)()
         if other is not None:
@@ -92,7 +92,13 @@ class OffloadEngine:
         trained = {view.parameter for layer in layers for view in layer.views}
         self.plan = plan or plan_of(model, layers, self.config)
         check_plan(self.plan, layers, self.config)
-        self._start_threads()
+        self._thread = StepThread(self.device)
+        self._undo = ExitStack()
+        self._undo.callback(self._thread.close)
+        # Without this, an engine dropped without close() would keep its model and its threads until the program ends.
+        self._finalizer = weakref.finalize(self, self._undo.close)
+        self._ram_watch = RamWatch(self.plan.tiers["ram"])
+        self._undo.callback(self._ram_watch.close)
         with explained_shortage(self.plan, self.device):
             self._placed = PlacedModel(
                 model,
@@ -113,36 +119,25 @@ class OffloadEngine:
             self,
             optimizer_states(self._placed.states),
         )
-        self._newcomers = Newcomers(model, trained)
-        self._begin(fp16=any(layer.dtype == torch.float16 for layer in layers))
-
-    def _start_threads(self) -> None:
-        self._thread = StepThread(self.device)
-        self._undo = ExitStack()
-        self._undo.callback(self._thread.close)
-        # An engine forgotten lets go of the model too, and a program that ends ends the threads.
-        self._finalizer = weakref.finalize(self, self._undo.close)
-        self._ram_watch = RamWatch(self.plan.tiers["ram"])
-        self._undo.callback(self._ram_watch.close)
-
-    def _begin(self, *, fp16: bool) -> None:
+        self._untrained = UntrainedParameters(model, trained)
         self._clock = StepClock(self.device)
         self._reports = StepReports(self._clock, self.telemetry, self.plan, self.device, self.config.on_nonfinite)
-        self.loss_scale = LossScale(self.config.loss_scale) if fp16 else None
+        has_fp16 = any(layer.dtype == torch.float16 for layer in layers)
+        self.loss_scale = LossScale(self.config.loss_scale) if has_fp16 else None
         self._newest: Update | None = None
         self._profile: Profile | None = None
         self.num_updates = self._num_backwards = 0
         self._stepped = self._overflow_known = self._open = True
-        _open_engines[self.module] = weakref.ref(self)
+        _open_engines[model] = weakref.ref(self)
 
     # ---- one step, in time order -------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; each layer waits for its own update from the last step.
+        """The model's forward. Each layer first waits for its own update of the last step.
 
         Raises:
-            OutOfVramError: the GPU's memory is full; gradients gathered since the last update are dropped, if this
-                forward was to be followed by a backward.
+            OutOfVramError: the GPU's memory is full. With gradients enabled, the gradients gathered since the last
+                update are dropped.
         """
         self._check_open()
         if not torch.is_grad_enabled():
@@ -155,15 +150,17 @@ class OffloadEngine:
         return output
 
     def backward(self, loss: torch.Tensor, *, scale_by_accumulation: bool = True) -> None:
-        """Backward of one micro-batch; gradients are gathered, and sent to RAM, layer by layer.
+        """Backward of one micro-batch. Gradients are gathered, and sent to RAM, layer by layer.
+
+        After any error raised by backward itself, the gradients gathered since the last update are dropped.
 
         Args:
             loss: a scalar.
             scale_by_accumulation: divide it by `config.gradient_accumulation` first.
 
         Raises:
-            EngineStateError: called again before `step()` without gradient accumulation.
-            OutOfVramError: the GPU's memory is full. Whatever is raised, gradients since the last update are dropped.
+            EngineStateError: it was called again before `step()`, without gradient accumulation.
+            OutOfVramError: the GPU's memory is full.
             ValueError: the loss is not a scalar.
         """
         self._check_open()
@@ -178,7 +175,7 @@ class OffloadEngine:
         if scale_by_accumulation and accumulation > 1:
             loss = loss / accumulation
         began = self._clock.start_backward(loss)
-        self._learn_of_overflow()
+        self._update_loss_scale()
         try:
             with explained_shortage(self.plan, self.device, self.drop_gradients), self._placed.in_backward():
                 loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
@@ -191,20 +188,20 @@ class OffloadEngine:
         self._stepped = False
 
     def step(self, *, boundary: bool | None = None) -> bool:
-        """Follows each `backward`; at the end of the accumulation window it starts the update and returns at once.
+        """Call it after each `backward`. At the end of the accumulation window it starts the update, without waiting.
 
         Args:
-            boundary: whether the window ends here; None: after `config.gradient_accumulation` micro-batches.
+            boundary: whether the window ends here. None: it ends after `config.gradient_accumulation` micro-batches.
 
         Returns:
             Whether an update was started.
 
         Raises:
-            EngineStateError: no `backward` since the last call.
-            NonFiniteGradientError: the gradients of the step before held NaN or Inf (`on_nonfinite="raise"`).
+            EngineStateError: there was no `backward` since the last call.
+            NonFiniteGradientError: the gradients of an earlier step held NaN or Inf (`on_nonfinite="raise"`).
             ModelError: parameters were added, replaced or unfrozen since the engine was built.
-            OutOfRamError: the system is about to run out of RAM; nothing was done, `step` may be called again.
-            OutOfVramError: the GPU's memory is full; the window's gradients are dropped.
+            OutOfRamError: the system is about to run out of RAM. Nothing was done; `step` may be called again.
+            OutOfVramError: the GPU's memory is full. The window's gradients are dropped.
         """
         self._check_open()
         if self._stepped and not (boundary and self._num_backwards):
@@ -212,7 +209,7 @@ class OffloadEngine:
         if not (self._num_backwards >= self.config.gradient_accumulation if boundary is None else boundary):
             self._stepped = True
             return False
-        self._newcomers.check()
+        self._untrained.check()
         self._ram_watch.check()
         self._read_reports()
         self._placed.take_over_outside_writes()
@@ -220,7 +217,7 @@ class OffloadEngine:
             with explained_shortage(self.plan, self.device):
                 update = self._new_update()
             self._thread.start(update)
-        except BaseException:  # an interrupt: nobody is left waiting for an update that is not under way
+        except BaseException:  # also an interrupt: nothing may wait for an update that was never started
             self._placed.forget_pending()
             self.drop_gradients()
             raise
@@ -234,7 +231,7 @@ class OffloadEngine:
         return True
 
     def _new_update(self) -> Update:
-        """Snapshot of what the stepping thread needs; from here on forward waits for its layers."""
+        """A snapshot of what the stepping thread needs. From here on, forward waits for the updated layers."""
         layers = self._placed.start_update()
         options = [GroupOptions.of(group) for group in self.optimizer.param_groups]
         update = Update(self.num_updates + 1, layers, options, self.config.max_grad_norm, record_compute(self.device))
@@ -244,8 +241,11 @@ class OffloadEngine:
             self._profile.boundary()
         return update
 
-    def _learn_of_overflow(self) -> None:
-        """The scale of a window depends on how the last one ended. Its norm is known: forward came after its update."""
+    def _update_loss_scale(self) -> None:
+        """Adapt the loss scale to whether the last window overflowed, once per window.
+
+        The wait for the norm is short: forward has already waited for that update.
+        """
         if self.loss_scale is None or self._newest is None or self._overflow_known or self._num_backwards:
             return
         self._newest.norm_known.wait()
@@ -255,7 +255,10 @@ class OffloadEngine:
     # ---- reading and settling ----------------------------------------------------------------------------------
 
     def grad_norm(self) -> float | None:
-        """Global gradient norm of the newest update, unclipped; waits until it is known. None before the first."""
+        """Global gradient norm of the newest update, before clipping; None before the first update.
+
+        It waits until the norm is known.
+        """
         self._check_open()
         if self._newest is None:
             return None
@@ -271,22 +274,24 @@ class OffloadEngine:
         """
         self._check_open()
         self._settle()
-        self._learn_of_overflow()
+        self._update_loss_scale()
         self._placed.take_over_outside_writes()
         self._read_reports()
 
     def profile(self, *, steps: int = 3, path: str | Path = "offloadkit-trace.json") -> Profile:
-        """Trace `steps` steps, from the next boundary on; then a Chrome trace is written, and what bounds them printed.
+        """Trace `steps` steps, starting at the next boundary.
+
+        After them a Chrome trace is written to `path`, and the time of each phase and its bound are printed.
 
         Raises:
-            OffloadkitError: `steps` is no whole number from 1, others are being traced, or `path` cannot be written.
+            OffloadkitError: `steps` is not a positive int, a trace is already running, or `path` cannot be written.
         """
         self.synchronize()
         self._profile = Profile(steps, Path(path), self.device, self._undo)
         return self._profile
 
     def drop_gradients(self) -> None:
-        """Forget the gradients gathered since the last update (`optimizer.zero_grad()`)."""
+        """Drop the gradients gathered since the last update, as `optimizer.zero_grad()` does."""
         self._check_open()
         self._placed.gradients.drop()
         self._clock.drop_window()
@@ -299,7 +304,7 @@ class OffloadEngine:
         self._placed.settle()
 
     def _read_reports(self) -> None:
-        """Report what has become known of earlier updates: telemetry records, and steps that were not applied."""
+        """Record the steps that have finished in the telemetry, and report those that were not applied."""
         self._raise_thread_error()
         try:
             self._reports.read()
@@ -310,8 +315,12 @@ class OffloadEngine:
     # ---- states by name ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All numbers of the run, live, not copies: "module" (the model's state_dict), "optimizer" (its `state`, by
-        parameter name), "param_groups" (options by group), "num_updates" and "loss_scale" (fp16's, else None)."""
+        """The state of the run. Its tensors are live, not copies.
+
+        Returns:
+            "module": the model's state_dict. "optimizer": the optimizer's `state`, by parameter name. "param_groups":
+            options by group. "num_updates". "loss_scale": the state of the fp16 loss scale, else None.
+        """
         self.synchronize()
         return {
             **run_state(self.module, self.optimizer, self._placed),
@@ -320,11 +329,13 @@ class OffloadEngine:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict()` of an engine with the same parameters, whatever its placement.
+        """Continue from a `state_dict()` of an engine with the same parameters. Placements may differ.
+
+        Nothing is loaded where one of these errors is raised.
 
         Raises:
             ModelError: the parameter names or the number of groups differ.
-            ValueError: the saved states have another precision. Nothing is loaded then either.
+            ValueError: the saved states have another precision.
         """
         self.synchronize()
         load_run_state(state, self.module, self.optimizer, self._placed)
@@ -340,17 +351,17 @@ class OffloadEngine:
     # ---- closing -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Apply what is pending, let go of the model and give the engine's memory back.
+        """Apply pending updates, detach from the model and free the engine's memory.
 
-        The model keeps its trained weights, and stays on its device if all of them were there (else it is in RAM now);
-        the optimizer's states are gone.
+        The model keeps its trained weights. It stays on its device if all its weights were there; else it is moved to
+        RAM. The optimizer's states are gone.
 
         Raises:
-            NonFiniteGradientError: as `step`; the engine is closed then too.
+            NonFiniteGradientError: as `step`. The engine is closed then too.
         """
         if not self._open:
             return
-        failing = sys.exception() is not None  # then that error is the one to show
+        failing = sys.exception() is not None  # an error is already on its way to the caller: do not hide it
         try:
             self._settle()
             self._reports.read()

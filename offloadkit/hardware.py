@@ -1,4 +1,4 @@
-"""What this machine has: cores, RAM and VRAM, as far as this process may use them. How fast it is: `device.measure`."""
+"""What this machine has: the cores, RAM and VRAM that this process may use. `device.measure` finds how fast it is."""
 
 from __future__ import annotations
 
@@ -22,69 +22,71 @@ _MAX_CONTEXT_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What a plan needs to know of a machine: sizes now, and rates as `device.measure` took them.
+    """What a plan needs to know of a machine: its present sizes, and its rates as `device.measure` measured them.
 
-    Without a GPU the fields of one describe what stands in for it: "VRAM" is RAM (the same bytes, not more of them),
-    a copy is a memmove, and the CPU multiplies.
+    Without a GPU, its fields describe what replaces it: "VRAM" is the same RAM, a copy is a memmove, and the CPU
+    computes matmuls.
     """
 
     device: str
     """"cuda:0", or "cpu"."""
     gpu_name: str | None
-    """None without a GPU, and then only."""
+    """None if there is no GPU."""
     compute_capability: tuple[int, int] | None
     supports_bf16: bool
-    """Natively: an emulation does not count."""
+    """Whether bf16 is native. An emulation does not count."""
     can_pin: bool
-    """Whether host memory was registered with the GPU; the rates of copies are pageable memory's otherwise."""
+    """Whether host memory can be pinned. If not, the rates of copies are those of pageable memory."""
 
     vram_total_bytes: int
-    """What this process may have: torch's per-process memory fraction counts."""
+    """What this process may use: torch's per-process memory fraction is a limit too."""
     vram_free_bytes: int
-    """What can still be allocated: what torch's allocator holds free counts."""
+    """What can still be allocated, including what torch's allocator holds without using it."""
     vram_context_bytes: int
-    """VRAM of this process that is not torch's: the CUDA context, kernels and libraries."""
+    """VRAM of this process outside torch's allocator: the CUDA context, kernels and libraries."""
     ram_total_bytes: int
-    """The machine's, or the cgroup's where that is less."""
+    """The machine's RAM, or the cgroup's limit if that is less."""
     ram_available_bytes: int
-    """Page cache counts as free."""
+    """RAM that can still be used. Page cache counts as free."""
     cpu_name: str
     num_cores: int
 
     h2d_bytes_per_second: float
-    """From RAM to VRAM, nothing else on the bus."""
+    """Copies from RAM to VRAM, with nothing else on the bus."""
     d2h_bytes_per_second: float
     both_bytes_per_second: float
-    """Both directions at once, added."""
+    """Both directions at once, their rates added."""
     dram_bytes_per_second: float
-    """The triad a += s * b on the C kernel's threads: 12 bytes an element."""
+    """The triad a += s * b on the C kernel's threads: 12 bytes per element."""
     cpu_adamw_bytes_per_second: float
-    """The CPU step, `exact`, bf16 weights and gradients: 26 bytes a parameter, arrays larger than the caches."""
+    """The CPU step, `exact`, with bf16 weights and gradients: 26 bytes per parameter. Arrays exceed the caches."""
     cpu_compact_bytes_per_second: float
-    """`compact`: 18 bytes a parameter. Where cores are few, arithmetic and not DRAM is what bounds it."""
+    """The CPU step, `compact`: 18 bytes per parameter. With few cores it is bound by arithmetic, not by DRAM."""
     cpu_tiny_bytes_per_second: float
-    """`tiny`: 14 1/16 bytes a parameter; so too."""
+    """The CPU step, `tiny`: 14 1/16 bytes per parameter. It is bound by arithmetic in the same way."""
     cpu_and_bus_bytes_per_second: float
-    """The CPU step, `exact`, beside copies both ways, what all of them move: DRAM serves them together. Where they do
-    not go on at once (without a GPU, without pinned memory) the higher of both."""
+    """The CPU step (`exact`) and copies both ways at once, their bytes added: DRAM serves all of them.
+
+    If they cannot run at once (no GPU, no pinned memory), it is the higher of the two rates.
+    """
     vram_bytes_per_second: float
-    """An addition in place over a large array, read and written."""
+    """An in-place addition over a large array. Bytes read and written are added."""
     launch_seconds: float
-    """From one small operation to the next, as torch starts them."""
+    """Seconds from one small operation's launch to the next, as torch launches them."""
     bf16_flops_per_second: float
-    """Of a matrix product of a transformer layer's size; a multiplication and an addition are two."""
+    """A matmul of a transformer layer's size. A multiplication and an addition are two FLOPs."""
     fp16_flops_per_second: float
     fp32_flops_per_second: float
 
     disk_folder: str | None = None
-    """Where the disk was measured; None: it was not, and the next three are zero."""
+    """The folder in which the disk was measured. None: it was not, and the next three are zero."""
     disk_free_bytes: int = 0
     disk_read_bytes_per_second: float = 0.0
     disk_write_bytes_per_second: float = 0.0
 
 
 def busiest_device() -> torch.device:
-    """The CUDA device of which torch holds most here; the CPU where this process has not begun to use CUDA."""
+    """The CUDA device with most of this process's torch memory. The CPU if the process has not used CUDA yet."""
     cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
     if not cuda.is_initialized():
         return torch.device("cpu")
@@ -92,7 +94,7 @@ def busiest_device() -> torch.device:
 
 
 def num_cores() -> int:
-    """CPU cores this process may use: its affinity, cut to the cgroup's CPU quota (v1 and v2); at least 1."""
+    """CPU cores this process may use: its affinity, limited by the cgroup's CPU quota (v1 and v2). At least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_cpu_quota()
     return max(1, min(cores, round(quota) if quota else cores))
@@ -100,14 +102,14 @@ def num_cores() -> int:
 
 def _read(path: Path) -> str:
     try:
-        with open(path, "rb", buffering=0) as file:  # a third of the time that text takes
+        with open(path, "rb", buffering=0) as file:  # three times as fast as text mode
             return file.read().decode().strip()
     except OSError:
         return ""
 
 
 def _cgroup_dirs(controller: str) -> tuple[Path, ...]:
-    """Folders of this process's cgroup, innermost first: v2's unified tree, or v1's tree of one controller."""
+    """Folders of this process's cgroup and of those above it, innermost first: v2's tree, or v1's of one controller."""
     return _dirs_of(_read(_OWN_CGROUPS), controller, _CGROUP)
 
 
@@ -117,7 +119,7 @@ def _dirs_of(own_cgroups: str, controller: str, mount: Path) -> tuple[Path, ...]
     for line in own_cgroups.splitlines():
         number, controllers, name = line.split(":", 2)
         if number == "0" or controller in controllers.split(","):
-            joint = mount / controllers  # "cpu,cpuacct"; most systems link "cpu" to it
+            joint = mount / controllers  # "cpu,cpuacct", to which "cpu" is a link on most systems
             root = joint if number == "0" or joint.is_dir() else mount / controller
             inner = root / name.lstrip("/")
             dirs += [path for path in (inner, *inner.parents) if path == root or root in path.parents]
@@ -136,7 +138,7 @@ def _cgroup_cpu_quota() -> float | None:
 
 
 def _cgroup_ram() -> list[tuple[int, int]]:
-    """(limit, usage without page cache) in bytes of each memory cgroup above this process that has a limit."""
+    """(limit, usage without page cache), in bytes, of each memory cgroup of this process that has a limit."""
     found: list[tuple[int, int]] = []
     for folder in _cgroup_dirs("memory"):
         limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
@@ -145,32 +147,32 @@ def _cgroup_ram() -> list[tuple[int, int]]:
         usage = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
         if usage.isdigit():
             stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())
-            kinds = ("active_file", "inactive_file")  # v1 counts children under total_ alone, v2 under the plain name
+            kinds = ("active_file", "inactive_file")  # v1 includes children in total_* only, v2 in the plain name
             cache = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
             found.append((int(limit), int(usage) - cache))
     return found
 
 
 def ram_limit_bytes() -> int:
-    """RAM this process may use in all, in bytes: the machine's, or its cgroups' where that is less."""
+    """RAM that this process may use in all, in bytes: the machine's, or its cgroups' limit if that is less."""
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroup_ram())])
 
 
 def ram_available_bytes() -> int:
-    """RAM still to be had, in bytes, page cache counted as free."""
+    """RAM that can still be used, in bytes. Page cache counts as free."""
     available = int(psutil.virtual_memory().available)
     return max(0, min([available, *(limit - used for limit, used in _cgroup_ram())]))
 
 
 def process_ram_bytes() -> int:
-    """Resident RAM of this process now, in bytes; pinned pages count."""
+    """Resident RAM of this process now, in bytes. Pinned pages count."""
     return int(psutil.Process().memory_info().rss)
 
 
 def process_peak_ram_bytes() -> int:
-    """Highest resident RAM of this process so far, in bytes; pinned pages count.
+    """Highest resident RAM of this process so far, in bytes. Pinned pages count.
 
-    VmHWM belongs to this program alone; ru_maxrss may start at the size of the program that forked it.
+    It is VmHWM if the system has it: ru_maxrss may start at the size of the program that forked this one.
     """
     for line in _read(Path("/proc/self/status")).splitlines():
         if line.startswith("VmHWM:"):
@@ -180,9 +182,9 @@ def process_peak_ram_bytes() -> int:
 
 
 def vram_bytes(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of `device` that this process may have; (0, 0) for the CPU.
+    """(free, total) bytes of `device` that this process may use; (0, 0) for the CPU.
 
-    What torch's allocator holds without using it is free; its per-process memory fraction is a limit.
+    What torch's allocator holds without using it counts as free. Its per-process memory fraction is a limit.
     """
     if device.type != "cuda":
         return 0, 0
@@ -196,9 +198,9 @@ def vram_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def vram_context_bytes(device: torch.device) -> int:
-    """VRAM in use that is not torch's allocator's: this process's CUDA context and libraries; 0 for the CPU.
+    """VRAM in use outside torch's allocator, in bytes: this process's CUDA context and libraries; 0 for the CPU.
 
-    Another process's use cannot be told from it everywhere, so it is at most 1 GiB, which no context reaches.
+    It is at most 1 GiB, which no context reaches: the VRAM of other processes cannot be told apart everywhere.
     """
     if device.type != "cuda":
         return 0
@@ -207,19 +209,19 @@ def vram_context_bytes(device: torch.device) -> int:
 
 
 def supports_bf16(device: torch.device) -> bool:
-    """Whether `device` computes bf16 natively (an emulation does not count); True for the CPU."""
+    """Whether `device` has native bf16. An emulation does not count. True for the CPU."""
     if device.type != "cuda":
         return True
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def default_device() -> torch.device:
-    """The current CUDA device where there is one, else the CPU."""
+    """The current CUDA device if there is one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def indexed(device: torch.device) -> torch.device:
-    """`device` with an index: "cuda" is the current CUDA device."""
+    """`device` with an index: "cuda" becomes the current CUDA device."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -235,7 +237,7 @@ def cpu_name() -> str:
 
 
 def describe_machine(device: torch.device) -> dict[str, str | int]:
-    """Machine and versions, for logs and result files."""
+    """The machine and versions, for logs and result files."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     return {
         "cpu": cpu_name(),
@@ -249,7 +251,7 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
 
 
 def trim_heap() -> None:
-    """Give freed heap pages back to the system, where the C library can (glibc)."""
+    """Give freed heap pages back to the system, if the C library can (glibc)."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

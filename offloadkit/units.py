@@ -1,4 +1,4 @@
-"""Sizes and times as people write them: "8GiB" read, "1.23 GiB" and "45.6 ms" shown."""
+"""Sizes and times as people write them: reads "8GiB", and writes "1.23 GiB" and "45.6 ms"."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", sta
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes of a budget, from an int or a string such as "8GiB", "512 MB" or "8589934592".
+    """Bytes of a size: an int, or a string such as "8GiB", "512 MB" or "8589934592".
 
     Raises:
-        ConfigError: the text is no size, or the size is less than 64 KiB: a unit was left out.
+        ConfigError: it is not a size, or it is less than 64 KiB, which means that a unit is missing.
     """
     if isinstance(size, int):
         num_bytes = size
@@ -43,7 +43,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def _three_digits(number: float) -> str:
-    """At least: 1.23, 12.3, 123, 1234."""
+    """At least three digits: 1.23, 12.3, 123, 1234."""
     return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 

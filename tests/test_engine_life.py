@@ -248,7 +248,7 @@ def test_an_engine_that_could_not_be_built_leaves_no_hook(
     model, batches = TinyLM(), tokens(2)
     config = OffloadConfig(placement=placement)
     with monkeypatch.context() as patch:
-        patch.setattr(Gradients, "_place", full)
+        patch.setattr(Gradients, "_allocate", full)
         with pytest.raises(OutOfVramError):
             OffloadEngine(model, config)
     assert not any(module._forward_pre_hooks or "forward" in vars(module) for module in model.modules())

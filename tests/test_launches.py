@@ -105,8 +105,8 @@ def test_what_our_attention_takes_is_that_of_its_result_file() -> None:
     for part in ("forward", "backward"):
         operations = t5[f"{part}_launches"] / llama[f"{part}_launches"] * t5["num_operations"][part]
         beyond.append((operations - t5["num_operations"][part]) / num_attentions)
-    assert mean(beyond) == pytest.approx(seconds.OWN_OPERATIONS, rel=0.1)
-    assert beyond == pytest.approx([seconds.OWN_OPERATIONS] * 2, rel=0.2)
+    assert mean(beyond) == pytest.approx(seconds.ATTENTION_LAUNCHES, rel=0.1)
+    assert beyond == pytest.approx([seconds.ATTENTION_LAUNCHES] * 2, rel=0.2)
     planned = sum(seconds.RECOMPUTED_LAUNCHES) * t5["num_operations"]["forward"]
     for one, other in (("recomputed", "kept"), ("streamed and recomputed", "streamed")):
         took, kept = (

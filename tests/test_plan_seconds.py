@@ -12,6 +12,7 @@ from offloadkit.hardware import Hardware
 from offloadkit.planner import LayerShape, MicroBatch, Pass
 from offloadkit.planner.seconds import (
     ATTENTION_EFFICIENCY,
+    ATTENTION_LAUNCHES,
     BACKWARD_LAUNCHES,
     COMPILED_LAUNCHES,
     CPU_EFFICIENCY,
@@ -20,7 +21,6 @@ from offloadkit.planner.seconds import (
     KERNEL_SECONDS,
     LAYER_LAUNCHES,
     NORM_EFFICIENCY,
-    OWN_OPERATIONS,
     RECOMPUTED_LAUNCHES,
     STEP_LAUNCHES,
     STREAMED_LAUNCHES,
@@ -67,7 +67,7 @@ def test_many_small_operations_take_as_long_as_starting_them(own: int) -> None:
     work = Pass(num_operations=1000, num_attention=own)
     assert pass_seconds(work, machine(), "bf16") == pytest.approx(1000 * KERNEL_SECONDS)
     step = model(machine(launch_seconds=1e-3), forward=work, backward=replace(work, num_operations=2000))
-    more = own * OWN_OPERATIONS / 1000
+    more = own * ATTENTION_LAUNCHES / 1000
     forward = FORWARD_LAUNCHES * (1 + more)
     plain = 4 * (forward + BACKWARD_LAUNCHES * (2 + more))
     started = 4 * LAYER_LAUNCHES / 1000
@@ -93,7 +93,7 @@ def test_compiled_blocks_take_less_to_start(own: int) -> None:
     eager, compiled = (StepModel(layers, batch, hardware, 1, compiled=how).on_large_gpu() for how in (False, True))
     saved = 4 * (1 - COMPILED_LAUNCHES) * (FORWARD_LAUNCHES + BACKWARD_LAUNCHES)
     assert eager - compiled == pytest.approx(saved, rel=1e-3)  # what lies outside of blocks is not compiled
-    operations = 1000 + own * OWN_OPERATIONS
+    operations = 1000 + own * ATTENTION_LAUNCHES
     started = (5 * FORWARD_LAUNCHES + 4 * BACKWARD_LAUNCHES) * operations / 1000 + 4 * LAYER_LAUNCHES / 1000
     assert eager == pytest.approx(started, rel=1e-3)
 

@@ -1,4 +1,4 @@
-"""The output folder: found writable before any work, checkpoints found whole, the model put in place in one move."""
+"""The output folder: checked before any work, its checkpoints checked before resuming, the model saved in one move."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
-    """The folder, made where it was missing.
+    """The folder, created if it is missing, and checked to be writable.
 
     Args:
-        resume: it has a checkpoint to go on from, or nothing is made.
+        resume: whether it must have a complete checkpoint. If it has none, the folder is not created.
 
     Raises:
-        ConfigError: its name is empty; or it has no complete checkpoint, where `resume` wants one.
-        OutputError: it cannot be made, or nothing can be written into it.
+        ConfigError: its name is empty, or `resume` finds no complete checkpoint.
+        OutputError: it cannot be created, or nothing can be written into it.
     """
     if not os.fspath(folder):
         raise ConfigError("output_dir is empty: pass the name of a folder ('.' is the current one)")
@@ -51,12 +51,12 @@ def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """The Trainer's checkpoint that was written last, of those written to their end.
+    """The newest complete checkpoint of the Trainer.
 
-    Not the highest step: an earlier, longer run may have left its own in the same folder.
+    It is the one written last, not the one with the highest step: an earlier, longer run may have left such a one.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no complete checkpoint.
     """
     whole = _complete_checkpoints(folder)
     if not whole:
@@ -68,9 +68,9 @@ def newest_checkpoint(folder: Path) -> Path:
 
 
 def _complete_checkpoints(folder: Path) -> list[Path]:
-    """Those written to their end, the last one last."""
+    """The checkpoints that were written completely, the newest last."""
     found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    # The Trainer writes trainer_state.json last.
+    # The Trainer writes trainer_state.json last: where it is, the rest is.
     whole = [path for path in found if (path / "trainer_state.json").is_file() and (path / "optimizer.pt").is_file()]
 
     def age(path: Path) -> tuple[int, int]:
@@ -80,7 +80,11 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def check_readable(checkpoint: Path) -> None:
-    """Raise `ModelError` for a file of the checkpoint that is cut or broken. No more than its directory is read."""
+    """Check that no file of the checkpoint is truncated or damaged. Of large files only the directory is read.
+
+    Raises:
+        ModelError: a file cannot be opened.
+    """
     for path in sorted(checkpoint.iterdir()):
         why = why_broken(path)
         if why is None:
@@ -94,7 +98,7 @@ def check_readable(checkpoint: Path) -> None:
 
 
 def why_broken(path: Path) -> str | None:
-    """Why a file of JSON, of safetensors or of `torch.save` cannot be opened; None where it can."""
+    """Why a file of JSON, of safetensors or of `torch.save` cannot be opened. None if it can."""
     try:
         if path.suffix == ".json":
             json.loads(path.read_text(encoding="utf-8"))
@@ -110,7 +114,11 @@ def why_broken(path: Path) -> str | None:
 
 
 def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
-    """Raise `ConfigError` when the checkpoint was written by a model of another kind or size than `config`'s."""
+    """Check that the checkpoint's model has the type and sizes of `config`.
+
+    Raises:
+        ConfigError: it has not.
+    """
     saved = json.loads((checkpoint / "config.json").read_text())
     sizes: list[dict[str, Any]] = [{"model_type": saved.get("model_type")}, {"model_type": config.model_type}]
     if sizes[0] == sizes[1]:
@@ -127,8 +135,10 @@ def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
 
 
 def other_rows(checkpoint: Path, batch_size: int) -> str | None:
-    """A warning in words where the checkpoint's micro-batches were not of `batch_size` rows: the Trainer counts rows by
-    steps, so it goes on elsewhere in the dataset."""
+    """A warning if the checkpoint was made with another batch size, else None.
+
+    The Trainer derives the position in the dataset from the number of steps, so it continues at another row.
+    """
     before = json.loads((checkpoint / "trainer_state.json").read_text()).get("train_batch_size")
     if before in (None, batch_size):
         return None
@@ -141,10 +151,10 @@ def other_rows(checkpoint: Path, batch_size: int) -> str | None:
 
 @contextmanager
 def written_to(folder: Path) -> Iterator[None]:
-    """What a full disk raises while something is saved there (each library has its own error), as an `OutputError`.
+    """A context that turns the error of a full disk into an `OutputError`: each library raises its own.
 
     Raises:
-        OutputError: it could not be written.
+        OutputError: something could not be written.
     """
     try:
         yield
@@ -161,15 +171,15 @@ def written_to(folder: Path) -> Iterator[None]:
 
 
 def put_in_place(folder: Path, save: Callable[[Path], None]) -> None:
-    """Have `save` fill a new folder beside `folder`, then let it take that place: never a half-written one.
+    """Have `save` fill a new folder beside `folder`, and rename it to `folder` when it is complete.
 
     Raises:
-        OutputError: it could not be written (a full disk); what was at `folder` is still there.
+        OutputError: it could not be written (a full disk). The old `folder` is still there.
     """
     new, old = (folder.with_name(f".{folder.name}-{kind}") for kind in ("new", "old"))
     try:
         with written_to(folder):
-            if old.exists() and not folder.exists():  # a process was killed between two renames
+            if old.exists() and not folder.exists():  # a process was killed between the renames below
                 old.rename(folder)
             for leftover in (new, old):
                 shutil.rmtree(leftover, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""All numbers of a run by name, wherever they live: what a checkpoint holds."""
+"""The state of a run by name, wherever its tensors live: what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
 
 
 def run_state(module: nn.Module, optimizer: OffloadOptimizer, placed: PlacedModel) -> dict[str, Any]:
-    """By name: "module", "optimizer" (states by parameter), "param_groups" (options by group); tensors are live."""
+    """The state of the run. Its tensors are live, not copies.
+
+    Returns:
+        "module": the model's state_dict. "optimizer": the states by parameter name. "param_groups": options by group.
+    """
     return {
         "module": module.state_dict(),
         "optimizer": {view.name: optimizer.state[view.parameter] for view in placed.views()},
@@ -24,11 +28,13 @@ def run_state(module: nn.Module, optimizer: OffloadOptimizer, placed: PlacedMode
 
 
 def load_run_state(state: dict[str, Any], module: nn.Module, optimizer: OffloadOptimizer, placed: PlacedModel) -> None:
-    """Take over what `run_state` gave, of any placement.
+    """Load what `run_state` gave, in a run of any placement.
+
+    Nothing is loaded where one of these errors is raised.
 
     Raises:
         ModelError: the parameter names or the number of groups differ.
-        ValueError: the saved states have another precision. Nothing is loaded then either.
+        ValueError: the saved states have another precision.
     """
     states = {view.name: optimizer.state[view.parameter] for view in placed.views()}
     _check_saved_run(state, states, len(optimizer.param_groups))

@@ -1,8 +1,8 @@
 """Pinned host memory in exact sizes.
 
-torch's pinned allocator rounds to powers of two and pins with one thread. A `HostSlab` is an anonymous mapping of just
-the bytes asked for, on huge pages where the kernel gives them, populated by all cores, registered with CUDA, kept out
-of forked DataLoader workers, and given back when the last tensor cut from it is gone.
+torch's pinned allocator rounds sizes up to powers of two, and pins with one thread. A `HostSlab` is an anonymous
+mapping of exactly the requested bytes. It uses huge pages if the kernel gives them, is populated by all cores and is
+registered with CUDA. Forked DataLoader workers do not inherit it. It is freed with the last tensor cut from it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _NUM_PINNING_THREADS = 8
 
 
 class HostSlab:
-    """A mapping of `num_bytes` bytes of host memory, from which tensors are cut one after the other."""
+    """A mapping of `num_bytes` of host memory, from which tensors are cut one after the other."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
         mapping = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             if hasattr(mmap, advice):
-                with suppress(OSError):  # a kernel without it: slower or larger, never wrong
+                with suppress(OSError):  # older kernels refuse it: that costs time or memory only
                     mapping.madvise(getattr(mmap, advice))
         self._buffer = (ctypes.c_ubyte * self.num_bytes).from_buffer(mapping)
         self.address = ctypes.addressof(self._buffer)
@@ -45,22 +45,26 @@ class HostSlab:
         self.pinned = False
 
     def populate(self) -> None:
-        """Have every page backed by RAM now, filled with zeros."""
+        """Back every page with RAM now, filled with zeros."""
         cpu.populate(self.address, self.num_bytes)
 
     def pin(self) -> bool:
-        """Register the slab with CUDA; False where the system refuses (locked-memory limit)."""
+        """Register the slab with CUDA. Returns False if the system refuses (the limit of locked memory)."""
         if int(_cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0)) == 0:
             self.pinned = True
             weakref.finalize(self._buffer, _unpin, self.address, os.getpid()).atexit = False
         return self.pinned
 
     def clear(self) -> None:
-        """Cut from the beginning again."""
+        """Start cutting from the beginning again."""
         self._used = 0
 
     def cut(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next `numel` elements of the slab as a 1-D tensor with a storage of its own."""
+        """The next `numel` elements of the slab, as a 1-D tensor with its own storage.
+
+        Raises:
+            ValueError: the slab is full.
+        """
         offset = self._used
         self._used += aligned(numel * dtype.itemsize)
         if self._used > aligned(self.num_bytes):
@@ -76,13 +80,13 @@ def _unpin(address: int, owner: int) -> None:
 
 
 def allocate(sizes: Sequence[int], device: torch.device, what: str) -> list[HostSlab]:
-    """Slabs of `sizes` bytes, populated, and pinned where `device` is a GPU.
+    """Slabs of `sizes` bytes, populated, and pinned if `device` is a GPU.
 
     Args:
-        what: needs them, in the plural, for the message.
+        what: what they are for, in the plural, for the error's text.
 
     Raises:
-        OffloadkitError: the slabs need more RAM than is available; nothing is allocated then.
+        OffloadkitError: the slabs need more RAM than is available. Nothing is allocated then.
     """
     needed, available = sum(sizes), ram_available_bytes()
     if needed > available:

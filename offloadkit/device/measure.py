@@ -1,8 +1,8 @@
-"""How fast this machine is. Rates are taken once and kept; sizes are read anew each time.
+"""How fast this machine is: `measure` gives a `Hardware`. Rates are measured once and cached; sizes are always new.
 
-Rates are kept in `$XDG_CACHE_HOME/offloadkit/hardware.json` (else under ~/.cache), by host name, processor, cores, GPU,
-driver and versions: a machine that changes is measured again. Rates that were taken while others kept the machine busy
-hold for this process alone.
+The cache is `$XDG_CACHE_HOME/offloadkit/hardware.json`, or else below ~/.cache. Its keys are host name, processor,
+cores, GPU, driver and versions, so a changed machine is measured again. Rates measured while other processes kept the
+machine busy are used in this process only.
 """
 
 from __future__ import annotations
@@ -37,82 +37,166 @@ from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu
 from offloadkit.optim.table import FlatState, Segment, state_table
 
-_DISK_PIECE_BYTES = 4 << 20
-_NUM_PIECES = 16
-_NUM_THREADS = 4
-_MAX_SECONDS = 0.15
-"""Of each of the three passes."""
+_VERSION = 3
+"""Raise it when what is measured changes: cached rates of another version are not used."""
+_DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
+_RATES = {
+    field.name
+    for field in fields(Hardware)
+    if field.name.endswith("_per_second") or field.name in ("can_pin", "launch_seconds", "vram_context_bytes")
+} - _DISK_RATES
+_of_this_process: dict[str, Any] = {}
+"""Rates that were measured on a busy machine, by key: they spare this process another measurement."""
+_BUSY = 0.1
+"""Other processes disturb a measurement if they use more than this fraction of the cores' time."""
+_COUNTING_SECONDS = 0.05
+"""Seconds that they may use besides, since the system counts in hundredths of seconds."""
+_DRIVER = Path("/sys/module/nvidia/version")
 
 
-def disk_rates(folder: Path) -> dict[str, float]:
-    """Bytes/s of writing over a file of at most 64 MiB and of reading it back, four pieces of 4 MiB at a time.
+def measure(
+    device: torch.device | str | None = None, *, folder: str | Path | None = None, fresh: bool = False
+) -> Hardware:
+    """Measure this machine, in under two seconds. Rates are cached on disk; sizes are always read anew.
 
-    With O_DIRECT where the file system takes it, else flushed with fsync and dropped from the page cache.
+    Args:
+        device: the device to measure. None: the current CUDA device if there is one, else the CPU.
+        folder: where to measure the disk, by writing and reading at most 64 MiB. None: the disk is not measured.
+        fresh: whether to measure again what is cached.
 
     Raises:
-        OutputError: the folder cannot be written, or has no room.
+        OutputError: `folder` is not a folder, or cannot be written.
     """
-    free = shutil.disk_usage(folder).free
-    num_pieces = min(_NUM_PIECES, free // 2 // _DISK_PIECE_BYTES)
-    if num_pieces == 0:
-        raise OutputError(
-            f"{folder} has {free >> 20} MiB free: at least {_DISK_PIECE_BYTES >> 19} are needed to measure it"
-        )
+    device = hardware.default_device() if device is None else hardware.indexed(torch.device(device))
+    where = None if folder is None else _existing(Path(folder))
+    cached = {} if fresh else _of_this_process | _read_cache()
+    key = _machine_key(device)
+    rates = cached.get(key, {})
+    if rates.keys() != _RATES:
+        began = time.perf_counter(), _seconds_of_others()
+        rates = machine_rates(device)
+        if _disturbed(*began):
+            _of_this_process[key] = rates
+        else:
+            _store(key, rates)
+    disk: dict[str, Any] = {}
+    if where is not None:
+        disk_key = f"{key} | {where}"
+        disk = cached.get(disk_key, {})
+        if disk.keys() != _DISK_RATES:
+            disk = disk_rates(where)
+            _store(disk_key, disk)
+        disk |= {"disk_folder": str(where), "disk_free_bytes": shutil.disk_usage(where).free}
+    return Hardware(**_sizes(device), **rates, **disk)
+
+
+def vram_rate(device: torch.device) -> float | None:
+    """Bytes per second of `device`'s memory, from the cache or else measured in a few hundredths of a second.
+
+    None if there is no room for the array that is needed to measure it.
+    """
+    device = hardware.indexed(device)
+    cached = (_of_this_process | _read_cache()).get(_machine_key(device), {})
+    rate: float | None = cached.get("vram_bytes_per_second") or quick_vram_rate(device)
+    return rate
+
+
+def _own_cores() -> list[Any]:
+    """CPU times of each core that this process may run on, as psutil gives them."""
+    cores = psutil.cpu_times(percpu=True)
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
+    return [times for core, times in enumerate(cores) if core in own]
+
+
+def _seconds_of_others() -> float:
+    """Seconds that other processes and virtual machines have used of these cores since they started."""
+    uses = ("user", "nice", "system", "irq", "softirq", "steal")
+    return sum(getattr(core, use, 0.0) for core in _own_cores() for use in uses) - time.process_time()
+
+
+def _disturbed(started: float, others: float) -> bool:
+    """Whether others kept the cores busy since `started`, when `_seconds_of_others` was `others`."""
+    share = _BUSY * len(_own_cores()) * (time.perf_counter() - started)
+    return _seconds_of_others() - others > share + _COUNTING_SECONDS
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.expanduser().resolve()
+    if not folder.is_dir():
+        raise OutputError(f"{folder} is no folder: the disk's rate is measured in a folder that exists")
+    return folder
+
+
+def _sizes(device: torch.device) -> dict[str, Any]:
+    """The fields of `Hardware` that are never cached."""
+    ram_total, ram_available = hardware.ram_limit_bytes(), hardware.ram_available_bytes()
+    on_gpu = device.type == "cuda"
+    vram_free, vram_total = hardware.vram_bytes(device) if on_gpu else (ram_available, ram_total)
+    return {
+        "device": str(device),
+        "gpu_name": torch.cuda.get_device_name(device) if on_gpu else None,
+        "compute_capability": torch.cuda.get_device_capability(device) if on_gpu else None,
+        "supports_bf16": hardware.supports_bf16(device),
+        "vram_total_bytes": vram_total,
+        "vram_free_bytes": vram_free,
+        "ram_total_bytes": ram_total,
+        "ram_available_bytes": ram_available,
+        "cpu_name": hardware.cpu_name(),
+        "num_cores": hardware.num_cores(),
+    }
+
+
+def _machine_key(device: torch.device) -> str:
+    gpu = "no GPU"
+    if device.type == "cuda":
+        driver = _DRIVER.read_text().strip() if _DRIVER.exists() else "unknown"
+        gpu = f"{device} {torch.cuda.get_device_name(device)}, driver {driver}"
+    kernel = ",".join(cpu.cpu_levels()) or "no C kernel"
+    processor = f"{hardware.cpu_name()}, {hardware.num_cores()} cores, {kernel}"
+    return f"{platform.node()} | {processor} | {gpu} | torch {torch.__version__} | {_VERSION}"
+
+
+def cache_file() -> Path:
+    """Where measured rates are cached."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "offloadkit" / "hardware.json"
+
+
+def _read_cache() -> dict[str, Any]:
+    """The cached rates, by machine and disk. {} if the file is missing or damaged."""
     try:
-        file, direct = unnamed_file(folder, num_pieces * _DISK_PIECE_BYTES)
-    except OSError as error:
-        raise OutputError(f"cannot write to {folder}: {error.strerror}; name a folder that can be written") from error
-    buffer = mmap.mmap(-1, _DISK_PIECE_BYTES)  # page-aligned, as O_DIRECT wants it
-    buffer.write(os.urandom(_DISK_PIECE_BYTES))  # nothing to compress
-    targets = [mmap.mmap(-1, _DISK_PIECE_BYTES) for _ in range(_NUM_THREADS)]
-
-    def write(piece: int) -> None:
-        os.pwrite(file, buffer, piece * _DISK_PIECE_BYTES)
-        if not direct:
-            os.fsync(file)
-
-    def read(piece: int) -> None:
-        if not direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file, piece * _DISK_PIECE_BYTES, _DISK_PIECE_BYTES, os.POSIX_FADV_DONTNEED)
-        os.preadv(file, [targets[piece % _NUM_THREADS]], piece * _DISK_PIECE_BYTES)
-
-    try:
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            num_written, _ = _pass(pool, write, num_pieces)  # a new file's first writing is not the rate
-            return {
-                "disk_write_bytes_per_second": _pass(pool, write, num_written)[1],
-                "disk_read_bytes_per_second": _pass(pool, read, num_written)[1],
-            }
-    except OSError as error:
-        raise OutputError(f"measuring the disk in {folder} failed: {error.strerror}") from error
-    finally:
-        os.close(file)
-        buffer.close()
+        cached = json.loads(cache_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    entries = cached.items() if isinstance(cached, dict) else ()
+    return {key: rates for key, rates in entries if isinstance(rates, dict)}
 
 
-def _pass(pool: ThreadPoolExecutor, work: Callable[[int], None], num_pieces: int) -> tuple[int, float]:
-    """(pieces done, bytes/s) of `work` over the pieces, a few at a time, until they or the time are spent."""
-    started, done = time.perf_counter(), 0
-    while done < num_pieces and (done == 0 or time.perf_counter() - started < _MAX_SECONDS):
-        some = range(done, min(done + _NUM_THREADS, num_pieces))
-        list(pool.map(work, some))
-        done = some.stop
-    return done, done * _DISK_PIECE_BYTES / (time.perf_counter() - started)
+def _store(key: str, rates: dict[str, Any]) -> None:
+    """Add rates to the cache, by replacing the whole file. If it cannot be written, the next process measures again."""
+    path = cache_file()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
+            json.dump(_read_cache() | {key: rates}, file, indent=1)
+        os.replace(file.name, path)
 
+
+# ---- rates of processor, RAM, bus and GPU ------------------------------------------------------------------------
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _CPU_CACHES = Path("/sys/devices/system/cpu")
 _NUM_REPETITIONS = 3
 _ENOUGH_SECONDS = 0.02
-"""Of repetitions, when there were three: one of the quick ones falls between what others take of the cores."""
+"""Total seconds of at least three repetitions. So one of the quick ones runs while no other process has the cores."""
 _SLOW_SECONDS = 0.05
-"""Of repetitions, however few there were; a matrix product that would take longer is not tried."""
+"""Total seconds after which there are no more repetitions. A matmul that would take longer is not tried."""
 
 _COPY_BYTES = 64 << 20
-_PIECE_BYTES = 16 << 20
+_COPY_PIECE_BYTES = 16 << 20
 _VRAM_BYTES = 256 << 20
 _QUICK_VRAM_BYTES, _QUICK_RAM_BYTES = 192 << 20, 32 << 20
-"""Larger than the caches, of GPUs with 96 MiB too."""
+"""Sizes larger than the caches, also of GPUs with caches of 96 MiB."""
 _STATE_BYTES = 2 + 2 + 4 + 4 + 2
 """A parameter's bf16 weight, remainder, exp_avg, exp_avg_sq and bf16 gradient."""
 _STEP_RATES: dict[str, Precision] = {
@@ -128,7 +212,7 @@ _NUM_LAUNCHES = 200
 
 
 def machine_rates(device: torch.device) -> dict[str, Any]:
-    """The measured fields of `Hardware`, but for the disk's."""
+    """The measured fields of `Hardware`, without the disk's."""
     numel = _num_parameters()
     slab = HostSlab(max(numel * _STATE_BYTES + 5 * 256, _COPY_BYTES))
     slab.populate()
@@ -153,7 +237,11 @@ def machine_rates(device: torch.device) -> dict[str, Any]:
 
 
 def _best_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Seconds of one `run`, of which `times` are enqueued at once; the quicker it is, the oftener it is repeated."""
+    """Least seconds of one `run`. Quick ones are repeated more often.
+
+    Args:
+        times: how many runs are enqueued at once.
+    """
     run()
     _wait(device)
     best, spent, repetitions = float("inf"), 0.0, 0
@@ -173,7 +261,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _last_level_cache_bytes() -> int:
-    """The last-level caches of the cores that this process may use, together; 0 where the system does not say."""
+    """Total bytes of the last-level caches of the cores that this process may use. 0 if the system does not tell."""
     caches: dict[tuple[str, str], int] = {}
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     for core in cores:
@@ -188,9 +276,10 @@ def _last_level_cache_bytes() -> int:
 
 
 def _num_parameters() -> int:
-    """As many that all arrays together are four times the caches, and that an eighth of the free RAM holds them.
+    """Number of parameters to step: all arrays together are four times the caches, but at most an eighth of free RAM.
 
-    (An H200 host's last-level cache is 300 MiB: over arrays of 128 MiB each its triad read 435 GB/s, of DRAM's 189.)
+    Smaller arrays measure the caches. On an H200 host with 300 MiB of cache, a triad over arrays of 128 MiB each moved
+    435 GB/s; its DRAM moves 189 GB/s.
     """
     if not cpu.available():
         return _WITHOUT_KERNEL_PARAMETERS
@@ -217,7 +306,7 @@ def _traffic_bytes(kept: Precision) -> float:
 
 
 def _triad_rate(slab: HostSlab, numel: int) -> float:
-    """Bytes/s of a triad over two fp32 arrays of `numel` elements, the whole slab."""
+    """Bytes per second of a triad over two fp32 arrays of `numel` elements, which fill the slab."""
     a, b = (slab.cut(numel, torch.float32).fill_(1e-3) for _ in range(2))
     slab.clear()
     run = (lambda: cpu.triad(a, b, 1e-9)) if cpu.available() else (lambda: a.add_(b, alpha=1e-9))
@@ -258,18 +347,21 @@ def _copy_rates(host: Tensor, device: torch.device) -> dict[str, float]:
 
 
 def _adamw_beside_copies(slab: HostSlab, numel: int, rates: dict[str, Any], device: torch.device) -> float:
-    """Bytes/s of the CPU step and of copies that go on beside it: of its own arrays, so that they come from DRAM."""
+    """Bytes per second of the CPU step and of copies beside it, together.
+
+    The copies read and write the step's own arrays, so that they come from DRAM and not from a cache.
+    """
     memory = slab.cut(numel * _STATE_BYTES, torch.uint8)
     state, gradient = _state(slab, numel)
-    pieces = [memory[start : start + _PIECE_BYTES] for start in range(0, len(memory), _PIECE_BYTES)]
+    pieces = [memory[start : start + _COPY_PIECE_BYTES] for start in range(0, len(memory), _COPY_PIECE_BYTES)]
     there, back = CopyStream(device, "H2D"), CopyStream(device, "D2H")
-    buffers = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    buffers = [torch.empty(_COPY_PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     num_bytes = _traffic_bytes("exact") * numel
     bus_bytes = 3 * num_bytes / rates["cpu_adamw_bytes_per_second"] * rates["both_bytes_per_second"]
     best = 0.0
     for _ in range(_NUM_REPETITIONS):
         ends: list[tuple[Event, int]] = []
-        for index in range(max(2, int(bus_bytes / 2 / _PIECE_BYTES))):  # longer than the step takes
+        for index in range(max(2, int(bus_bytes / 2 / _COPY_PIECE_BYTES))):  # longer than the step takes
             piece, buffer = pieces[index % len(pieces)], buffers[index % 2]
             if index >= 2:
                 there.wait(ends[-2][0])
@@ -287,7 +379,7 @@ def _adamw_beside_copies(slab: HostSlab, numel: int, rates: dict[str, Any], devi
 
 
 def _done_bytes(ends: list[tuple[Event, int]]) -> int:
-    """What the copies have moved that are over; they end in order."""
+    """Bytes that the finished copies have moved. Copies end in order."""
     return sum(num_bytes for _, num_bytes in takewhile(lambda end: end[0].done(), ends))
 
 
@@ -299,7 +391,10 @@ def _vram_rate(device: torch.device) -> float:
 
 
 def quick_vram_rate(device: torch.device) -> float | None:
-    """The same from a smaller array, in a few hundredths of a second; None where there is no room for it."""
+    """Bytes per second of VRAM, measured with a smaller array in a few hundredths of a second.
+
+    None if there is no room for the array.
+    """
     on_gpu = device.type == "cuda"
     large = _QUICK_VRAM_BYTES if on_gpu else _QUICK_RAM_BYTES
     room = hardware.vram_bytes(device)[0] if on_gpu else hardware.ram_available_bytes()
@@ -307,14 +402,16 @@ def quick_vram_rate(device: torch.device) -> float | None:
         return None
     seconds = _best_seconds(partial(torch.zeros(large // 4, device=device).add_, 1.0), device, 4 if on_gpu else 1)
     if on_gpu:
-        torch.cuda.empty_cache()  # what was held for it would count as the training's
+        torch.cuda.empty_cache()  # else the array would count as memory of the training
     return 2 * large / seconds
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """Operations are started one after the other, faster than a queue of them fills up. Repeated for longer than what
-    else a host does takes the core: by a few milliseconds alone, one H200 host came out at 1.7 times another's time,
-    and took 0.7 of it for the same training."""
+    """Seconds to launch one small operation after the other, with too few to fill the device's queue.
+
+    It is repeated for `_SLOW_SECONDS`, since other work of the host takes the core for milliseconds. Measured for a few
+    milliseconds only, an H200 host came out at 1.7 times the seconds of another host that was really slower.
+    """
     array = torch.zeros(1, device=device)
     array.add_(1.0)
     best, spent = float("inf"), 0.0
@@ -329,7 +426,7 @@ def _launch_seconds(device: torch.device) -> float:
 
 
 def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of square products, up to the size of a transformer layer's where that is not slow here."""
+    """FLOP/s of the fastest square matmul, up to the size of a transformer layer's unless that is too slow here."""
     rate = 0.0
     for size in _MATMUL_SIZES:
         flops = 2 * size**3
@@ -345,143 +442,66 @@ def _matmul_seconds(size: int, dtype: torch.dtype, device: torch.device) -> floa
     return _best_seconds(lambda: torch.mm(factor, factor, out=out), device, 8 if device.type == "cuda" else 1)
 
 
-_VERSION = 3
-"""Raised when what is measured changes: kept rates of another version are not read."""
-_DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
-_RATES = {
-    field.name
-    for field in fields(Hardware)
-    if field.name.endswith("_per_second") or field.name in ("can_pin", "launch_seconds", "vram_context_bytes")
-} - _DISK_RATES
-_of_this_process: dict[str, Any] = {}
-"""Rates that were measured on a busy machine: better than measuring again and again."""
-_BUSY, _COUNTING_SECONDS = 0.1, 0.05
-_DRIVER = Path("/sys/module/nvidia/version")
+# ---- the disk ----------------------------------------------------------------------------------------------------
+
+_DISK_PIECE_BYTES = 4 << 20
+_MAX_DISK_PIECES = 16
+_NUM_DISK_THREADS = 4
+_MAX_PASS_SECONDS = 0.15
+"""Time limit of each of the three passes."""
 
 
-def measure(
-    device: torch.device | str | None = None, *, folder: str | Path | None = None, fresh: bool = False
-) -> Hardware:
-    """Measure this machine in under two seconds; rates are kept on disk for the next time, sizes are always new.
+def disk_rates(folder: Path) -> dict[str, float]:
+    """Bytes per second of overwriting a file of at most 64 MiB and reading it back, four pieces of 4 MiB at a time.
 
-    Args:
-        device: whose VRAM and copies; None: the current CUDA device where there is one.
-        folder: where the disk's rates are taken, by writing and reading at most 64 MiB; None leaves the disk out.
-        fresh: measure again, whatever is kept.
+    It uses O_DIRECT if the file system takes it. Else pieces are flushed with fsync and dropped from the page cache.
 
     Raises:
-        OutputError: `folder` is none, or cannot be written.
+        OutputError: the folder cannot be written, or has no room.
     """
-    device = hardware.default_device() if device is None else hardware.indexed(torch.device(device))
-    where = None if folder is None else _existing(Path(folder))
-    kept = {} if fresh else _of_this_process | _read_kept()
-    key = _machine_key(device)
-    rates = kept.get(key, {})
-    if rates.keys() != _RATES:
-        began = time.perf_counter(), _seconds_of_others()
-        rates = machine_rates(device)
-        if _disturbed(*began):
-            _of_this_process[key] = rates
-        else:
-            _keep(key, rates)
-    disk: dict[str, Any] = {}
-    if where is not None:
-        disk_key = f"{key} | {where}"
-        disk = kept.get(disk_key, {})
-        if disk.keys() != _DISK_RATES:
-            disk = disk_rates(where)
-            _keep(disk_key, disk)
-        disk |= {"disk_folder": str(where), "disk_free_bytes": shutil.disk_usage(where).free}
-    return Hardware(**_sizes(device), **rates, **disk)
-
-
-def vram_rate(device: torch.device) -> float | None:
-    """Bytes a second of `device`'s memory: what `measure` has kept, else a look of a few hundredths of a second.
-
-    None where there is no room for the array that the look takes.
-    """
-    device = hardware.indexed(device)
-    kept = (_of_this_process | _read_kept()).get(_machine_key(device), {})
-    rate: float | None = kept.get("vram_bytes_per_second") or quick_vram_rate(device)
-    return rate
-
-
-def _own_cores() -> list[Any]:
-    """The system's count of seconds, by use, of each core that this process may run on."""
-    cores = psutil.cpu_times(percpu=True)
-    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
-    return [times for core, times in enumerate(cores) if core in own]
-
-
-def _seconds_of_others() -> float:
-    """Seconds that other processes and machines have had of these cores."""
-    uses = ("user", "nice", "system", "irq", "softirq", "steal")
-    return sum(getattr(core, use, 0.0) for core in _own_cores() for use in uses) - time.process_time()
-
-
-def _disturbed(started: float, others: float) -> bool:
-    """Whether others have taken more than a tenth of the cores since then; the system counts hundredths of seconds."""
-    share = _BUSY * len(_own_cores()) * (time.perf_counter() - started)
-    return _seconds_of_others() - others > share + _COUNTING_SECONDS
-
-
-def _existing(folder: Path) -> Path:
-    folder = folder.expanduser().resolve()
-    if not folder.is_dir():
-        raise OutputError(f"{folder} is no folder: the disk's rate is measured in one that exists")
-    return folder
-
-
-def _sizes(device: torch.device) -> dict[str, Any]:
-    """The fields of `Hardware` that are never kept."""
-    ram_total, ram_available = hardware.ram_limit_bytes(), hardware.ram_available_bytes()
-    on_gpu = device.type == "cuda"
-    vram_free, vram_total = hardware.vram_bytes(device) if on_gpu else (ram_available, ram_total)
-    return {
-        "device": str(device),
-        "gpu_name": torch.cuda.get_device_name(device) if on_gpu else None,
-        "compute_capability": torch.cuda.get_device_capability(device) if on_gpu else None,
-        "supports_bf16": hardware.supports_bf16(device),
-        "vram_total_bytes": vram_total,
-        "vram_free_bytes": vram_free,
-        "ram_total_bytes": ram_total,
-        "ram_available_bytes": ram_available,
-        "cpu_name": hardware.cpu_name(),
-        "num_cores": hardware.num_cores(),
-    }
-
-
-def _machine_key(device: torch.device) -> str:
-    gpu = "no GPU"
-    if device.type == "cuda":
-        driver = _DRIVER.read_text().strip() if _DRIVER.exists() else "unknown"
-        gpu = f"{device} {torch.cuda.get_device_name(device)}, driver {driver}"
-    kernel = ",".join(cpu.cpu_levels()) or "no C kernel"
-    processor = f"{hardware.cpu_name()}, {hardware.num_cores()} cores, {kernel}"
-    return f"{platform.node()} | {processor} | {gpu} | torch {torch.__version__} | {_VERSION}"
-
-
-def cache_file() -> Path:
-    """Where measured rates are kept."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "offloadkit" / "hardware.json"
-
-
-def _read_kept() -> dict[str, Any]:
-    """What is kept, by machine and disk; nothing where the file is missing or damaged."""
+    free = shutil.disk_usage(folder).free
+    num_pieces = min(_MAX_DISK_PIECES, free // 2 // _DISK_PIECE_BYTES)
+    if num_pieces == 0:
+        raise OutputError(
+            f"{folder} has {free >> 20} MiB free: at least {_DISK_PIECE_BYTES >> 19} are needed to measure it"
+        )
     try:
-        kept = json.loads(cache_file().read_text())
-    except (OSError, ValueError):
-        return {}
-    entries = kept.items() if isinstance(kept, dict) else ()
-    return {key: rates for key, rates in entries if isinstance(rates, dict)}
+        file, direct = unnamed_file(folder, num_pieces * _DISK_PIECE_BYTES)
+    except OSError as error:
+        raise OutputError(f"cannot write to {folder}: {error.strerror}; name a folder that can be written") from error
+    buffer = mmap.mmap(-1, _DISK_PIECE_BYTES)  # page-aligned, as O_DIRECT wants it
+    buffer.write(os.urandom(_DISK_PIECE_BYTES))  # random bytes, which no disk can compress
+    targets = [mmap.mmap(-1, _DISK_PIECE_BYTES) for _ in range(_NUM_DISK_THREADS)]
+
+    def write(piece: int) -> None:
+        os.pwrite(file, buffer, piece * _DISK_PIECE_BYTES)
+        if not direct:
+            os.fsync(file)
+
+    def read(piece: int) -> None:
+        if not direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, piece * _DISK_PIECE_BYTES, _DISK_PIECE_BYTES, os.POSIX_FADV_DONTNEED)
+        os.preadv(file, [targets[piece % _NUM_DISK_THREADS]], piece * _DISK_PIECE_BYTES)
+
+    try:
+        with ThreadPoolExecutor(_NUM_DISK_THREADS) as pool:
+            num_written, _ = _pass(pool, write, num_pieces)  # the first write of a new file has another speed
+            return {
+                "disk_write_bytes_per_second": _pass(pool, write, num_written)[1],
+                "disk_read_bytes_per_second": _pass(pool, read, num_written)[1],
+            }
+    except OSError as error:
+        raise OutputError(f"measuring the disk in {folder} failed: {error.strerror}") from error
+    finally:
+        os.close(file)
+        buffer.close()
 
 
-def _keep(key: str, rates: dict[str, Any]) -> None:
-    """Add to what is kept, in one move of a whole file; where it cannot be written, the next process measures again."""
-    path = cache_file()
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-            json.dump(_read_kept() | {key: rates}, file, indent=1)
-        os.replace(file.name, path)
+def _pass(pool: ThreadPoolExecutor, work: Callable[[int], None], num_pieces: int) -> tuple[int, float]:
+    """(pieces done, bytes per second) of `work`, a few pieces at a time, until all are done or the time is up."""
+    started, done = time.perf_counter(), 0
+    while done < num_pieces and (done == 0 or time.perf_counter() - started < _MAX_PASS_SECONDS):
+        some = range(done, min(done + _NUM_DISK_THREADS, num_pieces))
+        list(pool.map(work, some))
+        done = some.stop
+    return done, done * _DISK_PIECE_BYTES / (time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Memory of a process as the driver and the system see it, torch's allocator of VRAM, and a cap on VRAM."""
+"""Memory of a process as the driver and the system count it, and settings of torch's VRAM allocator."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def let_segments_grow(device: torch.device) -> None:
-    """Have what is allocated from now on lie in segments that grow (`expandable_segments`), so that memory freed in one
-    size serves another: 0.02 to 0.37 GiB are reserved beyond what is allocated then, else up to 0.67 (H200).
+    """Have torch allocate from segments that can grow (`expandable_segments`) from now on.
 
-    Nothing where the user configures the allocator, or where the system has no such segments.
+    Memory freed in one size then serves another. On an H200, 0.02 to 0.37 GiB are reserved beyond what is allocated;
+    without it up to 0.67 GiB. It does nothing if the user configures the allocator or the system has no such segments.
     """
     if device.type != "cuda" or sys.platform != "linux" or any(name in os.environ for name in _VARIABLES):
         return
@@ -29,10 +29,13 @@ def let_segments_grow(device: torch.device) -> None:
 
 
 class DeviceMemory:
-    """Peak device memory of this process in bytes, sampled where `sample` is called. Make it before CUDA starts.
+    """Peak device memory of this process in bytes, over the calls of `sample`. Create it before CUDA is initialized.
 
-    NVML's figure for this process holds what torch's own counters leave out: the CUDA context, cuBLAS workspaces and
-    fragmentation. Where the driver does not tell processes apart, the growth of the whole device is taken instead.
+    NVML's figure for the process includes what torch's counters leave out: the CUDA context, cuBLAS workspaces and
+    fragmentation. If the driver does not tell processes apart, the growth of the whole device is used instead.
+
+    Attributes:
+        source: where the figure comes from.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +56,7 @@ class DeviceMemory:
             self.source += f"; no NVML: {error!r}"
 
     def sample(self) -> None:
-        """Take what is in use now into the peak."""
+        """Update the peak with the bytes in use now."""
         if self.source != "none":
             self.peak_bytes = max(self.peak_bytes, self._used_bytes())
 
@@ -70,11 +73,11 @@ class DeviceMemory:
 
 
 def cap_vram(limit_bytes: int | None, device: torch.device) -> None:
-    """Let torch allocate no more of `device` than what CUDA's context leaves of `limit_bytes`; None is no cap."""
+    """Limit this process to `limit_bytes` of `device`: torch may allocate what the context leaves. None: no limit."""
     if limit_bytes is None or device.type != "cuda":
         return
     square = torch.zeros(16, 16, device=device)
-    torch.mm(square, square)  # loads what every engine will have in its context
+    torch.mm(square, square)  # loads what the context of every engine has
     del square
     torch.cuda.empty_cache()
     left = max(0, limit_bytes - hardware.vram_context_bytes(device))
@@ -83,7 +86,7 @@ def cap_vram(limit_bytes: int | None, device: torch.device) -> None:
 
 
 def tree_ram_bytes(pid: int) -> int:
-    """Resident RAM of a process and all it has started, in bytes; pinned pages count, shared ones once a process."""
+    """Resident RAM of a process and its descendants, in bytes. Pinned pages count; shared ones count per process."""
     try:
         root = psutil.Process(pid)
         members = [root, *root.children(recursive=True)]
@@ -94,5 +97,5 @@ def tree_ram_bytes(pid: int) -> int:
         try:
             total += int(member.memory_info().rss)
         except psutil.Error:
-            continue  # it has ended meanwhile
+            continue  # it has ended in the meantime
     return total

@@ -1,8 +1,8 @@
-"""Optimizer states on disk: a file that the step reads ahead of itself and writes behind itself.
+"""Optimizer states on disk: a file that the step reads ahead and writes behind.
 
-Each layer's states are one region. They pass through a few pinned buffers in RAM, past the page cache (`O_DIRECT`)
-where the file system can, so that neither the system's write-back nor its memory limit decides when the disk works. A
-layer's region is also mapped, for those who read or write its states between steps (checkpoints).
+Each layer's states are one region of the file. They pass through a few pinned buffers in RAM. If the file system can
+(`O_DIRECT`), they bypass the page cache, so the disk works when the step wants it to. Else the system's write-back and
+memory limit would decide. A region is also mapped, to read or write its states between steps (checkpoints).
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ NETWORK_FILE_SYSTEMS = {
 }
 RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 _PAGE = 4096
+"""Bytes: `O_DIRECT` needs addresses, offsets and lengths that are multiples of it."""
 _CHUNK = 16 * 2**20
+"""Bytes that one thread reads or writes at once."""
 _NUM_THREADS = 4
 
 
 Move = Callable[[int, list[memoryview], int], int]
-"""`os.preadv` or `os.pwritev`: (file, buffers, offset) -> bytes moved."""
+"""`os.preadv` or `os.pwritev`: (file, buffers, offset in bytes) -> bytes moved."""
 
 
 class StateFile:
-    """Regions of a file without a name, which is gone with the process.
+    """Regions of an unnamed file, which disappears with the process.
 
     Attributes:
-        direct: whether it is read and written past the page cache.
+        direct: whether reads and writes bypass the page cache.
     """
 
     def __init__(self, folder: str | os.PathLike[str], sizes: Sequence[int]) -> None:
@@ -59,7 +61,8 @@ class StateFile:
             sizes: bytes of each region.
 
         Raises:
-            OutputError: the folder is on a network mount, cannot be written, or the disk is too small; nothing is left.
+            OutputError: the folder is on a network mount or in RAM, it cannot be written, or the disk is too small.
+                Nothing is left behind.
         """
         self._starts: list[int] = []
         total = 0
@@ -73,18 +76,18 @@ class StateFile:
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "offloadkit-disk")
 
     def mapped(self, index: int) -> torch.Tensor:
-        """uint8 view of a region, through the page cache; not to be used while the region is read or written."""
+        """uint8 view of a region, through the page cache. Do not use it while the region is read or written."""
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self._sizes[index], offset=self._starts[index])
 
     def forget_pages(self, index: int) -> None:
-        """Write what was written to the mapped region, and keep none of it in RAM."""
+        """Flush the mapped region to disk, and drop its pages from RAM."""
         start, size = self._starts[index], _whole_pages(self._sizes[index])
         self._mapping.flush(start, size)
         self._mapping.madvise(mmap.MADV_DONTNEED, start, size)
         os.posix_fadvise(self._file, start, size, os.POSIX_FADV_DONTNEED)
 
     def read(self, index: int, slab: HostSlab) -> list[Future[None]]:
-        """Start reading a region into the beginning of `slab`; the futures' `result()` raises what went wrong."""
+        """Start reading a region into the beginning of `slab`. The futures' `result()` raises what went wrong."""
         return self._start(os.preadv, index, slab)
 
     def write(self, index: int, slab: HostSlab) -> list[Future[None]]:
@@ -92,7 +95,7 @@ class StateFile:
         return self._start(os.pwritev, index, slab)
 
     def close(self) -> None:
-        """Wait for what was started and give the disk space back, once no view of a region is left."""
+        """Wait for reads and writes, and close the file. Its space is free once no view of a region is left."""
         self._pool.shutdown()
         with suppress(BufferError):
             self._mapping.close()
@@ -115,23 +118,23 @@ class StateFile:
 
 
 class DiskStates:
-    """The buffers through which states on disk pass during a step, in the order in which they are asked for."""
+    """The buffers in RAM through which states on disk pass during a step, in the order in which they are used."""
 
     def __init__(self, file: StateFile, buffers: Sequence[HostSlab]) -> None:
         self.file = file
         self._free: list[tuple[HostSlab, list[Future[None]]]] = [(slab, []) for slab in buffers]
         self._here: dict[int, tuple[HostSlab, list[Future[None]]]] = {}
         self._written: dict[int, list[Future[None]]] = {}
-        """The newest writes of each region: it is not read before they are done."""
+        """The newest writes of each region. It is not read before they are done."""
 
     def prefetch(self, index: int) -> None:
-        """Start reading a region, if a buffer is free and nothing is to be waited for; `take` alone waits."""
+        """Start reading a region, if that needs no waiting. Only `take` waits."""
         if index not in self._here and _done(self._written.get(index, [])):
             if any(_done(jobs) for _, jobs in self._free):
                 self._read(index)
 
     def take(self, index: int) -> HostSlab:
-        """The buffer that holds a region, read; the caller's until `give_back`."""
+        """The buffer with a region's states, waiting until they are read. It is the caller's until `give_back`."""
         if index not in self._here:
             self._read(index)
         slab, jobs = self._here[index]
@@ -139,20 +142,20 @@ class DiskStates:
         return slab
 
     def give_back(self, index: int) -> None:
-        """Write the region; its buffer is free after that."""
+        """Start writing the region. Its buffer is free after that."""
         slab, _ = self._here.pop(index)
         self._written[index] = self.file.write(index, slab)
         self._free.append((slab, self._written[index]))
 
     def synchronize(self) -> None:
-        """Wait until everything is written; what was read ahead and not taken is forgotten."""
+        """Wait until everything is written. What was read ahead and not taken is dropped."""
         self._free += self._here.values()
         self._here.clear()
         for _, jobs in self._free:
             _finish(jobs)
 
     def _read(self, index: int) -> None:
-        if not self._free:  # all were read ahead, and this one was still being written then
+        if not self._free:  # all buffers were read ahead, without this region, whose write was not done then
             self._free.append(self._here.popitem()[1])
         ready = [item for item in self._free if _done(item[1])]
         slab, jobs = ready[0] if ready else self._free[0]
@@ -169,20 +172,20 @@ class Region:
         self._states, self._index = states, index
 
     def mapped(self) -> torch.Tensor:
-        """uint8 view, for use between steps."""
+        """uint8 view of the states, for use between steps."""
         return self._states.file.mapped(self._index)
 
     def forget_pages(self) -> None:
-        """Keep nothing of `mapped` in RAM."""
+        """Flush what was written to `mapped`, and drop its pages from RAM."""
         self._states.file.forget_pages(self._index)
 
     def prefetch(self) -> None:
-        """Start reading, where a buffer is free."""
+        """Start reading, if a buffer is free."""
         self._states.prefetch(self._index)
 
     @contextmanager
     def in_ram(self) -> Iterator[HostSlab]:
-        """The states in RAM, to be cut from the beginning; written to disk afterwards."""
+        """A context with the states in a slab, to be cut from its beginning. They are written to disk at the end."""
         slab = self._states.take(self._index)
         slab.clear()
         try:
@@ -192,7 +195,7 @@ class Region:
 
 
 def _whole_pages(num_bytes: int) -> int:
-    """`num_bytes` rounded up to pages, as `O_DIRECT` wants them."""
+    """`num_bytes` rounded up to whole pages, which `O_DIRECT` needs."""
     return -(-num_bytes // _PAGE) * _PAGE
 
 
@@ -208,7 +211,10 @@ def _finish(jobs: list[Future[None]]) -> None:
 
 
 def unnamed_file(folder: Path, num_bytes: int) -> tuple[int, bool]:
-    """A file of `num_bytes`, all reserved, that is gone when it is closed; and whether it passes by the page cache.
+    """A new file of `num_bytes`, all reserved, which disappears when it is closed.
+
+    Returns:
+        Its descriptor, and whether it bypasses the page cache.
 
     Raises:
         OSError: the folder cannot be written, or has no room.
@@ -223,7 +229,8 @@ def _file_for_states(folder: Path, num_bytes: int) -> tuple[int, bool]:
     unfit = unfit_for_states(folder)
     if unfit:
         raise OutputError(
-            f"optimizer states cannot lie in {folder}: {unfit}. Name a folder on a local disk: OffloadConfig(disk=...)"
+            f"optimizer states cannot be stored in {folder}: {unfit}. Name a folder on a local disk: "
+            "OffloadConfig(disk=...)"
         )
     try:
         free = shutil.disk_usage(folder).free
@@ -238,7 +245,7 @@ def _file_for_states(folder: Path, num_bytes: int) -> tuple[int, bool]:
 
 
 def unfit_for_states(folder: Path) -> str:
-    """Why states cannot lie in `folder`, by its file system; "" where they can."""
+    """Why states cannot be stored in `folder`: it is on a network mount or in RAM. "" if they can."""
     kind = _file_system(folder)
     if kind in NETWORK_FILE_SYSTEMS:
         return f"it is a network mount ({kind})"
@@ -246,7 +253,7 @@ def unfit_for_states(folder: Path) -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """Type of the file system that `folder` lies on, as /proc/mounts names it; "" where there is no telling."""
+    """Type of the file system of `folder`, as /proc/mounts names it. "" if it is unknown."""
     best, kind = "", ""
     with suppress(OSError):
         real = str(folder.resolve())
@@ -259,7 +266,7 @@ def _file_system(folder: Path) -> str:
 
 
 def _without_page_cache(file: int) -> bool:
-    """Switch `O_DIRECT` on and try it; off again where the file system refuses."""
+    """Turn `O_DIRECT` on and try it. Returns whether it works; if not, it is off again."""
     import fcntl
 
     flag = getattr(os, "O_DIRECT", 0)

@@ -1,8 +1,8 @@
-"""What ran when, for a few steps: named ranges by track, written as a Chrome trace (chrome://tracing, ui.perfetto.dev).
+"""A trace of some steps: named ranges of time by track, written as a Chrome trace (for ui.perfetto.dev).
 
-On the host a range lies between two readings of the clock, on the device between two events of one stream; one origin,
-taken while nothing was running, brings both on one scale. A trace is prepared there and begins later, in the steady
-state, without anyone waiting. While nothing is traced, `active()` is None and nobody records anything.
+A range on the host is between two readings of the clock. A range on the device is between two events of one stream.
+Both get one time scale from an origin that is recorded while nothing runs. A trace is prepared at that origin and
+begins later, in the steady state, without a wait. While nothing is traced, `active()` is None and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ TRACKS = ("GPU", "step on the GPU", "H2D", "D2H", "norm", "CPU step")
 
 
 class Mark(Protocol):
-    """A point in a stream's work that was recorded with its time."""
+    """A point in a stream's work whose time is recorded."""
 
-    def seconds_since(self, earlier: Self) -> float: ...
+    def seconds_since(self, earlier: Self) -> float:
+        """Seconds between `earlier` and this point."""
+        ...
 
 
 @dataclass(frozen=True)
 class Range:
-    """Something that ran, in seconds since the trace was prepared; `num_bytes` is what it moved."""
+    """Something that ran. `began` and `ended`: seconds since the trace was prepared. `num_bytes`: what it moved."""
 
     track: str
     name: str
@@ -45,7 +47,7 @@ class Range:
 
 
 class Trace:
-    """Ranges of what is begun, or queued, from `begin` to `end`; what ends after that is in it too."""
+    """The ranges of all work that starts on the host, or is queued, between `begin` and `end`."""
 
     def __init__(self, device: torch.device, mark: Callable[[], Mark]) -> None:
         """
@@ -63,42 +65,42 @@ class Trace:
 
     @contextmanager
     def host(self, track: str, name: str, num_bytes: Callable[[], int]) -> Iterator[None]:
-        """A range of the calling thread's time."""
+        """A context that records a range of the calling thread's time."""
         began = time.perf_counter()
         yield
         ended = time.perf_counter()
         self._host.append(Range(track, name, began - self._clock, ended - self._clock, num_bytes()))
 
     def device(self, track: str, name: str, began: Any, ended: Any, num_bytes: int = 0) -> None:
-        """A range between two marks of one stream."""
+        """Record a range between two marks of one stream."""
         self._device_ranges.append((track, name, began, ended, num_bytes))
 
     def phase(self, name: str) -> None:
-        """The compute stream begins "forward" or "backward", or "" ends it."""
+        """The compute stream begins "forward" or "backward". "": it ends."""
         self._cut(self._phase)
         self._phase = name
 
-    def asks_for(self, layer: str) -> None:
-        """Forward comes to a layer. (A recomputation in backward belongs to the layer's backward.)"""
+    def reaches_layer(self, layer: str) -> None:
+        """Forward reaches a layer. In backward, where layers are recomputed, this does nothing."""
         if self._phase == "forward":
             self._cut(None)
             assert self._since is not None
             self._since = f"forward {layer}", self._since[1]
 
     def has_gradients_of(self, layer: str) -> None:
-        """Backward is done with a layer."""
+        """Backward has all gradients of a layer."""
         if self._phase == "backward":
             self._cut(f"backward {layer}")
 
     def _cut(self, name: str | None) -> None:
-        """What the compute stream did since the last cut, by `name` or the one it began with."""
+        """Record the compute stream's work since the last cut, under the name that was set then, or else `name`."""
         now = self._mark()
         if self._since is not None and (known := self._since[0] or name):
             self.device("GPU", known, self._since[1], now)
         self._since = "", now
 
     def read(self) -> list[Range]:
-        """All ranges, by time. Waits until the device is done."""
+        """All ranges, ordered by their beginning. It waits until the device is done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         ranges = list(self._host)
@@ -113,7 +115,7 @@ _active: Trace | None = None
 
 
 def prepared() -> Trace | None:
-    """The trace that is or will be taken; there is one at a time."""
+    """The trace that was prepared and not forgotten. There is one at a time."""
     return _prepared
 
 
@@ -123,38 +125,38 @@ def active() -> Trace | None:
 
 
 def host(track: str, name: str, num_bytes: Callable[[], int] = int) -> AbstractContextManager[None]:
-    """`Trace.host`, where one is being taken."""
+    """`Trace.host` of the active trace. Without one it does nothing."""
     return nullcontext() if _active is None else _active.host(track, name, num_bytes)
 
 
 def prepare(device: torch.device, mark: Callable[[], Mark]) -> Trace:
-    """A trace that is to begin later. Waits until the device is done, for the origin of both clocks."""
+    """Prepare a trace that begins later. It waits until the device is done, to record the origin of both clocks."""
     global _prepared
     _prepared = Trace(device, mark)
     return _prepared
 
 
 def begin() -> None:
-    """Trace what is begun, or queued, from now on."""
+    """Trace what is started or queued from now on."""
     global _active
     _active = _prepared
 
 
 def end() -> None:
-    """Trace nothing any more."""
+    """Stop tracing."""
     global _active
     _active = None
 
 
 def forget() -> None:
-    """Another trace may be prepared."""
+    """Stop tracing, and forget the prepared trace, so that another may be prepared."""
     global _prepared
     _prepared = None
     end()
 
 
 def write(path: Path, ranges: Sequence[Range]) -> None:
-    """As Chrome's trace events, microseconds; tracks are threads of one process.
+    """Write the ranges as Chrome trace events, in microseconds. Tracks are threads of one process.
 
     Raises:
         OutputError: `path` cannot be written.
@@ -183,7 +185,11 @@ def write(path: Path, ranges: Sequence[Range]) -> None:
 
 
 def busy_seconds(ranges: Sequence[Range]) -> float:
-    """Seconds in which any of them ran; `ranges` by their beginning. What overlaps counts once."""
+    """Seconds in which any of the ranges ran. Overlaps count once.
+
+    Args:
+        ranges: ordered by their beginning.
+    """
     total, until = 0.0, float("-inf")
     for each in ranges:
         total += max(0.0, each.ended - max(each.began, until))

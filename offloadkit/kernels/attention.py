@@ -1,5 +1,8 @@
-"""Attention with a position bias, differentiable, by `attention_triton`'s kernels: `attend`, and for compilers and the
-meta device, where it is shapes and flops alone, `torch.ops.offloadkit.attention`."""
+"""Attention with a position bias, differentiable, with the kernels of `attention_triton`.
+
+Models call `attend`. Compilers and the meta device see it as one operation, `torch.ops.offloadkit.attention`, which
+tells them shapes and FLOPs.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,23 @@ except ImportError:
     attention_triton = None  # type: ignore[assignment]
 
 WIDTHS = (16, 32, 64, 128)
-"""Of a head."""
+"""Widths of a head that the kernels take."""
 DTYPES = (torch.bfloat16, torch.float16)
 LEAST_QUERIES = 16
-"""A matrix product's least; fewer are short targets, or a text being generated."""
+"""Least rows of a matmul in Triton. Short targets, and generation, have fewer queries."""
 _LEAST_CAPABILITY = (8, 0)
-"""Older GPUs multiply no bf16."""
+"""Older GPUs have no bf16 matmuls."""
 _AT_ONCE_BYTES = 128 << 20
-"""Of the weights, and of the gradients of the scores, that backward writes for some heads before it takes the next; a
-head's are the least."""
+"""Target size of the weights, and of the scores' gradients, that backward writes for some heads at a time.
+
+It takes one head at a time where one needs more.
+"""
 _BLOCKS = {"forward": (64, 32, 4, 3), "queries": (64, 32, 4, 3), "keys": (32, 64, 4, 3)}
-"""Queries, keys, warps and stages. With a width of 128 a block of threads takes 92 KiB of shared memory at most on
-Hopper, 80 on Ampere and Ada, where they compile without spills and were not run."""
+"""Queries, keys, warps and stages of a thread block, by kernel.
+
+With a width of 128, a thread block takes at most 92 KiB of shared memory on Hopper, and 80 KiB on Ampere and Ada. On
+these two the kernels compile without spills, but were not run.
+"""
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _kernels: Any = attention_triton
@@ -36,17 +44,18 @@ _kernels: Any = attention_triton
 
 @cache
 def available(width: int) -> bool:
-    """Whether the kernels run on this machine's current CUDA device; warns once where Triton is there but fails."""
+    """Whether the kernels run on the current CUDA device. It warns once if Triton is installed but fails."""
     if _kernels is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
         return False
-    query = torch.zeros((2, 16, 64, width), dtype=DTYPES[0], device="cuda")  # many-sided as in training: compiled once
+    # No size is 1, as in training: Triton compiles another kernel for sizes of 1.
+    query = torch.zeros((2, 16, 64, width), dtype=DTYPES[0], device="cuda")
     bias = query.new_zeros((1, 16, 64, 64))
     try:
         outputs = attention(query, query, query, bias, None, 1.0, 0.1)
         attention_backward(outputs[0], query, query, query, bias, None, *outputs, 1.0, 0.1, True)
-    except torch.OutOfMemoryError:  # says nothing of the kernels
+    except torch.OutOfMemoryError:  # does not mean that the kernels fail
         raise
-    except Exception as error:  # the compiler, its driver and the C compiler it calls raise many types
+    except Exception as error:  # Triton, its driver and its C compiler raise many types
         warnings.warn(f"Triton could not build T5's attention, so the model's own is used: {error}", stacklevel=2)
         return False
     return True
@@ -55,8 +64,11 @@ def available(width: int) -> bool:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scaling: float, dropout: float
 ) -> Tensor:
-    """The first output of `attention`. Where nobody looks at operations its kernels are started without torch's
-    dispatcher, which takes Python as much as starting them does."""
+    """The first output of `attention`; see there for the arguments.
+
+    Unless a compiler or the meta device must see the operation, it bypasses torch's dispatcher. That takes Python as
+    much time as starting the kernels.
+    """
     given = (query, key, value, bias, mask, scaling, dropout)
     seen = torch.compiler.is_compiling() or query.is_meta
     output: Tensor = attention(*given)[0] if seen else _Eager.apply(*given)  # type: ignore[no-untyped-call]
@@ -72,18 +84,22 @@ def _attention(
     scaling: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """softmax(query @ key^T * scaling + bias + mask) @ value, weights dropped by a seed that is drawn here: a compiler
-    may draw it again for backward, but runs no operation again that it knows nothing of.
+    """softmax(query @ key^T * scaling + bias + mask) @ value, with dropout of the softmax's weights.
+
+    The dropout's seed is drawn inside the operation. A compiler may draw random numbers again for backward, but it does
+    not run an opaque operation twice.
 
     Args:
-        query, key, value: (batch, heads, queries or keys, width), one of `DTYPES`; the last stride is 1.
+        query, key, value: (batch, heads, queries or keys, width), one of `DTYPES`. The last stride is 1.
         bias: (1, heads, queries, keys), any floating-point dtype, contiguous.
-        mask: (batch, 1, queries, keys), any floating-point dtype, added; the last stride is 1.
-        dropout: the share of weights that is dropped; the others are divided by 1 - dropout.
+        mask: (batch, 1, queries, keys), any floating-point dtype, is added to the scores. The last stride is 1.
+        dropout: the fraction of weights that is dropped. The others are divided by 1 - dropout.
 
     Returns:
-        (batch, queries, heads, width), contiguous; fp32 (batch, heads, queries): each row's largest score, and its sum
-        of exp(score - largest); the seed, int64 ().
+        The output: (batch, queries, heads, width), contiguous, in the dtype of `query`.
+        Each row's largest score: fp32 (batch, heads, queries).
+        Each row's sum of exp(score - largest): fp32 (batch, heads, queries).
+        The seed: int64 ().
     """
     *outputs, seed = found = _empty_outputs(query)
     if dropout:
@@ -92,7 +108,7 @@ def _attention(
     arrays, numbers, constants = _arguments((query, key, value, bias, mask, seed), scaling, dropout)
     blocks = _blocks("forward", query)
     with _cuda.device_of(query):
-        grid = (_number(queries, blocks["block_queries"]), batch * heads)
+        grid = (_num_blocks(queries, blocks["block_queries"]), batch * heads)
         _kernels.forward[grid](*arrays, *outputs, *numbers, **constants, **blocks)
     return found
 
@@ -112,11 +128,15 @@ def _attention_backward(
     dropout: float,
     of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, in the layout of `output`, and of bias (empty where it is not asked for); and
-    what was written on the way, of no use to the caller but counted by who counts memory.
+    """The gradients of `_attention`.
 
     Args:
-        gradient, output: contiguous.
+        gradient, output: (batch, queries, heads, width), contiguous.
+        of_bias: whether the bias's gradient is computed.
+
+    Returns:
+        The gradients of query, key and value, each (batch, its length, heads, width). That of bias, empty if not
+        `of_bias`. The scratch memory, which is returned so that the tracing of memory sees it.
     """
     found = d_query, d_key, d_value, d_bias, between = _empty_gradients(query, key, bias, of_bias)
     batch, heads, queries, width = query.shape
@@ -128,11 +148,11 @@ def _attention_backward(
     with _cuda.device_of(query):
         for first in range(0, heads, at_once):
             some = min(at_once, heads - first)
-            _kernels.of_queries[_number(queries, of_queries["block_queries"]), batch * some](
+            _kernels.of_queries[_num_blocks(queries, of_queries["block_queries"]), batch * some](
                 *arrays, gradient, output, largest, total, used, d_scores, d_query, first, some, *numbers,
                 **constants, **of_queries,
             )  # fmt: skip
-            _kernels.of_keys_and_values[_number(keys, of_keys["block_keys"]), batch * some](
+            _kernels.of_keys_and_values[_num_blocks(keys, of_keys["block_keys"]), batch * some](
                 query, gradient, used, d_scores, d_key, d_value, first, some, *query.stride()[:3],
                 heads, queries, keys, scaling, width=width, **of_keys,
             )  # fmt: skip
@@ -156,7 +176,7 @@ def _(_gradient: Tensor, query: Tensor, key: Tensor, _value: Tensor, bias: Tenso
     return _empty_gradients(query, key, bias, rest[-1])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.scaling, ctx.dropout = inputs
     ctx.save_for_backward(*tensors, *output)
 
@@ -169,14 +189,14 @@ def _differentiate(
     return *(one.transpose(1, 2) for one in found), d_bias if of_bias else None, None, None, None
 
 
-attention.register_autograd(_differentiate, setup_context=_keep)
+attention.register_autograd(_differentiate, setup_context=_save)
 
 
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         found = _attention(*inputs)
-        _keep(ctx, inputs, found)
+        _save(ctx, inputs, found)
         return found[0]
 
     @staticmethod
@@ -188,15 +208,15 @@ class _Eager(torch.autograd.Function):
 
 @register_flop_formula(torch.ops.offloadkit.attention)
 def _flops(query: tuple[int, ...], key: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return 2 * _flops_of_a_product(query, key)
+    return 2 * _matmul_flops(query, key)
 
 
 @register_flop_formula(torch.ops.offloadkit.attention_backward)
 def _backward_flops(_: tuple[int, ...], query: tuple[int, ...], key: tuple[int, ...], *__: Any, **___: Any) -> int:
-    return 5 * _flops_of_a_product(query, key)
+    return 5 * _matmul_flops(query, key)
 
 
-def _flops_of_a_product(query: tuple[int, ...], key: tuple[int, ...]) -> int:
+def _matmul_flops(query: tuple[int, ...], key: tuple[int, ...]) -> int:
     batch, heads, queries, width = query
     return 2 * batch * heads * queries * key[2] * width
 
@@ -221,7 +241,7 @@ def _empty_gradients(
 def _arguments(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], scaling: float, dropout: float
 ) -> tuple[list[Tensor], list[float], dict[str, int]]:
-    """What all kernels take: arrays (for no mask one that is not read), strides and sizes, constants."""
+    """What all kernels take: arrays, then strides and sizes, then constants. Without a mask, its array is not read."""
     query, key, value, bias, mask, seed = tensors
     strides = [stride for one in (query, key, value) for stride in one.stride()[:3]]
     strides += [mask.stride(0), mask.stride(2)] if mask is not None else [0, 0]
@@ -232,18 +252,18 @@ def _arguments(
 
 def _heads_at_once(query: Tensor, keys: int) -> int:
     batch, heads, queries, _ = query.shape
-    groups = _number(heads * batch * queries * keys * query.element_size(), _AT_ONCE_BYTES)
-    smaller: Any = torch.sym_min  # of numbers that a compiler may not know
-    at_once: int = _number(heads, smaller(groups, heads))
+    groups = _num_blocks(heads * batch * queries * keys * query.element_size(), _AT_ONCE_BYTES)
+    smaller: Any = torch.sym_min  # sizes may be symbolic in a compiler
+    at_once: int = _num_blocks(heads, smaller(groups, heads))
     return at_once
 
 
-def _number(length: int, block: int) -> int:
+def _num_blocks(length: int, block: int) -> int:
     return -(-length // block)
 
 
 def _blocks(name: str, query: Tensor) -> dict[str, int]:
-    """Sizes that follow from shape and GPU alone: chosen by measured time, bits would depend on the clock."""
+    """Block sizes, fixed by kernel and device. Chosen by measured times, they would make results vary."""
     if query.device.type == "cpu":  # Triton's interpreter
         return {"block_queries": 32, "block_keys": 16}
     queries, keys, warps, stages = _BLOCKS[name]

@@ -1,14 +1,17 @@
-"""Triton kernels of attention with a position bias; imported only where Triton is there.
+"""Triton kernels of attention with a position bias. Imported only if Triton is installed.
 
-After Dao, "FlashAttention-2": a row's largest score and its sum are carried from block to block of keys, so forward
-writes no scores. Backward computes them again once, for a few heads at a time: the kernel of the queries' gradients
-writes weights and gradients of the scores too, whose products with queries and output's gradients are a kernel of their
-own, and whose sum over the batch, which shares the bias, is the bias's gradient. No sum is atomic, so no bit depends on
-the clock. Which weights are dropped is a hash of (seed, row of the batch, head, query, key), which backward, and a
-recomputation with the same seed, find again.
+After Dao, "FlashAttention-2". Forward carries each row's largest score and its sum from block to block of keys, so it
+writes no scores. Backward computes the scores again, once, for a few heads at a time:
 
-In all kernels queries, keys and values are (batch, heads, length, width) with any strides but the last, which is 1;
-`rows` are (batch, heads, queries), contiguous.
+- `of_queries` computes the queries' gradients. It also writes the weights and the scores' gradients.
+- `of_keys_and_values` multiplies these with the queries and with the output's gradient.
+- The caller sums the scores' gradients over the batch. That is the bias's gradient, since the batch shares it.
+
+No sum is atomic, so results do not vary. A hash of (seed, row of the batch, head, query, key) decides which weights are
+dropped. So backward, and a recomputation with the same seed, drop the same ones.
+
+In all kernels queries, keys and values are (batch, heads, length, width). Their last stride is 1, the others are free.
+"rows" are (batch, heads, queries), contiguous.
 """
 
 # mypy: ignore-errors
@@ -19,7 +22,10 @@ import triton.language as tl
 
 @triton.jit
 def _is_kept(seed, row, queries, keys, num_keys, threshold):
-    """bool: hash (Wellons, lowbias32, two rounds) of the place, at least `threshold` of 2^32."""
+    """bool (queries, keys): whether the hash of the place is at least `threshold`, of 2^32.
+
+    The hash is Wellons's lowbias32, two rounds.
+    """
     state = (queries[:, None] * num_keys + keys[None, :]).to(tl.uint32) + seed.to(tl.uint32)
     upper = (seed >> 32).to(tl.uint32) + row.to(tl.uint32) * 0x9E3779B9
     state = (state ^ (state >> 16)) * 0x7FEB352D
@@ -31,7 +37,7 @@ def _is_kept(seed, row, queries, keys, num_keys, threshold):
 
 @triton.jit
 def _block(at, stride, numbers, within, width: tl.constexpr):
-    """(numbers, width) of one head of one row of the batch; zeros beyond its length."""
+    """(numbers, width): vectors of one head of one row of the batch. Zeros beyond its length."""
     return tl.load(at + numbers[:, None] * stride + tl.arange(0, width)[None, :], mask=within[:, None], other=0.0)
 
 
@@ -39,7 +45,7 @@ def _block(at, stride, numbers, within, width: tl.constexpr):
 def _scores(
     query, key, bias, mask, mask_stride, queries, keys, inside, has_key, num_keys, scaling, has_mask: tl.constexpr
 ):
-    """fp32 (queries, keys); -inf beyond the last key."""
+    """fp32 (queries, keys): the scores. -inf beyond the last key."""
     biases = tl.load(bias + queries[:, None] * num_keys + keys[None, :], mask=inside, other=0.0)
     scores = tl.dot(query, tl.trans(key)) * scaling + biases.to(tl.float32)
     if has_mask:
@@ -55,7 +61,7 @@ def forward(
     has_mask: tl.constexpr, drops: tl.constexpr, width: tl.constexpr,
     block_queries: tl.constexpr, block_keys: tl.constexpr,
 ):  # fmt: skip
-    """output: (batch, queries, heads, width), contiguous; largest, total: fp32 rows."""
+    """Writes output: (batch, queries, heads, width), contiguous; and largest and total: fp32 rows."""
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // heads, row % heads
     queries = tl.program_id(0) * block_queries + tl.arange(0, block_queries)
@@ -76,7 +82,7 @@ def forward(
         inside = has_query[:, None] & has_key[None, :]
         scores = _scores(q, k, bias, mask, m_row, queries, keys, inside, has_key, num_keys, scaling, has_mask)
         new = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)  # all of the row is masked so far
+        base = tl.where(new == float("-inf"), 0.0, new)  # every key of the row was masked so far
         shrink = tl.exp(most - base)
         weights = tl.exp(scores - base[:, None])
         sums = sums * shrink + tl.sum(weights, 1)
@@ -100,8 +106,12 @@ def of_queries(
     has_mask: tl.constexpr, drops: tl.constexpr, width: tl.constexpr,
     block_queries: tl.constexpr, block_keys: tl.constexpr,
 ):  # fmt: skip
-    """used, d_scores: (batch, some heads, queries, keys), contiguous: weights as forward used them, and gradients of
-    the scores; d_query: (batch, queries, heads, width), contiguous."""
+    """Writes, for some heads:
+
+    used, d_scores: (batch, some heads, queries, keys), contiguous: the weights as forward used them, and the scores'
+        gradients.
+    d_query: (batch, queries, heads, width), contiguous.
+    """
     some_row = tl.program_id(1).to(tl.int64)
     batch, head = some_row // some_heads, first_head + some_row % some_heads
     row = batch * heads + head
@@ -150,7 +160,7 @@ def of_keys_and_values(
     heads, num_queries, num_keys, scaling,
     width: tl.constexpr, block_queries: tl.constexpr, block_keys: tl.constexpr,
 ):  # fmt: skip
-    """d_key, d_value: (batch, keys, heads, width), contiguous."""
+    """Writes d_key and d_value, for some heads: (batch, keys, heads, width), contiguous."""
     some_row = tl.program_id(1).to(tl.int64)
     batch, head = some_row // some_heads, first_head + some_row % some_heads
     keys = tl.program_id(0) * block_keys + tl.arange(0, block_keys)

@@ -1,11 +1,14 @@
-"""Cross-entropy over a vocabulary in chunks: the [tokens, vocabulary] logits are never there whole.
+"""Head and cross-entropy together, over chunks of the vocabulary. The [tokens, vocabulary] logits are never whole.
 
-A chunk's logits are computed in the working dtype, as the head computes them; the loss is taken in fp32. Forward keeps
-one logsumexp a token. Backward computes each chunk again: its gradient is rounded to the working dtype once, as without
-chunks; the weight's gradient is one product over all tokens (nothing of the weight's size is kept in fp32), and the
-hidden states' gradient is added up over the chunks in fp32. That is four products of the head's size instead of three.
-The chunks are chunks of the vocabulary and not of the tokens: with those the weight's gradient would have to be summed
-in an fp32 buffer of its size (2 GiB for Llama-3.1-8B), and read and written once a chunk.
+A chunk's logits are computed in the working dtype, as the head computes them. The loss is computed in fp32. Forward
+keeps one logsumexp per token.
+
+Backward computes each chunk again. Its logits' gradient is rounded to the working dtype once, as without chunks. The
+weight's gradient is one matmul over all tokens, so nothing of the weight's size is in fp32. The hidden states' gradient
+is added over the chunks in fp32. In all that is four matmuls of the head's size instead of three.
+
+The vocabulary is cut, not the tokens. With chunks of tokens the weight's gradient would need an fp32 sum of its size (2
+GiB for Llama-3.1-8B), which every chunk reads and writes.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 Step = Callable[[torch.Tensor, slice], torch.Tensor]
-"""What is done to the head's output, element by element: (logits, which columns of the vocabulary) -> logits."""
+"""An element-wise function of the head's output: (logits, their columns of the vocabulary) -> logits."""
 
 
 def token_losses(
@@ -30,18 +33,18 @@ def token_losses(
     steps: tuple[Step, ...],
     chunk_elements: int,
 ) -> torch.Tensor:
-    """The cross-entropy of each token, [tokens] in fp32 (fp64 for fp64), differentiable once.
+    """The cross-entropy of each token: [tokens] in fp32 (fp64 for fp64), differentiable once.
 
     Args:
-        hidden: [tokens, width].
+        hidden: [tokens, width], the head's input.
         weight: [vocabulary, width], of the same dtype.
-        bias: [vocabulary].
+        bias: [vocabulary], or None.
         target: [tokens] int64, each in the vocabulary.
-        steps: what is done to the head's output before the softmax.
-        chunk_elements: logits in a chunk, about.
+        steps: functions of the head's output, applied before the softmax.
+        chunk_elements: approximate number of logits in a chunk.
 
     Raises:
-        IndexError, RuntimeError: a target is not in the vocabulary (on the GPU: its device-side assertion).
+        IndexError, RuntimeError: a target is not in the vocabulary. (On the GPU it is a device-side assertion.)
     """
     apply: Any = _TokenLosses.apply
     losses: torch.Tensor = apply(hidden, weight, bias, target, steps, chunk_elements)
@@ -49,13 +52,13 @@ def token_losses(
 
 
 def no_autocast(like: torch.Tensor) -> AbstractContextManager[None]:
-    """Autocast off on this tensor's device."""
+    """A context without autocast on this tensor's device."""
     device = like.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Cross-entropy of each token, [tokens] in fp32 (fp64 for fp64), from hidden states [tokens, width]."""
+    """The function of `token_losses`, with its own backward."""
 
     @staticmethod
     def forward(
@@ -67,7 +70,7 @@ class _TokenLosses(torch.autograd.Function):
         steps: tuple[Step, ...],
         chunk_elements: int,
     ) -> torch.Tensor:
-        weight[:, 0].gather(0, target)  # torch's own error where a label is not in the vocabulary
+        weight[:, 0].gather(0, target)  # raises torch's own error if a label is not in the vocabulary
         logsumexp = at_target = None
         with no_autocast(hidden):
             for columns in _chunks(len(hidden), len(weight), chunk_elements):
@@ -115,8 +118,10 @@ def _gradient(
     steps: tuple[Step, ...],
     columns: slice,
 ) -> torch.Tensor:
-    """Gradient of the head's output in these columns, in its dtype: (softmax - one-hot) * d_losses, back through the
-    steps."""
+    """Gradient of the head's output in these columns: [tokens, columns], in its dtype.
+
+    It is (softmax - one-hot) * d_losses, through the backward of the steps.
+    """
     with torch.enable_grad():
         head_output, logits = _chunk(hidden, weight, bias, steps, columns)
     d_logits = (_wide(logits.detach()) - logsumexp.unsqueeze(1)).exp_()
@@ -129,7 +134,7 @@ def _gradient(
 def _chunk(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, steps: tuple[Step, ...], columns: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The head's output in these columns of the vocabulary, and what the steps make of it."""
+    """The head's output in these columns of the vocabulary, and the logits that the steps make of it."""
     with torch.no_grad():
         output = F.linear(hidden, weight[columns], None if bias is None else bias[columns])
     logits = output.requires_grad_(torch.is_grad_enabled())
@@ -139,14 +144,14 @@ def _chunk(
 
 
 def _places(target: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which targets lie in these columns ([tokens]), and where ([tokens, 1]; somewhere for the others)."""
+    """Whether each target lies in these columns: bool [tokens]; and where: [tokens, 1], arbitrary for the others."""
     index = target - columns.start
     width = columns.stop - columns.start
     return (index >= 0) & (index < width), index.clamp(0, width - 1).unsqueeze(1)
 
 
 def _chunks(num_tokens: int, vocabulary: int, chunk_elements: int) -> Iterator[slice]:
-    """Equal chunks of the vocabulary, whole 64-column tiles each but for the last."""
+    """Equal chunks of the vocabulary. All but the last are multiples of 64 columns."""
     num_chunks = max(1, -(-num_tokens * vocabulary // chunk_elements))
     width = -(-vocabulary // num_chunks // 64) * 64
     for start in range(0, vocabulary, width):
@@ -154,4 +159,5 @@ def _chunks(num_tokens: int, vocabulary: int, chunk_elements: int) -> Iterator[s
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
+    """In fp32, or fp64 if they are."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

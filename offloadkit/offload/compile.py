@@ -1,9 +1,11 @@
-"""Compiled blocks: `torch.compile` once for all equal blocks of a model, wherever their weights and activations live.
+"""Compiled blocks: `torch.compile` once for all equal blocks of a model, with any placement.
 
-Blocks of one class, with parameters of the same shapes and dtypes, share one graph. Their weights are inputs of it, and
-what moves weights (a block's gate, a recomputation) runs outside, so every placement runs the same kernels over the
-same numbers. Every engine compiles for itself: which kernels a new shape gets depends on the shapes before it, and they
-are the run's. torch keeps what was compiled on disk (`TORCHINDUCTOR_CACHE_DIR`), where the next run finds it.
+Blocks of one class whose parameters have the same shapes and dtypes share one graph. The weights are inputs of the
+graph. Hooks that move weights, and recomputation, run outside it. So every placement runs the same kernels on the same
+numbers.
+
+Every engine compiles for itself: the kernels for a new shape depend on the shapes that were seen before in that run.
+torch caches compiled code on disk (`TORCHINDUCTOR_CACHE_DIR`) for the next run.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from offloadkit.errors import ConfigError
 from offloadkit.offload.layers import repeated_blocks
 
 BACKEND = "inductor"
-"""Of torch.compile."""
+"""The backend of torch.compile."""
 
 _DETERMINISTIC = "deterministic"
-"""Option of inductor's: no kernel and no padding is chosen by its measured time, on which the numbers would depend."""
+"""Option of inductor: kernels and padding are not chosen by measured times, so that numbers do not depend on them."""
 
 _CACHES = {"past_key_values": None, "layer_past": None, "use_cache": False}
-"""Keyword arguments of HuggingFace blocks that are of no use in training, and what turns them off."""
+"""Keyword arguments of HuggingFace blocks that are useless in training, with the value that turns each off."""
 
 _EMBEDDING = "a compiled embedding adds up its gradient with atomic operations, in no fixed order"
 
@@ -36,13 +38,16 @@ _numbers = itertools.count()
 
 
 def compile_blocks(model: nn.Module, tied: Collection[nn.Module]) -> Callable[[], None]:
-    """Have the repeated blocks of `model` run compiled wherever gradients are wanted; returns what ends that.
+    """Have the repeated blocks of `model` run compiled wherever gradients are enabled.
 
-    A block that cannot be compiled runs as it is, after a warning that says why; so does one that holds an embedding
-    (T5's first), whose compiled gradient would differ from run to run, without a warning.
+    A block that cannot be compiled runs uncompiled, after a warning that says why. A block with an embedding (T5's
+    first) runs uncompiled without a warning: its compiled gradient would differ from run to run.
 
     Args:
-        tied: modules with hooks that exchange a weight while they run; a block with one of them is not compiled.
+        tied: modules with hooks that exchange a weight while they run. A block with one of them is not compiled.
+
+    Returns:
+        A function that restores the blocks.
 
     Raises:
         ConfigError: the model has no repeated blocks.
@@ -61,7 +66,7 @@ def compile_blocks(model: nn.Module, tied: Collection[nn.Module]) -> Callable[[]
         forward = _EqualBlocks(blocks, reason).forward(without_caches)
         for block in blocks:
             before.append((block, vars(block).get("forward")))
-            block.forward = MethodType(forward, block)  # a method: a deepcopy of the model takes its own block along
+            block.forward = MethodType(forward, block)  # a method: a deepcopy of the model calls its own block
 
     def restore() -> None:
         for block, forward in before:
@@ -73,7 +78,7 @@ def compile_blocks(model: nn.Module, tied: Collection[nn.Module]) -> Callable[[]
 
 
 def _kind(block: nn.Module, tied: Collection[nn.Module]) -> Any:
-    """Equal for blocks that one graph does for; its second part says why no graph does, if so."""
+    """A key that is equal for blocks that share a graph. Its second part is why the block is not compiled, or ""."""
     reason = ""
     if "forward" in vars(block):
         reason = "its forward was replaced"
@@ -88,55 +93,55 @@ def _kind(block: nn.Module, tied: Collection[nn.Module]) -> Any:
 
 
 class _EqualBlocks:
-    """Blocks that one graph does for (one for each kind of input)."""
+    """Blocks that share a graph, one for each kind of input."""
 
     def __init__(self, blocks: Sequence[nn.Module], reason: str) -> None:
         """
         Args:
-            reason: why they cannot be compiled, or nothing.
+            reason: why they cannot be compiled; "" if they can.
         """
         self.what = f"{len(blocks)} x {type(blocks[0]).__name__}"
         self._own_forward = {block: vars(block)["forward"] for block in blocks if "forward" in vars(block)}
         self._ran: set[nn.Module] = set()
-        """Blocks that ran compiled, whose recomputation must too."""
+        """Blocks that ran compiled. Their recomputation must run compiled too."""
         self._fails = False
-        self._compiled: Callable[..., Any] = self.as_it_is
+        self._compiled: Callable[..., Any] = self.uncompiled
         try:
-            self._compiled = torch.compile(_function_of_its_own(), backend=self._compile)
-        except RuntimeError as error:  # a Python or a system that torch does not compile for
+            self._compiled = torch.compile(_own_function(), backend=self._compile)
+        except RuntimeError as error:  # torch does not support this Python or this system
             reason = reason or str(error)
         if reason and reason != _EMBEDDING:
             self._give_up(reason)
         self._fails = bool(reason)
 
     def forward(self, without_caches: bool) -> Callable[..., Any]:
-        """What a block's `forward` is from now on: a function, which a deepcopy of the model does not copy."""
+        """The new `forward` of these blocks: a function, since a deepcopy of the model does not copy functions."""
         from torch._dynamo.exc import TorchDynamoException
 
         def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
-                return self.as_it_is(block, *args, **kwargs)
+                return self.uncompiled(block, *args, **kwargs)
             if without_caches and not getattr(block, "_can_checkpoint_with_cache", False):
                 kwargs.update((name, off) for name, off in _CACHES.items() if kwargs.get(name) is not None)
             if self._fails and block not in self._ran:
-                return self.as_it_is(block, *args, **kwargs)
+                return self.uncompiled(block, *args, **kwargs)
             try:
                 output = self._compiled(block, *args, **kwargs)
             except TorchDynamoException as error:
                 self._failed(block, error)
-                return self.as_it_is(block, *args, **kwargs)
+                return self.uncompiled(block, *args, **kwargs)
             self._ran.add(block)
             return output
 
         return forward
 
-    def as_it_is(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The block's forward, uncompiled."""
+    def uncompiled(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The block's own forward, uncompiled."""
         own = self._own_forward.get(block)
         return type(block).forward(block, *args, **kwargs) if own is None else own(*args, **kwargs)
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        """The backend: torch's own, with a line before and after."""
+        """The backend: `BACKEND`, with a line printed before and after, since the step waits for it."""
         from torch._dynamo import lookup_backend
 
         print(f"compiling {self.what}: this step waits for it", flush=True)
@@ -164,9 +169,11 @@ class _EqualBlocks:
         self._fails = True
 
 
-def _function_of_its_own() -> Callable[..., Any]:
-    """A function that runs a block, with a code object that nobody else has: torch files what it compiled, and which
-    sizes it saw change, under that."""
+def _own_function() -> Callable[..., Any]:
+    """A function that runs a block, with its own code object.
+
+    torch keeps compiled code, and which sizes it saw change, by code object.
+    """
 
     def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(block).forward(block, *args, **kwargs)

@@ -1,15 +1,16 @@
-"""Gradients: landed per layer, summed for the norm, sent to RAM during backward, accumulated in fp32.
+"""Gradients: gathered from autograd into one bucket per layer, and brought to where the step reads them.
 
-Autograd's gradients of a layer are copied, all with one operation, into the layer's *bucket* buffer as soon as the
-last of them is there, and dropped. One of these follows, as placement and accumulation say:
+As soon as autograd has all gradients of a layer, one operation copies them into the layer's *bucket*, a 1-D buffer in
+VRAM. Autograd's own are dropped. What follows depends on placement and accumulation ("sums" are the sums of squares
+from which the norm is computed):
 
 | | `gradients="ram"` | `gradients="vram"` |
 |---|---|---|
 | one micro-batch | sums on the device, D2H on the copy stream | bucket stays; sums and D2H at the boundary |
 | several | D2H, then the stepping thread adds into fp32 in RAM | added into fp32 on the device; D2H at the boundary |
 
-Sums taken on the device go to RAM at the boundary, with one copy for all layers; they are equal whichever processor
-takes them (`optim.gradient_norm`). Additions happen in micro-batch order.
+Sums computed on the device go to RAM at the boundary, with one copy for all layers. They are equal on the CPU and the
+GPU (`optim.norm`). Gradients of an accumulation window are added in the order of its micro-batches.
 """
 
 from __future__ import annotations
@@ -34,19 +35,22 @@ from offloadkit.planner import NUM_GRADIENT_BUCKETS, is_small
 
 
 class BucketPool:
-    """Reusable device buffers of one size. A buffer returned with an event is written again only after that event, for
-    which the device waits: of the `NUM_GRADIENT_BUCKETS` layers whose gradients are in VRAM, one is autograd's."""
+    """Reusable device buffers of one size.
+
+    The pool holds NUM_GRADIENT_BUCKETS - 1 buckets; autograd holds the gradients of one more layer. A buffer is
+    returned with the event of the copy that still reads it. The compute stream waits for it before it writes again.
+    """
 
     def __init__(self, device: torch.device, num_bytes: int, waits: Waits) -> None:
         """
         Args:
-            num_bytes: of the largest bucket.
+            num_bytes: size of the largest bucket.
         """
         self._device, self._num_bytes, self._waits = device, num_bytes, waits
         self._free: list[tuple[torch.Tensor, Event | None]] = []
 
     def take(self) -> torch.Tensor:
-        """A uint8 buffer."""
+        """A free uint8 buffer of `num_bytes`, or the one that is free first."""
         ready = [item for item in self._free if item[1] is None or item[1].done()]
         if not ready and len(self._free) < NUM_GRADIENT_BUCKETS - 1:
             return torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
@@ -57,15 +61,15 @@ class BucketPool:
         return buffer
 
     def give_back(self, buffer: torch.Tensor, busy: Event | None) -> None:
-        """Return a buffer that is still read until `busy`."""
+        """Return a buffer. Copies read it until `busy`."""
         self._free.append((buffer, busy))
 
 
-class KeptGradients:
-    """Gradients of one dtype that stay in VRAM until the boundary, in one buffer: the norm takes one operation for all.
+class VramGradients:
+    """The gradients of one dtype that stay in VRAM until the boundary. One buffer, so one operation sums all of them.
 
     Attributes:
-        parts: each layer's, 1-D.
+        parts: each layer's gradient, 1-D.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class KeptGradients:
         Args:
             numels: elements of each layer.
             blocks: each layer's norm blocks, as `norm_blocks` gives them.
-            sums: fp64 on the device: where the sums of all blocks go, one after the other.
+            sums: 1-D fp64 tensor on the device, which gets the sums of all blocks, one after the other.
         """
         starts = list(accumulate(numels, initial=0))
         self._flat = torch.zeros(starts[-1], dtype=dtype, device=sums.device)
@@ -83,8 +87,8 @@ class KeptGradients:
         moved = [some + torch.tensor([start, 0]) for some, start in zip(blocks, starts[:-1], strict=True)]
         self._blocks, self._sums = torch.cat(moved).to(sums.device), sums
 
-    def take_sums(self) -> None:
-        """The norm's sums of what is here; those of layers without a gradient mean nothing."""
+    def compute_sums(self) -> None:
+        """Compute the sums of squares of all blocks. Those of layers without a gradient are meaningless."""
         block_sums(self._flat, self._blocks, self._sums)
 
 
@@ -92,19 +96,21 @@ class LayerGradient:
     """One layer's gradient on its way from autograd to the step.
 
     Attributes:
-        host: 1-D pinned tensor with the gradient of the whole window when `sent` is reached; fp32 when accumulated or
-            tied, else in the layer's dtype. Ranges of views without a gradient hold anything. None: the GPU steps.
-        sums: fp64 [num_blocks] in pinned RAM, sums of squares of the window's gradient by norm block, once `sent` is
-            reached.
+        host: 1-D pinned tensor with the gradient of the whole window, valid after `sent`. It is fp32 if accumulated or
+            tied, else in the layer's dtype. Ranges of views without a gradient are undefined. None: the GPU steps it.
+        sums: fp64 [num_blocks] in pinned RAM: sums of squares of the window's gradient by norm block, after `sent`.
+        sums_on_host: whether the CPU computes the sums, since the GPU never has the accumulated gradient.
         received: indices of the views that got a gradient in this micro-batch.
-        window: those that got one in this accumulation window.
-        known: those that ever got one.
+        window: indices of the views that got one in this accumulation window.
+        known: indices of the views that ever got one.
+        complete: whether the layer was sent, or added to the window, in this backward.
+        at_end_only: whether it waits for the end of backward, since a view may get more than one gradient.
     """
 
     def __init__(self, weights: LayerWeights, host: torch.Tensor | None, *, on_device: bool) -> None:
         """
         Args:
-            on_device: keep the gradient, and what accumulates, in VRAM until the boundary.
+            on_device: keep the window's gradient in VRAM until the boundary.
         """
         self.weights, self.on_device = weights, on_device
         self.layer: FlatLayer = weights.layer
@@ -128,7 +134,7 @@ class LayerGradient:
 
     @property
     def bucket_bytes(self) -> int:
-        """Of one micro-batch's gradient."""
+        """Size of one micro-batch's gradient."""
         return self.layer.numel * self.bucket_dtype.itemsize
 
     @property
@@ -139,7 +145,7 @@ class LayerGradient:
 
     @property
     def kept(self) -> torch.Tensor:
-        """The gradient of the window in VRAM, for the GPU's step: 1-D, fp32 when accumulated."""
+        """The window's gradient in VRAM, for the GPU's step: 1-D, fp32 if accumulated."""
         return self.bucket if self.accumulated is None else self.accumulated
 
     def places(self) -> list[torch.Tensor]:
@@ -153,20 +159,20 @@ class LayerGradient:
             ]
         return self._places[address]
 
-    def keep_in(self, memory: torch.Tensor, *, accumulated: bool) -> None:
-        """Have the window's gradient stay in `memory`: the bucket itself, or fp32 that micro-batches are added to."""
+    def stay_in(self, memory: torch.Tensor, *, accumulated: bool) -> None:
+        """Have the window's gradient stay in `memory`: 1-D, the bucket itself or the fp32 sum of the micro-batches."""
         if accumulated:
             self.accumulated = memory
         else:
             self.own_buffer = memory.view(torch.uint8)
 
     def blocks_of(self, index: int) -> slice:
-        """Where in `sums` those of view `index` are."""
+        """The part of `sums` that belongs to view `index`."""
         return slice(self._first_block[index], self._first_block[index + 1])
 
 
 def runs(layer: FlatLayer, indices: set[int]) -> Iterator[tuple[int, int]]:
-    """(start, length) of the element ranges of views `indices`, neighbours without padding between them joined."""
+    """(start, length) of the element ranges of the views `indices`. Ranges without padding between them are joined."""
     start = end = -1
     for index in sorted(indices):
         view = layer.views[index]
@@ -195,10 +201,10 @@ class Gradients:
         """
         Args:
             accumulation: micro-batches of a window.
-            staging: pinned uint8 buffers, each as large as the largest bucket, that a micro-batch's gradient passes
-                through on its way to fp32 accumulation in RAM; empty when nothing accumulates there.
-            submit: queues work for the stepping thread.
-            got_gradient: told of each parameter's first gradient.
+            staging: pinned uint8 buffers, each as large as the largest bucket. A micro-batch's gradient passes through
+                one of them before it is added in RAM. Empty if nothing accumulates in RAM.
+            submit: queues a job for the stepping thread.
+            got_gradient: called with each parameter's first gradient.
         """
         self.layers = layers
         self._accumulation = accumulation
@@ -212,23 +218,25 @@ class Gradients:
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in staging:
             self._staging.put(buffer)
-        self._kept: list[KeptGradients] = []
-        self._place()
+        self._in_vram: list[VramGradients] = []
+        self._allocate()
         self._hooks: list[Any] = []
-        self._of_view: dict[ParameterView, tuple[LayerGradient, int]] = {}
+        self._layer_of: dict[ParameterView, tuple[LayerGradient, int]] = {}
         for gradient in layers:
             for index, view in enumerate(gradient.layer.views):
-                self._of_view[view] = (gradient, index)
+                self._layer_of[view] = (gradient, index)
                 parameter: Any = view.parameter
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._taker(view)))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(view)))
 
-    def _place(self) -> None:
-        """Give all layers' sums one place on the device and one in pinned RAM, and those that keep their gradients on
-        the device one buffer for each dtype."""
+    def _allocate(self) -> None:
+        """Allocate the sums of all layers, on the device and in pinned RAM, and the gradients that stay in VRAM.
+
+        The latter share one buffer for each dtype.
+        """
         groups: dict[torch.dtype | None, list[LayerGradient]] = {}
         for layer in self.layers:
-            kept_dtype = torch.float32 if self._accumulation > 1 else layer.bucket_dtype
-            groups.setdefault(kept_dtype if layer.on_device else None, []).append(layer)
+            dtype_in_vram = torch.float32 if self._accumulation > 1 else layer.bucket_dtype
+            groups.setdefault(dtype_in_vram if layer.on_device else None, []).append(layer)
         num_blocks = sum(len(layer.host_blocks) for layer in self.layers)
         (slab,) = host_memory.allocate([8 * num_blocks], self._device, "the norm's sums")
         self._host_sums = slab.cut(num_blocks, torch.float64)
@@ -241,22 +249,22 @@ class Gradients:
                 layer.sums, layer.device_sums = self._host_sums[start:end], self._device_sums[start:end]
             if dtype is not None:
                 numels, blocks = [layer.layer.numel for layer in group], [layer.host_blocks for layer in group]
-                self._kept.append(KeptGradients(numels, blocks, dtype, self._device_sums[first:end]))
-                for layer, part in zip(group, self._kept[-1].parts, strict=True):
-                    layer.keep_in(part, accumulated=self._accumulation > 1)
+                self._in_vram.append(VramGradients(numels, blocks, dtype, self._device_sums[first:end]))
+                for layer, part in zip(group, self._in_vram[-1].parts, strict=True):
+                    layer.stay_in(part, accumulated=self._accumulation > 1)
 
     def _passes(self, layer: LayerGradient) -> bool:
-        """Whether the gradient of a micro-batch leaves its bucket as soon as it is complete."""
+        """Whether a micro-batch's gradient leaves its bucket as soon as it is complete."""
         return not layer.layer.shared and (not layer.on_device or self._accumulation > 1)
 
-    def _taker(self, view: ParameterView) -> Callable[[torch.Tensor], None]:
-        layer, index = self._of_view[view]
+    def _gradient_hook(self, view: ParameterView) -> Callable[[torch.Tensor], None]:
+        layer, index = self._layer_of[view]
         weights, num_views = layer.weights, len(layer.layer.views)
 
         def take(parameter: torch.Tensor) -> None:
             if layer.at_end_only or layer.complete:
                 gradient, parameter.grad = parameter.grad, None
-                if gradient is not None:  # None: every use of a tied weight has landed by itself
+                if gradient is not None:  # None: `TiedUses` has handed over the gradient of every use
                     self.receive(view, gradient)
                 return
             weights.check_held(view)
@@ -267,7 +275,7 @@ class Gradients:
         return take
 
     def _gather(self, layer: LayerGradient) -> None:
-        """Copy what autograd has of a layer to its bucket."""
+        """Copy autograd's gradients of a layer to its bucket, and drop them."""
         views = [layer.layer.views[index] for index in layer.received]
         gradients: list[Any] = [view.parameter.grad for view in views]
         for view, gradient in zip(views, gradients, strict=True):
@@ -280,10 +288,13 @@ class Gradients:
 
     @torch.no_grad()
     def receive(self, view: ParameterView, gradient: torch.Tensor) -> None:
-        """Add one gradient (of the parameter's shape) to its place: of a tied weight's use, beside such a weight, or of
-        a layer that was sent off already. The layer is sent at the end of backward."""
+        """Add one gradient, of the parameter's shape, to its part of the bucket.
+
+        Such gradients belong to a layer with tied weights, or to a layer that was sent already. The layer is sent at
+        the end of backward.
+        """
         _check_dense(view, gradient)
-        layer, index = self._of_view[view]
+        layer, index = self._layer_of[view]
         layer.weights.check_held(view)
         if layer.complete:
             self._reopen(layer)
@@ -297,7 +308,13 @@ class Gradients:
             layer.received.add(index)
 
     def _open(self, layer: LayerGradient, views: set[int]) -> None:
-        """Have a bucket, `views` first. The step, or a copy to RAM, may still read the last gradient from its own."""
+        """Give the layer a bucket for the first gradients of a backward.
+
+        The compute stream waits where the last step, or a copy to RAM, may still read the layer's own buffer.
+
+        Args:
+            views: indices of the views that have these gradients.
+        """
         layer.weights.check_waited([layer.layer.views[index] for index in views & layer.known])
         layer.weights.wait()
         if layer.own_buffer is not None and layer.sent is not None:
@@ -306,7 +323,7 @@ class Gradients:
             layer.buffer = self._take_buffer(layer)
 
     def end_of_backward(self) -> None:
-        """Finish the layers that still wait for gradients which this micro-batch does not have."""
+        """Finish the layers that still wait for gradients: this micro-batch does not use all of their views."""
         for layer in self.layers:
             if layer.received and not layer.complete:
                 self._finish(layer)
@@ -314,13 +331,15 @@ class Gradients:
             layer.complete = False
 
     def end_of_window(self) -> None:
-        """Send what was kept on the device, and the sums of all."""
+        """Send the gradients that stayed on the device, and the sums of all layers, to RAM."""
         window = [layer for layer in self.layers if layer.window]
         if any(layer.on_device for layer in window):
-            for kept in self._kept:
-                kept.take_sums()
+            for gradients in self._in_vram:
+                gradients.compute_sums()
         for layer in self.layers:
-            layer.weights.wait()  # the last update's norm has been read from RAM, also if no forward asked for it
+            # The sums in RAM are overwritten below. The last update's norm was computed from them before its weights
+            # arrived, so wait for these, also where no forward has used the layer.
+            layer.weights.wait()
         self.d2h.wait(record_compute(self._device))
         for layer in window:
             if layer.on_device and layer.host is not None:
@@ -341,11 +360,13 @@ class Gradients:
                 view.parameter.grad = None
 
     def remove(self) -> None:
+        """Remove the hooks, and wait for the copies."""
         for hook in self._hooks:
             hook.remove()
         self.d2h.synchronize()
 
     def _finish(self, layer: LayerGradient) -> None:
+        """A layer has all its gradients of this micro-batch: start what the module's table says."""
         if not layer.at_end_only:
             self._gather(layer)
         if (tracing := trace.active()) is not None:
@@ -354,36 +375,41 @@ class Gradients:
         for index in layer.received - layer.known:
             self._got_gradient(layer.weights, layer.layer.views[index])
         layer.known |= layer.received
-        fresh, again = layer.received - layer.window, layer.received & layer.window
+        first, again = layer.received - layer.window, layer.received & layer.window
         layer.window |= layer.received
         if self._accumulation == 1:
             if not layer.on_device:
                 self._send(layer)
         elif layer.on_device:
             assert layer.accumulated is not None
-            for part, add in ((fresh, False), (again, True)):
+            for part, add in ((first, False), (again, True)):
                 for start, length in runs(layer.layer, part):
                     into, piece = (tensor[start : start + length] for tensor in (layer.accumulated, layer.bucket))
                     into.add_(piece) if add else into.copy_(piece)
             self._release(layer, None)
         else:
-            self._accumulate_in_ram(layer, fresh, again)
+            self._accumulate_in_ram(layer, first, again)
 
-    def _accumulate_in_ram(self, layer: LayerGradient, fresh: set[int], again: set[int]) -> None:
-        staged: list[torch.Tensor] = []  # whoever takes the buffer out of it gives it back
+    def _accumulate_in_ram(self, layer: LayerGradient, first: set[int], again: set[int]) -> None:
+        """Copy a micro-batch's gradient to a staging buffer, from where the stepping thread adds it in RAM.
+
+        Args:
+            first, again: indices of the views that get their first, or another, gradient of the window.
+        """
+        staged: list[torch.Tensor] = []  # the staging buffer, until it is given back
         try:
-            if self._staging.empty():  # both buffers are full: the stepping thread gives one back
+            if self._staging.empty():  # all are in use: wait until the stepping thread gives one back
                 with self._waits.blocking():
                     staged.append(self._staging.get())
             else:
                 staged.append(self._staging.get())
-            self._accumulate_through(staged, layer, fresh, again)
-        except BaseException:  # an interrupt: without this, later micro-batches would wait for the buffer for ever
+            self._accumulate_through(staged, layer, first, again)
+        except BaseException:  # also an interrupt: else later micro-batches would wait for the buffer for ever
             self._give_back_staging(staged)
             raise
 
     def _accumulate_through(
-        self, staged: list[torch.Tensor], layer: LayerGradient, fresh: set[int], again: set[int]
+        self, staged: list[torch.Tensor], layer: LayerGradient, first: set[int], again: set[int]
     ) -> None:
         assert layer.host is not None
         host, piece = layer.host, staged[0][: layer.bucket_bytes].view(layer.bucket_dtype)
@@ -395,7 +421,7 @@ class Gradients:
         def add_to_window() -> None:
             try:
                 arrived.synchronize()
-                for part, add in ((fresh, False), (again, True)):
+                for part, add in ((first, False), (again, True)):
                     for start, length in runs(layer.layer, part):
                         cpu.accumulate(host[start : start + length], piece[start : start + length], add=add)
             finally:
@@ -405,7 +431,7 @@ class Gradients:
         layer.sent = arrived
 
     def _give_back_staging(self, staged: list[torch.Tensor]) -> None:
-        with suppress(IndexError):  # it was given back
+        with suppress(IndexError):  # the other thread has given it back already
             self._staging.put(staged.pop())
 
     def _send(self, layer: LayerGradient) -> None:
@@ -417,8 +443,10 @@ class Gradients:
         self._release(layer, layer.sent)
 
     def _take_buffer(self, layer: LayerGradient) -> torch.Tensor:
-        """Where the gradient of a micro-batch lands: a buffer of the pool, or the layer's own where it is small, stays
-        there until the boundary, or, of a tied weight, until the end of backward."""
+        """The bucket of a micro-batch's gradient: a buffer of the pool, or the layer's own.
+
+        A layer has its own if it is small or has tied weights, or if the gradient stays there until the boundary.
+        """
         if layer in self._pooled:
             return self._pool.take()
         if layer.own_buffer is None:
@@ -431,7 +459,7 @@ class Gradients:
             layer.buffer = None
 
     def _reopen(self, layer: LayerGradient) -> None:
-        """A gradient came after its layer was sent (a layer used twice): take the layer back and send it later."""
+        """A gradient came after its layer was sent: the layer is used twice. Send it at the end of backward instead."""
         layer.at_end_only, layer.complete = True, False
         if self._accumulation > 1:
             layer.received.clear()
@@ -448,7 +476,7 @@ def _check_dense(view: ParameterView, gradient: torch.Tensor) -> None:
         raise ModelError(f"parameter {view.name!r} has sparse gradients: build its nn.Embedding with sparse=False")
 
 
-def take_sums(layer: LayerGradient) -> None:
-    """Sums of squares on the CPU, for a gradient that was accumulated in RAM."""
+def compute_host_sums(layer: LayerGradient) -> None:
+    """Compute the sums of squares on the CPU, if the gradient was accumulated in RAM."""
     if layer.sums_on_host and layer.host is not None:
         block_sums(layer.host, layer.host_blocks, layer.sums)

@@ -1,8 +1,8 @@
-"""Cutting a model into flat layers.
+"""Flat layers: how a model's trainable parameters are grouped into contiguous 1-D buffers.
 
-A flat layer is what moves, is stepped and is waited for as one: the trainable parameters of one repeated block (a
-T5Block, a LlamaDecoderLayer), or a piece of what is left (embeddings, final norms, head), laid one after the other in
-a contiguous 1-D buffer. A model without repeated blocks is cut by size.
+A flat layer is moved, stepped and waited for as one. It holds the trainable parameters of one repeated block (a
+T5Block, a LlamaDecoderLayer), or some of the parameters outside the blocks (embeddings, final norms, head). A model
+without repeated blocks is cut by size.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ from offloadkit.optim.norm import NORM_BLOCK
 from offloadkit.optim.table import DTYPES, Dtype, StateTable, state_table
 from offloadkit.planner import LayerShape, MicroBatch, Plan, make_plan
 
-SLOT_ALIGNMENT = 256
-"""Elements. Parameters, 8-bit blocks of states and shards begin at multiples of it in a flat layer."""
-
-PIECE_NUMEL = 32 * 1024 * 1024
-"""Elements after which a layer outside the repeated blocks is cut."""
-
-
+VIEW_ALIGNMENT = 256
+"""In elements: every parameter view starts at a multiple of it, so blocks of 8-bit states do too."""
+MAX_PIECE_NUMEL = 32 * 1024 * 1024
+"""A layer outside the repeated blocks gets no further module's parameters beyond this many elements."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -40,11 +37,11 @@ class ParameterView:
     """The parameter's (first) name in the model."""
     parameter: nn.Parameter
     order: int
-    """Position among the model's trainable parameters: the order in which norms are added."""
+    """Position among the model's trainable parameters. Norms are added in this order."""
     group: int
     """Index of its optimizer group."""
     owners: list[tuple[nn.Module, str]]
-    """Every (module, attribute) that holds this very tensor; more than one for tied weights."""
+    """Every (module, attribute) that holds this tensor. Tied weights have more than one."""
     start: int = 0
     """First element in the flat layer."""
 
@@ -54,12 +51,13 @@ class ParameterView:
 
     @property
     def shared(self) -> bool:
+        """Whether it is a tied weight."""
         return len(self.owners) > 1
 
 
 @dataclass(eq=False)
 class FlatLayer:
-    """Parameters that live in one buffer, and the modules whose forward needs them."""
+    """Parameters that share one buffer, and the modules whose forward needs them."""
 
     index: int
     name: str
@@ -67,9 +65,9 @@ class FlatLayer:
     """dtype of the working weights."""
     views: list[ParameterView]
     modules: list[nn.Module]
-    """Modules before whose forward the layer's weights must be up to date."""
+    """The layer's weights must be up to date before the forward of any of these."""
     block: nn.Module | None = None
-    """The repeated block whose parameters these are; it is among the modules."""
+    """The repeated block whose parameters these are. It is one of `modules`."""
     precision: Precision = "exact"
     """Of the moments."""
     optimizer: str = "adamw"
@@ -81,11 +79,12 @@ class FlatLayer:
         self.numel = 0
         for view in self.views:
             view.start = self.numel
-            self.numel += -(-view.numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        self.numel = max(self.numel, SLOT_ALIGNMENT)  # parameters without elements
+            self.numel += -(-view.numel // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
+        self.numel = max(self.numel, VIEW_ALIGNMENT)  # a layer of empty parameters needs a buffer too
 
     @property
     def num_norm_blocks(self) -> int:
+        """Number of blocks whose sums of squares make up the norm."""
         return sum(-(-view.numel // NORM_BLOCK) for view in self.views)
 
     def shape(self) -> LayerShape:
@@ -111,7 +110,7 @@ class FlatLayer:
 
     @property
     def shared(self) -> bool:
-        """Whether a view is a tied weight, whose uses' gradients are added in fp32."""
+        """Whether one of the views is a tied weight. The gradients of its uses are added in fp32."""
         return any(view.shared for view in self.views)
 
 
@@ -141,7 +140,11 @@ def plan_of(
     hardware: Hardware | None = None,
     assumed: bool = False,
 ) -> Plan:
-    """The plan of `model` as cut into `layers`; works on the meta device. `work` and the rest: see `make_plan`."""
+    """The plan of `model` as cut into `layers`. The model may be on the meta device.
+
+    Args:
+        work, hardware, assumed: as for `make_plan`.
+    """
     trained = {view.parameter for layer in layers for view in layer.views}
     frozen = [parameter for parameter in model.parameters() if parameter not in trained]
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
@@ -153,11 +156,11 @@ def plan_of(
 
 
 def check_plan(plan: Plan, layers: Sequence[FlatLayer], config: OffloadConfig) -> None:
-    """Refuse a plan that was made for something else than `layers` and `config`.
+    """Check that the plan was made for these `layers` and this `config`.
 
     Raises:
-        ModelError: for other layers.
-        ConfigError: for another accumulation, recomputation or placement than the config's.
+        ModelError: it was made for other layers.
+        ConfigError: it was made for another accumulation, recomputation or placement than the config's.
     """
     if list(plan.layers) != [layer.shape() for layer in layers]:
         raise ModelError("the plan was made for another model, other parameter groups or another working dtype")
@@ -178,7 +181,7 @@ def check_plan(plan: Plan, layers: Sequence[FlatLayer], config: OffloadConfig) -
 
 
 def listed_groups(param_groups: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """`param_groups` with their parameters in lists: torch takes generators, and a single tensor, too."""
+    """`param_groups` with their parameters in lists. As torch does, it takes generators and single tensors too."""
     if param_groups is None:
         return None
     params = [group["params"] for group in param_groups]
@@ -189,11 +192,11 @@ def listed_groups(param_groups: Sequence[dict[str, Any]] | None) -> list[dict[st
 
 
 def group_indices(model: nn.Module, param_groups: Sequence[dict[str, Any]] | None) -> dict[nn.Parameter, int]:
-    """Optimizer group of each trainable parameter: those of `param_groups`, or one group with all.
+    """Index of each trainable parameter's optimizer group. Without `param_groups` all are in group 0.
 
     Raises:
-        ModelError: nothing to train, a group names a tensor that the model does not have, or a trainable parameter
-            is in no group or in two.
+        ModelError: there is nothing to train, or a trainable parameter is not floating-point. It is also raised where
+            a group has a tensor that is not the model's, or a trainable parameter is in no group or in two.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for parameter, name in names.items():
@@ -213,7 +216,8 @@ def group_indices(model: nn.Module, param_groups: Sequence[dict[str, Any]] | Non
         for parameter in group["params"]:
             if parameter.requires_grad and parameter not in names:
                 raise ModelError(
-                    f"param_groups[{index}] holds a tensor of shape {tuple(parameter.shape)} that is no model parameter"
+                    f"param_groups[{index}] holds a tensor of shape {tuple(parameter.shape)} that is not a parameter "
+                    "of the model: pass parameters of the model that is trained"
                 )
             if parameter in groups:
                 raise ModelError(f"parameter {names[parameter]!r} is in two of the param_groups")
@@ -230,7 +234,10 @@ def _working_dtypes(
 ) -> dict[nn.Parameter, torch.dtype]:
     """dtype of each trainable parameter's working weight.
 
-    Where it is fp16, what would overflow is fp32: HuggingFace models name it in `_keep_in_fp32_modules` (T5's `wo`).
+    fp16 parameters that would overflow become fp32: see `stays_fp32`.
+
+    Raises:
+        ModelError: a parameter's dtype is not supported.
     """
     if choice != "auto":
         dtypes = dict.fromkeys(groups, DTYPES[choice])
@@ -249,13 +256,13 @@ def _working_dtypes(
 
 
 def stays_fp32(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that fp16 is too small for: those that a HuggingFace model names in `_keep_in_fp32_modules`."""
+    """Parameters that overflow in fp16. HuggingFace models list them in `_keep_in_fp32_modules` (T5's `wo`)."""
     names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     return {parameter for name, parameter in model.named_parameters() if names.intersection(name.split("."))}
 
 
-class Newcomers:
-    """Notices parameters that require a gradient and are in no flat layer."""
+class UntrainedParameters:
+    """Detects parameters that require a gradient but are in no flat layer."""
 
     def __init__(self, model: nn.Module, trained: set[nn.Parameter]) -> None:
         self._model, self._trained = model, trained
@@ -264,7 +271,10 @@ class Newcomers:
         self._found = self._entries()
 
     def _entries(self) -> list[int]:
-        """Identities of all parameters and submodules; those there at first are kept alive here and in the views."""
+        """Identities of all parameters and submodules.
+
+        No identity is reused: those of the start are kept alive by this object and by the views.
+        """
         return list(map(id, chain.from_iterable(table.values() for table in self._tables)))
 
     def check(self) -> None:
@@ -278,16 +288,16 @@ class Newcomers:
             if parameter.requires_grad and parameter not in self._trained:
                 raise ModelError(
                     f"parameter {name!r} was added, replaced or unfrozen after the engine was built, so nothing "
-                    "would train it: close this engine and build a new one (what it was built with may be frozen and "
-                    "unfrozen)"
+                    "would train it: close this engine and build a new one (parameters that the engine was built with "
+                    "may be frozen and unfrozen)"
                 )
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of the model's repeated blocks, outermost ones only, in definition order.
+    """(name, module) of the model's repeated blocks, in definition order. Blocks inside blocks are left out.
 
-    HuggingFace models name their block classes in `_no_split_modules`. Elsewhere they are the members of every
-    `ModuleList` (or `Sequential`) of two or more modules of one class.
+    HuggingFace models list their block classes in `_no_split_modules`. In other models, blocks are the members of
+    every `ModuleList` or `Sequential` that holds two or more modules of one class.
     """
     classes = set(getattr(model, "_no_split_modules", None) or ())
     blocks: list[tuple[str, nn.Module]] = []
@@ -317,8 +327,8 @@ def cut(model: nn.Module, groups: dict[nn.Parameter, int], dtypes: dict[nn.Param
     """The flat layers of `model`, in definition order.
 
     Args:
-        groups: optimizer group of each trainable parameter; parameters not in it stay outside.
-        dtypes: dtype of each trainable parameter's working weight; a flat layer holds one dtype only.
+        groups: optimizer group of each trainable parameter. Parameters not in it are in no layer.
+        dtypes: dtype of each trainable parameter's working weight. A flat layer holds one dtype.
     """
     views = list(_views(model, groups))
     blocks = repeated_blocks(model)
@@ -342,7 +352,7 @@ def cut(model: nn.Module, groups: dict[nn.Parameter, int], dtypes: dict[nn.Param
 
 
 def _views(model: nn.Module, groups: dict[nn.Parameter, int]) -> Iterator[ParameterView]:
-    """A view for each trainable parameter, in the model's order, with every place that holds it."""
+    """A view for each trainable parameter, in the model's order."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -358,11 +368,15 @@ def _piece(
     view: ParameterView,
     dtype: torch.dtype,
 ) -> str:
-    """The layer outside the blocks that `view` joins: the last one begun, or a new one when that is full."""
+    """Name of the layer outside the blocks that `view` joins: the newest of its dtype, or a new one if that is full.
+
+    Parameters of one module stay together.
+    """
     name = current.get(dtype)
     if name is not None:
         begun = pieces[name, dtype]
-        if begun[0].owners[0][0] is view.owners[0][0] or sum(s.numel for s in begun) + view.numel <= PIECE_NUMEL:
+        numel = sum(other.numel for other in begun) + view.numel
+        if begun[0].owners[0][0] is view.owners[0][0] or numel <= MAX_PIECE_NUMEL:
             return name
     current[dtype] = view.name.rpartition(".")[0] or view.name
     while (current[dtype], dtype) in pieces:
@@ -371,6 +385,6 @@ def _piece(
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The first five."""
+    """The first five names, and how many more there are."""
     listed = list(names)
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

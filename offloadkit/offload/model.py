@@ -89,7 +89,7 @@ class PlacedModel:
         streamed = [layer for layer in weights if isinstance(layer, StreamedWeights)]
         self._ring = WeightRing(streamed, device, NUM_WEIGHT_BUFFERS, self._waits) if streamed else None
         for layer in streamed:
-            undo.callback(layer.rest)  # however the engine ends, what is in RAM is what the model has
+            undo.callback(layer.bind_to_ram)  # however the engine ends, what is in RAM is what the model has
         self._offloaded = OffloadedInputs(device, self._waits)
         if config.compile_blocks:
             tied = {owner for layer in layers for view in layer.views if view.shared for owner, _ in view.owners}

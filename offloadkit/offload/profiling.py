@@ -1,11 +1,12 @@
-"""`OffloadEngine.profile`: some steps as a trace, and what bounds them.
+"""`OffloadEngine.profile`: a trace of some steps, and the resource that bounds each phase.
 
-What is traced lies between two boundaries: of each step its forward and backward, and the update of the step before,
-which runs beside that forward. A step goes untraced before them, for the first one starts from a standstill.
+A trace begins and ends where a window ends. So each traced step has its forward, its backward, and the update of the
+step before, which runs at the same time as that forward. One step goes untraced first, because the first step after a
+`synchronize` has no update beside it.
 
-A step has two phases, because clipping needs the whole norm before the first layer is stepped (docs/design.md,
-section 2): the update, beside which forward runs, and backward. Each is bound by the resource that would need the
-longest for its share alone, at its measured rate; the step's bound is the sum of both.
+A step has two phases: forward with the update beside it, and backward. They do not overlap, because clipping needs the
+whole norm before the first layer is stepped (docs/design.md, section 2). The bound of a phase is the time of the
+resource that would need the longest if it worked alone at its measured rate. The bound of the step is the sum of both.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ UPDATE, BACKWARD = "update and forward", "backward"
 
 @dataclass(frozen=True)
 class Share:
-    """What one resource has to do in a phase of a step.
+    """The work of one resource in a phase of a step.
 
     Attributes:
-        resource: "compute", "bus down" (to the GPU), "bus up", "cores" (the CPU's step), or "DRAM", which serves that
-            and the bus.
-        seconds: what that takes at least: bytes over the measured rate, which the directions of the bus share as the
-            plan says; computing takes what it took.
-        busy_seconds: how long the resource was at it.
+        resource: "compute", "bus down" (to the GPU), "bus up" (to RAM), "cores" (the CPU's step), or "DRAM", which
+            serves both the cores and the bus.
+        seconds: the least time for it: bytes over the measured rate. The two directions of the bus share their rate as
+            in the plan. For "compute" it is the measured time without waits.
+        busy_seconds: how long the resource worked.
+        num_bytes: how much it moved.
     """
 
     resource: str
@@ -52,49 +54,51 @@ class Share:
 
 @dataclass(frozen=True)
 class Bound:
-    """The shares by phase, of a mean step that took `step_seconds`."""
+    """The shares of the resources, by phase, in a mean step that took `step_seconds`."""
 
     step_seconds: float
     shares: Mapping[str, tuple[Share, ...]]
 
     @property
     def seconds(self) -> float:
-        """What a step takes at least."""
+        """The least seconds of a step."""
         return sum(self.limiting(phase).seconds for phase in self.shares)
 
     def limiting(self, phase: str) -> Share:
-        """The share that bounds a phase."""
+        """The share that bounds `phase`."""
         return max(self.shares[phase], key=lambda share: share.seconds)
 
     def lines(self) -> list[str]:
-        """In words."""
+        """The bound in words, for printing."""
         reached = self.seconds / self.step_seconds
         times = f"a step takes {format_seconds(self.step_seconds)}, its bound is {format_seconds(self.seconds)}"
         found = [f"{times}: {reached:.0%} of what is possible is reached"]
         for phase in self.shares:
             first = self.limiting(phase)
             others = sorted((each for each in self.shares[phase] if each is not first), key=lambda each: -each.seconds)
-            found.append(f"  {phase}: bound by {_said(first)}")
-            found += [f"    beside it {_said(each)}" for each in others if each.seconds > 0]
+            found.append(f"  {phase}: bound by {_described(first)}")
+            found += [f"    beside it {_described(each)}" for each in others if each.seconds > 0]
         return found
 
 
-def _said(share: Share) -> str:
+def _described(share: Share) -> str:
     moved = f", {share.num_bytes / 1e9:.3g} GB" if share.num_bytes else ""
     return f"{share.resource}, {format_seconds(share.seconds)}{moved} (busy for {format_seconds(share.busy_seconds)})"
 
 
 def bound(ranges: Sequence[Range], records: Sequence[StepRecord], machine: Hardware) -> Bound:
-    """What bounds the mean of the traced steps.
+    """The bound of the mean traced step.
 
     Args:
-        ranges: of `len(records)` steps; those of the CPU's step with their memory traffic.
+        ranges: everything that ran in `len(records)` steps. The `num_bytes` of CPU steps is their memory traffic.
+        records: of these steps.
+        machine: its measured rates.
     """
     number = len(records)
     backwards = [each for each in ranges if each.track == "GPU" and each.name.startswith("backward")]
 
     def bytes_of(track: str, phase: str) -> tuple[int, float]:
-        """A step's, and how long they took: of the ranges whose middle lies in a backward, or in none."""
+        """Mean bytes and busy seconds of a track. Ranges whose middle lies in a backward belong to that phase."""
         own = [each for each in ranges if each.track == track and _within(each, backwards) is (phase == BACKWARD)]
         return sum(each.num_bytes for each in own) // number, trace.busy_seconds(own) / number
 
@@ -104,9 +108,10 @@ def bound(ranges: Sequence[Range], records: Sequence[StepRecord], machine: Hardw
         stepped, stepping = bytes_of("CPU step", phase)
         h2d, d2h = both_ways(h2d_bytes, d2h_bytes, machine)
         traffic = stepped + h2d_bytes + d2h_bytes
-        computing, computing_and_waits = (mean(of(each, name) for each in records) for of in (_computing, _phase))
+        computing = mean(_compute_seconds(record, name) for record in records)
+        with_waits = mean(_phase_seconds(record, name) for record in records)
         shares[phase] = (
-            Share("compute", computing, computing_and_waits),
+            Share("compute", computing, with_waits),
             Share("bus down", h2d_bytes / h2d, h2d_busy, h2d_bytes),
             Share("bus up", d2h_bytes / d2h, d2h_busy, d2h_bytes),
             Share("cores", stepped / machine.cpu_adamw_bytes_per_second, stepping, stepped),
@@ -115,7 +120,7 @@ def bound(ranges: Sequence[Range], records: Sequence[StepRecord], machine: Hardw
     return Bound(mean(record.seconds["step"] for record in records), shares)
 
 
-def _phase(record: StepRecord, name: str) -> float:
+def _phase_seconds(record: StepRecord, name: str) -> float:
     return record.seconds.get(name, 0.0)
 
 
@@ -124,21 +129,21 @@ def _within(each: Range, backwards: Sequence[Range]) -> bool:
     return any(backward.began <= middle <= backward.ended for backward in backwards)
 
 
-def _computing(record: StepRecord, name: str) -> float:
-    """Seconds of forward or backward without the waits in it."""
+def _compute_seconds(record: StepRecord, name: str) -> float:
+    """Seconds of forward or backward without its waits."""
     waits = (seconds for phase, seconds in record.seconds.items() if phase.startswith(name) and phase.endswith("wait"))
-    return max(0.0, _phase(record, name) - sum(waits))
+    return max(0.0, _phase_seconds(record, name) - sum(waits))
 
 
 def breakdown(record: StepRecord) -> str:
-    """A step's phases on one line; they overlap, and do not add up."""
+    """A step's phases on one line. They overlap, so they do not add up to the step."""
     phases = {phase: seconds for phase, seconds in record.seconds.items() if phase != "step" and seconds > 0}
     parts = " | ".join(f"{phase.replace('_', ' ')} {format_seconds(seconds)}" for phase, seconds in phases.items())
     return f"step {record.step}: {format_seconds(record.seconds['step'])} | {parts}"
 
 
 class Profile:
-    """Steps that are traced, after one that is not; at their end the trace is written, and what bounds them printed.
+    """Traces some steps after an untraced one. Then it writes the trace, and prints each step's phases and the bound.
 
     Attributes:
         bound: None until then.
@@ -147,39 +152,41 @@ class Profile:
     def __init__(self, steps: int, path: Path, device: torch.device, undo: ExitStack) -> None:
         """
         Args:
-            undo: ends the trace with the engine.
+            undo: gets a callback that ends the trace when the engine is closed.
 
         Raises:
-            ConfigError: `steps` is no whole number from 1, or other steps are being traced.
-            OutputError: there is no folder for `path`.
+            ConfigError: `steps` is not a positive int, or other steps are being traced.
+            OutputError: the folder of `path` does not exist.
         """
         if type(steps) is not int or steps < 1:
             raise ConfigError(f"steps must be a whole number >= 1, got {steps!r}")
         if not path.absolute().parent.is_dir():
-            raise OutputError(f"{path.parent} is no folder for the trace: make it, or choose another path")
+            raise OutputError(f"{path.parent} is no folder for the trace: create it, or choose another path")
         if trace.prepared() is not None:
-            raise ConfigError("steps are being traced already: wait until they are done, or close that engine")
+            raise ConfigError("steps are being traced already: wait until that trace is written, or close that engine")
         self.path, self.num_steps = path, steps
         self.bound: Bound | None = None
         self._done = 0
-        self._machine = measure(device)  # now: measured at the end, it may find no room left in VRAM
+        self._machine = measure(device)  # measured now: at the end there may be no VRAM left for it
         self._trace = trace.prepare(device, partial(record_compute, device, timing=True))
         undo.callback(self._end_with_engine)
 
     def boundary(self) -> None:
-        """A step's gradients are on their way, and its update is about to start."""
+        """Called when a window ends, before its update starts. The trace begins and ends here."""
         if self._done == 0:
             trace.begin()
         elif self._done == self.num_steps:
             trace.end()
 
     def step(self, settle: Callable[[], None], read_reports: Callable[[], None], telemetry: Telemetry) -> bool:
-        """An update was started. Whether its step was the last one that is traced: then it is waited for, and what was
-        traced is written and printed.
+        """Called when an update was started. After the last traced step, write the trace and print the results.
 
         Args:
-            settle: waits until it is done.
-            read_reports: has the records of the steps that are done added to `telemetry`.
+            settle: waits until the update is done.
+            read_reports: adds the records of finished steps to `telemetry`.
+
+        Returns:
+            Whether this was the last traced step.
         """
         self._done += 1
         if self._done != 1 + self.num_steps:
@@ -206,6 +213,6 @@ class Profile:
         self.stop()
 
     def stop(self) -> None:
-        """Trace no more, whatever was traced; later calls do nothing."""
+        """End the trace. Later calls do nothing."""
         if trace.prepared() is self._trace:
             trace.forget()

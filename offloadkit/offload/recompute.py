@@ -1,4 +1,4 @@
-"""Activations of the repeated blocks: kept, recomputed in backward, or recomputed from inputs that wait in RAM."""
+"""Activation checkpointing of the repeated blocks: backward recomputes them, from inputs in VRAM or in pinned RAM."""
 
 from __future__ import annotations
 
@@ -20,15 +20,259 @@ from offloadkit.errors import ConfigError, ModelError
 from offloadkit.offload.layers import repeated_blocks
 from offloadkit.offload.weights import LayerWeights
 
+Checkpoint = Literal["checkpoint", "offload"]
+"""How a block is recomputed: from an input that stays in VRAM, or from one that waits in RAM."""
 
-def recomputed_in_backward(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, of whose activations backward keeps none but the tensors among `args` and `kwargs`.
 
-    The second run sees the random states of the CPU and of `device`, autocast and the default device as the first did.
+def checkpoint_activations(
+    model: nn.Module,
+    choices: Mapping[nn.Module, Checkpoint],
+    weights: Mapping[nn.Module, Sequence[LayerWeights]],
+    offloaded: OffloadedInputs,
+    *,
+    compiled: bool = False,
+) -> Callable[[], None]:
+    """Have backward recompute the activations of the blocks in `choices`.
+
+    HuggingFace models use their own switch; the blocks of other models get another `forward`. Random numbers (dropout)
+    are the same in the recomputation.
+
+    Args:
+        weights: by block, the layers that a recomputation needs in VRAM.
+        compiled: whether the blocks are compiled. Then HuggingFace's switch is not used: with it, compiled T5 blocks
+            have other gradients.
+
+    Returns:
+        A function that switches it off again.
 
     Raises:
-        ModelError: (in backward) the second run came to other tensors than the first, or something wrote to tensors
-            among `args` and `kwargs`, or in lists and tuples there, or to those that it saved.
+        ConfigError: the model has no repeated blocks to recompute.
+    """
+    names = {block: name for name, block in repeated_blocks(model)}
+    if not names:
+        raise ConfigError(
+            f"activation_checkpointing=True, but {type(model).__name__} has no repeated blocks to recompute: "
+            "put its layers in an nn.ModuleList, or leave the switch off"
+        )
+
+    def recompute(block: nn.Module) -> Callable[..., Any]:
+        """The checkpointed call of `block`: not a partial, whose arguments a deepcopy of the model would copy."""
+        offload = partial(offloaded.checkpoint, f"{names[block]} input")
+        run = offload if choices[block] == "offload" else partial(_checkpoint, offloaded.device)
+        return lambda forward, *args, **kwargs: run(weights.get(block, ()), forward, *args, **kwargs)
+
+    if getattr(model, "supports_gradient_checkpointing", False) and not compiled:
+        return _checkpoint_huggingface(model, list(names), choices, recompute)
+    before = {block: vars(block).get("forward") for block in choices}
+    for block in choices:
+        block.forward = partial(recompute(block), block.forward)
+
+    def restore() -> None:
+        for block, forward in before.items():
+            del block.forward
+            if forward is not None:
+                block.forward = forward
+
+    return restore
+
+
+def _checkpoint_huggingface(
+    model: Any, blocks: Sequence[Any], choices: Mapping[nn.Module, Checkpoint], recompute: Callable[[nn.Module], Any]
+) -> Callable[[], None]:
+    """Use the model's own switch: `activation_checkpointing_enable` in newer transformers, `gradient_...` in older."""
+    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    enable, disable = (getattr(model, f"{word}_checkpointing_{end}") for end in ("enable", "disable"))
+    enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
+    for block in blocks:
+        if block in choices:
+            block._gradient_checkpointing_func = recompute(block)
+        else:
+            block.gradient_checkpointing = False
+    switch_off: Callable[[], None] = disable
+    return switch_off
+
+
+def _checkpoint(
+    device: torch.device, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run `forward`, and have backward recompute its activations. `weights` are brought to VRAM for that.
+
+    Raises:
+        EngineStateError: (in backward) `weights` were updated since.
+    """
+    seen = [layer.num_updates for layer in weights]
+    if isinstance(forward, partial):  # HuggingFace binds arguments: the tensors among them must be visible
+        args, kwargs, forward = (*forward.args, *args), {**forward.keywords, **kwargs}, forward.func
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for layer, num_updates in zip(weights, seen, strict=True):
+            layer.check_seen(num_updates)
+            layer.use()
+        return forward(*args, **kwargs)
+
+    return recomputed_in_backward(device, run, *args, **kwargs)
+
+
+class OffloadedInputs:
+    """Inputs of checkpointed blocks, which wait for backward in pinned RAM.
+
+    Only a block's first argument, the hidden states, goes to RAM. What many blocks share (masks, a position bias, an
+    encoder's output) stays in VRAM. Every micro-batch uses the same RAM again.
+    """
+
+    def __init__(self, device: torch.device, waits: Waits) -> None:
+        self.device, self._waits = device, waits
+        self.d2h, self.h2d = CopyStream(device, "D2H"), CopyStream(device, "H2D")
+        self._free: list[_OffloadedInput] = []
+        self._copying: list[tuple[torch.Tensor, Event]] = []
+        """VRAM that a copy still reads or writes, and the end of that copy."""
+        self._order: list[_OffloadedInput] = []
+        """The inputs in RAM, in forward order."""
+
+    def checkpoint(
+        self, name: str, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """As `_checkpoint`, but the first argument is in RAM until backward.
+
+        Args:
+            name: of the copies in a trace.
+
+        Raises:
+            ModelError: the block wrote to its first argument, which was being copied.
+        """
+        if not torch.is_grad_enabled():
+            return _checkpoint(self.device, weights, forward, *args, **kwargs)
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        # An address, not the tensor: autograd keeps `pack`, which would keep the tensor's memory.
+        address, version = (None, 0) if first is None else (first.data_ptr(), first._version)
+
+        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | _Handle:
+            sent = tensor.data_ptr() == address and tensor.is_floating_point()
+            return self._send(tensor, name) if sent else (tensor, tensor._version)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+            output = _checkpoint(self.device, weights, forward, *args, **kwargs)
+        if first is not None and first._version != version:
+            raise changed_in_place(first)
+        return output
+
+    def _send(self, tensor: torch.Tensor, name: str) -> _Handle:
+        self._free_vram(1)
+        view = self._take(tensor.numel() * tensor.element_size())
+        tensor = tensor.detach().contiguous()
+        view.put(tensor, name)
+        self.d2h.wait(record_compute(self.device))
+        if view.returned is not None:
+            self.d2h.wait(view.returned)
+        self.d2h.copy(view.host, tensor.view(-1), name, timed=True)
+        view.arrived = self.d2h.record()
+        self._copying.append((tensor, view.arrived))
+        self._order.append(view)
+        handle = _Handle(view)
+        weakref.finalize(handle, self._free_ram, view).atexit = False
+        return handle
+
+    def _free_vram(self, num_left: int) -> None:
+        """Free the VRAM of all but the newest `num_left` inputs that are being copied.
+
+        The compute stream waits for their copies, since it may write to that memory next. Without this limit Python,
+        which may be far ahead of the device, would keep the VRAM of many inputs.
+        """
+        self._copying = [(memory, event) for memory, event in self._copying if not event.done()]
+        while len(self._copying) > num_left:
+            _, event = self._copying.pop(0)
+            self._waits.delay(event)
+
+    def _free_ram(self, view: _OffloadedInput) -> None:
+        """Free the RAM of an input that autograd no longer holds: backward has used it, or its graph was dropped.
+
+        In the latter case it may have been fetched ahead, and a copy to VRAM may still be under way.
+        """
+        self._order.remove(view)
+        if view.device is not None and view.returned is not None:
+            self._copying.append((view.device, view.returned))
+        view.device = None
+        self._free.append(view)
+
+    def _take(self, num_bytes: int) -> _OffloadedInput:
+        """Free RAM of at least `num_bytes`, or new."""
+        for view in self._free:
+            if view.slab.num_bytes >= num_bytes:
+                self._free.remove(view)
+                return view
+        (slab,) = host_memory.allocate([num_bytes], self.device, "inputs of recomputed blocks")
+        return _OffloadedInput(slab)
+
+    def _unpack(self, packed: tuple[torch.Tensor, int] | _Handle) -> torch.Tensor:
+        """The input of the block that backward has reached. The input of the block before it is fetched ahead."""
+        if isinstance(packed, tuple):
+            tensor, version = packed
+            if tensor._version != version:
+                raise changed_in_place(tensor)
+            return tensor
+        self._free_vram(0)
+        saved = packed.view
+        here = self._fetch(saved)
+        at = self._order.index(saved)
+        if at > 0:
+            self._fetch(self._order[at - 1])
+        assert saved.returned is not None
+        self._waits.delay(saved.returned)
+        saved.device = None
+        return here
+
+    def _fetch(self, saved: _OffloadedInput) -> torch.Tensor:
+        if saved.device is None:
+            saved.device = torch.empty(saved.shape, dtype=saved.host.dtype, device=self.device)
+            self.h2d.wait(record_compute(self.device))  # the compute stream may still use what was in this memory
+            assert saved.arrived is not None
+            self.h2d.wait(saved.arrived)
+            self.h2d.copy(saved.device.view(-1), saved.host, saved.name, timed=True)
+            saved.returned = self.h2d.record()
+        return saved.device
+
+
+@dataclass(eq=False)
+class _Handle:
+    """What autograd holds of an input. When it is gone, the input's RAM is free again."""
+
+    view: _OffloadedInput
+
+
+class _OffloadedInput:
+    """One input: its memory in RAM, and its copies to RAM and back.
+
+    Attributes:
+        host: 1-D pinned tensor with the input's elements.
+        device: the input in VRAM, once it is fetched for backward.
+        arrived: the end of the copy to RAM.
+        returned: the end of the copy to VRAM.
+    """
+
+    def __init__(self, slab: HostSlab) -> None:
+        self.slab, self.name = slab, ""
+        self.host = torch.empty(0)
+        self.shape = torch.Size()
+        self.device: torch.Tensor | None = None
+        self.arrived: Event | None = None
+        self.returned: Event | None = None
+
+    def put(self, tensor: torch.Tensor, name: str) -> None:
+        """Give `host` the size and dtype of `tensor`."""
+        self.name = name
+        self.slab.clear()
+        self.host = self.slab.cut(tensor.numel(), tensor.dtype)
+        self.shape, self.device = tensor.shape, None
+
+
+def recomputed_in_backward(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, whose activations backward recomputes: only the arguments are kept until then.
+
+    The second run has the same random states of the CPU and of `device`, autocast and default device as the first.
+
+    Raises:
+        ModelError: (in backward) the second run saved other tensors than the first. Or something wrote to a saved
+            tensor, or to a tensor among the arguments or in lists and tuples there.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -38,7 +282,7 @@ def recomputed_in_backward(device: torch.device, function: Callable[..., Any], *
 
 
 class _Recomputation:
-    """What the second run needs, and what it has found. Autograd's nodes hold it, until the last of them is done."""
+    """What the second run needs, and the tensors it has found. Autograd's nodes hold it until backward is done."""
 
     def __init__(
         self, device: torch.device, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -46,18 +290,18 @@ class _Recomputation:
         self._function, self._kwargs = function, kwargs
         self._versions = [(tensor, tensor._version) for tensor in _tensors_in(kwargs.values())]
         self._inputs = _Inputs(args)
-        self._surroundings = _Surroundings(device)
+        self._environment = _Environment(device)
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, tuple[torch.Tensor, int]] = {}
 
     def pack(self, tensor: torch.Tensor) -> int:
-        """Autograd saves, instead of `tensor`, how many it saved before."""
+        """What autograd saves instead of `tensor`: its number, in the order of saving."""
         saved = self._saved
         saved.append((tensor.shape, tensor.dtype))
         return len(saved) - 1
 
     def unpack(self, index: int) -> torch.Tensor:
-        """The tensor that autograd wants back, which is let go: to `unpack` it again is another run."""
+        """The tensor with number `index`. It is not kept: to unpack it again takes another run."""
         if index not in self._found:
             self._found = self._run_again()
         tensor, version = self._found.pop(index)
@@ -66,16 +310,16 @@ class _Recomputation:
         return tensor
 
     def _run_again(self) -> dict[int, tuple[torch.Tensor, int]]:
-        """What the second run saves, by its number, and how often it had been written to."""
+        """The tensors that the second run saves, by number, each with its version counter."""
         expected, found = self._saved, dict[int, tuple[torch.Tensor, int]]()
         num_saved = len(expected)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             index = len(found)
             if (tensor.shape, tensor.dtype) != expected[index]:
-                raise _changed(f"tensor {index} {_words(tensor.shape, tensor.dtype)}", _words(*expected[index]))
+                raise _changed(f"tensor {index} {_described(tensor.shape, tensor.dtype)}", _described(*expected[index]))
             if tensor.requires_grad:
-                tensor = tensor.detach()  # else what autograd saves of an operation's output would hold itself
+                tensor = tensor.detach()  # an operation's output saved by its own node would keep itself alive
             found[index] = tensor, tensor._version
             if index + 1 == num_saved:
                 raise _FoundAllError
@@ -86,7 +330,7 @@ class _Recomputation:
             if tensor._version != version:
                 raise changed_in_place(tensor)
         try:
-            with self._surroundings.restored(), saved_tensors_hooks(pack, _as_it_is), torch.enable_grad():
+            with self._environment.restored(), saved_tensors_hooks(pack, _unchanged), torch.enable_grad():
                 self._function(*args, **self._kwargs)
         except _FoundAllError:
             return found
@@ -94,7 +338,7 @@ class _Recomputation:
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Those that count how often they were written to."""
+    """The tensors among `values` and in lists and tuples there. Inference tensors have no version, and are left out."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if not value.is_inference():
@@ -104,35 +348,38 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 class _FoundAllError(Exception):
-    """The second run may end: what backward needs is there."""
+    """Ends the second run: it has all tensors that backward needs."""
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _words(shape: torch.Size, dtype: torch.dtype) -> str:
+def _described(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
 def changed_in_place(tensor: torch.Tensor) -> ModelError:
-    """For a tensor that autograd saved, and something wrote to since."""
+    """The error for a tensor that was written to after autograd had saved it."""
     return ModelError(
-        f"a tensor {_words(tensor.shape, tensor.dtype)} that backward needs was written to after it had been saved. An "
-        "in-place operation did (x.mul_(2): compute x = x * 2 instead), or engine.step() before engine.backward(loss)"
+        f"a tensor {_described(tensor.shape, tensor.dtype)} that backward needs was written to after it was saved. "
+        "Either an in-place operation did it (x.mul_(2): compute x = x * 2 instead), or engine.step() came before "
+        "engine.backward(loss)"
     )
 
 
 def _changed(found: str, expected: str) -> ModelError:
     return ModelError(
-        f"a block that was run again for its backward saved {found}, and in its forward {expected}: what it computes "
-        "depends on something that changed in between (a cache, a counter). Train it with Placement(activations='keep')"
+        f"a recomputed block saved {found}, and in its forward {expected}: its result depends on something that "
+        "changed in between (a cache, a counter). Train it with Placement(activations='keep')"
     )
 
 
 class _Inputs:
-    """Positional arguments. Tensors are saved as an operation's inputs are: hooks that are open around it see them, and
-    in-place changes before backward are an error (autograd's, or the hooks' own)."""
+    """Positional arguments. Their tensors are saved as an operation's inputs are.
+
+    So hooks on saved tensors see them, and in-place changes before backward raise an error.
+    """
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
@@ -148,7 +395,7 @@ class _Inputs:
 
 
 class _Save(torch.autograd.Function):
-    """Saves tensors for a backward that is never run."""
+    """Saves tensors as autograd does. Its backward never runs."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -158,11 +405,11 @@ class _Save(torch.autograd.Function):
 
 _save: Any = _Save.apply
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
-"""Has a `_Save` whose tensors need no gradient be a node of the graph."""
+"""An input that requires a gradient, so that `_Save` is in the graph even if no other input does."""
 
 
-class _Surroundings:
-    """What a run depends on beside its arguments: random states, autocast, the default device."""
+class _Environment:
+    """What a run depends on besides its arguments: random states, autocast and the default device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device_types: tuple[str, ...] = ("cpu",)
@@ -176,7 +423,7 @@ class _Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """While it is open, all is as it was; random states afterwards as they were before."""
+        """A context with the environment as it was. Afterwards the random states are those of before the context."""
         now = self._present_random_states()
         self._set_random_states(self._random_states)
         try:
@@ -198,7 +445,7 @@ class _Surroundings:
             generator.set_state(state)
 
     def _present_autocast(self) -> list[tuple[str, bool, torch.dtype, bool]]:
-        """By device type: whether it is on, its dtype, whether it keeps what it has cast."""
+        """For each device type: its name, whether autocast is on, its dtype, and whether it caches casts."""
         cached = torch.is_autocast_cache_enabled()
         return [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
@@ -207,227 +454,5 @@ class _Surroundings:
 
 
 def _default_device() -> torch.device:
-    """As `torch.get_default_device()`, in a third of its time."""
+    """The same as `torch.get_default_device()`, in a third of its time."""
     return torch.empty(0).device
-
-
-Checkpoint = Literal["checkpoint", "offload"]
-
-
-def checkpoint_activations(
-    model: nn.Module,
-    choices: Mapping[nn.Module, Checkpoint],
-    weights: Mapping[nn.Module, Sequence[LayerWeights]],
-    offloaded: OffloadedInputs,
-    *,
-    compiled: bool = False,
-) -> Callable[[], None]:
-    """Have backward recompute the activations of the blocks in `choices`; returns what switches it off again.
-
-    HuggingFace models use their own switch; the forward of other modules' blocks is replaced. Random numbers (dropout)
-    are the same in the recomputation.
-
-    Args:
-        weights: by block, what a recomputation needs in VRAM.
-        compiled: the blocks run compiled, past HuggingFace's switch (which would have T5 compute other gradients too).
-
-    Raises:
-        ConfigError: the model has no repeated blocks to recompute.
-    """
-    names = {block: name for name, block in repeated_blocks(model)}
-    if not names:
-        raise ConfigError(
-            f"activation_checkpointing=True, but {type(model).__name__} has no repeated blocks to recompute: "
-            "put its layers in an nn.ModuleList, or leave the switch off"
-        )
-
-    def recompute(block: nn.Module) -> Callable[..., Any]:
-        """A function, not a partial: a deepcopy of the model must not copy what it refers to."""
-        offload = partial(offloaded.checkpoint, f"{names[block]} input")
-        run = offload if choices[block] == "offload" else partial(_checkpoint, offloaded.device)
-        return lambda forward, *args, **kwargs: run(weights.get(block, ()), forward, *args, **kwargs)
-
-    if getattr(model, "supports_gradient_checkpointing", False) and not compiled:
-        return _as_huggingface_does(model, list(names), choices, recompute)
-    before = {block: vars(block).get("forward") for block in choices}
-    for block in choices:
-        block.forward = partial(recompute(block), block.forward)
-
-    def restore() -> None:
-        for block, forward in before.items():
-            del block.forward
-            if forward is not None:
-                block.forward = forward
-
-    return restore
-
-
-def _as_huggingface_does(
-    model: Any, blocks: Sequence[Any], choices: Mapping[nn.Module, Checkpoint], recompute: Callable[[nn.Module], Any]
-) -> Callable[[], None]:
-    """Newer transformers say activation_checkpointing, older ones gradient_checkpointing."""
-    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    enable, disable = (getattr(model, f"{word}_checkpointing_{end}") for end in ("enable", "disable"))
-    enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
-    for block in blocks:
-        if block in choices:
-            block._gradient_checkpointing_func = recompute(block)
-        else:
-            block.gradient_checkpointing = False
-    switch_off: Callable[[], None] = disable
-    return switch_off
-
-
-def _checkpoint(
-    device: torch.device, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """`forward` with its activations recomputed in backward, for which `weights` are brought to VRAM.
-
-    Raises:
-        EngineStateError: (in backward) `weights` were stepped since.
-    """
-    seen = [layer.num_updates for layer in weights]
-    if isinstance(forward, partial):  # HuggingFace's: what its tensors are must be seen
-        args, kwargs, forward = (*forward.args, *args), {**forward.keywords, **kwargs}, forward.func
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        for layer, num_updates in zip(weights, seen, strict=True):
-            layer.check_seen(num_updates)
-            layer.use()
-        return forward(*args, **kwargs)
-
-    return recomputed_in_backward(device, run, *args, **kwargs)
-
-
-class OffloadedInputs:
-    """Inputs of checkpointed blocks that wait for backward in pinned RAM.
-
-    Only a block's first argument goes there (the hidden states); what many blocks share (masks, a position bias, an
-    encoder's output) stays in VRAM. The memory is used again in every micro-batch.
-    """
-
-    def __init__(self, device: torch.device, waits: Waits) -> None:
-        self.device, self._waits = device, waits
-        self.d2h, self.h2d = CopyStream(device, "D2H"), CopyStream(device, "H2D")
-        self._free: list[_Offloaded] = []
-        self._copying: list[tuple[torch.Tensor, Event]] = []
-        """VRAM that a copy still reads or writes, and the copy's end."""
-        self._order: list[_Offloaded] = []
-
-    def checkpoint(
-        self, name: str, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """As `_checkpoint`, with the first argument, by `name` in a trace, in RAM until backward.
-
-        Raises:
-            ModelError: the block wrote to it, while it was copied.
-        """
-        if not torch.is_grad_enabled():
-            return _checkpoint(self.device, weights, forward, *args, **kwargs)
-        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        hidden, version = (None, 0) if first is None else (first.data_ptr(), first._version)  # autograd keeps `pack`
-
-        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | _Handle:
-            sent = tensor.data_ptr() == hidden and tensor.is_floating_point()
-            return self._send(tensor, name) if sent else (tensor, tensor._version)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, self._bring_back):
-            output = _checkpoint(self.device, weights, forward, *args, **kwargs)
-        if first is not None and first._version != version:
-            raise changed_in_place(first)
-        return output
-
-    def _send(self, tensor: torch.Tensor, name: str) -> _Handle:
-        self._let_go(1)
-        view = self._take(tensor.numel() * tensor.element_size())
-        tensor = tensor.detach().contiguous()
-        view.put(tensor, name)
-        self.d2h.wait(record_compute(self.device))
-        if view.returned is not None:
-            self.d2h.wait(view.returned)
-        self.d2h.copy(view.host, tensor.view(-1), name, timed=True)
-        view.arrived = self.d2h.record()
-        self._copying.append((tensor, view.arrived))
-        self._order.append(view)
-        handle = _Handle(view)
-        weakref.finalize(handle, self._give_back, view).atexit = False
-        return handle
-
-    def _let_go(self, num_left: int) -> None:
-        """Give back the VRAM of all but the newest `num_left` inputs on their way; their memory is written again behind
-        the copies, which the device waits for: Python may be far ahead of it."""
-        self._copying = [(memory, event) for memory, event in self._copying if not event.done()]
-        while len(self._copying) > num_left:
-            _, event = self._copying.pop(0)
-            self._waits.delay(event)
-
-    def _give_back(self, view: _Offloaded) -> None:
-        """Autograd let go of the input: backward is past it, or its graph was dropped (and what was fetched ahead is
-        not read)."""
-        self._order.remove(view)
-        if view.device is not None and view.returned is not None:
-            self._copying.append((view.device, view.returned))
-        view.device = None
-        self._free.append(view)
-
-    def _take(self, num_bytes: int) -> _Offloaded:
-        for view in self._free:
-            if view.slab.num_bytes >= num_bytes:
-                self._free.remove(view)
-                return view
-        (slab,) = host_memory.allocate([num_bytes], self.device, "inputs of recomputed blocks")
-        return _Offloaded(slab)
-
-    def _bring_back(self, packed: tuple[torch.Tensor, int] | _Handle) -> torch.Tensor:
-        """The input of the block that backward has reached; the one before it is fetched meanwhile."""
-        if isinstance(packed, tuple):
-            tensor, version = packed
-            if tensor._version != version:
-                raise changed_in_place(tensor)
-            return tensor
-        self._let_go(0)
-        saved = packed.view
-        here = self._fetch(saved)
-        at = self._order.index(saved)
-        if at > 0:
-            self._fetch(self._order[at - 1])
-        assert saved.returned is not None
-        self._waits.delay(saved.returned)
-        saved.device = None
-        return here
-
-    def _fetch(self, saved: _Offloaded) -> torch.Tensor:
-        if saved.device is None:
-            saved.device = torch.empty(saved.shape, dtype=saved.host.dtype, device=self.device)
-            self.h2d.wait(record_compute(self.device))  # its memory may just have been freed by the compute stream
-            assert saved.arrived is not None
-            self.h2d.wait(saved.arrived)
-            self.h2d.copy(saved.device.view(-1), saved.host, saved.name, timed=True)
-            saved.returned = self.h2d.record()
-        return saved.device
-
-
-@dataclass(eq=False)
-class _Handle:
-    """What autograd holds of an input; the memory is free again when it is gone."""
-
-    view: _Offloaded
-
-
-class _Offloaded:
-    """One input: its memory in RAM, and its way there and back."""
-
-    def __init__(self, slab: HostSlab) -> None:
-        self.slab, self.name = slab, ""
-        self.host = torch.empty(0)
-        self.shape = torch.Size()
-        self.device: torch.Tensor | None = None
-        self.arrived: Event | None = None
-        self.returned: Event | None = None
-
-    def put(self, tensor: torch.Tensor, name: str) -> None:
-        """Make `host` of the tensor's size and dtype."""
-        self.name = name
-        self.slab.clear()
-        self.host = self.slab.cut(tensor.numel(), tensor.dtype)
-        self.shape, self.device = tensor.shape, None

@@ -1,6 +1,6 @@
-"""Records of steps, made late: where a step's time went, and what became known of updates started earlier.
+"""Records of steps: where each step's time went, its loss and norm, and warnings of steps that were not applied.
 
-They are read from events that are long past, so timing never makes anyone wait.
+A record is made once all of its step's events are over, a step or two later. So timing never makes anyone wait.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from offloadkit.telemetry import StepRecord, Telemetry
 
 @dataclass
 class _Window:
-    """One accumulation window while it runs."""
+    """What is known of one accumulation window.
+
+    Attributes:
+        began, ended: `time.perf_counter()`; `last_backward` too.
+        forwards, backwards: events at which they began and ended.
+        losses: a scalar in RAM for each micro-batch.
+        other_seconds: wall seconds between a backward and the next forward.
+        busy: waits and copies of the compute stream, by name.
+    """
 
     began: float
     forwards: list[tuple[Event, Event]] = field(default_factory=list)
@@ -42,16 +50,16 @@ class _Window:
 
 
 class StepClock:
-    """Marks a step's phases and makes its record later."""
+    """Marks the phases of each step, and makes its record later."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._now = _Window(time.perf_counter())
-        self._past: list[_Window] = []
+        self._current = _Window(time.perf_counter())
+        self._ended: list[_Window] = []
 
     def start_forward(self) -> Event:
-        """Forward begins; returns the mark for `end_forward`."""
-        now = self._now
+        """Forward begins. Returns the event that `end_forward` takes."""
+        now = self._current
         if now.last_backward is not None:
             now.other_seconds += time.perf_counter() - now.last_backward
             now.last_backward = None
@@ -59,53 +67,62 @@ class StepClock:
         return record_compute(self._device, timing=True)
 
     def end_forward(self, began: Event, num_tokens: int | None) -> None:
-        """Forward over `num_tokens` positions has come to its end."""
+        """Forward over `num_tokens` positions ends."""
         if num_tokens is not None:
-            self._now.num_tokens = (self._now.num_tokens or 0) + num_tokens
+            self._current.num_tokens = (self._current.num_tokens or 0) + num_tokens
         _traced("")
-        self._now.forwards.append((began, record_compute(self._device, timing=True)))
+        self._current.forwards.append((began, record_compute(self._device, timing=True)))
 
     def start_backward(self, loss: torch.Tensor) -> Event:
-        """Backward of `loss` (a scalar, this micro-batch's share) begins; its value is copied out, to be read later."""
+        """Backward of `loss` begins: a scalar, this micro-batch's share. Its value is copied to RAM, to be read later.
+
+        Returns the event that `end_backward` takes.
+        """
         copy = torch.empty((), dtype=torch.float32, pin_memory=self._device.type == "cuda")
         copy.copy_(loss.detach().reshape(()), non_blocking=True)
-        self._now.losses.append(copy)
+        self._current.losses.append(copy)
         _traced("backward")
         return record_compute(self._device, timing=True)
 
     def end_backward(self, began: Event) -> None:
+        """Backward ends."""
         _traced("")
-        self._now.backwards.append((began, record_compute(self._device, timing=True)))
-        self._now.last_backward = time.perf_counter()
+        self._current.backwards.append((began, record_compute(self._device, timing=True)))
+        self._current.last_backward = time.perf_counter()
 
     def drop_window(self) -> None:
-        """The gradients so far were dropped: their loss and tokens are in no record, their seconds are."""
-        if self._now.losses:
-            self._now.losses.clear()
-            self._now.num_tokens = None
+        """The gradients so far were dropped. The record leaves out their loss and tokens, but not their seconds."""
+        if self._current.losses:
+            self._current.losses.clear()
+            self._current.num_tokens = None
 
     def end_window(self, update: Update, learning_rate: float, busy: list[tuple[str, BusyTime]]) -> None:
-        """The boundary: `busy` are the waits and copies since the last one, by name."""
-        now = self._now
+        """The window ends, and `update` starts. `busy`: waits and copies since the last window, by name."""
+        now = self._current
         now.update, now.learning_rate, now.busy = update, learning_rate, busy
         now.ended = time.perf_counter()
-        self._past.append(now)
-        self._now = _Window(now.ended, last_backward=now.ended)
+        self._ended.append(now)
+        self._current = _Window(now.ended, last_backward=now.ended)
 
     def finished(self, memory: Callable[[], dict[str, dict[str, int]]]) -> list[StepRecord]:
-        """Records of the steps that are wholly in the past, oldest first."""
+        """Records of the finished steps not recorded yet, oldest first.
+
+        Args:
+            memory: the bytes of the record, by tier and category.
+        """
         records = []
-        while self._past and _is_past(self._past[0]):
-            records.append(_record(self._past.pop(0), memory()))
+        while self._ended and _is_finished(self._ended[0]):
+            records.append(_record(self._ended.pop(0), memory()))
         return records
 
 
 def _traced(phase: str) -> None:
+    """Name the phase in the trace, if one is being taken."""
     if (tracing := trace.active()) is not None:
         tracing.phase(phase)
 
 
-def _is_past(window: _Window) -> bool:
+def _is_finished(window: _Window) -> bool:
     assert window.update is not None
     if not window.update.done.is_set() or not all(busy.done() for _, busy in window.update.busy):
         return False
@@ -145,7 +162,7 @@ def _record(window: _Window, memory: dict[str, dict[str, int]]) -> StepRecord:
 
 
 def num_tokens(model: nn.Module, batch: dict[str, Any]) -> int | None:
-    """Positions of a batch: its input ids, and for an encoder-decoder its labels."""
+    """Positions of a batch: its input ids, and for an encoder-decoder its labels too. None if there are none."""
     config = getattr(model, "config", None)
     names = ["input_ids", "labels"] if getattr(config, "is_encoder_decoder", False) else ["input_ids"]
     sizes = [batch[name].numel() for name in names if isinstance(batch.get(name), torch.Tensor)]
@@ -153,7 +170,7 @@ def num_tokens(model: nn.Module, batch: dict[str, Any]) -> int | None:
 
 
 class StepReports:
-    """Updates on their way or done, oldest first. Reading never waits."""
+    """Adds finished steps to the telemetry, and reports those that were not applied. It never waits."""
 
     def __init__(
         self, clock: StepClock, telemetry: Telemetry, plan: Plan, device: torch.device, on_nonfinite: str
@@ -164,7 +181,7 @@ class StepReports:
         self._context_bytes: int | None = None
 
     def add(self, update: Update) -> None:
-        """An update that was just started."""
+        """Add an update that was just started."""
         self._updates.append(update)
 
     def forget(self) -> None:
@@ -175,7 +192,7 @@ class StepReports:
         """Record finished steps, and report those that were not applied.
 
         Raises:
-            NonFiniteGradientError: with `on_nonfinite="raise"`, for the oldest step not reported yet.
+            NonFiniteGradientError: with `on_nonfinite="raise"`, for the oldest such step not reported yet.
         """
         for record in self._clock.finished(self._memory):
             self._telemetry.add(record)
@@ -192,18 +209,18 @@ class StepReports:
             return
         raise NonFiniteGradientError(
             f"{message} and the weights are as before it. Look at the data and the loss of that step, lower the "
-            "learning rate, or pass OffloadConfig(on_nonfinite='skip') to leave such steps out"
+            "learning rate, or pass OffloadConfig(on_nonfinite='skip') to skip such steps"
         )
 
     def _memory(self) -> dict[str, dict[str, int]]:
-        """Planned bytes by tier and category, and what the process really uses."""
+        """Planned bytes by tier and category, and what the process uses now."""
         tiers = {tier: dict(categories) for tier, categories in self._plan.tiers.items()}
         tiers["ram"]["process"] = hardware.process_ram_bytes()
         if self._device.type == "cuda":
-            allocator = torch.cuda.memory_stats_as_nested_dict(self._device)  # its named totals take much longer
+            allocator = torch.cuda.memory_stats_as_nested_dict(self._device)  # much faster than memory_stats
             tiers["vram"]["process peak allocated"] = allocator["allocated_bytes"]["all"]["peak"]
             reserved = allocator["reserved_bytes"]["all"]["current"]
-            if self._context_bytes is None:  # after the first step, whose kernels are loaded
+            if self._context_bytes is None:  # read after the first step, which has loaded the kernels
                 self._context_bytes = hardware.vram_context_bytes(self._device)
             tiers["vram"] |= {"process reserved": reserved, "process": reserved + self._context_bytes}
         return tiers

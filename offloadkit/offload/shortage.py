@@ -1,5 +1,6 @@
-"""Memory that runs out: RAM that is about to, VRAM that did. Both end in errors that set what was planned beside what
-is used.
+"""Memory that runs out: a watch on the RAM left, and the explanation of a CUDA out-of-memory error.
+
+Both errors name the bytes that were planned and the bytes that are used.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from offloadkit.planner import Plan
 from offloadkit.units import format_bytes
 
 _INTERVAL_SECONDS = 0.2
+"""How often the RAM left is read."""
 _MIN_FLOOR_BYTES = 256 << 20
+"""Least RAM that must be left, on small machines too."""
 
 
 @dataclass
-class _Looks:
-    """What the thread knows; it does not know the `RamWatch`, which may be collected while it looks."""
+class _RamPoll:
+    """What the watching thread uses. It has no reference to the `RamWatch`, so that one can be collected."""
 
     planned: Mapping[str, int]
     floor_bytes: int
     closed: threading.Event = field(default_factory=threading.Event)
     warning: str | None = None
 
-    def repeat(self) -> None:
+    def run(self) -> None:
+        """Read the RAM left until closed. Where it is too little, set `warning`."""
         while not self.closed.wait(_INTERVAL_SECONDS):
             available = hardware.ram_available_bytes()
             if available < self.floor_bytes:
@@ -52,37 +56,37 @@ class _Looks:
 
 
 class RamWatch:
-    """Looks at the RAM left until it is closed or collected.
+    """Watches the RAM left, until it is closed or garbage-collected.
 
-    As a context manager, around loading for example, it also checks at the end.
+    As a context manager (around loading, for example) it also checks at the end.
 
     Args:
-        planned: bytes by category that the plan gives this process; they are named in the error.
-        floor_bytes: what must be left, page cache counted as free; None: 1 % of the limit, at least 256 MiB.
+        planned: bytes by category that the plan gives this process. The error names them.
+        floor_bytes: what must be left, counting page cache as free. None: 1 % of the limit, but at least 256 MiB.
     """
 
     def __init__(self, planned: Mapping[str, int], floor_bytes: int | None = None) -> None:
         if floor_bytes is None:
             floor_bytes = max(hardware.ram_limit_bytes() // 100, _MIN_FLOOR_BYTES)
-        self._looks = _Looks(dict(planned), floor_bytes)
-        self._thread = threading.Thread(target=self._looks.repeat, name="offloadkit-ram-watch", daemon=True)
-        weakref.finalize(self, self._looks.closed.set)
+        self._poll = _RamPoll(dict(planned), floor_bytes)
+        self._thread = threading.Thread(target=self._poll.run, name="offloadkit-ram-watch", daemon=True)
+        weakref.finalize(self, self._poll.closed.set)
         self._thread.start()
 
     def check(self) -> None:
-        """Costs nothing; call it wherever training can stop.
+        """Call it wherever training can stop; it reads one attribute.
 
         Raises:
-            OutOfRamError: less than the floor was left at some look since the last check.
+            OutOfRamError: less than the floor was left at some time since the last check.
         """
-        warning, self._looks.warning = self._looks.warning, None
+        warning, self._poll.warning = self._poll.warning, None
         if warning is not None:
             raise OutOfRamError(warning)
 
     def close(self) -> None:
-        """End the looking; may be called twice."""
-        self._looks.closed.set()
-        if threading.current_thread() is not self._thread:  # the garbage collector runs on any thread
+        """Stop watching. It may be called twice."""
+        self._poll.closed.set()
+        if threading.current_thread() is not self._thread:  # a finalizer runs on any thread
             self._thread.join()
 
     def __enter__(self) -> RamWatch:
@@ -100,24 +104,25 @@ class RamWatch:
 def explained_shortage(
     plan: Plan, device: torch.device, drop_gradients: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """
+    """A context that explains CUDA's out-of-memory error.
+
     Raises:
-        OutOfVramError: in the place of torch's error; `drop_gradients` was called.
+        OutOfVramError: instead of torch's error, after a call of `drop_gradients`.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
         explained = _explain(plan, device)
-        traceback.clear_frames(error.__traceback__)  # whoever keeps the error would keep the activations
+        traceback.clear_frames(error.__traceback__)  # else a kept error would keep the activations in VRAM
         drop_gradients()
         raise OutOfVramError(explained) from error
 
 
 def leaner_budget(plan: Plan, device: torch.device) -> int:
-    """Bytes of VRAM for another plan of a run that `plan` was too small for.
+    """VRAM budget, in bytes, for a second plan of a run that ran out of VRAM with `plan`.
 
-    It is an eighth below what was planned, or below what there was to be had if that is less; and below what was
-    planned by twice as much as was used beyond it, since what did not fit any more was not even counted.
+    The budget starts from the smaller of what was planned and what was used. It leaves out an eighth of the planned
+    bytes, or twice the excess over the plan if that is more: the allocation that failed is not in what was used.
     """
     planned = plan.total_bytes("vram")
     used = planned
@@ -127,6 +132,7 @@ def leaner_budget(plan: Plan, device: torch.device) -> int:
 
 
 def _explain(plan: Plan, device: torch.device) -> str:
+    """The error's text: what torch held, what was planned and what to do."""
     planned = plan.tiers["vram"]
     parts = ", ".join(f"{category} {format_bytes(size)}" for category, size in planned.items() if size)
     free, total = hardware.vram_bytes(device)

@@ -1,8 +1,10 @@
-"""The update: what happens between `step()` and the next forward, on threads of its own.
+"""The update: one optimizer step on its own threads, from `step()` until the next forward has the new weights.
 
-The stepping thread waits for the gradients' events, knows the norm, steps the CPU's layers in forward order and sends
-each one's new weights to the device as soon as it is stepped. A second one queues the GPU's steps meanwhile: the C
-kernels release the GIL, and queuing takes Python's time. The main thread never waits here; forward does, by layer.
+The stepping thread waits for the gradients and computes the norm. Then it steps the CPU's layers in forward order, and
+sends the new weights of each to the device as soon as it is stepped. Meanwhile a second thread queues the GPU's steps:
+that takes Python's time, and the C kernels release the GIL. The main thread never waits here; forward waits by layer.
+
+`StepBalancer` corrects, between updates, which layers the CPU and which the GPU steps.
 """
 
 from __future__ import annotations
@@ -21,133 +23,35 @@ import torch
 
 from offloadkit.device import trace
 from offloadkit.device.streams import BusyTime, CopyStream, Event
-from offloadkit.offload.gradients import take_sums
 from offloadkit.offload.states import LayerState
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.norm import sum_in_order
 from offloadkit.optim.table import GroupOptions
 from offloadkit.planner import NUM_STATE_BUFFERS
 
-WARM_UP = 2
-"""Updates that are not looked at: kernels are compiled, and pages and caches are cold."""
-MOST_MOVES = 4
-"""Layers that move before one step."""
-MOST_SEEN = 4
-"""Updates whose mean decides: the newest of those since a layer moved."""
-WORTH = 0.02
-"""Layers move where the processor that ends later then ends sooner by more than this share."""
-NOISE = 0.15
-"""One update alone moves none before the processors' times differ by more than this share of the longer one."""
-
-
-@dataclass(frozen=True)
-class Took:
-    """One update on both processors.
-
-    Attributes:
-        cpu_seconds: of the C kernels and what they waited for.
-        cpu_numel: elements that the CPU stepped.
-        gpu: from the first kernel's turn to the last kernel's end.
-        gpu_numel: elements whose states passed through VRAM.
-    """
-
-    cpu_seconds: float
-    cpu_numel: int
-    gpu: tuple[Event, Event] | None
-    gpu_numel: int
-
-    def is_over(self) -> bool:
-        """Whether the GPU is done with it too."""
-        return self.gpu is None or self.gpu[1].done()
-
-
-class StepBalancer:
-    """Corrects the assignment between updates."""
-
-    def __init__(self) -> None:
-        self._took: deque[Took] = deque()
-        self._seen: deque[tuple[float, float, float, float]] = deque(maxlen=MOST_SEEN)
-        """Seconds and elements of the CPU, and of the GPU."""
-        self._num_updates = 0
-        self._alone = self._one_before_alone = False
-
-    def add(self, took: Took) -> None:
-        """What the newest update took."""
-        self._num_updates += 1
-        self._alone, self._one_before_alone = False, self._alone
-        if self._num_updates > WARM_UP:
-            self._took.append(took)
-
-    def disregard_newest(self) -> None:
-        """It was waited for: without a forward beside it the GPU ends sooner than in other steps. Where every update is
-        waited for, they count."""
-        if not self._alone and not self._one_before_alone and self._took:
-            self._took.pop()
-        self._alone = True
-
-    def correct(self, layers: Sequence[LayerState]) -> None:
-        """Move up to `MOST_MOVES` of `layers`, which are stepped next, if the updates that are over say so."""
-        movable = [layer for layer in layers if layer.switchable]
-        while self._took and self._took[0].is_over():  # Python may be a step ahead of the GPU
-            took = self._took.popleft()
-            gpu = took.gpu[1].seconds_since(took.gpu[0]) if took.gpu else 0.0
-            self._seen.append((took.cpu_seconds, took.cpu_numel, gpu, took.gpu_numel))
-        if not movable or not self._seen:
-            return
-        cpu, cpu_numel, gpu, gpu_numel = (sum(column) / len(self._seen) for column in zip(*self._seen, strict=True))
-        if len(self._seen) == 1 and abs(cpu - gpu) < NOISE * max(cpu, gpu):
-            return
-        by_cpu, by_gpu = cpu / cpu_numel if cpu_numel else 0.0, gpu / gpu_numel if gpu_numel else 0.0
-        rates = by_cpu or by_gpu, by_gpu or by_cpu  # the one that did nothing is taken to be as fast
-        before, moved = max(cpu, gpu), list[LayerState]()
-        while len(moved) < MOST_MOVES and (move := _move(movable, cpu, gpu, *rates)) is not None:
-            layer, cpu, gpu = move
-            layer.on_gpu = not layer.on_gpu
-            moved.append(layer)
-        if max(cpu, gpu) > (1 - WORTH) * before:
-            for layer in moved:
-                layer.on_gpu = not layer.on_gpu
-        elif moved:
-            self._took.clear()  # of before the move
-            self._seen.clear()
-
-
-def _move(
-    layers: Sequence[LayerState], cpu: float, gpu: float, by_cpu: float, by_gpu: float
-) -> tuple[LayerState, float, float] | None:
-    """The layer whose move helps most, of equal ones the last, and both processors' seconds then; None where the later
-    one would end no sooner."""
-    best, least = None, max(cpu, gpu)
-    for layer in layers:
-        if layer.on_gpu == (gpu > cpu):
-            sign = 1 if layer.on_gpu else -1
-            then = cpu + sign * layer.layer.numel * by_cpu, gpu - sign * layer.layer.numel * by_gpu
-            if max(then) < least or (best is not None and max(then) == least):
-                best, least = (layer, *then), max(then)
-    return best
-
-
-Stepped = tuple[LayerState, set[int], PendingUpdate]
-"""A layer, the views that have a gradient, and what forward waits for."""
+LayerUpdate = tuple[LayerState, set[int], PendingUpdate]
+"""A layer, the indices of its views that have a gradient, and what forward waits for."""
 
 
 @dataclass
 class Update:
-    """One optimizer step on its way.
+    """One optimizer step.
 
     Attributes:
-        layers: the layers to step, in that order, each with the views that have a gradient.
-        compute_done: the compute stream's work at step(); the device's weights are not overwritten before it.
-        loss_scale: what the gradients are to be divided by.
-        scale_may_fall: a norm that is not finite may be an overflow, after which the scale goes down: no error.
-        norm: global gradient norm, once `norm_known` is set; NaN or Inf: the step was skipped.
-        seconds: wall seconds of the stepping thread, by phase; complete once `done` is set.
-        busy: copies, "h2d" and "d2h", and "gpu_step": what moves and is stepped beside backward; complete then too.
-        gpu: where the GPU's steps began and ended.
+        layers: the layers to step, in this order.
+        compute_done: the compute stream's work at step(). The device's weights are not overwritten before it.
+        loss_scale: the gradients are divided by it.
+        scale_may_fall: whether the loss scale can go down. If so, a non-finite norm is taken as an overflow, not as an
+            error.
+        norm: global gradient norm, valid once `norm_known` is set. If it is NaN or Inf, the step was skipped.
+        seconds: wall seconds of the stepping thread, by phase, complete once `done` is set.
+        busy: when copies ("h2d", "d2h") and the GPU's steps ("gpu_step") ran, complete once `done` is set.
+        gpu: the events at which the GPU's steps began and ended.
+        nonfinite: names of the parameters whose gradients were not finite.
     """
 
     number: int
-    layers: list[Stepped]
+    layers: list[LayerUpdate]
     options: Sequence[GroupOptions]
     max_grad_norm: float | None
     compute_done: Event
@@ -163,17 +67,17 @@ class Update:
 
     @property
     def skipped(self) -> bool:
-        """Whether the gradients were not finite; valid once the norm is known."""
+        """Whether the step was not applied, because the norm is not finite. Valid once the norm is known."""
         return not math.isfinite(self.norm)
 
     def grad_scale(self) -> float:
-        """The clip coefficient, as torch.nn.utils.clip_grad_norm_ defines it, over the loss scale."""
+        """What gradients are multiplied by: the coefficient of torch.nn.utils.clip_grad_norm_, over the loss scale."""
         clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (self.norm + 1e-6))
         return clip / self.loss_scale
 
 
 class _Worker(threading.Thread):
-    """Runs jobs one after the other until it gets None."""
+    """A thread that runs jobs one after the other until it gets None."""
 
     def __init__(self, name: str, device: torch.device, failed: Callable[[BaseException], None]) -> None:
         super().__init__(name=name, daemon=True)
@@ -187,52 +91,57 @@ class _Worker(threading.Thread):
         while (job := self.jobs.get()) is not None:
             try:
                 job()
-            except BaseException as error:  # shown to the caller at its next call
+            except BaseException as error:  # raised in the engine's next call
                 self._failed(error)
 
 
 class StepThread:
-    """Runs jobs one after the other on one thread, and queues the GPU's steps on a second; after an exception no more
-    updates are made."""
+    """The stepping thread and the thread that queues the GPU's steps.
+
+    Jobs and updates run one after the other. After an exception no more updates are made.
+
+    Attributes:
+        error: the first exception of either thread.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.h2d = CopyStream(device, "H2D")
-        self.kernels = CopyStream(device, "step on the GPU", urgent=True)  # short, and the bus waits for them
+        self.kernels = CopyStream(device, "step on the GPU", urgent=True)  # short kernels, for which copies wait
         self.balancer = StepBalancer()
         self.error: BaseException | None = None
         self._worker = _Worker("offloadkit-step", device, self._failed)
-        self._queuing = _Worker("offloadkit-gpu-step", device, self._failed)
+        self._gpu_worker = _Worker("offloadkit-gpu-step", device, self._failed)
 
     def _failed(self, error: BaseException) -> None:
         self.error = self.error or error
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` after those submitted before."""
+        """Run `job` on the stepping thread, after the jobs submitted before."""
         self._worker.jobs.put(job)
 
     def close(self) -> None:
-        """Finish what was submitted and end the threads."""
-        self.submit(partial(self._queuing.jobs.put, None))
+        """Finish all jobs and end the threads."""
+        self.submit(partial(self._gpu_worker.jobs.put, None))
         self._worker.jobs.put(None)
-        if threading.current_thread() not in (self._worker, self._queuing):  # the garbage collector runs on any thread
+        if threading.current_thread() not in (self._worker, self._gpu_worker):  # a finalizer runs on any thread
             self._worker.join()
-            self._queuing.join()
+            self._gpu_worker.join()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def start(self, update: Update) -> None:
         """Queue an optimizer step."""
-        self.submit(partial(self._make, update))
+        self.submit(partial(self._run_and_release, update))
 
     def finish(self, update: Update) -> None:
-        """Wait until the newest update is done; `split` is the thread's alone."""
+        """Wait until the newest update is done. The balancer does not count such an update."""
         update.done.wait()
-        if not update.skipped:
+        if not update.skipped:  # as a job: only the stepping thread may touch the balancer
             self.submit(self.balancer.disregard_newest)
 
-    def _make(self, update: Update) -> None:
-        """Whatever happens, nobody is left waiting for the update."""
+    def _run_and_release(self, update: Update) -> None:
+        """Run the update. Even if it fails, whoever waits for it is woken up."""
         try:
             if self.error is None:
                 self._run(update)
@@ -244,7 +153,7 @@ class StepThread:
             update.done.set()
 
     def _run(self, update: Update) -> None:
-        """Wait for the gradients, take the norm, step every layer and send its weights."""
+        """Wait for the gradients, compute the norm, step every layer and send its weights."""
         started = time.perf_counter()
         rings = {state.ring for state, _, _ in update.layers if state.ring is not None}
         for ring in rings:
@@ -269,12 +178,12 @@ class StepThread:
             update.busy += [("h2d", ring.h2d.take_busy()), ("d2h", ring.d2h.take_busy())]
 
     def _step(self, update: Update) -> None:
-        """Both processors at once, each in forward order."""
+        """Step the CPU's and the GPU's layers at the same time, each in forward order."""
         on_gpu = [item for item in update.layers if item[0].on_gpu]
         on_cpu = [item for item in update.layers if not item[0].on_gpu]
         queued = threading.Event()
         if on_gpu:
-            self._queuing.jobs.put(partial(self._queue_on_gpu, update, on_gpu, queued))
+            self._gpu_worker.jobs.put(partial(self._queue_on_gpu, update, on_gpu, queued))
         else:
             queued.set()
         began = time.perf_counter()
@@ -285,10 +194,10 @@ class StepThread:
             queued.wait()
         through_vram = [state.layer.numel for state, _, _ in on_gpu if state.passes]
         self.balancer.add(
-            Took(seconds, sum(state.layer.numel for state, _, _ in on_cpu), update.gpu, sum(through_vram))
+            StepTimes(seconds, sum(state.layer.numel for state, _, _ in on_cpu), update.gpu, sum(through_vram))
         )
 
-    def _step_on_cpu(self, update: Update, layers: Sequence[Stepped]) -> None:
+    def _step_on_cpu(self, update: Update, layers: Sequence[LayerUpdate]) -> None:
         self.h2d.wait(update.compute_done)
         scale = update.grad_scale()
         for index, (state, views, pending) in enumerate(layers):
@@ -298,8 +207,8 @@ class StepThread:
                 state.step(views, update.options, scale, self.h2d)
             pending.record(state.uploaded)
 
-    def _queue_on_gpu(self, update: Update, layers: Sequence[Stepped], queued: threading.Event) -> None:
-        """Layers whose states are in VRAM first: they wait for no bus."""
+    def _queue_on_gpu(self, update: Update, layers: Sequence[LayerUpdate], queued: threading.Event) -> None:
+        """Queue the GPU's steps. Layers whose states are in VRAM come first: they wait for no copy."""
         try:
             self.kernels.wait(update.compute_done)
             scale, began = update.grad_scale(), self.kernels.record(timing=True)
@@ -316,9 +225,12 @@ class StepThread:
 
 
 def _norm(update: Update) -> float:
-    """sqrt of the block sums, added one after another in the model's parameter order."""
+    """Global gradient norm: the root of the sum of all block sums, added in the model's parameter order.
+
+    Where it is not finite, `update.nonfinite` gets the names of the parameters that made it so.
+    """
     for state, _, _ in update.layers:
-        take_sums(state.gradient)
+        compute_host_sums(state.gradient)
     views = [(state.layer.views[index], state, index) for state, indices, _ in update.layers for index in indices]
     views.sort(key=lambda item: item[0].order)
     by_layer = {state: state.gradient.sums.numpy() for state, _, _ in update.layers}
@@ -328,3 +240,113 @@ def _norm(update: Update) -> float:
         named = zip(views, sums, strict=True)
         update.nonfinite = [view.name for (view, _, _), part in named if not np.isfinite(part).all()]
     return math.sqrt(total) if total >= 0 else total
+
+
+WARM_UP = 2
+"""Number of first updates that are not counted: kernels are compiled, and pages and caches are cold."""
+MAX_MOVES = 4
+"""Most layers that move before one update."""
+MAX_AVERAGED = 4
+"""Most updates that are averaged: the newest since a layer moved."""
+MIN_GAIN = 0.02
+"""Move layers only if the slower processor gets faster by more than this fraction."""
+MIN_DIFFERENCE = 0.15
+"""After a single update, move layers only if the times differ by this fraction of the longer one: one time is noisy."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """How long one update took on both processors.
+
+    Attributes:
+        cpu_seconds: wall seconds of the CPU's steps, waits included.
+        cpu_numel: elements that the CPU stepped.
+        gpu: the events at which the GPU's steps began and ended; None if it stepped nothing.
+        gpu_numel: elements whose states the GPU stepped from RAM, through VRAM.
+    """
+
+    cpu_seconds: float
+    cpu_numel: int
+    gpu: tuple[Event, Event] | None
+    gpu_numel: int
+
+    def is_over(self) -> bool:
+        """Whether the GPU has finished too."""
+        return self.gpu is None or self.gpu[1].done()
+
+
+class StepBalancer:
+    """Moves layers between CPU and GPU, so that both finish an update at the same time."""
+
+    def __init__(self) -> None:
+        self._unread: deque[StepTimes] = deque()
+        """Updates that the GPU may not have finished."""
+        self._averaged: deque[tuple[float, float, float, float]] = deque(maxlen=MAX_AVERAGED)
+        """Of each update: seconds and elements of the CPU, then of the GPU."""
+        self._num_updates = 0
+        self._was_waited_for = self._earlier_was_waited_for = False
+
+    def add(self, times: StepTimes) -> None:
+        """Add the newest update."""
+        self._num_updates += 1
+        self._was_waited_for, self._earlier_was_waited_for = False, self._was_waited_for
+        if self._num_updates > WARM_UP:
+            self._unread.append(times)
+
+    def disregard_newest(self) -> None:
+        """Do not count the newest update, because the engine waited for it.
+
+        No forward ran beside it, so the GPU finished sooner than in other steps. Where the engine waits for every
+        update, they do count.
+        """
+        if not self._was_waited_for and not self._earlier_was_waited_for and self._unread:
+            self._unread.pop()
+        self._was_waited_for = True
+
+    def correct(self, layers: Sequence[LayerState]) -> None:
+        """Move up to `MAX_MOVES` of `layers`, which are stepped next, if the finished updates say that it helps."""
+        movable = [layer for layer in layers if layer.switchable]
+        while self._unread and self._unread[0].is_over():  # Python may be a step ahead of the GPU
+            times = self._unread.popleft()
+            gpu = times.gpu[1].seconds_since(times.gpu[0]) if times.gpu else 0.0
+            self._averaged.append((times.cpu_seconds, times.cpu_numel, gpu, times.gpu_numel))
+        if not movable or not self._averaged:
+            return
+        num_averaged, columns = len(self._averaged), zip(*self._averaged, strict=True)
+        cpu, cpu_numel, gpu, gpu_numel = (sum(column) / num_averaged for column in columns)
+        if num_averaged == 1 and abs(cpu - gpu) < MIN_DIFFERENCE * max(cpu, gpu):
+            return
+        by_cpu, by_gpu = cpu / cpu_numel if cpu_numel else 0.0, gpu / gpu_numel if gpu_numel else 0.0
+        rates = by_cpu or by_gpu, by_gpu or by_cpu  # a processor that did nothing is taken to be as fast as the other
+        before, moved = max(cpu, gpu), list[LayerState]()
+        while len(moved) < MAX_MOVES and (move := _best_move(movable, cpu, gpu, *rates)) is not None:
+            layer, cpu, gpu = move
+            layer.on_gpu = not layer.on_gpu
+            moved.append(layer)
+        if max(cpu, gpu) > (1 - MIN_GAIN) * before:
+            for layer in moved:
+                layer.on_gpu = not layer.on_gpu
+        elif moved:
+            self._unread.clear()  # these times belong to the old assignment
+            self._averaged.clear()
+
+
+def _best_move(
+    layers: Sequence[LayerState], cpu: float, gpu: float, by_cpu: float, by_gpu: float
+) -> tuple[LayerState, float, float] | None:
+    """The layer whose move helps most, and the seconds of CPU and GPU after it. None if no move helps.
+
+    Of layers that help equally, it is the last.
+
+    Args:
+        cpu, gpu: seconds of both processors now.
+        by_cpu, by_gpu: their seconds per element.
+    """
+    best, least = None, max(cpu, gpu)
+    for layer in layers:
+        if layer.on_gpu == (gpu > cpu):
+            sign = 1 if layer.on_gpu else -1
+            then = cpu + sign * layer.layer.numel * by_cpu, gpu - sign * layer.layer.numel * by_gpu
+            if max(then) < least or (best is not None and max(then) == least):
+                best, least = (layer, *then), max(then)
+    return best

@@ -1,10 +1,12 @@
-"""Working weights that live in pinned RAM and visit VRAM: a ring of reusable buffers, fetched one block ahead.
+"""Streamed weights: they live in pinned RAM and are copied into a ring of VRAM buffers, one block ahead.
 
-A block is fetched when something asks for it: its forward, a recomputation, or backward unpacking a weight that
-autograd saved. Asking again while it is there costs nothing, so no order of hooks is relied on. Which block follows
-which is remembered from the last time, for forward and for backward, and that one is fetched meanwhile. Autograd never
-keeps a view of a buffer: a saved weight is packed as its place in its block, and looked up again in backward. (A
-recomputation is not packed: its views live until the block's own backward is done, before which no other is used.)
+A block is fetched when it is used: by its forward, by a recomputation, or by backward when it unpacks a weight that
+autograd saved. Using it again while it is in VRAM costs nothing, so the order of hooks does not matter. The ring
+remembers which block followed which, in forward and in backward, and fetches that block ahead.
+
+Autograd never keeps a view of a buffer. A saved weight is packed as its place in the block, and looked up again in
+backward. Tensors of a recomputation are not packed: their views live until the block's own backward is done, and no
+other block is used before that.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ class StreamedWeights(LayerWeights):
     """The working weights of a flat layer in RAM.
 
     Attributes:
-        host: 1-D pinned tensor, `layer.numel` elements; the parameters are views of it between steps.
-        host_bytes: the same as uint8.
-        copied: the end of the newest copy out of `host`, which is not written before that.
-        written: the end of the newest copy into `host`, where the GPU stepped it.
+        host: 1-D pinned tensor of `layer.numel` elements. Between steps the parameters are views of it.
+        host_bytes: the same memory as uint8.
+        copied: the end of the newest copy out of `host`. Nobody writes to `host` before it.
+        written: the end of the newest copy into `host`, if the GPU steps the layer.
     """
 
     def __init__(self, layer: FlatLayer, host: torch.Tensor, device: torch.device, waits: Waits) -> None:
@@ -44,34 +46,36 @@ class StreamedWeights(LayerWeights):
         self._host_views: list[torch.Tensor] = []
         self._views: dict[int, list[torch.Tensor]] = {}
         nan = torch.full((1,), torch.nan, dtype=layer.dtype, device=device)
-        self._nowhere = [nan.expand(view.parameter.shape) for view in layer.views]
+        self._unbound = [nan.expand(view.parameter.shape) for view in layer.views]
 
     def start(self, flat: torch.Tensor) -> None:
         super().start(flat)
         self._host_views = self._bound
 
-    def rest(self) -> None:
-        """Bind the parameters to RAM, for whoever reads or writes them there."""
+    def bind_to_ram(self) -> None:
+        """Bind the parameters to RAM, where anyone may read or write them."""
         self.bind(self._host_views)
 
-    def leave(self) -> None:
-        """Bind the parameters to a NaN on the device while others use the buffer: reading them unasked shows. (Bound to
-        RAM, a change of device, autograd would forget their accumulator, and add up the uses of a block that is used
-        twice in another order.)"""
-        self.bind(self._nowhere)
+    def unbind(self) -> None:
+        """Bind the parameters to a NaN on the device, while another block uses the buffer.
+
+        So a read that did not go through the ring shows. They are not bound to RAM here, which is another device:
+        autograd would make new gradient accumulators, and add the uses of a block used twice in another order.
+        """
+        self.bind(self._unbound)
 
     def save(self, views: Sequence[ParameterView]) -> None:
-        """Take what was written to parameters of `views` in VRAM to RAM; what was written in RAM is there."""
-        if self._bound is self._host_views or self._bound is self._nowhere:
+        """Copy the parameters of `views`, which were written in VRAM, to RAM. Does nothing if they are bound to RAM."""
+        if self._bound is self._host_views or self._bound is self._unbound:
             return
         for view in views:
             self.host[view.start : view.start + view.numel].copy_(view.parameter.data.reshape(-1))
 
-    def enter(self, memory: torch.Tensor) -> None:
-        """Bind the parameters to `memory`, the layer's bytes in one of the ring's buffers."""
+    def bind_to_vram(self, memory: torch.Tensor) -> None:
+        """Bind the parameters to `memory`: uint8, the layer's part of one of the ring's buffers."""
         address = memory.data_ptr()
         if address not in self._views:
-            with torch.inference_mode(False):  # views made in it could not be trained with
+            with torch.inference_mode(False):  # autograd refuses tensors made in inference mode
                 self._views[address] = self.tensors(memory.view(self.layer.dtype))
         self.bind(self._views[address])
 
@@ -96,7 +100,7 @@ class StreamedWeights(LayerWeights):
     def check_held(self, view: ParameterView) -> None:
         """
         Raises:
-            EngineStateError: the gradient was computed after a recomputed block's buffer went to another block.
+            EngineStateError: the block was recomputed, and its buffer went to another block before this gradient.
         """
         block = self.block
         if block is not None and block.recomputed and not block.ring.holds(block):
@@ -107,11 +111,11 @@ class StreamedWeights(LayerWeights):
 
 
 class StreamedBlock:
-    """The streamed flat layers of one repeated block (one for each dtype): they come and go together.
+    """The streamed flat layers of one repeated block, one for each dtype. They are fetched and evicted together.
 
     Attributes:
         recomputed: whether backward may hold views of the block's buffer, made by a recomputation.
-        num_updates: of each layer.
+        num_updates: number of updates of each layer.
     """
 
     def __init__(self, layers: Sequence[StreamedWeights], ring: WeightRing) -> None:
@@ -121,10 +125,10 @@ class StreamedBlock:
             layer.block = self
 
     def use(self) -> None:
-        """Have the block in VRAM, for what the compute stream does next.
+        """Have the block in VRAM for the compute stream's next work.
 
         Raises:
-            EngineStateError: the module was called past the engine, so that autograd would save views of the buffer.
+            EngineStateError: the model was not called through the engine, so autograd would save views of the buffer.
         """
         if torch.is_grad_enabled() and not (self.ring.in_forward or self.ring.in_backward):
             raise EngineStateError(
@@ -135,7 +139,7 @@ class StreamedBlock:
         self.ring.use(self)
 
     def wait(self) -> None:
-        """Wait for the pending update."""
+        """Wait for the pending updates."""
         for layer in self.layers:
             layer.wait()
 
@@ -150,17 +154,19 @@ class _Buffer:
 
     memory: torch.Tensor
     start: int
-    """Where it begins in the memory of all, in bytes."""
-    holds: StreamedBlock | None = None
+    """First byte in the ring's memory."""
+    block: StreamedBlock | None = None
+    """The block whose weights are in it."""
     arrived: Event | None = None
-    left: Event | None = None
-    """The compute stream's work when another block came into use; None while this one is, or before any was."""
-    used: int = 0
-    """When it was last used, counted in uses."""
+    """The end of the copy of these weights."""
+    released: Event | None = None
+    """The end of the compute stream's work with it. None while it is in use, and before its first use."""
+    last_use: int = 0
+    """Number of the ring's use at which it was last used."""
     _parts: dict[StreamedBlock, list[tuple[StreamedWeights, torch.Tensor]]] = field(default_factory=dict)
 
     def parts(self, block: StreamedBlock) -> list[tuple[StreamedWeights, torch.Tensor]]:
-        """Each layer of the block and its bytes here, one after the other."""
+        """Each layer of the block and its bytes in this buffer, one after the other."""
         if block not in self._parts:
             ends = list(accumulate((layer.host_bytes.numel() for layer in block.layers), initial=0))
             places = [self.memory[start:end] for start, end in pairwise(ends)]
@@ -170,7 +176,11 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _SavedWeight:
-    """A view of a block's weights, as offset in bytes, dtype, shape and strides, and the updates that they had seen."""
+    """A view of a block's weights that autograd saved: its offset in bytes, dtype, shape and strides.
+
+    Attributes:
+        num_updates: the block's `num_updates` when it was saved.
+    """
 
     block: StreamedBlock
     num_updates: list[int]
@@ -181,10 +191,10 @@ class _SavedWeight:
 
 
 class WeightRing:
-    """Reusable buffers in VRAM that streamed blocks take turns in."""
+    """Reusable buffers in VRAM, of the size of the largest streamed block."""
 
     fill_with_nan: ClassVar[bool] = False
-    """For tests: a block leaves, and its buffer is filled with NaN, as soon as another one is used."""
+    """For tests: a buffer is emptied and filled with NaN as soon as another block is used."""
 
     def __init__(self, layers: Sequence[StreamedWeights], device: torch.device, num_buffers: int, waits: Waits) -> None:
         self.device, self._waits = device, waits
@@ -201,46 +211,46 @@ class WeightRing:
         self._buffers = [_Buffer(self._memory[start : start + size], start) for start in starts]
         self.h2d = CopyStream(device, "H2D")
         self._current: _Buffer | None = None
-        self._follows: dict[tuple[bool, StreamedBlock], StreamedBlock] = {}
+        self._successor: dict[tuple[bool, StreamedBlock], StreamedBlock] = {}
         self._num_uses = 0
 
     def use(self, block: StreamedBlock) -> None:
-        """Bring `block` here if need be, bind its parameters, and fetch the block that came next the last time."""
+        """Have `block` in VRAM and bind its parameters. Then fetch the block that followed it the last time."""
         current = self._current
-        if current is not None and current.holds is block:
+        if current is not None and current.block is block:
             return
         block.wait()
         if current is not None:
-            self._leave(current, block)
-        buffer = self._of(block) or self._fetch(block)
+            self._release(current, block)
+        buffer = self._buffer_of(block) or self._fetch(block)
         assert buffer.arrived is not None
         self._waits.delay(buffer.arrived)
         self._num_uses += 1
-        buffer.used, buffer.left, self._current = self._num_uses, None, buffer
+        buffer.last_use, buffer.released, self._current = self._num_uses, None, buffer
         for layer, memory in buffer.parts(block):
-            layer.enter(memory)
-        following = self._follows.get((self.in_backward, block))
+            layer.bind_to_vram(memory)
+        following = self._successor.get((self.in_backward, block))
         if following is not None and following.ready() and not self.holds(following):
             self._fetch(following)
 
     def holds(self, block: StreamedBlock) -> bool:
         """Whether the block is in VRAM."""
         current = self._current
-        return (current is not None and current.holds is block) or self._of(block) is not None
+        return (current is not None and current.block is block) or self._buffer_of(block) is not None
 
     def evict(self, block: StreamedBlock) -> None:
-        """Send the block back: its parameters are views of RAM again, its buffer may be taken."""
-        buffer = self._of(block)
+        """Bind the block's parameters to RAM, and free its buffer for other blocks."""
+        buffer = self._buffer_of(block)
         if buffer is not None:
             if buffer is self._current:
-                buffer.left, self._current = record_compute(self.device), None
-            buffer.holds = None
+                buffer.released, self._current = record_compute(self.device), None
+            buffer.block = None
         for layer in block.layers:
-            layer.rest()
+            layer.bind_to_ram()
 
     @contextmanager
     def saved_tensors(self) -> Iterator[None]:
-        """While it is open, autograd saves no weight that is here, but where to find it again."""
+        """A context in which autograd saves, instead of a weight in the ring, where to find it again."""
         before, self.in_forward = self.in_forward, True
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -249,24 +259,24 @@ class WeightRing:
             self.in_forward = before
 
     def synchronize(self) -> None:
-        """Block the calling thread until the copies asked for are done: their memory may go."""
+        """Block the calling thread until all copies are done. Their memory may be freed after that."""
         self.h2d.synchronize()
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | _SavedWeight:
         offset = tensor.data_ptr() - self._address
         if 0 <= offset < self._num_bytes and tensor.device == self.device:
             index, offset = divmod(offset, self._size)
-            block = self._buffers[index].holds
+            block = self._buffers[index].block
             if block is not None:
                 return _SavedWeight(block, block.num_updates, offset, tensor.dtype, tensor.shape, tensor.stride())
-        # an operation's output would hold itself through what its node saved, and stay if backward never comes
+        # Detached: an operation's output saved by its own node would keep itself alive if backward never runs.
         return tensor.detach() if tensor.requires_grad else tensor, tensor._version
 
     def _unpack(self, saved: tuple[torch.Tensor, int] | _SavedWeight) -> torch.Tensor:
         """
         Raises:
-            ModelError, EngineStateError: what was saved is not there any more. (Autograd checks this itself, but not
-                for what passes through hooks.)
+            ModelError, EngineStateError: the saved tensor was written to since. Autograd checks this itself, but not
+                for tensors that pass through hooks.
         """
         if type(saved) is tuple:
             tensor, version = saved
@@ -284,36 +294,36 @@ class WeightRing:
         start = (self._current.start + saved.offset) // saved.dtype.itemsize
         return self._as_dtype[saved.dtype].as_strided(saved.shape, saved.stride, start)
 
-    def _leave(self, buffer: _Buffer, successor: StreamedBlock) -> None:
-        assert buffer.holds is not None
-        self._follows[self.in_backward, buffer.holds] = successor
+    def _release(self, buffer: _Buffer, successor: StreamedBlock) -> None:
+        assert buffer.block is not None
+        self._successor[self.in_backward, buffer.block] = successor
         if self.fill_with_nan:
-            self._clear(buffer)
+            self._empty(buffer)
             buffer.memory.view(torch.float32).fill_(torch.nan)
-        buffer.left = record_compute(self.device)
+        buffer.released = record_compute(self.device)
 
     def _fetch(self, block: StreamedBlock) -> _Buffer:
-        """Copy a block into the buffer that was used the longest ago; an empty one first."""
-        free = [buffer for buffer in self._buffers if buffer is not self._current or buffer.left is not None]
-        buffer = min(free, key=lambda buffer: (buffer.holds is not None, buffer.used))
-        self._clear(buffer)
-        if buffer.left is not None:
-            self.h2d.wait(buffer.left)
+        """Copy a block into an empty buffer, or else into the least recently used one."""
+        free = [buffer for buffer in self._buffers if buffer is not self._current or buffer.released is not None]
+        buffer = min(free, key=lambda buffer: (buffer.block is not None, buffer.last_use))
+        self._empty(buffer)
+        if buffer.released is not None:  # the compute stream may still read it
+            self.h2d.wait(buffer.released)
         for layer, memory in buffer.parts(block):
-            if layer.written is not None:
+            if layer.written is not None:  # the GPU's step may still be copying new weights to RAM
                 self.h2d.wait(layer.written)
             timed = self.in_forward or self.in_backward
             buffer.arrived = self.h2d.copy_all([(memory, layer.host_bytes)], layer.layer.name, timed=timed)
-        buffer.holds = block
+        buffer.block = block
         for layer in block.layers:
             layer.copied = buffer.arrived
         return buffer
 
-    def _clear(self, buffer: _Buffer) -> None:
-        if buffer.holds is not None:
-            for layer in buffer.holds.layers:
-                layer.leave()
-            buffer.holds = None
+    def _empty(self, buffer: _Buffer) -> None:
+        if buffer.block is not None:
+            for layer in buffer.block.layers:
+                layer.unbind()
+            buffer.block = None
 
-    def _of(self, block: StreamedBlock) -> _Buffer | None:
-        return next((buffer for buffer in self._buffers if buffer.holds is block), None)
+    def _buffer_of(self, block: StreamedBlock) -> _Buffer | None:
+        return next((buffer for buffer in self._buffers if buffer.block is block), None)

@@ -1,7 +1,7 @@
-"""Working weights: flat buffers on the device, the parameters that are views of them, and the forward_hooks of forward.
+"""Working weights: the parameters as views of flat buffers, and the hooks that make forward wait for new weights.
 
-A *gate* is a forward pre-hook that makes forward wait for a layer's newest weights: on the host until the stepping
-thread has recorded the copy's event, then on the device by that event.
+Forward waits for a layer's pending update in two stages. On the host it waits until the stepping thread has recorded
+the event of the copy to the device (or of the GPU's step). Then the compute stream waits for that event.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from offloadkit.optim.table import DTYPES, Dtype
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as `view`, as a tensor with a storage and a version counter of its own.
+    """The same memory as `view`, as a tensor with its own storage and version counter.
 
-    Saving code takes tensors of one storage for tied weights, and pickles whole storages; a flat layer's parameters
-    must look like separate tensors to it.
+    Code that saves models takes tensors of one storage for tied weights, and pickles whole storages. So each parameter
+    of a flat layer must look like a separate tensor.
     """
     conversions: Any = dlpack
     tensor: torch.Tensor = conversions.from_dlpack(conversions.to_dlpack(view))
@@ -35,24 +35,29 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 class PendingUpdate:
-    """A layer's new weights, on their way. `recorded` is set once `arrived` may be waited for."""
+    """A layer's new weights, on their way. Once `recorded` is set, `arrived` is valid.
+
+    Attributes:
+        arrived: the event after which the compute stream may read the new weights. None: nothing to wait for.
+    """
 
     def __init__(self) -> None:
         self.recorded = threading.Event()
         self.arrived: Event | None = None
 
     def record(self, arrived: Event | None) -> None:
+        """Set the event, and wake up who waits for it on the host."""
         self.arrived = arrived
         self.recorded.set()
 
 
 class LayerWeights:
-    """The working weights of one flat layer, wherever they live; every view's parameter is a view of them.
+    """The working weights of one flat layer. Its parameters are views of them, wherever they live.
 
     Attributes:
         pending: the update that forward has not waited for yet.
-        num_updates: how many there were.
-        stepped_on_gpu: whether that is a step, and not a copy, on the device.
+        num_updates: how many updates there were.
+        stepped_on_gpu: whether the GPU steps the layer. Else the CPU does, and its weights are copied to the device.
     """
 
     def __init__(self, layer: FlatLayer, device: torch.device, waits: Waits) -> None:
@@ -73,13 +78,13 @@ class LayerWeights:
         ]
 
     def bind(self, tensors: list[torch.Tensor]) -> None:
-        """Make every view's parameter the view given for it."""
+        """Make each parameter share the memory of its tensor, one for each view."""
         for view, tensor in zip(self.layer.views, tensors, strict=True):
             view.parameter.data = tensor
         self._bound = tensors
 
     def start(self, flat: torch.Tensor) -> None:
-        """Bind the parameters for the first time; gradients from before are dropped."""
+        """Bind the parameters to `flat` for the first time. Their old gradients are dropped."""
         for view in self.layer.views:
             view.parameter.grad = None
         self.bind(self.tensors(flat))
@@ -89,7 +94,7 @@ class LayerWeights:
         return [view.parameter._version for view in self.layer.views]
 
     def wait(self) -> None:
-        """Let the compute stream use the layer only after its pending update."""
+        """Make the compute stream wait for the pending update before it uses the layer."""
         pending = self.pending
         if pending is None:
             return
@@ -101,18 +106,18 @@ class LayerWeights:
         self.pending = None
 
     def use(self) -> None:
-        """Have the newest weights in VRAM for what the compute stream does next."""
+        """Have the newest weights in VRAM for the compute stream's next work."""
         self.wait()
 
     def settle(self) -> None:
-        """Have the newest weights where they live, for whoever reads or writes the parameters."""
+        """Have the newest weights where they live, so that anyone may read or write the parameters."""
         self.wait()
 
     def check_waited(self, views: Sequence[ParameterView]) -> None:
         """
         Raises:
-            EngineStateError: gradients of `views`, which were stepped before, come though forward never waited for the
-                update: it may have read weights that were being stepped.
+            EngineStateError: `views` were stepped before and have new gradients, but forward never waited for the
+                update. It may have read weights while they were stepped.
         """
         if views and self.pending is not None:
             raise EngineStateError(
@@ -124,7 +129,7 @@ class LayerWeights:
     def check_seen(self, num_updates: int) -> None:
         """
         Raises:
-            EngineStateError: there were more updates than a forward had seen whose backward needs the weights.
+            EngineStateError: backward needs the weights that its forward saw, and they were updated since.
         """
         if self.num_updates != num_updates:
             raise EngineStateError(
@@ -133,10 +138,13 @@ class LayerWeights:
             )
 
     def check_held(self, view: ParameterView) -> None:
-        """A gradient of `view` arrives: what it was computed from must have been there until now."""
+        """Called when a gradient of `view` arrives. Weights that stay in VRAM have nothing to check."""
 
     def start_update(self, views: set[int]) -> PendingUpdate:
-        """From here on forward waits; a graph that saved the old weights of `views` fails, as after any torch step."""
+        """Register a new update of `views` (indices). From here on forward waits for it.
+
+        A graph that saved the old weights fails in backward, as after any torch optimizer's step.
+        """
         torch.autograd.graph.increment_version([self.layer.views[index].parameter for index in views])
         self._versions = self._present_versions()
         self.pending, self.num_updates = PendingUpdate(), self.num_updates + 1
@@ -146,7 +154,7 @@ class LayerWeights:
         """Views whose parameters were written in place since the last call (a reloaded checkpoint, an EMA).
 
         Raises:
-            EngineStateError: a parameter lies elsewhere now: the model was moved or cast.
+            EngineStateError: a parameter has other memory now, so the model was moved or cast.
         """
         written = []
         for view, bound, old in zip(self.layer.views, self._bound, self._versions, strict=True):
@@ -174,12 +182,13 @@ class ResidentWeights(LayerWeights):
 
 
 class ForwardHooks:
-    """Hooks that wait for layers, and notice in which order forward asks for them.
+    """Hooks that wait for a layer's weights before a module uses them, and note the order in which layers are used.
 
-    A repeated block's forward waits for its layers, that of a module outside the blocks for its own; modules inside a
-    block have no hook, unless the block is a mere list, which never runs. Forward of the whole model waits for layers
-    that nothing else waits for, and without gradients (evaluation) for all. `state_dict` and `load_state_dict` of any
-    module wait for its layers.
+    - The forward of a repeated block waits for the block's layers. Modules inside a block have no hook, unless the
+      block is a list of modules, which has no forward.
+    - The forward of a module outside the blocks waits for the module's own layer.
+    - The forward of the whole model waits for layers that nothing else waits for; without gradients it waits for all.
+    - `state_dict` and `load_state_dict` of any module wait for its layers.
     """
 
     def __init__(
@@ -187,24 +196,24 @@ class ForwardHooks:
     ) -> None:
         """
         Args:
-            settle: called before the whole model's weights are saved or loaded.
+            settle: called before the whole model's weights are saved or loaded. It finishes all updates.
         """
         self._model: nn.Module | None = model
         self._weights, self._settle = weights, settle
-        self._asked: dict[LayerWeights, int] = {}
-        self._at_root_too: set[LayerWeights] = set()
+        self._order_of_use: dict[LayerWeights, int] = {}
+        self._waited_at_root: set[LayerWeights] = set()
         self._ran: set[nn.Module] = set()
-        self._safe: set[ParameterView] = set()
+        self._with_gradient: set[ParameterView] = set()
         self._layers_of: dict[nn.Module, list[LayerWeights]] = {}
-        self._asking: dict[nn.Module, list[LayerWeights]] = {}
+        self._waiting_for: dict[nn.Module, list[LayerWeights]] = {}
         for weight in weights:
             for module in weight.layer.modules:
                 self._layers_of.setdefault(module, []).append(weight)
             for module in _first_to_run(weight.layer):
-                self._asking.setdefault(module, []).append(weight)
+                self._waiting_for.setdefault(module, []).append(weight)
         at_root, ask, wait = self._hook_functions()
-        # First in line: another hook may read the weights (torch.nn.utils.weight_norm does).
-        self._hooks = [module.register_forward_pre_hook(ask, prepend=True) for module in self._asking]
+        # These hooks run first: another hook may read the weights (torch.nn.utils.weight_norm does).
+        self._hooks = [module.register_forward_pre_hook(ask, prepend=True) for module in self._waiting_for]
         self._hooks.append(model.register_forward_pre_hook(at_root, prepend=True))
         for module in dict.fromkeys([model, *self._layers_of]):
             untyped: Any = module
@@ -214,25 +223,28 @@ class ForwardHooks:
             ]
 
     def _hook_functions(self) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
-        """Functions, not methods: a deepcopy of the model takes them along, and must not copy this object."""
+        """The hooks of the whole model's forward, of a module's forward, and of a module's state_dict.
+
+        They are functions, not methods: a deepcopy of the model copies its hooks, and must not copy this object.
+        """
 
         def at_root(module: nn.Module, args: Any) -> None:
             if module is not self._model:
                 return
             training = torch.is_grad_enabled()
-            pending = [weight for weight in (self._at_root_too if training else self._weights) if weight.pending]
+            pending = [weight for weight in (self._waited_at_root if training else self._weights) if weight.pending]
             for weight in pending:
                 weight.wait()
             if pending and not training:
                 wait(module)
 
         def ask(module: nn.Module, args: Any) -> None:
-            for weight in self._asking.get(module, ()):
+            for weight in self._waiting_for.get(module, ()):
                 self._ran.add(module)
-                self._asked.setdefault(weight, len(self._asked))
+                self._order_of_use.setdefault(weight, len(self._order_of_use))
                 weight.use()
                 if (tracing := trace.active()) is not None:
-                    tracing.asks_for(weight.layer.name)
+                    tracing.reaches_layer(weight.layer.name)
 
         def wait(module: nn.Module, *args: Any) -> None:
             for weight in self._layers_of.get(module, ()):
@@ -244,34 +256,37 @@ class ForwardHooks:
         return at_root, ask, wait
 
     def got_gradient(self, weight: LayerWeights, view: ParameterView) -> None:
-        """`view` was used: if a module that holds it never ran, nor its block, the whole model's forward waits for the
-        layer from now on (`F.linear(x, self.embed.weight)`)."""
-        if view not in self._safe:
-            self._safe.add(view)
+        """`view` got its first gradient, so it was used. If no hook waited for it, have the whole model's forward wait.
+
+        That is so where neither its block nor all of its modules ran, as in `F.linear(x, self.embed.weight)`.
+        """
+        if view not in self._with_gradient:
+            self._with_gradient.add(view)
             if weight.layer.block not in self._ran and any(owner not in self._ran for owner, _ in view.owners):
-                self._at_root_too.add(weight)
+                self._waited_at_root.add(weight)
 
     def forward_order(self) -> list[LayerWeights]:
-        """The layers in the order in which forward asks for them; first those that the whole model waits for."""
-        asked = {weight: at for weight, at in self._asked.items() if weight not in self._at_root_too}
+        """The layers in the order in which forward uses them. Those that the whole model waits for come first."""
+        asked = {weight: at for weight, at in self._order_of_use.items() if weight not in self._waited_at_root}
         return sorted(self._weights, key=lambda weight: asked.get(weight, -1))
 
     def remove(self) -> None:
+        """Remove the hooks, and let go of the model."""
         for hook in self._hooks:
             hook.remove()
         self._layers_of.clear()  # a deepcopy of the model may keep the hooks alive
-        self._asking.clear()
+        self._waiting_for.clear()
         self._model, self._weights = None, ()
 
 
 def _first_to_run(layer: FlatLayer) -> Sequence[nn.Module]:
-    """The modules before whose forward the layer is waited for: its block, where that has a forward."""
+    """The modules whose forward waits for the layer: its block if that has a forward, else each of its modules."""
     is_list = isinstance(layer.block, nn.ModuleList | nn.ModuleDict)
     return layer.modules if layer.block is None or is_list else [layer.block]
 
 
 class _Use(torch.autograd.Function):
-    """One use of a tied weight: its gradient goes to `sink` and not into autograd's sum, which would round to bf16."""
+    """One use of a tied weight. Its gradient goes to `sink`: autograd would add it to the others in bf16."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, sink: Callable[[torch.Tensor], None]) -> torch.Tensor:
@@ -288,9 +303,16 @@ _use: Any = _Use.apply
 
 
 class TiedUses:
-    """While a module that holds a tied weight runs, its attribute is one use of it, with a gradient of its own."""
+    """Hooks that make every use of a tied weight hand over its own gradient.
+
+    While a module that holds a tied weight runs, the attribute is a `_Use` of the weight instead of the parameter.
+    """
 
     def __init__(self, layers: Sequence[FlatLayer], sink: Callable[[ParameterView, torch.Tensor], None]) -> None:
+        """
+        Args:
+            sink: takes the gradient of each use, in the parameter's shape.
+        """
         self._hooks: list[Any] = []
         self._views_of = views_of = dict[nn.Module, dict[str, ParameterView]]()
         for view in (view for layer in layers for view in layer.views if view.shared):
@@ -303,12 +325,12 @@ class TiedUses:
         self, module: nn.Module, views: dict[str, ParameterView], sink: Callable[[ParameterView, torch.Tensor], None]
     ) -> list[Any]:
         def enter(entered: nn.Module, args: Any) -> None:
-            if entered is not module:  # a deepcopy, which took the hook along
+            if entered is not module:  # a deepcopy of the module, which has a copy of the hook
                 return
             for attribute, view in views.items():
                 if torch.is_grad_enabled() and view.parameter.requires_grad:
                     use = _use(view.parameter, lambda gradient, view=view: sink(view, gradient))
-                    module.__dict__[attribute] = use  # found before nn.Module's own _parameters
+                    module.__dict__[attribute] = use  # Python looks here before nn.Module's _parameters
 
         def leave(left: nn.Module, args: Any, output: Any) -> None:
             for attribute in views:
@@ -317,10 +339,11 @@ class TiedUses:
         return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
     def remove(self) -> None:
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         for module, views in self._views_of.items():
-            for attribute in views:  # left there by a KeyboardInterrupt, for which torch runs no forward hook
+            for attribute in views:  # a KeyboardInterrupt may have left it there: torch ran no forward hook then
                 module.__dict__.pop(attribute, None)
 
 
@@ -331,7 +354,12 @@ def move_rest(
     working_dtype: Dtype | Literal["auto"],
     materialise: Callable[[Sequence[nn.Parameter]], None] | None = None,
 ) -> None:
-    """Bring frozen parameters and buffers to `device`; frozen ones take the working dtype where one was chosen."""
+    """Move frozen parameters and buffers to `device`. Frozen parameters are cast to the working dtype, if one is given.
+
+    Args:
+        trained: the parameters that are in flat layers; they stay as they are.
+        materialise: loads parameters of a model on the meta device into RAM.
+    """
     dtype = None if working_dtype == "auto" else DTYPES[working_dtype]
     in_fp32 = stays_fp32(model) if dtype == torch.float16 else set()
     for parameter in model.parameters():

@@ -1,8 +1,7 @@
-"""The plan: how many bytes of each kind a run needs, where they live, and how long a step takes. Pure arithmetic.
+"""The planner: how many bytes of each kind a run needs, where they live, and how long a step takes. Pure arithmetic.
 
-`shapes` (bytes of a layer), `memory` (bytes of a run), `costs` (seconds of a layer and of a pass), `queues` (who is
-busy until when), `seconds` (a step), `search` (placements), `plan` (all of it), `text` and `explain` (in words); `work`
-is what a micro-batch computes, as `offload.micro_batch` found it.
+`work`: what a micro-batch computes, as `tracing` counts it. `layout`: bytes of a layer and of a run. `seconds`: the
+time of a step. `search`: the fastest placements. `plan`: all of it as one `Plan`, and in words.
 """
 
 from __future__ import annotations

@@ -19,17 +19,17 @@ from offloadkit.planner.layout import (
     buffer_bytes,
     choices,
 )
-from offloadkit.planner.seconds import Seconds, StepModel
+from offloadkit.planner.seconds import IN_VRAM, Seconds, StepModel
 from offloadkit.planner.work import MicroBatch
 
 GRID = 8
-"""Parts into which each count is cut for the first, coarse search."""
-PROMISING = 12
-"""So many placements in which the GPU has its share of the steps are tried before the search goes on from the best."""
+"""Number of steps of each count's grid in the first, coarse search."""
+MAX_SHARED = 12
+"""Most placements with steps shared between CPU and GPU that are tried before the best of them are refined."""
 
-_Kept = Literal["none", "gpu", "all"]
-_IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", step="gpu")
-_KEPT: list[_Kept] = ["none", "gpu", "all"]
+_InVram = Literal["none", "gpu", "all"]
+_IN_VRAM: list[_InVram] = ["none", "gpu", "all"]
+"""Least first."""
 _Found = tuple[Seconds, tuple[Placement, ...]] | None
 _CHANGES: list[dict[str, int]] = [
     *({name: by} for name in ("recomputed", "offloaded", "streamed", "states_in_vram") for by in (-4, -2, -1, 1, 2, 4)),
@@ -40,7 +40,7 @@ _CHANGES: list[dict[str, int]] = [
     ),
     *({"recomputed": by, "streamed": -by} for by in (-2, -1, 1, 2)),
 ]
-"""What may be done to counts in one move."""
+"""Changes of counts that the refinement tries."""
 _WITH_GPU = [
     *_CHANGES,
     *({"gpu_steps": by} for by in (-4, -2, -1, 1, 2, 4)),
@@ -50,13 +50,15 @@ _WITH_GPU = [
 
 @dataclass(frozen=True)
 class Counts:
-    """How many layers get each relaxation. Which ones is fixed:
+    """How many layers get each placement option. The counts fix which ones:
 
-    the first blocks recompute (the last ones' activations are needed first), the first of them offload; streamed blocks
-    are spread evenly (so that their copies hide behind the others); of the layers whose weights stay in VRAM those that
-    hold their states there too (from the first on: so that backward sends gradients to RAM throughout, not all at
-    once); the last have them on disk; those of the layers with states in RAM that the GPU steps are spread as well (so
-    that both processors advance with forward).
+    - The first blocks recompute, since backward needs the last blocks' activations first. The first of these offload.
+    - Streamed blocks are spread evenly, so that their copies hide behind the other blocks.
+    - Of the layers with weights in VRAM, those with states in VRAM are spread evenly. The first is one. So
+      backward sends gradients to RAM throughout, not all at once.
+    - The last layers have their states on disk.
+    - Of the layers with states in RAM, those that the GPU steps are spread evenly, so that CPU and GPU both advance
+      with forward.
     """
 
     recomputed: int
@@ -65,14 +67,25 @@ class Counts:
     states_in_vram: int
     states_on_disk: int = 0
     gpu_steps: int = 0
-    """Of the layers with states in RAM."""
-    gradients_in_vram: _Kept = "none"
-    """Of the layers with states outside of it: no one's, those that the GPU steps, or all (and then they are added
-    there)."""
+    """Layers with states in RAM that the GPU steps."""
+    gradients_in_vram: _InVram = "none"
+    """Of the layers with states outside VRAM: which keep their gradients in VRAM, and add them there.
+
+    "none" of them, those that the "gpu" steps, or "all".
+    """
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Bytes that may be used, by tier."""
+
+    vram: int
+    ram: int
+    disk: int
 
 
 class Search:
-    """Placements of one model over one micro-batch shape on one machine."""
+    """Searches the placements of one model, with micro-batches of one shape, on one machine."""
 
     def __init__(
         self,
@@ -87,8 +100,9 @@ class Search:
     ) -> None:
         """
         Args:
-            all_recomputed: every block is recomputed, as the user has asked.
-            compiled: so are the repeated blocks.
+            frozen_bytes: VRAM of frozen parameters and buffers.
+            all_recomputed: whether every block is recomputed, because the user asked for it.
+            compiled: whether the repeated blocks are compiled.
         """
         self._layers, self._work, self._hardware, self._accumulation = layers, work, hardware, accumulation
         self._frozen_bytes, self._all_recomputed = frozen_bytes, all_recomputed
@@ -97,11 +111,11 @@ class Search:
         number = {name: index for index, name in enumerate(self._blocks)}
         blocks = [number.get(layer.name, -1) for layer in layers]
         self._places = [(at, at >= 0 and not layer.shared) for at, layer in zip(blocks, layers, strict=True)]
-        """Of each layer: the number of its block (-1: none), and whether its weights may be streamed."""
+        """For each layer: the number of its block (-1: none), and whether its weights may be streamed."""
         self._own_bytes = cache(self._bytes_of_layer)
         self._activations = cache(self._activations_of)
 
-    # -- what counts mean
+    # -- the placements that counts stand for
 
     def placements(self, counts: Counts) -> tuple[Placement, ...]:
         """A placement for each layer."""
@@ -113,7 +127,7 @@ class Search:
             states: Literal["vram", "ram", "disk"] = "disk" if index >= first_on_disk else "ram"
             if not streamed:
                 held += 1
-                if _is_among(counts.states_in_vram, may_hold - held, may_hold):  # from the end, so that the first is
+                if _is_among(counts.states_in_vram, may_hold - held, may_hold):  # counted from the end
                     states = "vram"
             in_ram += states == "ram"
             found.append((self._recompute(block, counts), streamed, states))
@@ -131,10 +145,10 @@ class Search:
             return "keep"
         return "offload" if block < counts.offloaded else "checkpoint"
 
-    # -- what they cost
+    # -- the memory that placements need
 
     def bytes(self, placements: Sequence[Placement]) -> tuple[int, int, int]:
-        """VRAM, RAM and disk in all; what `memory.run_bytes` adds up to."""
+        """Total bytes of VRAM, RAM and disk: the sums of `layout.run_bytes`, computed faster."""
         vram, ram, disk = self._frozen_bytes, 0, 0
         for index, where in enumerate(placements):
             own = self._own_bytes(index, where)
@@ -153,15 +167,18 @@ class Search:
     def _activations_of(self, how: tuple[str, ...]) -> Activations:
         return activations(self._work, how)
 
-    # -- choosing
+    # -- the search
 
     def best(self, vram: int, ram: int, disk: int = 0) -> tuple[Placement, ...]:
-        """The fastest placements within these bytes; where none fit, those that lack the least.
+        """The fastest placements within these bytes. If none fit, those that lack the least (see `_leanest`).
 
-        What fits is trained as on a large GPU. Else all numbers of recomputed and streamed layers and of states in VRAM
-        are tried on a coarse grid, and from the two best on one number, or two against each other, is changed by 1, 2
-        or 4 as long as that makes the step faster. Then the GPU steps its share of what is left in RAM, in the best
-        of these and in those that promise most, and the search goes on so from the three best.
+        1. If everything fits in VRAM, everything is there.
+        2. Else the numbers of recomputed, offloaded and streamed blocks and of states in VRAM are tried on a coarse
+           grid.
+        3. The two best are refined: one number, or two against each other, changes by 1, 2 or 4 while that makes the
+           step faster.
+        4. In the best of these, and in the most promising of step 2, the GPU steps its share of the layers with
+           states in RAM. The three best are refined in the same way.
         """
         everything = self._fitting(self._fullest(), _Room(vram, ram, 0))
         if everything:
@@ -180,26 +197,29 @@ class Search:
             step(counts)
         promising = _ranked(found, self._promise)
         for counts in _ranked(found, lambda best: best.step)[:2]:
-            self._refined(counts, step)
+            self._refine(counts, step)
         starts = [*_ranked(found, lambda best: best.step)[:2], *promising]
         others = (replace(counts, states_in_vram=0, states_on_disk=0) for counts in starts)
-        shared = islice((other for counts in dict.fromkeys(others) for other in self._shared(counts, room)), PROMISING)
+        shared = islice((other for counts in dict.fromkeys(others) for other in self._shared(counts, room)), MAX_SHARED)
         for counts in sorted(shared, key=step)[:3]:
-            self._refined(counts, step)
+            self._refine(counts, step)
         chosen = min(filter(None, found.values()), key=lambda option: option[0].step, default=None)
         return chosen[1] if chosen else self._leanest(room)
 
     def _promise(self, seconds: Seconds) -> float:
-        """About what a step takes once the GPU has its share of the CPU's."""
+        """Estimate of a step's seconds after the GPU takes over its share of the CPU's steps."""
         least = seconds.backward_phase + seconds.busy["forward"]
         return max(least, seconds.step - self.model.gpu_share() * seconds.busy["CPU step"])
 
     def _shared(self, counts: Counts, room: _Room) -> Iterator[Counts]:
-        """`counts` with the GPU stepping its share of the layers, with and without their gradients in VRAM, and states
-        in what room the buffers leave."""
-        for kept in dict.fromkeys((counts.gradients_in_vram, max(counts.gradients_in_vram, "gpu", key=_KEPT.index))):
+        """`counts` with the GPU stepping its share of the layers, with and without their gradients in VRAM.
+
+        As many states are in VRAM as the buffers leave room for.
+        """
+        at_least_gpu = max(counts.gradients_in_vram, "gpu", key=_IN_VRAM.index)
+        for in_vram in dict.fromkeys((counts.gradients_in_vram, at_least_gpu)):
             share, number = self.model.gpu_share(), len(self._layers)
-            shared = replace(counts, gpu_steps=max(1, round(share * number)), gradients_in_vram=kept)
+            shared = replace(counts, gpu_steps=max(1, round(share * number)), gradients_in_vram=in_vram)
             most = self._most_states(shared, room)
             if most >= 0:
                 yield replace(shared, states_in_vram=most, gpu_steps=max(1, round(share * (number - most))))
@@ -209,14 +229,14 @@ class Search:
         return Counts(least, 0, 0, len(self._layers))
 
     def _coarse(self, room: _Room) -> Iterator[Counts]:
-        """The grid, with most in VRAM first; without what cannot fit whatever else is chosen."""
+        """The counts of the coarse grid, those with the most in VRAM first. What cannot fit is left out."""
         num_blocks = len(self._blocks)
         recomputed = [(number, 0) for number in _grid(num_blocks) if number or not self._all_recomputed]
         if self._all_recomputed:
             recomputed = recomputed[-1:]
         for again, offloaded in [*recomputed, *((num_blocks, number) for number in _grid(num_blocks)[1:])]:
-            kept: list[_Kept] = ["all", "none"] if self._accumulation > 1 else ["none"]
-            for in_vram in kept:
+            options: list[_InVram] = ["all", "none"] if self._accumulation > 1 else ["none"]
+            for in_vram in options:
                 for streamed in _grid(num_blocks):
                     counts = Counts(again, offloaded, streamed, 0, gradients_in_vram=in_vram)
                     most = self._most_states(counts, room)
@@ -225,7 +245,7 @@ class Search:
                         yield replace(counts, states_in_vram=number)
 
     def _most_states(self, counts: Counts, room: _Room) -> int:
-        """How many layers' states VRAM has room for beside what else is in it; -1: not even for that."""
+        """Number of layers whose states VRAM has room for besides everything else in it. -1: not even that fits."""
 
         def left(number: int) -> int:
             return room.vram - self.bytes(self.placements(replace(counts, states_in_vram=number)))[0]
@@ -234,8 +254,8 @@ class Search:
         if space < 0:
             return -1
         resident = [(index, where) for index, where in enumerate(self.placements(counts)) if where.weights == "vram"]
-        for index, where in resident:  # about: what layers share changes too
-            space -= self._own_bytes(index, _IN_VRAM)[0] - self._own_bytes(index, where)[0]
+        for index, where in resident:  # an estimate, corrected below: shared buffers change too
+            space -= self._own_bytes(index, IN_VRAM)[0] - self._own_bytes(index, where)[0]
             number += space >= 0
         while number < len(resident) and left(number + 1) >= 0:
             number += 1
@@ -243,7 +263,8 @@ class Search:
             number -= 1
         return number
 
-    def _refined(self, counts: Counts, step: Callable[[Counts], float]) -> Counts:
+    def _refine(self, counts: Counts, step: Callable[[Counts], float]) -> Counts:
+        """Go to the best neighbour while it makes the step faster. `step` keeps what it finds."""
         while True:
             nearby = min(self._near(counts), key=step, default=counts)
             if step(nearby) >= step(counts):
@@ -268,24 +289,28 @@ class Search:
                 yield near
 
     def _fitting(self, counts: Counts, room: _Room) -> list[tuple[Placement, ...]]:
-        """The placements of `counts` where they fit. Where RAM is short: with as many layers as it lacks stepped by the
-        GPU, which keeps neither gradients nor a copy of the weights there, and with as many states on disk."""
+        """The placements of `counts`, if they fit.
+
+        If only RAM is short, there are up to two others, each with as few changed layers as RAM allows. In one the GPU
+        steps more layers: these have neither gradients nor a copy of the weights in RAM. In the other more states are
+        on disk.
+        """
         placements = self.placements(counts)
         vram, ram, _ = self.bytes(placements)
         if vram > room.vram:
             return []
         if ram <= room.ram:
             return [placements]
-        kept = max(counts.gradients_in_vram, "gpu", key=_KEPT.index)
-        lean, options = replace(counts, gradients_in_vram=kept), []
+        in_vram = max(counts.gradients_in_vram, "gpu", key=_IN_VRAM.index)
+        lean, options = replace(counts, gradients_in_vram=in_vram), []
         if self.bytes(self.placements(replace(lean, gpu_steps=len(self._layers))))[1] <= room.ram:
-            options.append(self._relieved(lean, "gpu_steps", room))
+            options.append(self._with_least(lean, "gpu_steps", room))
         if room.disk:
-            options.append(self._relieved(counts, "states_on_disk", room))
+            options.append(self._with_least(counts, "states_on_disk", room))
         return [option for option in options if option]
 
-    def _relieved(self, counts: Counts, name: str, room: _Room) -> tuple[Placement, ...] | None:
-        """The placements with the fewest more layers in that count that RAM allows."""
+    def _with_least(self, counts: Counts, name: str, room: _Room) -> tuple[Placement, ...] | None:
+        """The placements with the smallest increase of that count that fits RAM. None if VRAM or disk is too small."""
         low, high = getattr(counts, name) + 1, len(self._layers)
         while low < high:
             middle = (low + high) // 2
@@ -298,8 +323,11 @@ class Search:
         return placements if vram <= room.vram and ram <= room.ram and disk <= room.disk else None
 
     def _leanest(self, room: _Room) -> tuple[Placement, ...]:
-        """Where nothing fits: the placements that lack the least VRAM (a card does not grow), of these those that lack
-        it in the fewest other tiers, then the fewest bytes. Room that is left in VRAM is used."""
+        """If nothing fits: the placements that lack the least VRAM, since VRAM cannot be added to a card.
+
+        Among these: those that lack bytes in the fewest other tiers, then the fewest bytes. Free VRAM is filled with
+        states.
+        """
         num_blocks, num_layers = len(self._blocks), len(self._layers)
         on_disk = num_layers if room.disk else 0
         extremes = [
@@ -317,22 +345,13 @@ class Search:
         return min(map(self.placements, [*extremes, *filled]), key=lacking)
 
 
-@dataclass(frozen=True)
-class _Room:
-    """Bytes that may be used."""
-
-    vram: int
-    ram: int
-    disk: int
-
-
 def _grid(most: int) -> list[int]:
-    """0 to `most` in at most `GRID` steps."""
+    """Numbers from 0 to `most` in at most `GRID` equal steps."""
     return sorted({round(most * part / GRID) for part in range(GRID + 1)})
 
 
 def _is_among(number: int, place: int, total: int) -> bool:
-    """Whether a place from 0 to `total` - 1 is one of `number` that are spread evenly, the last place among them."""
+    """Whether `place` (0 to `total` - 1) is one of `number` places that are spread evenly. The last place always is."""
     return (place + 1) * number // total > place * number // total
 
 
@@ -342,7 +361,7 @@ def _with(counts: Counts, values: dict[str, int]) -> Counts:
 
 
 def _ranked(found: dict[Counts, _Found], cost: Callable[[Seconds], float]) -> list[Counts]:
-    """What fits, by the cost of its step, least first."""
+    """The counts that fit, by `cost`, least first."""
     costs = {counts: cost(option[0]) for counts, option in found.items() if option}
     return sorted(costs, key=lambda counts: costs[counts])
 
@@ -356,7 +375,7 @@ def _placement(
     keeps_gradients: bool,
 ) -> Placement:
     if states == "vram":
-        return Placement(weights="vram", gradients="vram", states="vram", activations=activations, step="gpu")
+        return replace(IN_VRAM, activations=activations)
     return Placement(
         weights="ram" if streamed else "vram",
         gradients="vram" if keeps_gradients else "ram",

@@ -1,9 +1,15 @@
-"""Seconds of a step: what each processor and each direction of the bus does, layer by layer, and who waits for whom.
+"""Seconds of a step: a simulation of the GPU, the CPU, Python, the disk and both directions of the bus, layer by layer.
 
-Two phases follow each other, because clipping needs the whole norm before the first layer is stepped
-(docs/design.md, section 2): forward beside the last step's update (CPU steps and uploads, and states streamed to the
-GPU and back, each in forward order; forward waits layer by layer), and backward beside the gradients' way to RAM. Each
-resource works through its queue; a layer starts where its inputs are there and a buffer is free.
+A step has two phases. They do not overlap, because clipping needs the whole norm before the first layer is stepped
+(docs/design.md, section 2):
+
+- forward, beside the update of the last step: CPU steps and uploads, and states streamed to the GPU and back. The
+  update goes in forward order, and forward waits layer by layer;
+- backward, beside the copies of gradients to RAM.
+
+Each resource works through its own queue. A layer's work starts once its inputs have arrived and a buffer is free.
+
+The constants below were fitted to measured steps, unless they name another source (docs/design.md, section 5).
 """
 
 from __future__ import annotations
@@ -26,33 +32,365 @@ from offloadkit.planner.layout import (
 from offloadkit.planner.work import MicroBatch, Pass, Stage
 
 ELEMENTWISE_EFFICIENCY = 0.7
-"""Share of the VRAM's measured rate that a model's operations reach which are no products (reductions, broadcasts,
-strides)."""
+"""Fraction of the measured VRAM bandwidth that non-matmul ops reach (reductions, broadcasts, strided reads)."""
 ATTENTION_EFFICIENCY = 0.4
-"""Share of the measured rate of products that our kernels of T5's attention reach, beside their reading and writing."""
+"""Fraction of the measured matmul rate that our attention kernels reach. Their bytes are counted separately."""
 COMPILED_TRAFFIC = 0.6
-"""What a compiled block's other operations read and write of what they do one by one."""
+"""Bytes that the non-matmul ops of a compiled block move, as a fraction of what they move uncompiled."""
 STEP_EFFICIENCY = 0.85
-"""The same for the AdamW kernel on the GPU and the copies and norms of gradients."""
+"""Fraction of the VRAM bandwidth that the AdamW kernel reaches, and the copies and norms of gradients."""
 KERNEL_SECONDS = 4e-6
-"""Of a kernel that has nothing to do."""
+"""Seconds of an empty kernel."""
 CPU_EFFICIENCY: dict[Precision, float] = {"exact": 0.97, "compact": 0.91, "tiny": 0.87}
-"""Share of the CPU step's measured rate that is left while copies and Python go on beside it; the more a precision is
-bound by arithmetic, the less."""
+"""Fraction of the CPU step's measured rate that is left beside copies and Python.
+
+It is smaller for a precision that is bound by arithmetic.
+"""
 ADD_EFFICIENCY = 0.75
-"""Share of the CPU step's rate at which gradients are added in RAM while others arrive."""
+"""Rate at which gradients are added in RAM while others arrive, as a fraction of the CPU step's rate."""
 NORM_EFFICIENCY = 0.48
-"""Share of the CPU step's rate at which the norm of gradients in RAM is taken (in fp64)."""
+"""Rate at which the norm of gradients in RAM is computed, in fp64, as a fraction of the CPU step's rate."""
 STEP_LAUNCHES = 50
-"""What Python takes for a flat layer whose update the CPU computes, as a multiple of the time in which bare kernels can
-be started."""
+"""Python's time for a flat layer that the CPU steps, in launches of a bare kernel."""
 CHUNK_LAUNCHES = 25
-"""The same for a chunk of states that the GPU steps: its copies, kernel and events."""
+"""Python's time for a chunk of states that the GPU steps: copies, kernel and events. In launches of a bare kernel."""
+DISK_OVERLAP = 0.8
+"""Time to read and write states at once, as a fraction of reading them and then writing them."""
+FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 5.4, 6.0
+"""Python's time for an operation of forward and of backward, the engine's hooks included, in launches of a bare kernel.
+
+This and the next four constants were measured as Python's time alone, on an H200 host, as the mean of T5 and Llama.
+"""
+COMPILED_LAUNCHES = 0.44
+"""Python's time for an operation of a compiled block, as a fraction of that uncompiled."""
+ATTENTION_LAUNCHES = 8
+"""Launch overhead of our attention kernel, in launches of an ordinary op, besides the one that it counts as.
+
+It holds for forward and for backward, and in compiled blocks too: compiling does not make it smaller.
+"""
+RECOMPUTED_LAUNCHES = (1.1, 2.2)
+"""Python's overhead in forward and backward for each operation of a recomputed block's forward, in bare launches.
+
+Our attention counts as one operation. The launches of the recomputation itself come on top.
+"""
+STREAMED_LAUNCHES = (37, 33)
+"""Python's time in forward and backward for a flat layer whose weights are streamed, in launches of a bare kernel."""
+LAYER_LAUNCHES = 28
+"""Python's time for starting the update of a flat layer, in launches of a bare kernel."""
+FEW_CORES = 2
+"""With at most this many cores, the CPU's step and Python share them: they do not run at the same time."""
+
+IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", activations="keep", step="gpu")
+RESOURCES = ("forward", "backward", "GPU step", "CPU step", "H2D", "D2H", "disk", "launches")
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The predicted seconds of a step. Resources overlap, so their seconds do not add up to the step's.
+
+    Attributes:
+        update_phase: forward and the update. With `backward_phase` it adds up to `step`.
+        busy: seconds of each resource: "forward", "backward" and "GPU step" (which share the GPU), "CPU step", "H2D",
+            "D2H", "disk", and "launches" (Python, starting kernels).
+    """
+
+    step: float
+    update_phase: float
+    backward_phase: float
+    busy: Mapping[str, float]
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the GPU waits."""
+        return max(0.0, self.step - sum(self.busy[name] for name in ("forward", "backward", "GPU step")))
+
+
+@dataclass(frozen=True)
+class _StageCost:
+    """One stage: its seconds on the GPU (`forward`, `backward`) and of Python (`..._launches`), and its flat layers."""
+
+    forward: float
+    backward: float
+    forward_launches: float
+    backward_launches: float
+    operation_launches: float
+    """As `forward_launches`, with our attention counted as one operation."""
+    input_bytes: int
+    layers: tuple[LayerCost, ...]
+
+
+@dataclass(frozen=True)
+class _Bus:
+    """Bytes per second each way, and by which factor the CPU's step is slower because of these copies."""
+
+    h2d: float
+    d2h: float
+    slows_cores: float = 1.0
+
+
+class StepModel:
+    """Predicts the step of one model, with micro-batches of one shape, on one machine, for any placement."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        work: MicroBatch,
+        hardware: Hardware,
+        accumulation: int,
+        *,
+        compiled: bool = False,
+    ) -> None:
+        """
+        Args:
+            compiled: whether the repeated blocks are compiled.
+        """
+        self._hardware, self._accumulation = hardware, accumulation
+        self._cpu_rate = cpu_step_rate(layers[0].precision, hardware) if layers else 1.0
+        sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
+        dtype = max(sizes, key=lambda name: sizes[name])
+        members: list[list[LayerCost]] = [[] for _ in work.stages]
+        for index, (layer, stage) in enumerate(zip(layers, place_in_stages(layers, work.stages), strict=True)):
+            members[stage].append(layer_cost(index, layer, hardware, accumulation))
+        self._stages = []
+        for of, its_layers in zip(work.stages, members, strict=True):
+            is_compiled = compiled and bool(of.block)
+            self._stages.append(
+                _StageCost(
+                    pass_seconds(of.forward, hardware, dtype, compiled=is_compiled),
+                    pass_seconds(of.backward, hardware, dtype, compiled=is_compiled),
+                    self._launches(of.forward, is_compiled, ATTENTION_LAUNCHES),
+                    self._launches(of.backward, is_compiled, ATTENTION_LAUNCHES),
+                    self._launches(of.forward, is_compiled, 0),
+                    of.input_bytes if of.block else 0,
+                    tuple(its_layers),
+                )
+            )
+
+    def _launches(self, work: Pass, is_compiled: bool, of_attention: int) -> float:
+        """Seconds of one bare launch for each operation, and of `of_attention` more for each attention of ours."""
+        launches = work.num_operations * (COMPILED_LAUNCHES if is_compiled else 1.0) + work.num_attention * of_attention
+        return launches * self._hardware.launch_seconds
+
+    def on_large_gpu(self) -> float:
+        """Seconds of a step with everything in VRAM and nothing recomputed."""
+        return self.seconds([IN_VRAM] * sum(len(unit.layers) for unit in self._stages)).step
+
+    def gpu_share(self) -> float:
+        """Fraction of the layers with states in RAM that the GPU should step, so that it finishes with the CPU.
+
+        While the CPU steps its layers, the bus copies its stepped weights and the states of the GPU's layers.
+        """
+        layers = [layer for unit in self._stages for layer in unit.layers]
+        weights = sum(layer.weight_bytes for layer in layers)
+        states = sum(layer.state_bytes for layer in layers)
+        h2d, _ = both_ways(states, states, self._hardware)
+        cpu = max(0.0, sum(layer.cpu_step for layer in layers) - weights / h2d)
+        return cpu / (cpu + states / h2d) if cpu else 0.0
+
+    def seconds(self, placements: Sequence[Placement]) -> Seconds:
+        """The step with these placements, one for each layer."""
+        others = self._accumulation - 1
+        first, last = self._forward(placements, updates=True), self._backward(placements, is_last=True)
+        update, backward = max(first.free.values()), max(last.free.values())
+        busy = {name: first.busy[name] + last.busy[name] for name in RESOURCES}
+        if others:
+            forward, before = self._forward(placements, updates=False), self._backward(placements, is_last=False)
+            between = max(forward.free.values())
+            adding = before.free.pop("CPU step", 0.0)  # gradients are still added beside the next forward
+            update += others * between
+            backward += others * max(*before.free.values(), adding - between)
+            for name in RESOURCES:
+                busy[name] += others * (forward.busy[name] + before.busy[name])
+        return Seconds(update + backward, update, backward, busy)
+
+    def _forward(self, placements: Sequence[Placement], *, updates: bool) -> Queues:
+        """Forward and, if `updates`, beside it the update of the last step: CPU steps, uploads and GPU steps."""
+        queues = Queues(self._hardware.num_cores)
+        ring, bus = Ring(queues), self._bus_in_update(placements, updates)
+        if updates:
+            layers = (layer for unit in self._stages for layer in unit.layers)
+            norm = sum(layer.norm_in_ram for layer in layers if placements[layer.index].gradients == "ram")
+            queues.take("CPU step", norm, 0.0)
+        before = 0.0
+        ends: list[float] = []
+        for unit in self._stages:
+            ready = on_gpu = cpu_done = 0.0
+            recomputes, offloads, num_streamed = False, False, 0
+            for layer in unit.layers:
+                where, stepped = placements[layer.index], 0.0
+                if where.activations != "keep":
+                    recomputes, offloads = True, where.activations == "offload"
+                if updates and where.step == "cpu":
+                    stepped = self._stepped(queues, layer, where, bus)
+                    cpu_done = max(cpu_done, stepped)
+                elif updates and where.states == "ram":
+                    on_device, stepped = self._streamed(queues, ring, layer, where, bus)
+                    ready = max(ready, on_device)
+                elif updates:
+                    on_gpu += layer.gpu_step
+                fetched, free = layer.weight_bytes / bus.h2d, 0.0
+                if where.weights == "ram":
+                    num_streamed += 1
+                    if not updates and len(ends) < NUM_WEIGHT_BUFFERS:  # still in VRAM since backward
+                        continue
+                    free = max(before, ends[-NUM_WEIGHT_BUFFERS] if len(ends) >= NUM_WEIGHT_BUFFERS else 0.0)
+                elif not (updates and where.step == "cpu"):
+                    continue
+                arrived = queues.take("H2D", fetched, max(stepped, free))
+                ring.give_way(arrived, fetched)
+                ready = max(ready, arrived)
+            before = max(queues.free["GPU"], ready)
+            queues.take("GPU", on_gpu, ready, "GPU step")
+            queues.take("GPU", unit.forward, ready, "forward")
+            launches = FORWARD_LAUNCHES * unit.forward_launches
+            launches += recomputes * RECOMPUTED_LAUNCHES[0] * unit.operation_launches
+            launches += num_streamed * STREAMED_LAUNCHES[0] * self._hardware.launch_seconds
+            end = queues.launched(launches, cpu_done)
+            if num_streamed:
+                ends.append(end)
+            if offloads:
+                queues.take("D2H", unit.input_bytes / bus.d2h, before)
+                ring.sent(unit.input_bytes / bus.d2h)
+        return queues
+
+    def _stepped(self, queues: Queues, layer: LayerCost, where: Placement, bus: _Bus) -> float:
+        """When the CPU has stepped the layer. States on disk are read before that and written after it."""
+        read = 0.0
+        if where.states == "disk":
+            speeds = (self._hardware.disk_read_bytes_per_second, self._hardware.disk_write_bytes_per_second)
+            read = queues.take("disk", DISK_OVERLAP * sum(layer.state_bytes / speed for speed in speeds), 0.0)
+        return queues.take("CPU step", bus.slows_cores * layer.cpu_step, read)
+
+    def _streamed(
+        self, queues: Queues, ring: Ring, layer: LayerCost, where: Placement, bus: _Bus
+    ) -> tuple[float, float]:
+        """When the GPU has stepped a layer whose states are in RAM, and when these are back in RAM."""
+        h2d_bytes, d2h_bytes = layer.transfer_bytes(where)
+        queues.python(CHUNK_LAUNCHES * layer.num_chunks * self._hardware.launch_seconds)
+        queues.take("GPU", layer.gpu_step, 0.0, "GPU step")
+        return ring.step(h2d_bytes / bus.h2d, d2h_bytes / bus.d2h, layer.gpu_step, layer.num_chunks)
+
+    def _bus_in_update(self, placements: Sequence[Placement], updates: bool) -> _Bus:
+        """The bus beside forward.
+
+        Streamed states share both directions with the other copies. They share DRAM with the CPU's step, which slows
+        both while both run.
+        """
+        machine = self._hardware
+        alone = _Bus(machine.h2d_bytes_per_second, machine.d2h_bytes_per_second)
+        if not updates or not any(where.step == "gpu" and where.states == "ram" for where in placements):
+            return alone
+        h2d_bytes = d2h_bytes = cpu_seconds = 0.0
+        for unit in self._stages:
+            for layer in unit.layers:
+                where = placements[layer.index]
+                if where.step == "cpu":
+                    cpu_seconds += layer.cpu_step
+                elif where.states == "ram":
+                    there, back = layer.transfer_bytes(where)
+                    h2d_bytes, d2h_bytes = h2d_bytes + there, d2h_bytes + back
+                if where.step == "cpu" or where.weights == "ram":
+                    h2d_bytes += layer.weight_bytes
+            if any(placements[layer.index].activations == "offload" for layer in unit.layers):
+                d2h_bytes += unit.input_bytes
+        h2d, d2h = both_ways(h2d_bytes, d2h_bytes, machine)
+        bus_seconds = max(h2d_bytes / h2d, d2h_bytes / d2h)
+        cores, bus = dram_slowdowns(cpu_seconds, self._cpu_rate, bus_seconds, h2d_bytes + d2h_bytes, machine)
+        return _Bus(h2d / bus, d2h / bus, cores)
+
+    def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> Queues:
+        """Backward with recomputation. Beside it, weights and inputs are fetched, and gradients are sent and added."""
+        queues, adds = Queues(self._hardware.num_cores), self._accumulation > 1
+        h2d, d2h = self._bus(placements)
+        before, num_streamed = 0.0, 0
+        ends: list[float] = []
+        sent: list[float] = []
+        added: list[float] = []
+        for unit in reversed(self._stages):
+            ready = sent[-NUM_GRADIENT_BUCKETS] if len(sent) >= NUM_GRADIENT_BUCKETS else 0.0
+            fetched, num_layers, recomputes, offloads, seconds = 0, 0, False, False, unit.backward
+            for layer in unit.layers:
+                where = placements[layer.index]
+                if where.weights == "ram":
+                    fetched, num_layers = fetched + layer.weight_bytes, num_layers + 1
+                if where.activations != "keep":
+                    recomputes, offloads = True, where.activations == "offload"
+                seconds += layer.bucket
+                if adds and where.gradients == "vram":
+                    seconds += layer.adding_in_vram
+            if fetched:
+                num_streamed += 1
+                if num_streamed > NUM_WEIGHT_BUFFERS:  # else still in VRAM since forward
+                    ready = max(ready, queues.take("H2D", fetched / h2d, max(before, ends[-NUM_WEIGHT_BUFFERS])))
+            if offloads:
+                ready = max(ready, queues.take("H2D", unit.input_bytes / h2d, before))
+            before = max(queues.free["GPU"], ready)
+            launches = BACKWARD_LAUNCHES * unit.backward_launches
+            launches += num_layers * STREAMED_LAUNCHES[1] * self._hardware.launch_seconds
+            if recomputes:
+                seconds += unit.forward
+                launches += FORWARD_LAUNCHES * unit.forward_launches
+                launches += RECOMPUTED_LAUNCHES[1] * unit.operation_launches
+            queues.take("GPU", seconds, ready, "backward")
+            end = queues.launched(launches, 0.0)
+            if fetched:
+                ends.append(end)
+            for layer in unit.layers:
+                if placements[layer.index].gradients == "ram":
+                    if len(added) >= NUM_STAGING:  # Python waits until a staging buffer is free
+                        queues.python_waits(added[-NUM_STAGING])
+                    sent.append(queues.take("D2H", layer.bucket_bytes / d2h, max(end, queues.python_goes_on())))
+                    if adds:
+                        added.append(queues.take("CPU step", layer.adding_in_ram, sent[-1]))
+        if is_last:
+            queues.launched(LAYER_LAUNCHES * len(placements) * self._hardware.launch_seconds, 0.0)
+            self._send_at_boundary(queues, placements, d2h)
+        return queues
+
+    def _bus(self, placements: Sequence[Placement]) -> tuple[float, float]:
+        """Bytes per second of H2D and D2H in backward: less if both directions are in use."""
+        machine = self._hardware
+        h2d, d2h = machine.h2d_bytes_per_second, machine.d2h_bytes_per_second
+        fetches = any(where.weights == "ram" or where.activations == "offload" for where in placements)
+        sends = any(where.gradients == "ram" for where in placements)
+        share = min(1.0, machine.both_bytes_per_second / (h2d + d2h)) if fetches and sends else 1.0
+        return h2d * share, d2h * share
+
+    def _send_at_boundary(self, queues: Queues, placements: Sequence[Placement], d2h: float) -> None:
+        """Send the gradients that stayed in VRAM until the boundary and belong to layers that the CPU steps."""
+        done = queues.free["GPU"]
+        for unit in self._stages:
+            for layer in unit.layers:
+                where = placements[layer.index]
+                if where.step == "cpu" and where.gradients == "vram":
+                    queues.take("D2H", layer.gradient_bytes / d2h, done)
+
+
+def place_in_stages(layers: Sequence[LayerShape], stages: Sequence[Stage]) -> list[int]:
+    """Index of each flat layer's stage: the first use of its block.
+
+    A layer outside the blocks belongs to the stage before the next block, or after the last block to the last stage.
+    """
+    of_block: dict[str, int] = {}
+    for index, stage in enumerate(stages):
+        if stage.block:
+            of_block.setdefault(stage.block, index)
+    found: list[int] = []
+    following = len(stages) - 1
+    for layer in reversed(layers):
+        if layer.name in of_block:
+            at = following = of_block[layer.name]
+        else:
+            at = following if not stages[following].block else max(0, following - 1)
+        found.append(at)
+    return found[::-1]
 
 
 def pass_seconds(work: Pass, hardware: Hardware, dtype: str, *, compiled: bool = False) -> float:
-    """Time on the GPU. A product's reading and writing is taken not to hide behind its computing: it does so only where
-    the product is large and square."""
+    """Seconds of a pass on the GPU.
+
+    The time for a matmul's bytes is added to its computing time. The two overlap only in large, square matmuls.
+    """
     flops: float = getattr(hardware, f"{dtype}_flops_per_second")
     memory = hardware.vram_bytes_per_second
     matmuls = (work.flops + work.fused_attention_flops / ATTENTION_EFFICIENCY) / flops + work.matmul_bytes / memory
@@ -61,7 +399,7 @@ def pass_seconds(work: Pass, hardware: Hardware, dtype: str, *, compiled: bool =
 
 
 def cpu_step_rate(precision: Precision, hardware: Hardware) -> float:
-    """Bytes a second of the CPU's step beside the rest of a training, but for states streamed to the GPU."""
+    """Bytes per second of the CPU's step in training, without states that are streamed to the GPU at the same time."""
     rates = {
         "exact": hardware.cpu_adamw_bytes_per_second,
         "compact": hardware.cpu_compact_bytes_per_second,
@@ -72,7 +410,7 @@ def cpu_step_rate(precision: Precision, hardware: Hardware) -> float:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One flat layer: bytes that move, and seconds of what is done with them."""
+    """One flat layer: bytes that move, and seconds of the work on them."""
 
     index: int
     weight_bytes: int
@@ -80,27 +418,29 @@ class LayerCost:
     gradient_bytes: int
     state_bytes: int
     num_chunks: int
-    """Pieces in which its states pass through VRAM."""
+    """Number of pieces in which its states pass through VRAM."""
     cpu_step: float
     gpu_step: float
     bucket: float
-    """A gradient is copied to the bucket and read for the norm."""
+    """Copying a gradient to the bucket, and reading it for the norm."""
     adding_in_vram: float
-    """Into the fp32 sum, which is read and written."""
+    """Adding a gradient to the fp32 sum in VRAM, which is read and written."""
     adding_in_ram: float
-    """The same; the gradient was written there first."""
+    """Adding a gradient to the fp32 sum in RAM, after the copy wrote the gradient there."""
     norm_in_ram: float
-    """Of the sum, which the GPU has never seen."""
+    """Computing the norm of the sum in RAM, which is never in VRAM."""
 
-    def passing(self, where: Placement) -> tuple[int, int]:
-        """Bytes to VRAM and back where the GPU steps it and its states are in RAM: of weights and gradient what is
-        there too; the gradient does not come back."""
+    def transfer_bytes(self, where: Placement) -> tuple[int, int]:
+        """Bytes to VRAM and back, where the GPU steps the layer and its states are in RAM.
+
+        Weights and gradient count if they are in RAM too. The gradient is not copied back.
+        """
         back = self.state_bytes + (self.weight_bytes if where.weights == "ram" else 0)
         return back + (self.gradient_bytes if where.gradients == "ram" else 0), back
 
 
 def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: int) -> LayerCost:
-    """The costs of a layer; what they do not depend on is where it is."""
+    """The costs of a layer. They do not depend on its placement."""
     vram, dram = hardware.vram_bytes_per_second * STEP_EFFICIENCY, hardware.cpu_adamw_bytes_per_second
     gradient, bucket = layer.gradient_bytes(accumulation), layer.bucket_bytes()
     traffic = layer.step_bytes(accumulation)
@@ -122,8 +462,10 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
 
 
 def both_ways(h2d_bytes: float, d2h_bytes: float, hardware: Hardware) -> tuple[float, float]:
-    """Mean bytes a second of H2D and D2H where so many bytes go each way: as long as both go on they share
-    `both_bytes_per_second`, and what is left of the longer one goes alone."""
+    """Mean bytes per second of H2D and D2H, if so many bytes go each way.
+
+    While both directions are in use they share `both_bytes_per_second`. The rest of the longer one has its full rate.
+    """
     h2d, d2h = hardware.h2d_bytes_per_second, hardware.d2h_bytes_per_second
     share = min(1.0, hardware.both_bytes_per_second / (h2d + d2h))
     together = min(h2d_bytes / (h2d * share), d2h_bytes / (d2h * share))
@@ -134,14 +476,15 @@ def both_ways(h2d_bytes: float, d2h_bytes: float, hardware: Hardware) -> tuple[f
     return mean(h2d_bytes, h2d), mean(d2h_bytes, d2h)
 
 
-def times_slower(
+def dram_slowdowns(
     cpu_seconds: float, rate: float, bus_seconds: float, num_bytes: float, hardware: Hardware
 ) -> tuple[float, float]:
-    """How many times longer the CPU's step, and the copies beside it, take because DRAM serves both, which share what
-    it gives by what they ask for, as long as both go on.
+    """By which factors the CPU's step and the copies beside it are slower, because they share the DRAM.
+
+    While both run they share its bandwidth in proportion to what each would use alone.
 
     Args:
-        cpu_seconds: of the step alone, at `rate` bytes a second.
+        cpu_seconds: of the step alone, at `rate` bytes per second.
         bus_seconds, num_bytes: of the copies alone, both directions together.
     """
     if not cpu_seconds or not bus_seconds:
@@ -154,12 +497,8 @@ def times_slower(
     return mean(cpu_seconds, bus_seconds), mean(bus_seconds, cpu_seconds)
 
 
-FEW_CORES = 2
-"""With no more than these the CPU's step takes them from Python, which starts the GPU's operations."""
-
-
 class Queues:
-    """When each resource is free again, and how long it has worked for what."""
+    """When each resource is free again (`free`), and how many seconds it worked for each purpose (`busy`)."""
 
     def __init__(self, num_cores: int) -> None:
         self._launches = "CPU step" if num_cores <= FEW_CORES else "launches"
@@ -167,23 +506,23 @@ class Queues:
         self.busy: defaultdict[str, float] = defaultdict(float)
 
     def take(self, resource: str, seconds: float, ready: float, purpose: str | None = None) -> float:
-        """Work that can start at `ready`; the time of its end."""
+        """Queue work that can start at `ready`. Returns when it ends."""
         began = self.free[resource]
         end = self.free[resource] = (began if began > ready else ready) + seconds
         self.busy[purpose or resource] += seconds
         return end
 
     def launched(self, seconds: float, ready: float) -> float:
-        """Python has started what the GPU does last, which ends no sooner; when that is."""
+        """Queue Python's launches of the GPU's newest work, which ends no sooner than they do. Returns when it ends."""
         end = self.free["GPU"] = max(self.free["GPU"], self.take(self._launches, seconds, ready, "launches"))
         return end
 
     def python(self, seconds: float) -> None:
-        """Python does something else."""
+        """Queue other work of Python's."""
         self.take(self._launches, seconds, 0.0, "launches")
 
     def python_waits(self, until: float) -> None:
-        """Nothing is started before `until`."""
+        """Python launches nothing before `until`."""
         self.free[self._launches] = max(self.free[self._launches], until)
 
     def python_goes_on(self) -> float:
@@ -192,10 +531,11 @@ class Queues:
 
 
 class Ring:
-    """States that pass through VRAM in chunks, from the beginning of the update on: H2D, the GPU's step, D2H, each as
-    soon as the one before is done with the chunk and a buffer is free; an H2D after the step of the chunk before.
+    """States that pass through VRAM in chunks, from the start of the update on.
 
-    Other copies to VRAM go first, each when it can: the ring's wait for them, and not for what they wait for.
+    Each chunk has an H2D copy, the GPU's step and a D2H copy, one after the other. The H2D copy also waits for a free
+    buffer and for the step of the chunk before. Other copies to VRAM have priority: the ring waits for a copy that is
+    running, but not for one that cannot start yet.
     """
 
     def __init__(self, queues: Queues) -> None:
@@ -204,18 +544,18 @@ class Ring:
         self._others: list[tuple[float, float]] = []
 
     def give_way(self, end: float, seconds: float) -> None:
-        """A copy of so many seconds to VRAM that is over at `end`."""
+        """Another copy to VRAM takes `seconds` and ends at `end`."""
         heappush(self._others, (end - seconds, seconds))
 
     def sent(self, seconds: float) -> None:
-        """A copy of so many seconds to RAM, some time or other."""
+        """Another copy to RAM takes `seconds`, at some time."""
         self._d2h += seconds
 
     def step(self, h2d: float, d2h: float, kernel: float, num_chunks: int) -> tuple[float, float]:
-        """When a layer is stepped, and when it is back in RAM.
+        """Stream a layer. Returns when it is stepped, and when its states are back in RAM.
 
         Args:
-            h2d, d2h, kernel: seconds of the whole layer.
+            h2d, d2h, kernel: seconds of the copies and of the step, for the whole layer.
         """
         began = self._h2d
         stepped = began + h2d + kernel
@@ -227,322 +567,3 @@ class Ring:
         self._queues.busy["H2D"] += h2d
         self._queues.busy["D2H"] += d2h
         return stepped, back
-
-
-DISK_OVERLAP = 0.8
-"""Of the times that states take to be read and to be written, as much remains when both are under way."""
-FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 5.4, 6.0
-"""What Python takes for an operation of forward and of backward, hooks of the engine included, as a multiple of the
-time in which bare kernels can be started."""
-COMPILED_LAUNCHES = 0.44
-"""Of that, what is left for an operation of a block that is compiled, counted as if it were not."""
-OWN_OPERATIONS = 8
-"""As many operations, beside the one that it counts as, take Python as long as an attention by kernels of our own does
-in forward, and as many in backward; in compiled blocks, which do not make it shorter, too."""
-RECOMPUTED_LAUNCHES = (1.1, 2.2)
-"""What it takes beside that in forward and backward, for each operation of a block's forward (an attention of ours is
-one), where the block is recomputed; what recomputing takes itself comes on top."""
-STREAMED_LAUNCHES = (37, 33)
-"""What it takes in forward and backward, as such a multiple, for a flat layer whose weights are streamed."""
-LAYER_LAUNCHES = 28
-"""The same for a flat layer whose update is started.
-
-All but the last are what launches-h200.json has of Python's time alone, the mean of T5 and Llama (of our attention
-launches-attention-h200.json); steps bear them out (docs/design.md, section 5). The last was fitted to steps."""
-
-_IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", activations="keep", step="gpu")
-RESOURCES = ("forward", "backward", "GPU step", "CPU step", "H2D", "D2H", "disk", "launches")
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """A step's prediction. Resources overlap: their seconds do not add up to the step's.
-
-    Attributes:
-        busy: by resource: "forward", "backward" and "GPU step" (which share the GPU), "CPU step", "H2D", "D2H", "disk",
-            "launches" (Python, starting kernels).
-        update_phase, backward_phase: the two parts of `step`; forward and the update are in the first.
-    """
-
-    step: float
-    update_phase: float
-    backward_phase: float
-    busy: Mapping[str, float]
-
-    @property
-    def exposed(self) -> float:
-        """Seconds in which the GPU waits."""
-        return max(0.0, self.step - sum(self.busy[name] for name in ("forward", "backward", "GPU step")))
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """A stage's seconds on the GPU and of Python, and its flat layers."""
-
-    forward: float
-    backward: float
-    forward_launches: float
-    backward_launches: float
-    operation_launches: float
-    """Of forward, an attention of ours counted as one operation."""
-    input_bytes: int
-    layers: tuple[LayerCost, ...]
-
-
-@dataclass(frozen=True)
-class _Bus:
-    """Bytes a second each way, and how many times longer the CPU's step takes beside that."""
-
-    h2d: float
-    d2h: float
-    slows_cores: float = 1.0
-
-
-class StepModel:
-    """The step of one model over micro-batches of one shape on one machine, for any placement."""
-
-    def __init__(
-        self,
-        layers: Sequence[LayerShape],
-        work: MicroBatch,
-        hardware: Hardware,
-        accumulation: int,
-        *,
-        compiled: bool = False,
-    ) -> None:
-        """
-        Args:
-            compiled: the repeated blocks are.
-        """
-        self._hardware, self._accumulation = hardware, accumulation
-        self._cpu_rate = cpu_step_rate(layers[0].precision, hardware) if layers else 1.0
-        sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
-        dtype = max(sizes, key=lambda name: sizes[name])
-        members: list[list[LayerCost]] = [[] for _ in work.stages]
-        for index, (layer, stage) in enumerate(zip(layers, place_in_stages(layers, work.stages), strict=True)):
-            members[stage].append(layer_cost(index, layer, hardware, accumulation))
-        self._units = []
-        for of, its_layers in zip(work.stages, members, strict=True):
-            is_compiled = compiled and bool(of.block)
-            self._units.append(
-                _Unit(
-                    pass_seconds(of.forward, hardware, dtype, compiled=is_compiled),
-                    pass_seconds(of.backward, hardware, dtype, compiled=is_compiled),
-                    self._launches(of.forward, is_compiled, OWN_OPERATIONS),
-                    self._launches(of.backward, is_compiled, OWN_OPERATIONS),
-                    self._launches(of.forward, is_compiled, 0),
-                    of.input_bytes if of.block else 0,
-                    tuple(its_layers),
-                )
-            )
-
-    def _launches(self, work: Pass, is_compiled: bool, of_own: int) -> float:
-        """Seconds of a bare launch for each operation, and of `of_own` more for each attention of ours."""
-        operations = work.num_operations * (COMPILED_LAUNCHES if is_compiled else 1.0) + work.num_attention * of_own
-        return operations * self._hardware.launch_seconds
-
-    def on_large_gpu(self) -> float:
-        """Seconds of a step where everything is kept in VRAM and nothing is recomputed."""
-        return self.seconds([_IN_VRAM] * sum(len(unit.layers) for unit in self._units)).step
-
-    def gpu_share(self) -> float:
-        """Share of the layers with states in RAM that the GPU steps where both processors are done together: as long as
-        the CPU steps its layers, states of the others and the stepped weights are on the bus."""
-        layers = [layer for unit in self._units for layer in unit.layers]
-        weights = sum(layer.weight_bytes for layer in layers)
-        states = sum(layer.state_bytes for layer in layers)
-        h2d, _ = both_ways(states, states, self._hardware)
-        cpu = max(0.0, sum(layer.cpu_step for layer in layers) - weights / h2d)
-        return cpu / (cpu + states / h2d) if cpu else 0.0
-
-    def seconds(self, placements: Sequence[Placement]) -> Seconds:
-        """The step with `placements`, one for each layer."""
-        others = self._accumulation - 1
-        first, last = self._forward(placements, updates=True), self._backward(placements, is_last=True)
-        update, backward = max(first.free.values()), max(last.free.values())
-        busy = {name: first.busy[name] + last.busy[name] for name in RESOURCES}
-        if others:
-            forward, before = self._forward(placements, updates=False), self._backward(placements, is_last=False)
-            between = max(forward.free.values())
-            adding = before.free.pop("CPU step", 0.0)  # goes on beside the next forward
-            update += others * between
-            backward += others * max(*before.free.values(), adding - between)
-            for name in RESOURCES:
-                busy[name] += others * (forward.busy[name] + before.busy[name])
-        return Seconds(update + backward, update, backward, busy)
-
-    def _forward(self, placements: Sequence[Placement], *, updates: bool) -> Queues:
-        """Forward, and beside it the update of the step before: CPU steps, uploads, steps on the GPU."""
-        queues = Queues(self._hardware.num_cores)
-        ring, bus = Ring(queues), self._bus_in_update(placements, updates)
-        if updates:
-            layers = (layer for unit in self._units for layer in unit.layers)
-            norm = sum(layer.norm_in_ram for layer in layers if placements[layer.index].gradients == "ram")
-            queues.take("CPU step", norm, 0.0)
-        before = 0.0
-        ends: list[float] = []
-        for unit in self._units:
-            ready, on_gpu, known, again, leaves, num_layers = 0.0, 0.0, 0.0, False, False, 0
-            for layer in unit.layers:
-                where, stepped = placements[layer.index], 0.0
-                if where.activations != "keep":
-                    again, leaves = True, where.activations == "offload"
-                if updates and where.step == "cpu":
-                    stepped = self._stepped(queues, layer, where, bus)
-                    known = max(known, stepped)
-                elif updates and where.states == "ram":
-                    there, stepped = self._streamed(queues, ring, layer, where, bus)
-                    ready = max(ready, there)
-                elif updates:
-                    on_gpu += layer.gpu_step
-                fetched, free = layer.weight_bytes / bus.h2d, 0.0
-                if where.weights == "ram":
-                    num_layers += 1
-                    if not updates and len(ends) < NUM_WEIGHT_BUFFERS:  # it is there since backward
-                        continue
-                    free = max(before, ends[-NUM_WEIGHT_BUFFERS] if len(ends) >= NUM_WEIGHT_BUFFERS else 0.0)
-                elif not (updates and where.step == "cpu"):
-                    continue
-                arrived = queues.take("H2D", fetched, max(stepped, free))
-                ring.give_way(arrived, fetched)
-                ready = max(ready, arrived)
-            before = max(queues.free["GPU"], ready)
-            queues.take("GPU", on_gpu, ready, "GPU step")
-            queues.take("GPU", unit.forward, ready, "forward")
-            launches = FORWARD_LAUNCHES * unit.forward_launches
-            launches += again * RECOMPUTED_LAUNCHES[0] * unit.operation_launches
-            launches += num_layers * STREAMED_LAUNCHES[0] * self._hardware.launch_seconds
-            end = queues.launched(launches, known)
-            if num_layers:
-                ends.append(end)
-            if leaves:
-                queues.take("D2H", unit.input_bytes / bus.d2h, before)
-                ring.sent(unit.input_bytes / bus.d2h)
-        return queues
-
-    def _stepped(self, queues: Queues, layer: LayerCost, where: Placement, bus: _Bus) -> float:
-        """When the CPU has stepped the layer; states on disk are read before and written after."""
-        read = 0.0
-        if where.states == "disk":
-            speeds = (self._hardware.disk_read_bytes_per_second, self._hardware.disk_write_bytes_per_second)
-            read = queues.take("disk", DISK_OVERLAP * sum(layer.state_bytes / speed for speed in speeds), 0.0)
-        return queues.take("CPU step", bus.slows_cores * layer.cpu_step, read)
-
-    def _streamed(
-        self, queues: Queues, ring: Ring, layer: LayerCost, where: Placement, bus: _Bus
-    ) -> tuple[float, float]:
-        """When the GPU has stepped a layer whose states are in RAM, and when those are back."""
-        h2d_bytes, d2h_bytes = layer.passing(where)
-        queues.python(CHUNK_LAUNCHES * layer.num_chunks * self._hardware.launch_seconds)
-        queues.take("GPU", layer.gpu_step, 0.0, "GPU step")
-        return ring.step(h2d_bytes / bus.h2d, d2h_bytes / bus.d2h, layer.gpu_step, layer.num_chunks)
-
-    def _bus_in_update(self, placements: Sequence[Placement], updates: bool) -> _Bus:
-        """The bus beside forward. Streamed states share both directions with what else moves, and DRAM with the CPU's
-        step, which that slows as long as both go on."""
-        machine = self._hardware
-        alone = _Bus(machine.h2d_bytes_per_second, machine.d2h_bytes_per_second)
-        if not updates or not any(where.step == "gpu" and where.states == "ram" for where in placements):
-            return alone
-        h2d_bytes = d2h_bytes = cpu_seconds = 0.0
-        for unit in self._units:
-            for layer in unit.layers:
-                where = placements[layer.index]
-                if where.step == "cpu":
-                    cpu_seconds += layer.cpu_step
-                elif where.states == "ram":
-                    passing = layer.passing(where)
-                    h2d_bytes, d2h_bytes = h2d_bytes + passing[0], d2h_bytes + passing[1]
-                if where.step == "cpu" or where.weights == "ram":
-                    h2d_bytes += layer.weight_bytes
-            if any(placements[layer.index].activations == "offload" for layer in unit.layers):
-                d2h_bytes += unit.input_bytes
-        h2d, d2h = both_ways(h2d_bytes, d2h_bytes, machine)
-        bus_seconds = max(h2d_bytes / h2d, d2h_bytes / d2h)
-        cores, bus = times_slower(cpu_seconds, self._cpu_rate, bus_seconds, h2d_bytes + d2h_bytes, machine)
-        return _Bus(h2d / bus, d2h / bus, cores)
-
-    def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> Queues:
-        """Backward, and beside it recomputation, weights and inputs from RAM, gradients to RAM and their addition."""
-        queues, adds = Queues(self._hardware.num_cores), self._accumulation > 1
-        h2d, d2h = self._bus(placements)
-        before, num_streamed = 0.0, 0
-        ends: list[float] = []
-        sent: list[float] = []
-        added: list[float] = []
-        for unit in reversed(self._units):
-            ready = sent[-NUM_GRADIENT_BUCKETS] if len(sent) >= NUM_GRADIENT_BUCKETS else 0.0
-            fetched, num_layers, again, leaves, seconds = 0, 0, False, False, unit.backward
-            for layer in unit.layers:
-                where = placements[layer.index]
-                if where.weights == "ram":
-                    fetched, num_layers = fetched + layer.weight_bytes, num_layers + 1
-                if where.activations != "keep":
-                    again, leaves = True, where.activations == "offload"
-                seconds += layer.bucket
-                if adds and where.gradients == "vram":
-                    seconds += layer.adding_in_vram
-            if fetched:
-                num_streamed += 1
-                if num_streamed > NUM_WEIGHT_BUFFERS:  # else it is there since forward
-                    ready = max(ready, queues.take("H2D", fetched / h2d, max(before, ends[-NUM_WEIGHT_BUFFERS])))
-            if leaves:
-                ready = max(ready, queues.take("H2D", unit.input_bytes / h2d, before))
-            before = max(queues.free["GPU"], ready)
-            launches = BACKWARD_LAUNCHES * unit.backward_launches
-            launches += num_layers * STREAMED_LAUNCHES[1] * self._hardware.launch_seconds
-            if again:
-                seconds += unit.forward
-                launches += FORWARD_LAUNCHES * unit.forward_launches
-                launches += RECOMPUTED_LAUNCHES[1] * unit.operation_launches
-            queues.take("GPU", seconds, ready, "backward")
-            end = queues.launched(launches, 0.0)
-            if fetched:
-                ends.append(end)
-            for layer in unit.layers:
-                if placements[layer.index].gradients == "ram":
-                    if len(added) >= NUM_STAGING:  # Python waits until a staging buffer is free
-                        queues.python_waits(added[-NUM_STAGING])
-                    sent.append(queues.take("D2H", layer.bucket_bytes / d2h, max(end, queues.python_goes_on())))
-                    if adds:
-                        added.append(queues.take("CPU step", layer.adding_in_ram, sent[-1]))
-        if is_last:
-            queues.launched(LAYER_LAUNCHES * len(placements) * self._hardware.launch_seconds, 0.0)
-            self._send_at_boundary(queues, placements, d2h)
-        return queues
-
-    def _bus(self, placements: Sequence[Placement]) -> tuple[float, float]:
-        """Bytes a second of H2D and D2H in backward; less where both directions are in use."""
-        machine = self._hardware
-        h2d, d2h = machine.h2d_bytes_per_second, machine.d2h_bytes_per_second
-        fetches = any(where.weights == "ram" or where.activations == "offload" for where in placements)
-        sends = any(where.gradients == "ram" for where in placements)
-        share = min(1.0, machine.both_bytes_per_second / (h2d + d2h)) if fetches and sends else 1.0
-        return h2d * share, d2h * share
-
-    def _send_at_boundary(self, queues: Queues, placements: Sequence[Placement], d2h: float) -> None:
-        """Gradients that waited in VRAM for the last micro-batch and are stepped by the CPU."""
-        done = queues.free["GPU"]
-        for unit in self._units:
-            for layer in unit.layers:
-                where = placements[layer.index]
-                if where.step == "cpu" and where.gradients == "vram":
-                    queues.take("D2H", layer.gradient_bytes / d2h, done)
-
-
-def place_in_stages(layers: Sequence[LayerShape], stages: Sequence[Stage]) -> list[int]:
-    """The stage of each flat layer: its block's (the first use), or what is computed before the next block; for layers
-    after the last block the last stage."""
-    of_block: dict[str, int] = {}
-    for index, stage in enumerate(stages):
-        if stage.block:
-            of_block.setdefault(stage.block, index)
-    found: list[int] = []
-    following = len(stages) - 1
-    for layer in reversed(layers):
-        if layer.name in of_block:
-            at = following = of_block[layer.name]
-        else:
-            at = following if not stages[following].block else max(0, following - 1)
-        found.append(at)
-    return found[::-1]

@@ -1,4 +1,4 @@
-"""What a micro-batch computes and how much memory that takes, as plain numbers. `tracing` finds them."""
+"""What a micro-batch computes and how much memory that takes, as plain numbers. `tracing` counts them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ class Pass:
     """Forward or backward of one stage."""
 
     flops: int = 0
-    """Of matrix products and attention; a multiplication and an addition are two."""
+    """FLOPs of matmuls and attention. A multiplication and an addition are two."""
     fused_attention_flops: int = 0
-    """The same in kernels of our own."""
+    """FLOPs of attention in our own kernels (not in `flops`)."""
     matmul_bytes: int = 0
-    """Read and written by all products."""
+    """Bytes that all matmuls and attention read and write."""
     moved_bytes: int = 0
-    """Read and written by all other operations."""
+    """Bytes that all other operations read and write."""
     num_operations: int = 0
-    """Kernels started."""
+    """Number of kernels started."""
     num_attention: int = 0
-    """Among them, attention by kernels of our own."""
+    """Number of them that are attention in our own kernels."""
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(
@@ -45,34 +45,34 @@ class Pass:
 
 @dataclass(frozen=True)
 class Stage:
-    """One repeated block, or what is computed between two of them. Weights, and buffers of gradients, do not count."""
+    """One repeated block, or what is computed between two blocks. Its bytes leave out weights and gradient buffers."""
 
     block: str
-    """The block's name in the model; "" for what lies outside."""
+    """The block's name in the model; "" between blocks."""
     forward: Pass
     backward: Pass
     kept_bytes: int
-    """Made in forward and alive until backward: what autograd saved, and the outputs."""
+    """Bytes made in forward and alive until backward: what autograd saves, and the outputs."""
     output_bytes: int
-    """The outputs among them: all that is left of a checkpointed block."""
+    """The outputs' part of `kept_bytes`: all that a checkpointed block keeps."""
     input_bytes: int
-    """The first input (the hidden states): what waits in RAM when activations are offloaded."""
+    """The first input (the hidden states), which waits in RAM if activations are offloaded."""
     shared_bytes: int
-    """Inputs that several blocks read (a position bias, an encoder's output), each with a gradient in backward."""
+    """Inputs that several blocks read (a position bias, an encoder's output). Each has a gradient in backward."""
     forward_peak_bytes: int
-    """Most that forward has alive, beyond what was there before."""
+    """Peak of forward, beyond what was alive before it."""
     backward_peak_bytes: int
-    """Most that backward has alive, beyond what was there when it began (with `kept_bytes`)."""
+    """Peak of backward, beyond what was alive when it began (which includes `kept_bytes`)."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The shape of a micro-batch: rows, and tokens of each."""
+    """The shape of a micro-batch: its rows, and the tokens of each."""
 
     batch_size: int
     input_length: int
     target_length: int | None
-    """Of a decoder of its own; None for a model without one."""
+    """Tokens of the decoder's row; None for a model that is not an encoder-decoder."""
 
     def __str__(self) -> str:
         """ "8 x (512+128)" or "8 x 512"."""
@@ -86,6 +86,6 @@ class MicroBatch:
 
     stages: tuple[Stage, ...]
     num_tokens: int
-    """Positions that the model reads and, with a decoder of its own, writes; padding counts."""
+    """Positions, padding included. For an encoder-decoder, those of both."""
     rows: Rows | None = None
-    """None where only what it computes is known."""
+    """None if the shape is not known."""

@@ -140,7 +140,7 @@ def test_it_ends_when_it_is_closed_and_when_it_is_collected(machine: Machine) ->
 
 
 def test_it_costs_less_than_a_thousandth_of_a_core() -> None:
-    looks = ram_watch._Looks({}, 0)
+    looks = ram_watch._RamPoll({}, 0)
     costs = []
     for _ in range(10):
         started = time.thread_time()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offloadkit.offload.update import MOST_MOVES, MOST_SEEN, WARM_UP, StepBalancer, Took
+from offloadkit.offload.update import MAX_AVERAGED, MAX_MOVES, WARM_UP, StepBalancer, StepTimes
 
 
 class Point:
@@ -34,12 +34,12 @@ def layers(num: int, on_gpu: int, switchable: bool = True) -> list[Any]:
     ]
 
 
-def took(model: list[Any], cpu: float, gpu: float, done: bool = True) -> Took:
+def took(model: list[Any], cpu: float, gpu: float, done: bool = True) -> StepTimes:
     """What an update of these layers takes at `cpu` and `gpu` seconds an element."""
     by_gpu = sum(layer.layer.numel for layer in model if layer.on_gpu)
     by_cpu = sum(layer.layer.numel for layer in model if not layer.on_gpu)
     events: Any = (Point(1.0), Point(1.0 + gpu * by_gpu, done)) if by_gpu else None
-    return Took(cpu * by_cpu, by_cpu, events, by_gpu)
+    return StepTimes(cpu * by_cpu, by_cpu, events, by_gpu)
 
 
 def run(model: list[Any], cpu: float, gpu: float, updates: int = 40) -> tuple[list[int], StepBalancer]:
@@ -58,7 +58,7 @@ def test_both_processors_end_together(start: int, cpu: float, gpu: float, balanc
     model = layers(48, start)
     found, _ = run(model, cpu, gpu)
     assert found[: WARM_UP + 1] == [start] * (WARM_UP + 1)
-    assert all(abs(after - before) <= MOST_MOVES for before, after in pairwise(found))
+    assert all(abs(after - before) <= MAX_MOVES for before, after in pairwise(found))
     assert abs(found[-1] - balanced) <= 1
     assert len(set(found[20:])) == 1
 
@@ -114,7 +114,7 @@ def test_a_gain_below_two_percent_moves_nothing(gpu: float, moved: int) -> None:
 def test_only_the_newest_updates_count() -> None:
     model = layers(48, 24)
     _, split = run(model, 1e-3, 1e-3, 20)
-    for _ in range(MOST_SEEN):
+    for _ in range(MAX_AVERAGED):
         split.add(took(model, 1e-3, 1.1e-3))
         split.correct(model)
     assert sum(layer.on_gpu for layer in model) == 23
@@ -146,7 +146,7 @@ def test_waiting_twice_disregards_one_update_the_newest() -> None:
         split.add(took(model, 1e-3, gpu, done=False))
     split.disregard_newest()
     split.disregard_newest()
-    for before in split._took:
+    for before in split._unread:
         assert before.gpu is not None
         before.gpu[1].reach()  # type: ignore[attr-defined]
     split.correct(model)  # of what was left the mean on the GPU is a third above the CPU's
@@ -158,7 +158,7 @@ def test_the_last_of_equal_layers_moves_first() -> None:
     for layer in model:
         layer.layer.numel = 100
     found, _ = run(model, 1e-3, 1e-3, WARM_UP + 2)
-    assert found[-1] == 12 - MOST_MOVES
+    assert found[-1] == 12 - MAX_MOVES
     assert [layer.on_gpu for layer in model] == [True] * 8 + [False] * 4
 
 
@@ -180,7 +180,7 @@ def test_an_update_that_is_not_over_yet_says_nothing() -> None:
 def test_python_may_always_be_a_step_ahead_of_the_gpu() -> None:
     """Then an update says something in the step after the next, but nothing about layers that moved since."""
     model, split, found = layers(48, 48), StepBalancer(), []
-    under_way: list[Took] = []
+    under_way: list[StepTimes] = []
     for _ in range(60):
         split.correct(model)
         found.append(sum(layer.on_gpu for layer in model))
@@ -189,7 +189,7 @@ def test_python_may_always_be_a_step_ahead_of_the_gpu() -> None:
                 before.gpu[1].reach()  # type: ignore[attr-defined]
         under_way = [took(model, 2e-3, 1e-3, done=False)]
         split.add(under_way[0])
-    assert all(abs(after - before) <= MOST_MOVES for before, after in pairwise(found))
+    assert all(abs(after - before) <= MAX_MOVES for before, after in pairwise(found))
     assert min(found) >= 31, "moved too far"
     assert abs(found[-1] - 32) <= 1
     assert len(set(found[40:])) == 1
