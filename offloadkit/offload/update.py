@@ -23,6 +23,7 @@ import torch
 
 from offloadkit.device import trace
 from offloadkit.device.streams import BusyTime, CopyStream, Event
+from offloadkit.offload.gradients import compute_host_sums
 from offloadkit.offload.states import LayerState
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.norm import sum_in_order
