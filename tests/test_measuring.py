@@ -108,7 +108,7 @@ def test_each_cache_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_without_the_kernel_torch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_library", lambda: None)
     cpu._warn_without_library.cache_clear()
-    with pytest.warns(UserWarning, match="C kernel is missing"):
+    with pytest.warns(UserWarning, match="C kernels are missing"):
         measured = rates.machine_rates(CPU)
     assert measured["cpu_adamw_bytes_per_second"] > 1e6
     assert measured.keys() == measuring._RATES

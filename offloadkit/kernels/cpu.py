@@ -31,7 +31,7 @@ _OPTIMIZERS = ("adamw", "lion")
 """Those with a kernel in C; the others run on torch operations."""
 _NO_LIBRARY = (
     "offloadkit's C kernels are missing or do not load, so the CPU optimizer step runs on torch operations: the same "
-    "result, 5 to 20 times slower. To build it, install a C compiler (gcc or clang) and reinstall offloadkit: "
+    "result, 5 to 20 times slower. To build them, install a C compiler (gcc or clang) and reinstall offloadkit: "
     "pip install --force-reinstall --no-deps offloadkit, or pip install -e . in a checkout."
 )
 
