@@ -54,7 +54,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from offloadkit import hardware
-from offloadkit.baseline import measured_baseline
 from offloadkit.checkpoint.folder import (
     check_readable,
     check_same_model,
@@ -64,6 +63,7 @@ from offloadkit.checkpoint.folder import (
     writable,
 )
 from offloadkit.config import OffloadConfig
+from offloadkit.engines.baseline import measured_baseline
 from offloadkit.errors import ConfigError, DataError, OutOfVramError
 from offloadkit.hf.data import PreparedData, load_dataset_like, prepare, with_decoder_inputs
 from offloadkit.hf.evaluate import Sample, predict, share_correct

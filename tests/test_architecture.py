@@ -30,8 +30,8 @@ ROWS = [
     {"hf"},
     {"planning"},
     {"engines"},
-    {"comparing"},
     {"finetuning"},
+    {"comparing"},
     {"demo", "doctor"},
     {"cli"},
 ]

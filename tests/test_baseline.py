@@ -12,8 +12,8 @@ from datasets import Dataset
 from transformers import T5Config, T5ForConditionalGeneration
 
 import offloadkit
-from offloadkit import Monitor, baseline
-from offloadkit.comparing import forecast, runner
+from offloadkit import Monitor
+from offloadkit.engines import baseline, forecast, runner
 from offloadkit.hf.data import PreparedData
 from tests.compare.made_up import GIB, T5_3B
 

@@ -17,7 +17,8 @@ from typer.testing import CliRunner, Result
 import offloadkit
 from offloadkit import OffloadConfig
 from offloadkit.cli import app
-from offloadkit.comparing import comparison, forecast, runner, sweeping
+from offloadkit.comparing import comparison, sweeping
+from offloadkit.engines import forecast, runner
 from tests.compare.made_up import T5_3B
 
 

@@ -24,17 +24,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offloadkit.checkpoint.folder import writable
-from offloadkit.comparing import forecast, words
-from offloadkit.comparing.forecast import Forecast
-from offloadkit.comparing.runner import Row, Runs, write_whole
+from offloadkit.comparing import words
+from offloadkit.comparing.words import LABELS
 from offloadkit.config import Precision
+from offloadkit.engines import forecast
+from offloadkit.engines.baseline import forecasts_of
+from offloadkit.engines.forecast import Forecast
+from offloadkit.engines.runner import Row, Runs, write_whole
 from offloadkit.engines.work import Work, config_of
 from offloadkit.errors import ConfigError
 from offloadkit.units import format_bytes, parse_bytes
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
 T5_MODELS = ("t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b")
 ENGINES = ("baseline", "offloadkit", "deepspeed")
 """Plain HuggingFace with everything on the GPU; by its plan; ZeRO-2 with offload, or ZeRO-3 where that does not fit."""
-LABELS = {"baseline": "all on the GPU", "offloadkit": "offloadkit", "deepspeed": "DeepSpeed"}
 
 _VARIANTS: dict[str, tuple[tuple[str, bool, str], ...]] = {
     "baseline": (("baseline", False, ""), ("baseline", True, "activations recomputed")),
@@ -215,17 +216,6 @@ def _check_names(models: Any, engines: Any) -> None:
         config_of(model)
 
 
-def forecasts_of(works: Sequence[Work], runs: Runs) -> list[Forecast | Row]:
-    """What the plan says of each; a row where it cannot say anything."""
-    planned = runs.row({"mode": "plan", "works": [asdict(work) for work in works]})
-    if planned["status"] != "measured":
-        return [{"status": "failed", "reason": f"the plan failed: {planned['reason']}"} for _ in works]
-    return [
-        {"status": "failed", "reason": made["failed"]} if "failed" in made else forecast.from_row(made)
-        for made in planned["forecasts"]
-    ]
-
-
 def _row(runs: Runs, work: Work, engine: str, made: Forecast | Row, say: Callable[[str], None]) -> Row:
     """The first variant of the engine that fits; else why the leanest does not."""
     row: Row = {"variant": "", "tried": []}
@@ -250,7 +240,7 @@ def _tried(runs: Runs, work: Work, name: str, made: Forecast) -> Row:
     reason = made.reason if name == "offloadkit" else forecast.hopeless(name, made, recomputed=work.recomputed)
     if reason is not None:
         return {"status": "does not fit", "reason": reason, "tried_for_real": False}
-    task = {"mode": "measure", "engine": name, "work": asdict(work)}
+    task = {"mode": "measure", "engine": name, "work": work.to_dict()}
     return runs.row(task, work.ram, made.steps_seconds(work)) | {"tried_for_real": True}
 
 
@@ -293,8 +283,3 @@ def save(stem: Path, content: dict[str, Any], chart: Callable[[], Any]) -> None:
     write_whole(stem.with_suffix(".svg"), lambda new: figure.savefig(new, format="svg"))
     write_whole(stem.with_suffix(".png"), lambda new: figure.savefig(new, format="png", dpi=150))
     print(f"saved in {stem.parent}: {stem.name}.json, {stem.name}.svg, {stem.name}.png", flush=True)
-
-
-def short_reason(reason: str) -> str:
-    """A reason without what a chart's reader need not know."""
-    return re.sub(r": pip install.*", "", reason).removeprefix("does not fit: ")

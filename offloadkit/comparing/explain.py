@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from offloadkit.comparing import words
-from offloadkit.comparing.forecast import Forecast
 from offloadkit.comparing.knee import Knee, fixed_seconds, reads_weights
+from offloadkit.engines.forecast import Forecast
 from offloadkit.units import format_bytes
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The chart of a sweep, in the colours and with the habits of `figure`."""
+"""The charts of a comparison and of a sweep."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from offloadkit.comparing import words
-from offloadkit.comparing.comparison import LABELS, short_reason
+from offloadkit.comparing.words import LABELS, short_reason
 
 if TYPE_CHECKING:
     from offloadkit.comparing.comparison import Comparison
+    from offloadkit.comparing.sweeping import Sweep
 
 COLOURS = {"baseline": "#8c8c8c", "offloadkit": "#0072b2", "deepspeed": "#e69f00"}
 HATCHES = {"baseline": "", "offloadkit": "", "deepspeed": "////"}
@@ -132,9 +133,6 @@ def _beside(size: float, limit: float | None, width: float) -> float:
     """Where a bar's value of this width begins: at its end, or past the limit's line where that would cross it."""
     return limit if limit is not None and size < limit < size + width else size
 
-
-if TYPE_CHECKING:
-    from offloadkit.comparing.sweeping import Sweep
 
 SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#56b4e9", "v"))
 """Colour and marker of each line; after the last comes the first."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from offloadkit.comparing.forecast import Forecast
+from offloadkit.engines.forecast import Forecast
 
 _NEAR = 1.5
 """A knee within this factor of the smallest or the largest size lies at that end: too little was measured beyond it."""

@@ -3,7 +3,6 @@ held-out loss."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import inspect
 import json
@@ -16,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from offloadkit.checkpoint.folder import written_to
+from offloadkit.engines.baseline import kept_folder
 from offloadkit.engines.work import TINY, config_of
 from offloadkit.errors import ConfigError
 from offloadkit.finetuning import LEARNING_RATES, finetune
@@ -27,21 +27,6 @@ SCALINGS: dict[str, Callable[[float], float]] = {"none": lambda ratio: 1.0, "sqr
 
 EVAL_BATCH_SIZE = 16
 """Of every run, so that the mean over batches is over the same ones."""
-
-
-def config_folder(model: Any, folder: Path) -> str:
-    """A name as it is; of a model its config, as a folder that `load_config` reads.
-
-    Raises:
-        ModelError, ModelNotFoundError, ModelAccessError: it is no model, or there is none of that name.
-    """
-    check_kind(model)
-    if isinstance(model, str | os.PathLike):
-        config_of(str(model))
-        return str(model)
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    return str(_kept(folder, "config", config.save_pretrained))
 
 
 def weights_folder(model: Any, folder: Path, init: str) -> str:
@@ -61,14 +46,14 @@ def weights_folder(model: Any, folder: Path, init: str) -> str:
     if isinstance(model, str | os.PathLike):
         load_config(model, init=init)
         return str(model)
-    return str(_kept(folder, "model", model.save_pretrained))
+    return str(kept_folder(folder, "model", model.save_pretrained))
 
 
 def tokenizer_folder(tokenizer: Any, folder: Path) -> str | None:
     """A name or None as it is; a tokenizer, as a folder that it can be loaded from."""
     if tokenizer is None or isinstance(tokenizer, str | os.PathLike):
         return None if tokenizer is None else str(tokenizer)
-    return str(_kept(folder, "tokenizer", tokenizer.save_pretrained))
+    return str(kept_folder(folder, "tokenizer", tokenizer.save_pretrained))
 
 
 def rows_file(dataset: Any, folder: Path, name: str, split: str) -> tuple[str, int]:
@@ -85,22 +70,6 @@ def rows_file(dataset: Any, folder: Path, name: str, split: str) -> tuple[str, i
         path = folder / f"{name}-{hashlib.sha256(waiting.read_bytes()).hexdigest()[:12]}.parquet"
         waiting.replace(path)
     return str(path.resolve()), len(rows)
-
-
-def _kept(folder: Path, name: str, write: Any) -> Path:
-    """What `write` puts into a folder, under a name that follows from its contents."""
-    with written_to(folder / name), tempfile.TemporaryDirectory(dir=folder) as scratch:
-        new = Path(scratch) / name
-        write(new)
-        digest = hashlib.sha256()
-        for path in sorted(new.iterdir()):
-            digest.update(path.name.encode())
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        kept = folder / f"{name}-{digest.hexdigest()[:12]}"
-        if not kept.exists():
-            new.rename(kept)
-    return kept.resolve()
 
 
 def learning_rates(base: float, rows: list[int], scalings: list[str]) -> list[tuple[int, str, float]]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from offloadkit.checkpoint.folder import writable
-from offloadkit.comparing import forecast
-from offloadkit.comparing.comparison import check_counts, forecasts_of, progress, summary
-from offloadkit.comparing.runner import Row, Runs
+from offloadkit.comparing.comparison import check_counts, progress, summary
 from offloadkit.config import Precision
+from offloadkit.engines import forecast
+from offloadkit.engines.baseline import forecasts_of, plain_row
+from offloadkit.engines.runner import Row, Runs
 from offloadkit.engines.work import Work, config_of
 from offloadkit.errors import DoesNotFitError, OffloadkitError
-from offloadkit.planner import Dtype
 from offloadkit.units import parse_bytes
 
 
@@ -101,67 +101,23 @@ def _slowdown(limited: Work, runs: Runs) -> Slowdown:
     if within.reason:
         raise DoesNotFitError(within.reason)
     say = progress(f"{limited.model}, offloadkit")
-    task = {"mode": "measure", "engine": "offloadkit", "work": asdict(limited)}
+    task = {"mode": "measure", "engine": "offloadkit", "work": limited.to_dict()}
     ours = runs.row(task, limited.ram, within.steps_seconds(limited))
     say(summary(ours))
     if ours["status"] != "measured":
         raise (DoesNotFitError if ours["status"] == "does not fit" else OffloadkitError)(ours["reason"])
-    plain, reason = _plain(free, without, runs)
-    if plain is not None:
+    say = progress(f"{free.model}, all on the GPU")
+    plain = plain_row(free, without, runs)
+    say(summary(plain))
+    if plain["status"] == "measured":
         return Slowdown(_seconds(ours, within), _seconds(plain, without), "measured", on_gpu=not within.on_cpu)
+    reason = plain["reason"]
     if within.large_gpu_seconds is None:
         raise OffloadkitError(f"plain training cannot be measured ({reason}), nor predicted for this model")
     return Slowdown(_seconds(ours, within), within.large_gpu_seconds, "predicted", reason, not within.on_cpu)
-
-
-def measure_baseline(
-    model: str,
-    *,
-    batch_size: int,
-    max_input_length: int,
-    max_target_length: int,
-    gradient_accumulation: int,
-    dtype: Dtype,
-    output_dir: Path,
-) -> tuple[float | None, str]:
-    """The seconds of `measure_slowdown`'s baseline alone; None, and why, where it cannot be measured.
-
-    Args:
-        dtype: of the working weights.
-        output_dir: keeps what was measured for the next time; it exists.
-
-    Raises:
-        ModelNotFoundError, ModelAccessError, ModelError: as `compare`.
-    """
-    config_of(model)
-    work = Work(
-        model=model,
-        batch_size=batch_size,
-        input_length=max_input_length,
-        target_length=max_target_length,
-        accumulation=gradient_accumulation,
-        dtype=dtype,
-        our_compute=True,
-    )
-    runs = Runs(output_dir, None)
-    (made,) = forecasts_of([work], runs)
-    row, reason = (None, made["reason"]) if isinstance(made, dict) else _plain(work, made, runs)
-    return None if row is None else row["step_seconds"], reason.removesuffix(" (--timeout)")  # which `finetune` has not
 
 
 def _seconds(row: Row, made: forecast.Forecast) -> float:
     """Of a step; of the shortest without a GPU: other processes take a share of the cores, now more and now less."""
     seconds: float = min(row["all_step_seconds"]) if made.on_cpu else row["step_seconds"]
     return seconds
-
-
-def _plain(work: Work, made: forecast.Forecast, runs: Runs) -> tuple[Row | None, str]:
-    """The row of plain training, or None and why it cannot be measured."""
-    reason = forecast.hopeless("baseline", made, recomputed=False)
-    if reason is not None:
-        return None, reason
-    say = progress(f"{work.model}, all on the GPU")
-    task = {"mode": "measure", "engine": "baseline", "work": asdict(work)}
-    row = runs.row(task, planned_seconds=made.steps_seconds(work))
-    say(summary(row))
-    return (row, "") if row["status"] == "measured" else (None, row["reason"])

@@ -33,11 +33,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from offloadkit import errors
 from offloadkit.checkpoint.folder import writable
 from offloadkit.comparing import learning, words
-from offloadkit.comparing.comparison import check_counts, forecasts_of, progress, save, summary
-from offloadkit.comparing.forecast import Forecast
+from offloadkit.comparing.comparison import check_counts, progress, save, summary
 from offloadkit.comparing.knee import Knee, measured_knee, predicted_knee
-from offloadkit.comparing.runner import Row, Runs
 from offloadkit.config import Precision
+from offloadkit.engines.baseline import config_folder, forecasts_of
+from offloadkit.engines.forecast import Forecast
+from offloadkit.engines.runner import Row, Runs
 from offloadkit.engines.work import Work
 from offloadkit.errors import ConfigError
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH
@@ -222,7 +223,7 @@ def sweep(
         check_counts(lengths, optional=tuple(lengths))
         common |= {"input_length": max_input_length or 512}
         common |= {"target_length": max_target_length or DEFAULT_TARGET_LENGTH}
-        work = Work(model=learning.config_folder(model, folder), batch_size=1, steps=steps, **common)
+        work = Work(model=config_folder(model, folder), batch_size=1, steps=steps, **common)
         result = _timed(name, work, grid, runs, num_samples or NUM_SAMPLES, folder)
     save(folder / "sweep", result.to_dict(), result.chart)
     return result
@@ -286,7 +287,7 @@ def _timed_row(work: Work, planned: Forecast | Row, runs: Runs) -> Row:
         return row | planned
     if planned.reason:
         return row | {"status": "does not fit", "reason": planned.reason}
-    task = {"mode": "measure", "engine": "offloadkit", "work": asdict(work)}
+    task = {"mode": "measure", "engine": "offloadkit", "work": work.to_dict()}
     row |= runs.row(task, work.ram, planned.steps_seconds(work))
     if row["status"] == "measured":
         row["tokens_per_second"] = planned.num_tokens / row["step_seconds"] if planned.num_tokens else None
@@ -302,7 +303,7 @@ def _largest(work: Work, planned: Forecast | None, rows: list[Row], runs: Runs) 
     if any(row["status"] == "failed" for row in rows) and not any(row["status"] == "measured" for row in rows):
         return {}
     most = MOST_TIMES_LARGER * work.batch_size
-    found = runs.row({"mode": "largest", "work": asdict(work), "most": most})
+    found = runs.row({"mode": "largest", "work": work.to_dict(), "most": most})
     size = found.get("batch_size")
     if size is None:
         return {}
@@ -314,7 +315,7 @@ def _largest(work: Work, planned: Forecast | None, rows: list[Row], runs: Runs) 
     say = progress(f"the largest batch that fits by the plan, {size}")
     tried = replace(work, batch_size=size, steps=1, warmup=0)
     planned_seconds = planned.steps_seconds(tried) * size / work.batch_size if planned else 0.0
-    task = {"mode": "measure", "engine": "offloadkit", "work": asdict(tried)}
+    task = {"mode": "measure", "engine": "offloadkit", "work": tried.to_dict()}
     row = runs.row(task, work.ram, planned_seconds)
     say(summary(row))
     return known | {key: row[key] for key in kept if key in row}
@@ -383,6 +384,7 @@ class _Learning:
             return {"status": "failed", "reason": reason}
         told = {"batch_size": size, "gradient_accumulation": times, "max_steps": num_steps, "learning_rate": rate}
         task = {"mode": "finetune", "finetune": self.finetune | told, "scratch": self.scratch}
+        task["function"] = "offloadkit.comparing.learning:finetuned"
         row = runs.row(task, self.finetune["ram"], math.inf)  # what it should take is known only there
         if row["status"] == "measured":
             row |= {name: row["metrics"][name] for name in ("eval_loss", "train_loss") if name in row["metrics"]}

@@ -6,33 +6,18 @@ import itertools
 import math
 import time
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from offloadkit.device.process_memory import DeviceMemory
+from offloadkit.engines.engine import Engine
 from offloadkit.engines.work import Batch, Work
 
 LEAST_STEPS, MOST_STEPS = 6, 300
 WARM_SECONDS, TIMED_SECONDS = 1.0, 3.0
-"""Of steps whose number is not told. Single steps of some milliseconds differ by half of that; and after the first
-steps layers move between processors for a while."""
-
-
-class Engine(Protocol):
-    """What the measuring loop calls."""
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """The loss of one micro-batch."""
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the micro-batch's share of the gradients."""
-
-    def step(self, is_boundary: bool) -> None:
-        """After each backward; updates the weights where `is_boundary`."""
-
-    def settle(self) -> None:
-        """Wait for everything that a step left running."""
+"""Used where the number of steps is not given. Short steps differ by half of their time, and layers move between
+processors for some steps after the start."""
 
 
 class Clock:
@@ -60,53 +45,71 @@ class Clock:
 def timed_steps(
     engine: Engine, batches: list[Batch], work: Work, device: torch.device, vram: DeviceMemory
 ) -> dict[str, Any]:
-    """Train for one first step, `work.warmup` more, one that fills the pipeline, and `work.steps` that are timed: where
-    these are None, as many as it takes for two runs to agree.
+    """Train for one first step, `work.warmup` more, one that fills the pipeline, and `work.steps` that are timed.
 
-    A step's time is that from its end to the end of the one before: nothing is synchronised in between, so what an
-    engine hides under the next forward stays hidden, and what it does not is counted. `settled_seconds` is the mean
-    with everything waited for at the end.
+    Where `work.steps` is None, enough steps run for two measurements to agree. A step lasts from the end of the step
+    before to its own end. Nothing is synchronised in between: what an engine hides under the next forward stays
+    hidden, and what it does not is counted. `settled_seconds` is the mean with everything waited for at the end.
+    `phase_seconds` are medians on the device's time line. Peaks of VRAM are over all steps, the first included.
     """
     on_cuda = device.type == "cuda"
     losses: list[torch.Tensor] = []
 
-    def train_step() -> None:
+    def train_step(clock: Clock) -> None:
         for index, batch in enumerate(batches, start=1):
             loss = engine.forward(batch)
+            clock.mark("forward")
             engine.backward(loss)
+            clock.mark("backward")
             losses.append(loss.detach())
             del loss
             engine.step(index == len(batches))
+            clock.mark("step")
         vram.sample()
 
     began = time.perf_counter()
-    train_step()
+    train_step(Clock(on_cuda))
     engine.settle()
     first_step_seconds = time.perf_counter() - began
     began, num_warm = time.perf_counter(), 0
     while num_warm < work.warmup or (work.steps is None and time.perf_counter() - began < WARM_SECONDS):
-        train_step()
+        train_step(Clock(on_cuda))
         num_warm += 1
     engine.settle()
     num_steps = work.steps or _enough_steps((time.perf_counter() - began) / num_warm)
     clock = Clock(on_cuda)
     began = time.perf_counter()
     for _ in range(1 + num_steps):
-        train_step()
-        clock.mark("step")
+        train_step(clock)
     engine.settle()
     settled_seconds = (time.perf_counter() - began) / (1 + num_steps)
-    each = [seconds for _, seconds in clock.phases()]
+    steps = _by_step(clock.phases(), 3 * len(batches))
+    each = [sum(step.values()) for step in steps]
     return {
         "step_seconds": median(each),
         "all_step_seconds": each,
+        "phase_seconds": {name: median(step[name] for step in steps) for name in steps[0]},
+        "num_warmup": 2 + num_warm,
         "settled_seconds": settled_seconds,
         "first_step_seconds": first_step_seconds,
         "last_loss": float(losses[-1]),
         "vram_bytes": vram.peak_bytes,
         "vram_source": vram.source,
+        "max_allocated_bytes": torch.cuda.max_memory_allocated() if on_cuda else 0,
         "max_reserved_bytes": torch.cuda.max_memory_reserved() if on_cuda else 0,
     }
+
+
+def _by_step(phases: list[tuple[str, float]], num_a_step: int) -> list[dict[str, float]]:
+    """Seconds by phase of each step, micro-batches added up. The first step, which fills the pipeline, has no start
+    mark and is left out."""
+    steps = []
+    for first in range(num_a_step - 1, len(phases), num_a_step):
+        step: dict[str, float] = {}
+        for name, seconds in phases[first : first + num_a_step]:
+            step[name] = step.get(name, 0.0) + seconds
+        steps.append(step)
+    return steps
 
 
 def _enough_steps(seconds: float) -> int:

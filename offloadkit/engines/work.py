@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from offloadkit.hf.load import Task, auto_class_of, build, completed, draw_lazil
 from offloadkit.hf.models import EAGER_ATTENTION, load_config
 from offloadkit.hf.patches import fuse
 from offloadkit.hf.weight_files import Materialise, become
+from offloadkit.offload.compile import compile_blocks
 from offloadkit.planner import Dtype
 from offloadkit.planning import default_dtype
 
@@ -31,10 +32,12 @@ _TINY_SHAPE: dict[str, Any] = {
     "num_heads": 4,
 }
 
-LEARNING_RATE = 1e-5
-MAX_GRAD_NORM = 1.0
 NUM_SPECIAL_IDS = 3
 """Ids from 0 that stand for padding, ends and unknown words in most vocabularies: not drawn."""
+SHORTEST_SHARE = 4
+"""A ragged row has at least one part in this many of the longest row's tokens."""
+IGNORED_LABEL = -100
+"""The label that HuggingFace's losses leave out."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -51,25 +54,41 @@ class Work:
     input_length: int
     """Tokens of a row that the model reads."""
     target_length: int
-    """Tokens of a row that a decoder of its own writes; without one it means nothing."""
+    """Tokens of a row that a separate decoder writes; models without one ignore it."""
     accumulation: int = 1
     precision: Literal["exact", "compact", "tiny"] = "exact"
-    """Of offloadkit's optimizer states; the others know fp32 alone."""
+    """Of offloadkit's optimizer states; the other engines keep fp32."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """Of the working weights; None: what `finetune` takes on this device."""
     recomputed: bool = False
-    """Activation checkpointing of the engines that do not plan."""
+    """Activation checkpointing in the engines that do not plan."""
     our_compute: bool = False
-    """Have the baseline compute as under offloadkit (attention, norms), so that what differs is the offload; else as
-    HuggingFace does."""
+    """The baseline uses offloadkit's attention and norms, so that only the offloading differs; else HuggingFace's."""
     vram: int | None = None
     """Bytes the process may take, CUDA's context included; None: what is free."""
     ram: int | None = None
     steps: int | None = None
-    """Timed, after one and `warmup` others; None: six, and where they are short as many as take three seconds, after
-    at least one second of others."""
+    """Timed steps, after one and `warmup` others; None: six, or as many as three seconds hold."""
     warmup: int = 2
     seed: int = 0
+    mask: Literal["full", "ragged"] = "full"
+    """"ragged": rows of a quarter to all of the length, padded to the longest, with an attention mask."""
+    compiled: bool = False
+    """Repeated blocks run by `torch.compile`: offloadkit's and the baseline's."""
+    disk: str | None = None
+    """Folder for offloadkit's optimizer states that fit no RAM."""
+    bucket_elements: int | None = None
+    """Elements of DeepSpeed's buckets for gradients and gathered weights; None: its own default."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON. The fields after `seed` appear only where they are set: rows saved before they existed are found
+        again."""
+        later = ("mask", "compiled", "disk", "bucket_elements")
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in later or getattr(self, field.name) != field.default
+        }
 
     def dtype_on(self, device: torch.device) -> Dtype:
         """Of the working weights on `device`."""
@@ -77,12 +96,12 @@ class Work:
         return self.dtype or default
 
     def vram_on(self, device: torch.device) -> int | None:
-        """The budget of VRAM on `device`: without a GPU there is none to limit."""
+        """The budget of VRAM on `device`; None on a CPU."""
         return None if device.type == "cpu" else self.vram
 
     @property
     def rows(self) -> int:
-        """Of one step."""
+        """Rows of one step."""
         return self.batch_size * self.accumulation
 
 
@@ -143,7 +162,7 @@ def plain_model(work: Work, dtype: str, weights_on: torch.device, device: torch.
     with _default_dtype(_DTYPES[dtype]), weights_on, no_init_weights():
         model: Any = auto_class_of(config, infer_task(config)).from_config(config, dtype=_DTYPES[dtype])
     if work.our_compute:
-        fuse(model)
+        fuse(model, compiled=work.compiled)
     model.tie_weights()
     generator = torch.Generator(device).manual_seed(work.seed)
     with torch.no_grad():
@@ -152,6 +171,8 @@ def plain_model(work: Work, dtype: str, weights_on: torch.device, device: torch.
             parameter.copy_(_drawn(torch.empty_like(parameter, device=device), generator))
     if work.recomputed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if work.compiled:
+        compile_blocks(model, ())
     if device.type == "cuda":
         torch.cuda.empty_cache()
     trained: PreTrainedModel = model.train()
@@ -175,22 +196,52 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def random_batches(work: Work, device: torch.device) -> list[Batch]:
-    """The micro-batches of one step, int64 [batch_size, length] on `device`; every step repeats them."""
+    """The micro-batches of one step on `device`; every step repeats them.
+
+    input_ids and labels are int64 [batch_size, length]. Ragged work adds attention_mask, int64 of the inputs' shape,
+    and its padding has the label -100. The first row has the full length.
+    """
     config = config_of(work.model)
     task = infer_task(config)
     num_words = config.get_text_config().vocab_size
+    padding = config.get_text_config().pad_token_id or 0
     generator = torch.Generator().manual_seed(work.seed)
 
     def tokens(length: int) -> torch.Tensor:
-        shape = (work.batch_size, length)
-        return torch.randint(NUM_SPECIAL_IDS, num_words, shape, generator=generator).to(device)
+        return torch.randint(NUM_SPECIAL_IDS, num_words, (work.batch_size, length), generator=generator)
+
+    def real(length: int) -> torch.Tensor:
+        """Where tokens are and no padding, bool [batch_size, length]."""
+        shortest = max(1, length // SHORTEST_SHARE)
+        lengths = torch.randint(shortest, length + 1, (work.batch_size, 1), generator=generator)
+        lengths[0] = length
+        return torch.arange(length) < lengths
 
     def batch() -> Batch:
         ids = tokens(work.input_length)
+        found: Batch = {"input_ids": ids}
         if task == "classification":
-            labels = torch.randint(config.num_labels or 2, (work.batch_size,), generator=generator).to(device)
+            found["labels"] = torch.randint(config.num_labels or 2, (work.batch_size,), generator=generator)
         else:
-            labels = tokens(work.target_length) if task == "seq2seq" else ids
-        return {"input_ids": ids, "labels": labels}
+            found["labels"] = tokens(work.target_length) if task == "seq2seq" else ids
+        if work.mask == "ragged":
+            mask = real(work.input_length)
+            found["input_ids"] = ids.masked_fill(~mask, padding)
+            found["attention_mask"] = mask.long()
+            if task != "classification":
+                there = real(work.target_length) if task == "seq2seq" else mask
+                found["labels"] = found["labels"].masked_fill(~there, IGNORED_LABEL)
+        return {name: tensor.to(device) for name, tensor in found.items()}
 
     return [batch() for _ in range(work.accumulation)]
+
+
+def num_tokens(batches: list[Batch]) -> int:
+    """Tokens of a step without padding: those that are read, and those that a separate decoder writes."""
+    total = 0
+    for batch in batches:
+        ids, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
+        total += ids.numel() if mask is None else int(mask.sum())
+        if labels.ndim == ids.ndim and labels.shape != ids.shape:
+            total += int((labels != IGNORED_LABEL).sum())
+    return total

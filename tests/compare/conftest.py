@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offloadkit.comparing import runner, worker
+from offloadkit.engines import runner, worker
 
 Row = dict[str, Any]
 Answer = Callable[[dict[str, Any]], Row]

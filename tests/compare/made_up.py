@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from offloadkit.comparing.comparison import Comparison
-from offloadkit.comparing.forecast import Forecast
+from offloadkit.engines.forecast import Forecast
 
 GIB = 1 << 30
 ENVIRONMENT = {"gpu": "NVIDIA H200", "cpu": "16 cores"}

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from matplotlib.text import Text
 
-from offloadkit.comparing import comparison, forecast, runner
+from offloadkit.comparing import comparison
 from offloadkit.comparing.comparison import Comparison, compare
+from offloadkit.engines import forecast, runner
 from offloadkit.errors import ConfigError, ModelNotFoundError, OutputError
 from tests.compare import made_up
 from tests.compare.made_up import GIB, T5_3B, bar, no_bar

@@ -19,11 +19,11 @@ import psutil
 import pytest
 import torch
 
-from offloadkit.comparing import runner, worker
 from offloadkit.comparing.words import duration, text_table
 from offloadkit.device import process_memory as memory
-from offloadkit.engines import engines
+from offloadkit.engines import runner, worker
 from offloadkit.engines import timing as steps
+from offloadkit.engines.plain import Baseline
 from offloadkit.engines.work import Work, plain_model, random_batches
 from offloadkit.errors import DoesNotFitError, OutputError
 
@@ -48,7 +48,7 @@ Path(__file__).with_name("new").rename(Path(__file__).with_name("pids"))
 time.sleep(300)
 """
 WAITING = """
-from offloadkit.comparing.runner import in_fresh_process
+from offloadkit.engines.runner import in_fresh_process
 
 in_fresh_process({}, timeout=300, ram=None, log=None, module="lasting")
 """
@@ -195,7 +195,7 @@ def test_the_baseline_trains_in_every_dtype(dtype: str, recomputed: bool, one_th
     work = Work(
         "t5-tiny", batch_size=2, input_length=8, target_length=4, accumulation=2, recomputed=recomputed, steps=6
     )
-    engine: Any = engines.Baseline(work, dtype, CPU)
+    engine: Any = Baseline(work, dtype, CPU)
     before = [weight.clone() for weight in engine._masters]
     row = steps.timed_steps(engine, random_batches(work, CPU), work, CPU, memory.DeviceMemory(CPU))
     assert len(row["all_step_seconds"]) == work.steps

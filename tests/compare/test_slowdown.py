@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from offloadkit.comparing import forecast
 from offloadkit.comparing.slowdown import Slowdown, measure_slowdown
+from offloadkit.engines import forecast
 from offloadkit.errors import ConfigError, DoesNotFitError, OffloadkitError
 from tests.compare.made_up import GIB, T5_3B
 

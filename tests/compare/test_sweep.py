@@ -13,8 +13,9 @@ import pytest
 from matplotlib.text import Text
 from transformers import ByT5Tokenizer, T5ForConditionalGeneration
 
-from offloadkit.comparing import forecast, learning, runner, sweeping
+from offloadkit.comparing import learning, sweeping
 from offloadkit.comparing.sweeping import Sweep, sweep
+from offloadkit.engines import baseline, forecast, runner
 from offloadkit.engines.work import config_of
 from offloadkit.errors import ConfigError, DataError, ModelError, OutputError
 from offloadkit.hf.data import load_dataset_like
@@ -160,11 +161,11 @@ def test_a_model_and_a_tokenizer_are_handed_to_other_processes_and_left_alone(tm
 
 def test_the_config_of_a_model_is_enough_for_timing(tmp_path: Path) -> None:
     model = T5ForConditionalGeneration(config_of("t5-tiny"))  # type: ignore[arg-type]
-    folder = learning.config_folder(model, tmp_path)
+    folder = baseline.config_folder(model, tmp_path)
     assert config_of(folder).d_model == 64
-    assert learning.config_folder(model, tmp_path) == folder
+    assert baseline.config_folder(model, tmp_path) == folder
     with pytest.raises(ModelError, match="is no model"):
-        learning.config_folder(3, tmp_path)
+        baseline.config_folder(3, tmp_path)
 
 
 def test_learning_rates_are_scaled_from_the_smallest_step() -> None:

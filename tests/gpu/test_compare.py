@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from offloadkit.comparing.comparison import compare
-from offloadkit.comparing.runner import in_fresh_process
 from offloadkit.device.process_memory import DeviceMemory
+from offloadkit.engines.runner import in_fresh_process
 from offloadkit.engines.work import Work
 
 GIB = 1 << 30

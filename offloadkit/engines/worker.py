@@ -1,4 +1,4 @@
-"""One task in this process: `python -m offloadkit.comparing.worker TASK.json ROW.json`, started by runner.py."""
+"""One task in this process: `python -m offloadkit.engines.worker TASK.json ROW.json`, started by runner.py."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from offloadkit import hardware
-from offloadkit.comparing import forecast
-from offloadkit.device.process_memory import DeviceMemory
-from offloadkit.engines.engines import ENGINES
+from offloadkit.device.process_memory import DeviceMemory, let_segments_grow
+from offloadkit.engines import forecast
+from offloadkit.engines.deepspeed import Zero2, Zero3
+from offloadkit.engines.engine import Engine
+from offloadkit.engines.ours import Offloadkit
+from offloadkit.engines.plain import Baseline
+from offloadkit.engines.roundpipe import RoundPipe
 from offloadkit.engines.timing import timed_steps
-from offloadkit.engines.work import Work, random_batches
+from offloadkit.engines.torchao import Torchao, TorchaoFp32
+from offloadkit.engines.work import Work, num_tokens, random_batches
 from offloadkit.errors import (
     ConfigError,
     DataError,
@@ -32,6 +39,16 @@ from offloadkit.errors import (
 from offloadkit.units import format_bytes
 
 Row = dict[str, Any]
+
+ENGINES: dict[str, Callable[[Work, str, torch.device], Engine]] = {
+    "offloadkit": Offloadkit,
+    "baseline": Baseline,
+    "zero2": Zero2,
+    "zero3": Zero3,
+    "torchao": Torchao,
+    "torchao-fp32": TorchaoFp32,
+    "roundpipe": RoundPipe,
+}
 
 _FAULTS = (ConfigError, DataError, DownloadError, ModelError, OutputError)
 """Of what was given: another batch size would meet them again."""
@@ -52,15 +69,15 @@ def main(task_path: str, row_path: str) -> None:
 
 
 def do(task: dict[str, Any]) -> Row:
-    """The row of a task; `mode` says of which kind."""
+    """The row of a task. `function` ("module:name") does it where there is one, else `mode` says what it is."""
+    if "function" in task:
+        module, name = task["function"].split(":")
+        row: Row = getattr(import_module(module), name)(task)
+        return row
     if task["mode"] == "plan":
         return plans(task)
     if task["mode"] == "largest":
         return {"batch_size": forecast.largest_batch(Work(**task["work"]), task["most"], hardware.default_device())}
-    if task["mode"] == "finetune":
-        from offloadkit.comparing.learning import finetuned
-
-        return finetuned(task)
     return measured(Work(**task["work"]), task["engine"])
 
 
@@ -82,13 +99,17 @@ def measured(work: Work, engine_name: str) -> Row:
     vram = DeviceMemory(device)
     torch.manual_seed(work.seed)
     dtype = work.dtype_on(device)
+    let_segments_grow(device)  # the same allocator for every engine
+    batches = random_batches(work, device)
+    tokens = num_tokens(batches)
     began = time.perf_counter()
-    engine: Any = ENGINES[engine_name](work, dtype, device)
+    engine = ENGINES[engine_name](work, dtype, device)
     engine.settle()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what building needed for a while is not training's
-    row: Row = {"engine_seconds": time.perf_counter() - began, "dtype": dtype}
-    row |= timed_steps(engine, random_batches(work, device), work, device, vram)
+        torch.cuda.reset_peak_memory_stats()
+    row: Row = {"engine_seconds": time.perf_counter() - began, "dtype": dtype, "num_tokens": tokens}
+    row |= timed_steps(engine, batches, work, device, vram)
     row["samples_per_second"] = work.rows / row["step_seconds"]
     row["peak_ram_bytes"] = hardware.process_peak_ram_bytes()
     row |= engine.row()

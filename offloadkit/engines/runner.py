@@ -30,11 +30,11 @@ Task = dict[str, Any]
 _PACKAGES = ("torch", "transformers", "deepspeed")
 _LOOK_SECONDS = 0.1
 _SETTLED = ("measured", "does not fit")
-"""What is not tried again; a run that failed otherwise is."""
+"""Rows that are kept. A run that failed otherwise is tried again."""
 
 _STARTING_SECONDS = 600.0
 _TIMES_PLANNED = 10.0
-"""A process that was given no time may take `_STARTING_SECONDS`, and its steps this many times what was planned."""
+"""Without a timeout a process may take `_STARTING_SECONDS` and this many times its steps' planned seconds."""
 
 _TIED_TO_ITS_PARENT = """
 import os, runpy, signal, sys, threading
@@ -75,14 +75,15 @@ class Runs:
         "reason": ..., figures}.
 
         Args:
-            task: what worker.py takes, in JSON's types.
+            task: what worker.py takes, in JSON's types. Its `function` is no part of what is kept.
             ram: bytes of RAM that the process and its children may take together; they are killed beyond.
             planned_seconds: of its steps, for the time it is given where the user gave none.
 
         Raises:
             OutputError: the row cannot be written.
         """
-        settings = {"task": task, "environment": self.environment}
+        named = {name: value for name, value in task.items() if name != "function"}
+        settings = {"task": named, "environment": self.environment}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
         path = self._rows / f"{key}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no file, or not one of ours
@@ -131,7 +132,7 @@ def environment() -> dict[str, str]:
 
 
 def in_fresh_process(
-    task: Task, *, timeout: float, ram: int | None, log: Path | None, module: str = "offloadkit.comparing.worker"
+    task: Task, *, timeout: float, ram: int | None, log: Path | None, module: str = "offloadkit.engines.worker"
 ) -> Row:
     """Do one task; whatever happens to the process, there is a row. It ends when this process does.
 

@@ -67,6 +67,8 @@ def forecast(work: Work, device: torch.device) -> Forecast:
         working_dtype=work.dtype_on(device),
         vram=work.vram_on(device),
         ram=work.ram,
+        disk=work.disk,
+        compile_blocks=work.compiled,
     )
     lengths: dict[str, Any] = {"max_input_length": work.input_length, "max_target_length": work.target_length}
     return in_numbers(plan(model, batch_size=work.batch_size, **lengths, task=task, offload=config, device=device))

@@ -1,0 +1,146 @@
+"""A step of plain training with everything on the device, measured in a fresh process."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from offloadkit.checkpoint.folder import written_to
+from offloadkit.engines import forecast
+from offloadkit.engines.forecast import Forecast
+from offloadkit.engines.runner import Row, Runs
+from offloadkit.engines.work import Work, config_of
+from offloadkit.errors import OffloadkitError
+from offloadkit.hf.data import PreparedData
+from offloadkit.hf.models import check_kind
+from offloadkit.planner import Dtype
+from offloadkit.units import format_seconds
+
+_NUM_ROWS = 1024
+"""Rows that typical lengths are taken from."""
+
+
+def measured_baseline(
+    model: Any, data: PreparedData, *, batch_size: int, accumulation: int, dtype: Dtype, folder: Path
+) -> float | None:
+    """Seconds of a step of plain training, with micro-batches as long as `data`'s are on average.
+
+    None, and the reason is printed, where it cannot be measured.
+
+    Args:
+        model: what `finetune` takes.
+        dtype: of the working weights.
+        folder: keeps what was measured for the next time.
+    """
+    print("measuring a step without offloading ...", flush=True)
+    try:
+        seconds, reason = _measured(model, data, batch_size, accumulation, dtype, folder)
+    except OffloadkitError as error:  # the model cannot be made again from its config
+        seconds, reason = None, str(error)
+    if seconds is None:
+        print(f"  not measured, and predicted instead: {reason}", flush=True)
+    else:
+        print(f"  {format_seconds(seconds)}", flush=True)
+    return seconds
+
+
+def _measured(
+    model: Any, data: PreparedData, batch_size: int, accumulation: int, dtype: Dtype, folder: Path
+) -> tuple[float | None, str]:
+    """The seconds, or None and why they cannot be measured."""
+    by_name = isinstance(model, str | os.PathLike)
+    if not by_name and not type(model).__module__.startswith("transformers."):
+        return None, f"{type(model).__name__} is no class of transformers', and its config says nothing of its forward"
+    if not by_name and not all(weight.requires_grad for weight in model.parameters()):
+        return None, "parts of the model are frozen"
+    folder.mkdir(exist_ok=True)
+    input_length, target_length = padded_lengths(data, batch_size)
+    work = Work(
+        model=config_folder(model, folder),
+        batch_size=batch_size,
+        input_length=input_length,
+        target_length=target_length,
+        accumulation=accumulation,
+        dtype=dtype,
+        our_compute=True,
+    )
+    runs = Runs(folder, None)
+    (made,) = forecasts_of([work], runs)
+    if isinstance(made, dict):
+        return None, str(made["reason"])
+    row = plain_row(work, made, runs)
+    if row["status"] == "measured":
+        return float(row["step_seconds"]), ""
+    return None, str(row["reason"]).removesuffix(" (--timeout)")  # `finetune` has no such option
+
+
+def forecasts_of(works: Sequence[Work], runs: Runs) -> list[Forecast | Row]:
+    """What the plan says of each; a row where it cannot say anything."""
+    planned = runs.row({"mode": "plan", "works": [work.to_dict() for work in works]})
+    if planned["status"] != "measured":
+        return [{"status": "failed", "reason": f"the plan failed: {planned['reason']}"} for _ in works]
+    return [
+        {"status": "failed", "reason": made["failed"]} if "failed" in made else forecast.from_row(made)
+        for made in planned["forecasts"]
+    ]
+
+
+def plain_row(work: Work, made: Forecast, runs: Runs) -> Row:
+    """The row of plain training; why not, where arithmetic shows that it does not fit."""
+    reason = forecast.hopeless("baseline", made, recomputed=False)
+    if reason is not None:
+        return {"status": "does not fit", "reason": reason}
+    task = {"mode": "measure", "engine": "baseline", "work": work.to_dict()}
+    return runs.row(task, planned_seconds=made.steps_seconds(work))
+
+
+def padded_lengths(data: PreparedData, batch_size: int) -> tuple[int, int]:
+    """Mean tokens of input and of target in a row of a micro-batch, padding included."""
+    size = len(data.dataset)
+    rows = data.dataset.select(range(0, size, -(-size // _NUM_ROWS)))
+    order = random.Random(0).sample(range(len(rows)), len(rows))
+    batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+
+    def padded(column: str) -> int:
+        lengths = [len(tokens) if isinstance(tokens, list) else 1 for tokens in rows[column]]
+        return round(mean(max(lengths[index] for index in batch) for batch in batches))
+
+    return padded("input_ids"), padded("labels")
+
+
+def config_folder(model: Any, folder: Path) -> str:
+    """A name as it is; of a model its config, as a folder that `load_config` reads.
+
+    Raises:
+        ModelError, ModelNotFoundError, ModelAccessError: it is no model, or there is none of that name.
+    """
+    check_kind(model)
+    if isinstance(model, str | os.PathLike):
+        config_of(str(model))
+        return str(model)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    return str(kept_folder(folder, "config", config.save_pretrained))
+
+
+def kept_folder(folder: Path, name: str, write: Callable[[Path], Any]) -> Path:
+    """What `write` puts into a folder, kept in `folder` under a name that follows from its contents."""
+    with written_to(folder / name), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        new = Path(scratch) / name
+        write(new)
+        digest = hashlib.sha256()
+        for path in sorted(new.iterdir()):
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        kept = folder / f"{name}-{digest.hexdigest()[:12]}"
+        if not kept.exists():
+            new.rename(kept)
+    return kept.resolve()

@@ -1,0 +1,104 @@
+"""DeepSpeed's ZeRO stages 2 and 3 with the optimizer in pinned RAM."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offloadkit.device.process_memory import cap_vram
+from offloadkit.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, synchronize
+from offloadkit.engines.work import Batch, Work, plain_model
+
+
+class Zero2:
+    """Gradients and AdamW's states are offloaded; copies overlap; clipping."""
+
+    stage = 2
+
+    def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
+        cap_vram(work.vram, device)
+        model = plain_model(work, dtype, torch.device("cpu") if self.stage == 3 else device, device)
+        import deepspeed
+        from deepspeed.ops.op_builder import CPUAdamBuilder
+
+        self._num_parameters, self._device = sum(weight.numel() for weight in model.parameters()), device
+        with building("cpu_adam"):
+            CPUAdamBuilder().load(verbose=False)
+        join_group_of_one()
+        on_cpu = {"device": "cpu", "pin_memory": True}
+        zero: dict[str, Any] = {"stage": self.stage, "contiguous_gradients": True, "overlap_comm": True}
+        zero |= {"offload_optimizer": on_cpu} | ({"offload_param": on_cpu} if self.stage == 3 else {})
+        if work.bucket_elements is not None:
+            gathered = "stage3_prefetch_bucket_size" if self.stage == 3 else "allgather_bucket_size"
+            zero |= {"reduce_bucket_size": work.bucket_elements, gathered: work.bucket_elements}
+        config = {
+            "train_micro_batch_size_per_gpu": work.batch_size,
+            "gradient_accumulation_steps": work.accumulation,
+            "bf16": {"enabled": dtype == "bf16"},
+            "fp16": {"enabled": dtype == "fp16"},
+            "zero_optimization": zero,
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.0}},
+            "gradient_clipping": MAX_GRAD_NORM,
+            "steps_per_print": 10**9,
+        }
+        self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The loss of one micro-batch."""
+        loss: torch.Tensor = self._engine(**batch).loss
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the micro-batch's share of the gradients."""
+        self._engine.backward(loss)
+
+    def step(self, is_boundary: bool) -> None:
+        """After each backward; DeepSpeed counts micro-batches itself."""
+        self._engine.step()
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        synchronize(self._device)
+
+    def row(self) -> dict[str, Any]:
+        """How large the model is."""
+        return {"num_parameters": self._num_parameters}
+
+
+class Zero3(Zero2):
+    """Stage 3: the weights are in RAM too, and streamed."""
+
+    stage = 3
+
+
+def join_group_of_one() -> None:
+    """Set the variables that torch.distributed reads, for a world of this one process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+@contextmanager
+def building(extension: str) -> Iterator[None]:
+    """While a torch extension is built: ninja is found beside Python, and no other process builds the same one.
+
+    torch's own lock is a file that a killed build leaves behind; the next build would wait for ever. This lock ends
+    with its process.
+    """
+    from torch.utils.cpp_extension import _get_build_directory
+
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    folder = Path(_get_build_directory(extension, verbose=False))
+    with (folder / "offloadkit.lock").open("w") as ours:
+        fcntl.flock(ours, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        yield

@@ -1,0 +1,78 @@
+"""Plain training with everything on the device, as HuggingFace's users have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offloadkit.device.process_memory import cap_vram
+from offloadkit.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, synchronize
+from offloadkit.engines.work import Batch, Work, plain_model
+
+FP16_LOSS_SCALE = 1024.0
+"""Keeps fp16 gradients from underflowing."""
+ELEMENTS_AT_ONCE = 1 << 26
+"""Gradients that are converted to fp32 together: 256 MiB, where those of a whole model would take 4 bytes each."""
+
+
+class Baseline:
+    """Working weights of 16 bits beside fp32 master weights, or fp32 alone; fused AdamW; clipping."""
+
+    def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
+        cap_vram(work.vram, device)
+        self._model: Any = plain_model(work, dtype, device, device)
+        self._num_micro_batches, self._device = work.accumulation, device
+        self._loss_scale = FP16_LOSS_SCALE if dtype == "fp16" else 1.0
+        self._weights: list[torch.Tensor] = [weight for weight in self._model.parameters() if weight.requires_grad]
+        self._masters = self._weights
+        if dtype != "fp32":
+            self._masters = [weight.detach().float().requires_grad_() for weight in self._weights]
+        self._parts = _parts(self._weights)
+        options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.0, "fused": True}
+        self._optimizers = [torch.optim.AdamW(self._masters[part], **options) for part in self._parts]
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The loss of one micro-batch."""
+        loss: torch.Tensor = self._model(**batch).loss
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the micro-batch's share of the gradients."""
+        (loss * (self._loss_scale / self._num_micro_batches)).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, is_boundary: bool) -> None:
+        """At a boundary: clip, step the masters part by part, round them to the working weights."""
+        if not is_boundary:
+            return
+        torch.nn.utils.clip_grad_norm_(self._weights, MAX_GRAD_NORM * self._loss_scale)
+        for part, optimizer in zip(self._parts, self._optimizers, strict=True):
+            weights, masters = self._weights[part], self._masters[part]
+            if masters[0] is not weights[0]:
+                for weight, master in zip(weights, masters, strict=True):
+                    master.grad = None if weight.grad is None else weight.grad.float().div_(self._loss_scale)
+                    weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            if masters[0] is not weights[0]:
+                with torch.no_grad():
+                    torch._foreach_copy_(weights, masters)
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        synchronize(self._device)
+
+    def row(self) -> dict[str, Any]:
+        """How large the model is."""
+        return {"num_parameters": sum(weight.numel() for weight in self._model.parameters())}
+
+
+def _parts(weights: list[torch.Tensor]) -> list[slice]:
+    """Neighbours of at most `ELEMENTS_AT_ONCE` elements together; a larger tensor is alone."""
+    parts, first, size = [], 0, 0
+    for index, weight in enumerate(weights):
+        if index > first and size + weight.numel() > ELEMENTS_AT_ONCE:
+            parts.append(slice(first, index))
+            first, size = index, 0
+        size += weight.numel()
+    return [*parts, slice(first, len(weights))]

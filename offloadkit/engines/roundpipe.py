@@ -1,0 +1,97 @@
+"""RoundPipe 0.1.1, for Llama: all states in pinned RAM, layers streamed and recomputed, Adam on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from offloadkit.engines.deepspeed import building
+from offloadkit.engines.engine import LEARNING_RATE, synchronize
+from offloadkit.engines.work import Batch, Work, plain_model
+from offloadkit.errors import ConfigError
+
+
+class RoundPipe:
+    """Its Adam runs beside the next step, which computes with weights that are one step old; no clipping."""
+
+    def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
+        """
+        Raises:
+            ConfigError: there is no CUDA GPU, or the model is no Llama.
+        """
+        if device.type != "cuda":
+            raise ConfigError("RoundPipe needs a CUDA GPU, and there is none here: leave roundpipe out")
+        cpu = torch.device("cpu")
+        model: Any = plain_model(work, dtype, cpu, device)
+        if model.config.model_type != "llama":
+            raise ConfigError(f"RoundPipe runs Llama models, got {model.config.model_type}: leave roundpipe out")
+        from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
+        from roundpipe.models import llama
+        from roundpipe.optim import Adam
+        from roundpipe.optim.optim_builder import get_cpu_flags_hash, load_optim_function
+
+        with building(f"roundpipe_optim_adam_{get_cpu_flags_hash()}"):
+            load_optim_function("adam")
+        self._num_parameters = sum(weight.numel() for weight in model.parameters())
+        llama.create_causal_mask = _with_new_names(llama.create_causal_mask)
+        self._num_micro_batches, self._device = work.accumulation, device
+        self._num_parts = 2 if work.batch_size % 2 == 0 else 1  # it computes on one while the other one moves
+        self._model: Any = wrap_model_to_roundpipe(
+            model,
+            use_sequential_preset=True,
+            optim_dtype=torch.float32,
+            model_run_config=RoundPipeRunConfig(num_microbatch=self._num_parts, recompute_grain="layer"),
+        )
+        self._in_ram: dict[int, Batch] = {}
+        self._optimizer = Adam(self._model.optim_parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Forward and backward: it has no streaming call for either alone. The batch is sent from RAM."""
+        share = 1 / (self._num_parts * self._num_micro_batches)
+        if id(batch) not in self._in_ram:  # every step repeats the same batches
+            self._in_ram[id(batch)] = _in_ram(batch)
+        inputs = self._in_ram[id(batch)]
+        loss: torch.Tensor = self._model.forward_backward(
+            input_kwargs=inputs | {"return_logits": False}, loss_fn=lambda output, _: output.loss * share
+        )
+        return loss * self._num_micro_batches
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Done by forward."""
+
+    def step(self, is_boundary: bool) -> None:
+        """At a boundary: start Adam on the CPU."""
+        if is_boundary:
+            self._model.step(self._update)
+
+    def _update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def settle(self) -> None:
+        """Wait for Adam and the device."""
+        from roundpipe.optim_stream import synchronize_optim
+
+        synchronize_optim()
+        synchronize(self._device)
+
+    def row(self) -> dict[str, Any]:
+        """How large the model is."""
+        return {"num_parameters": self._num_parameters}
+
+
+def _in_ram(batch: Batch) -> Batch:
+    """What RoundPipe sends to the GPU itself, with the mask that it asks for."""
+    masked = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}
+    return {name: tensor.cpu() for name, tensor in masked.items()}
+
+
+def _with_new_names(create_causal_mask: Callable[..., Any]) -> Callable[..., Any]:
+    """RoundPipe 0.1.1 calls it with the argument names of transformers before 5.x."""
+
+    def created(*, input_embeds: torch.Tensor, cache_position: Any = None, **others: Any) -> Any:
+        return create_causal_mask(inputs_embeds=input_embeds, **others)
+
+    return created
