@@ -1,191 +1,223 @@
-"""One command for every comparison: each engine runs the same work in a fresh process, one after the other.
-
-    python -m benchmarks.run steps --model t5-3b --batch 8 --tokens 512+128 --budget 24
-    python -m benchmarks.run startup --model t5-3b --engine offloadkit zero2
-    python -m benchmarks.run loader --model t5-base
-
-The table goes to the screen, all figures with machine, versions, commit and date to a JSON file in benchmarks/results.
-"""
+"""Each engine of each case alone in a fresh process, one after the other; one row each in the table."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
-import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.table import label, loader_verdict, print_table
+from benchmarks import table
+from benchmarks.cases import CASES, ENGINES, Case, EngineSetup, config_of
+from benchmarks.table import Row
+from offloadkit.engines.work import Work
 
-Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent
-ENGINE_NAMES = ("gpu", "gpu-ours", "offloadkit", "zero2", "zero3", "ao", "ao-amp", "roundpipe")
-PLANNED = {"planned": False, "planned-compiled": True}
-"""offloadkit by a plan within each --budget: with compiled blocks?"""
-DEFAULT_ENGINES = {"steps": ENGINE_NAMES, "startup": ("offloadkit", "zero2"), "loader": ("offloadkit",)}
-LOADER_WORKERS = (0, 4)
-MEASURE = "benchmarks.measure"
-"""The module that measures one task in a process of its own."""
+WARMUP, STEPS = 6, 6
+"""For every engine: layers that the plan moves between processors have settled after six steps."""
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
-    """Run what the command line asks for; print the table, write the result file, return the rows."""
-    options = parse(arguments)
-    if options.cpu:
+def run(
+    cases: Sequence[str],
+    *,
+    engines: Sequence[str] = (),
+    turns: int = 1,
+    steps: int = STEPS,
+    out: Path = table.PATH,
+    commit: str | None = None,
+    timeout: float = 600.0,
+    device: str | None = None,
+    verbose: bool = False,
+    notes: str = "",
+) -> list[Row]:
+    """Measure, append a row for each case and engine to `out`, and return these rows.
+
+    Within a case the turns alternate between the engines. The file is written after each process.
+
+    Args:
+        engines: of `ENGINES`; none: those of each case.
+        turns: fresh processes for each engine.
+        device: "cpu" hides the GPU.
+        notes: written into each row.
+    """
+    commit = commit or git_commit()  # before the table makes the tree dirty
+    before, made = table.read(out), []
+    for name in cases:
+        case = CASES[name]
+        found: dict[str, list[Row]] = {engine: [] for engine in engines or case.engines}
+        for turn in range(1, turns + 1):
+            for engine in found:
+                print(f"{name}, {ENGINES[engine].title}, turn {turn} of {turns} ...", end=" ", flush=True)
+                raw = _measured(case, ENGINES[engine], steps, timeout, device, verbose)
+                found[engine].append(raw)
+                print(_said(raw), flush=True)
+                done = [
+                    _row(name, case, each, raws, commit) | ({"notes": notes} if notes else {})
+                    for each, raws in found.items()
+                    if raws
+                ]
+                table.write([*before, *made, *done], out)
+        made += done
+    return made
+
+
+def _said(raw: dict[str, Any]) -> str:
+    if raw["status"] != "measured":
+        return str(raw["reason"])
+    sizes = f"VRAM {raw['vram_bytes'] / 2**30:.2f} GiB, RAM {raw['peak_ram_bytes'] / 2**30:.1f} GiB"
+    return f"{raw['step_seconds']:.4f} s, {sizes}, {raw['process_seconds']:.0f} s in all"
+
+
+def _measured(
+    case: Case, setup: EngineSetup, steps: int, timeout: float, device: str | None, verbose: bool
+) -> dict[str, Any]:
+    """One turn; an engine without a plan recomputes activations only where it does not fit otherwise."""
+    with tempfile.TemporaryDirectory() as scratch, _ended_by_signals():
+        config_of(case.model).save_pretrained(scratch)
+        work = replace(case.work(setup, scratch, tempfile.gettempdir()), steps=steps, warmup=WARMUP)
+        raw = _in_fresh_process(work, case, setup, timeout, device, verbose)
+        if raw["status"] == "does not fit" and not setup.plans:
+            raw = _in_fresh_process(replace(work, recomputed=True), case, setup, timeout, device, verbose)
+        return raw
+
+
+def _in_fresh_process(
+    work: Work, case: Case, setup: EngineSetup, timeout: float, device: str | None, verbose: bool
+) -> dict[str, Any]:
+    from offloadkit import hardware
+    from offloadkit.engines.runner import in_fresh_process
+
+    task = {
+        "mode": "measure",
+        "function": "benchmarks.run:measure_here",
+        "engine": setup.engine,
+        "work": work.to_dict(),
+        "device": device,
+    }
+    cores = case.cores or hardware.num_cores()
+    with tempfile.TemporaryDirectory() as logs:
+        log = None if verbose else Path(logs) / "log"
+        raw = in_fresh_process(task, timeout=timeout, ram=None, log=log, cores=cores)
+        if log is not None and raw["status"] == "failed":
+            sys.stderr.write(log.read_text(errors="replace")[-3000:])
+    return raw | {"recomputed": work.recomputed}
+
+
+def measure_here(task: dict[str, Any]) -> dict[str, Any]:
+    """The figures of one engine in this process, with the machine's and the libraries' names."""
+    import os
+
+    if task["device"] == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    options.commit = options.commit or git_commit()  # now: a result file of before makes the tree dirty
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        asked = tasks(options)
-        if options.mode == "startup":
-            folder = options.folder or Path(scratch) / "model"
-            save_model(folder, asked[0]["work"], options)
-            asked = [{**task, "folder": str(folder), "cold": options.cold} for task in asked]
-        elif options.mode == "loader":
-            asked = [{**task, "num_workers": num_workers} for task in asked for num_workers in LOADER_WORKERS]
-        try:
-            for task in asked:
-                rows.append(run_aloud(label(task), task, options))
-                options.out = write_results(options, rows)
-        finally:
-            print_table(options.mode, rows)
-    if options.mode == "loader":
-        print(loader_verdict(rows))
-    write_results(options, rows)  # with the slowdowns
-    return rows
+    from offloadkit import hardware
+    from offloadkit.engines.worker import measured
+
+    row = measured(Work(**task["work"]), task["engine"])
+    machine = dict(hardware.describe_machine(hardware.default_device()))
+    return row | {"machine": machine, "versions": {name: _version(name) for name in _PACKAGES}}
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; --tokens becomes two numbers."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("mode", choices=list(DEFAULT_ENGINES), help="seconds a step | disk to first step | DataLoader")
-    parser.add_argument("--model", default="t5-3b", help="t5-small..11b, llama-3.2-3b, llama-3.1-8b, *-tiny")
-    names = (*ENGINE_NAMES, *PLANNED)
-    parser.add_argument("--engine", nargs="+", choices=names, help="default: all that the mode knows")
-    parser.add_argument(
-        "--budget", nargs="+", type=float, default=[], metavar="GIB", help="VRAM of planned and planned-compiled"
-    )
-    parser.add_argument("--batch", type=int, default=8, help="sequences a micro-batch")
-    parser.add_argument("--tokens", help="512+128 (encoder+decoder, T5) or 1024 (Llama)")
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step")
-    parser.add_argument(
-        "--ckpt",
-        nargs="*",
-        choices=ENGINE_NAMES,
-        help="activation checkpointing, of these engines (none named: of all; a plan decides by itself)",
-    )
-    parser.add_argument(
-        "--attention",
-        default="default",
-        help="of offloadkit and gpu-ours: default (what finetune has), eager, sdpa",
-    )
-    parser.add_argument("--vram", type=float, default=0.0, metavar="GIB", help="cap on torch's VRAM, but for planned")
-    parser.add_argument("--cores", type=int, default=0, help="CPU cores to bind to")
-    parser.add_argument("--steps", type=int, default=6, help="measured steps")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--cpu", action="store_true", help="run without the GPU")
-    parser.add_argument("--timeout", type=int, default=900, help="seconds for one engine")
-    parser.add_argument("--folder", type=Path, help="startup: where the model is kept (default: a temporary folder)")
-    parser.add_argument("--cold", action="store_true", help="startup: evict the model from the page cache first")
-    parser.add_argument("--out", type=Path, help="result file (default: a new one in benchmarks/results)")
-    parser.add_argument("--commit", help="commit to write down where git is missing")
-    parser.add_argument("--verbose", action="store_true", help="show what the engines print")
-    options = parser.parse_args(arguments)
-    options.engine = options.engine or [*DEFAULT_ENGINES[options.mode], *(PLANNED if options.budget else ())]
-    planned = [name for name in options.engine if name in PLANNED]
-    if bool(planned) != bool(options.budget):
-        parser.error("--engine planned and planned-compiled take --budget GIB, and nothing else does: give both")
-    if planned and options.mode != "steps":
-        parser.error(f"{planned[0]} runs in mode steps, got {options.mode}: take --engine offloadkit")
-    if options.ckpt == []:
-        options.ckpt = list(ENGINE_NAMES)
-    is_t5 = options.model.startswith("t5")
-    numbers = (options.tokens or ("512+128" if is_t5 else "1024")).split("+")
-    if len(numbers) != 1 + is_t5 or not all(number.isdigit() for number in numbers):
-        parser.error(f"--tokens of {options.model} look like {'512+128' if is_t5 else '1024'}, got {options.tokens}")
-    options.numbers = [int(number) for number in numbers]
-    return options
+_PACKAGES = ("torch", "transformers", "offloadkit", "deepspeed", "torchao", "roundpipe")
 
 
-def tasks(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What is measured, in order: each engine once, by a plan once a budget."""
-    found: list[dict[str, Any]] = []
-    for name in options.engine:
-        task, work = {"mode": options.mode, "engine": name}, work_of(options)
-        if name in PLANNED:
-            task["engine"], own = "planned", {"vram_cap_gib": 0.0, "compile_blocks": PLANNED[name]}
-            found += [{**task, "work": work | own | {"vram_budget_gib": budget}} for budget in options.budget]
-        else:
-            found.append({**task, "work": work | {"checkpointing": name in (options.ckpt or ())}})
-    return found
+def _version(package: str) -> str:
+    if package == "offloadkit":  # a checkout need not be installed
+        from offloadkit import __version__
+
+        return __version__
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
 
 
-def work_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `workloads.Workload` that all engines share, as JSON carries them."""
-    return {
-        "model": options.model,
-        "batch_size": options.batch,
-        "tokens": options.numbers[0],
-        "target_tokens": options.numbers[1] if len(options.numbers) > 1 else 0,
-        "accumulation": options.accumulation,
-        "checkpointing": False,
-        "attention": options.attention,
-        "vram_cap_gib": options.vram,
-        "cores": options.cores,
-        "steps": options.steps,
-        "warmup": options.warmup,
+def _row(name: str, case: Case, engine: str, raws: list[dict[str, Any]], commit: str) -> Row:
+    """What one engine's turns gave: seconds over all turns, the rest of the last one."""
+    setup, last = ENGINES[engine], raws[-1]
+    row: Row = of_case(name, case, setup) | {
+        "engine": engine,
+        "status": last["status"],
+        "reason": last.get("reason"),
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "recomputed": last["recomputed"],
+    }
+    if any(raw["status"] != "measured" for raw in raws):
+        bad = next(raw for raw in raws if raw["status"] != "measured")
+        return row | {"status": bad["status"], "reason": bad["reason"]}
+    seconds = [raw["step_seconds"] for raw in raws]
+    machine, versions, planned = last["machine"], last["versions"], last.get("planned", {})
+    phases = dict(last["phase_seconds"]) | {
+        name: number for name, number in last.get("telemetry_seconds", {}).items() if name in _OWN_PHASES
+    }
+    return row | {
+        "gpu": machine["gpu"],
+        "cpu": machine["cpu"],
+        "cores": case.cores or machine["num_cores"],
+        "ram_bytes": machine["ram_bytes"],
+        "torch": versions["torch"],
+        "transformers": versions["transformers"],
+        "offloadkit": versions["offloadkit"],
+        "peer": f"{setup.package} {versions[setup.package]}" if setup.package else None,
+        "num_parameters": last["num_parameters"],
+        "tokens": last["num_tokens"],
+        "dtype": last["dtype"],
+        "seconds": median(seconds),
+        "min_seconds": min(seconds),
+        "max_seconds": max(seconds),
+        "turns": len(raws),
+        "warmup_steps": last["num_warmup"],
+        "steps": len(last["all_step_seconds"]),
+        "vram_bytes": max(raw["vram_bytes"] for raw in raws),
+        "vram_allocated_bytes": max(raw["max_allocated_bytes"] for raw in raws),
+        "ram_peak_bytes": max(raw["peak_ram_bytes"] for raw in raws),
+        "planned_vram_bytes": planned.get("vram_bytes"),
+        "planned_ram_bytes": planned.get("ram_bytes"),
+        "planned_disk_bytes": planned.get("disk_bytes"),
+        "planned_seconds": planned.get("step_seconds"),
+        "placements": planned.get("placements"),
+        "phases": {name: float(f"{number:.4g}") for name, number in phases.items()},
+        "rates": planned.get("hardware"),
     }
 
 
-def save_model(folder: Path, work: dict[str, Any], options: argparse.Namespace) -> None:
-    """Write the random model as safetensors into `folder`, unless one of that shape is there already."""
-    written_for = folder / "benchmark.json"
-    shape = json.dumps({"model": work["model"]})
-    if written_for.exists() and written_for.read_text() == shape:
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    row = run_task(
-        {"mode": "save", "engine": "gpu", "work": {**work, "vram_cap_gib": 0.0}, "folder": str(folder)}, options
-    )
-    if "failed" in row:
-        raise SystemExit(f"the model could not be saved: {row['failed']}")
-    written_for.write_text(shape)
+_OWN_PHASES = ("cpu_step", "gpu_step", "norm", "gradient_wait", "forward_wait")
+"""Of offloadkit's telemetry."""
 
 
-def run_aloud(name: str, task: dict[str, Any], options: argparse.Namespace) -> Row:
-    """`run_task`, with a line that says what runs, and what a step took or why there is none."""
-    print(f"{name} ...", end=" ", flush=True, file=sys.stderr)
-    row = run_task(task, options)
-    print(row.get("failed") or f"{row['step_seconds']:.3f} s a step", file=sys.stderr)
-    return row
-
-
-def run_task(task: dict[str, Any], options: argparse.Namespace) -> Row:
-    """Measure one task in a fresh process; what goes wrong there becomes the row's `failed`."""
-    from offloadkit.comparing.runner import in_fresh_process
-
-    asked: Row = {key: value for key, value in task.items() if key != "folder"}
-    with tempfile.TemporaryDirectory() as scratch:
-        log = None if options.verbose else Path(scratch) / "log"
-        with ended_by_signals():
-            row = in_fresh_process(task, timeout=options.timeout, ram=None, log=log, module=MEASURE)
-    return asked | ({"failed": row["reason"]} if "status" in row else row)
+def of_case(name: str, case: Case, setup: EngineSetup) -> Row:
+    """The columns that a case decides."""
+    budgets: Row = {}
+    if setup.plans:
+        budgets = {
+            "vram_budget_bytes": case.vram and int(case.vram * 2**30),
+            "ram_budget_bytes": case.ram and int(case.ram * 2**30),
+        }
+    return {
+        "case": name,
+        "model": case.model,
+        "batch_size": case.batch_size,
+        "input_length": case.input_length,
+        "target_length": case.target_length,
+        "accumulation": case.accumulation,
+        "mask": case.mask,
+        "precision": case.precision if setup.plans else None,
+        "dtype": case.dtype,
+        **budgets,
+    }
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT raise here, so that the process being waited for, which has a session of its own, is ended.
-
-    By default SIGTERM ends this process alone, and a shell's background jobs ignore SIGINT.
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT raise here, so that the process that is waited for, in a session of its own, is ended too.
 
     Raises:
         SystemExit: such a signal came.
@@ -194,7 +226,7 @@ def ended_by_signals() -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         for each in before:
             signal.signal(each, signal.SIG_IGN)  # a second one would stop the clearing up
-        raise SystemExit(f"ended by {signal.Signals(number).name}: what ran is ended, rows measured before are written")
+        raise SystemExit(f"ended by {signal.Signals(number).name}; rows measured before are in the table")
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -204,31 +236,8 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, was)
 
 
-def write_results(options: argparse.Namespace, rows: list[Row]) -> Path:
-    """One JSON file: {machine, versions, commit, date, mode, command, rows}."""
-    now = datetime.datetime.now(datetime.UTC)
-    machine = next((row["machine"] for row in rows if "machine" in row), {})
-    result = {
-        "machine": machine,
-        "versions": next((row["versions"] for row in rows if "versions" in row), {}),
-        "commit": options.commit or git_commit(),
-        "date": now.isoformat(timespec="seconds"),
-        "mode": options.mode,
-        "rows": [{key: value for key, value in row.items() if key not in ("machine", "versions")} for row in rows],
-    }
-    path = options.out or ROOT / "benchmarks" / "results" / f"{now:%Y%m%d-%H%M%S}-{options.mode}-{options.model}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written to {path}")
-    return path
-
-
 def git_commit() -> str:
-    """The commit of the working tree, "-dirty" where it holds more than that."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    """The commit of the working tree, "-dirty" where it holds more; "unknown" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else "unknown"
-
-
-if __name__ == "__main__":
-    main()

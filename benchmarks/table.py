@@ -1,135 +1,128 @@
-"""Rows as text."""
+"""The one table of figures: benchmarks/results.csv."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-Column = tuple[str, Callable[[Row], str]]
-GIB = 1 << 30
+"""Values by column; an absent value is None."""
 
+PATH = Path(__file__).parent / "results.csv"
 
-def _seconds(key: str) -> Callable[[Row], str]:
-    return lambda row: f"{row[key]:.3f}"
-
-
-def _phase(name: str) -> Callable[[Row], str]:
-    return lambda row: f"{row['phase_seconds'][name]:.3f}"
-
-
-def _gib(key: str) -> Callable[[Row], str]:
-    return lambda row: f"{row[key] / GIB:.2f}"
-
-
-def _slowdown(baseline: str) -> Callable[[Row], str]:
-    key = f"slowdown_{baseline}"
-    return lambda row: f"{row[key]:.2f}" if key in row else "-"
-
-
-def _tokens_per_second(row: Row) -> str:
-    work = row["work"]
-    tokens = work["accumulation"] * work["batch_size"] * (work["tokens"] + work["target_tokens"])
-    return f"{tokens / row['step_seconds']:.0f}"
-
-
-def _first_and_last_loss(row: Row) -> str:
-    return f"{row['losses'][0]:.4f} > {row['losses'][-1]:.4f}"
-
-
-def _pinning(row: Row) -> str:
-    return f"{row['part_seconds']['pin']:.1f}" if "pin" in row["part_seconds"] else "-"
-
-
-def _disk_to_first_step(row: Row) -> str:
-    return f"{row['load_seconds'] + row['engine_seconds'] + row['first_step_seconds']:.1f}"
-
-
-MEMORY: list[Column] = [
-    ("VRAM", _gib("vram_bytes")),
-    ("alloc", _gib("max_allocated_bytes")),
-    ("resvd", _gib("max_reserved_bytes")),
-    ("RAM", _gib("peak_ram_bytes")),
-    ("RAM B/param", lambda row: f"{row['peak_ram_bytes'] / row['num_parameters']:.1f}"),
-]
-STEP: list[Column] = [
-    ("s/step", _seconds("step_seconds")),
-    ("min", _seconds("min_step_seconds")),
-    ("settled", _seconds("settled_seconds")),
-]
-COLUMNS: dict[str, list[Column]] = {
-    "steps": [
-        *STEP,
-        ("fwd", _phase("forward")),
-        ("bwd", _phase("backward")),
-        ("step", _phase("step")),
-        ("x gpu", _slowdown("gpu")),
-        ("x gpu-ours", _slowdown("gpu-ours")),
-        ("tok/s", _tokens_per_second),
-        *MEMORY,
-        ("init s", _seconds("engine_seconds")),
-        ("loss", _first_and_last_loss),
-    ],
-    "startup": [
-        ("disk to step", _disk_to_first_step),
-        ("load", _seconds("load_seconds")),
-        ("engine", _seconds("engine_seconds")),
-        ("of it pinning", _pinning),
-        ("first step", _seconds("first_step_seconds")),
-        ("imports", _seconds("import_seconds")),
-        ("process", _seconds("process_seconds")),
-        *MEMORY,
-    ],
-    "loader": [("workers", lambda row: str(row["num_workers"])), *STEP, *MEMORY, ("loss", _first_and_last_loss)],
+COLUMNS: dict[str, type] = {
+    "case": str,
+    "engine": str,
+    "status": str,
+    "reason": str,
+    "commit": str,
+    "date": str,
+    "gpu": str,
+    "cpu": str,
+    "cores": int,
+    "ram_bytes": int,
+    "torch": str,
+    "transformers": str,
+    "offloadkit": str,
+    "peer": str,
+    "model": str,
+    "num_parameters": int,
+    "batch_size": int,
+    "input_length": int,
+    "target_length": int,
+    "accumulation": int,
+    "mask": str,
+    "tokens": int,
+    "precision": str,
+    "dtype": str,
+    "recomputed": bool,
+    "vram_budget_bytes": int,
+    "ram_budget_bytes": int,
+    "seconds": float,
+    "min_seconds": float,
+    "max_seconds": float,
+    "turns": int,
+    "warmup_steps": int,
+    "steps": int,
+    "vram_bytes": int,
+    "vram_allocated_bytes": int,
+    "ram_peak_bytes": int,
+    "planned_vram_bytes": int,
+    "planned_ram_bytes": int,
+    "planned_disk_bytes": int,
+    "planned_seconds": float,
+    "placements": dict,
+    "phases": dict,
+    "rates": dict,
+    "notes": str,
 }
+"""Column: type; dicts are JSON. `status` is "measured", "planned", "does not fit" or "failed". `seconds` is a step's:
+the median over the turns of each turn's median, `min_seconds` and `max_seconds` the least and the largest of these.
+`vram_bytes` is the process's device memory by NVML, `vram_allocated_bytes` torch's peak. `tokens` are those of a step
+without padding. `rates` are the machine's, as the plan measured them."""
 
 
-def label(row: Row) -> str:
-    """The engine of a row or task, and what sets it apart from another one of the same work."""
-    work, words = row["work"], [row["engine"]]
-    if row["engine"] == "planned":
-        words += [f"{work['vram_budget_gib']:g} GiB"] + ["compiled"] * work.get("compile_blocks", False)
-    return " ".join(words + ["ckpt"] * work.get("checkpointing", False))
+def read(path: Path = PATH) -> list[Row]:
+    """All rows, in the order in which they were written; [] where there is no file.
+
+    Raises:
+        ValueError: the columns are not `COLUMNS`.
+    """
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        lines = csv.reader(file)
+        header = next(lines)
+        if header != list(COLUMNS):
+            raise ValueError(f"{path} has the columns {header}, expected {list(COLUMNS)}: convert it first")
+        return [
+            {name: _value(text, kind) for text, (name, kind) in zip(line, COLUMNS.items(), strict=True)}
+            for line in lines
+        ]
 
 
-def add_slowdowns(rows: list[Row]) -> None:
-    """Put into each row how many times as long its step takes as that of each baseline that ran."""
-    for baseline in ("gpu", "gpu-ours"):
-        seconds = next((row["step_seconds"] for row in rows if row["engine"] == baseline and "failed" not in row), None)
-        for row in rows:
-            if seconds is not None and "failed" not in row:
-                row[f"slowdown_{baseline}"] = row["step_seconds"] / seconds
+def _value(text: str, kind: type) -> Any:
+    if text == "":
+        return None
+    if kind is bool:
+        return text == "yes"
+    return json.loads(text) if kind is dict else kind(text)
 
 
-def print_table(mode: str, rows: list[Row]) -> None:
-    """Print `rows` in the columns of `mode`; memory in GiB. A run that failed shows why."""
-    add_slowdowns(rows)
-    columns = COLUMNS[mode]
-    lines = [["engine", *(title for title, _ in columns)]]
-    lines += [[label(row), *(show(row) for _, show in columns)] for row in rows if "failed" not in row]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+def _text(value: Any, kind: type) -> str:
+    if value is None:
+        return ""
+    if kind is bool:
+        return "yes" if value else "no"
+    if kind is dict:
+        return json.dumps(value, separators=(",", ":"))
+    return f"{value:.6g}" if kind is float else str(value)
+
+
+def write(rows: Iterable[Row], path: Path = PATH) -> None:
+    """Replace the file as a whole.
+
+    Raises:
+        ValueError: a row has a column that is none of `COLUMNS`.
+    """
+    text = io.StringIO()
+    out = csv.writer(text, lineterminator="\n")
+    out.writerow(COLUMNS)
     for row in rows:
-        if "failed" in row:
-            print(f"{label(row)}: {row['failed']}")
-    sources = {row["vram_source"] for row in rows if "failed" not in row} - {"none"}
-    if sources:
-        print(f"VRAM: device memory used ({'; '.join(sorted(sources))}); alloc, resvd: torch's peaks. GiB.")
+        if unknown := sorted(set(row) - set(COLUMNS)):
+            raise ValueError(f"no such columns: {unknown}; the columns are {list(COLUMNS)}")
+        out.writerow([_text(row.get(name), kind) for name, kind in COLUMNS.items()])
+    new = path.with_name(f".{path.name}.part")
+    new.write_text(text.getvalue())
+    new.replace(path)
 
 
-def loader_verdict(rows: list[Row]) -> str:
-    """Whether forked workers changed a loss, and what they cost."""
-    lines = []
-    for engine in dict.fromkeys(row["engine"] for row in rows):
-        runs = [row for row in rows if row["engine"] == engine]
-        if any("failed" in row for row in runs):
-            lines.append(f"{engine}: a run failed, nothing to compare")
-            continue
-        alone, *forked = runs
-        for row in forked:
-            same = "the same losses" if row["losses"] == alone["losses"] else "OTHER LOSSES"
-            same += ", the same weights" if row["weights_sha256"] == alone["weights_sha256"] else ", OTHER WEIGHTS"
-            ratio = row["step_seconds"] / alone["step_seconds"]
-            lines.append(f"{engine}: {row['num_workers']} workers: {same}, {ratio:.3f} x the time of 0 workers")
-    return "\n".join(lines)
+def latest(rows: Sequence[Row], case: str, engine: str) -> Row | None:
+    """The last row of a case and an engine that holds seconds; measured ones come before planned ones."""
+    found = [row for row in rows if (row["case"], row["engine"]) == (case, engine) and row["seconds"] is not None]
+    measured = [row for row in found if row["status"] == "measured"]
+    return (measured or found or [None])[-1]

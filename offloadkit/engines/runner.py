@@ -43,11 +43,14 @@ def end_with_parent(pipe):
     os.read(pipe, 1)  # until the other end closes, which happens when the parent ends, however it does
     os.killpg(0, signal.SIGKILL)
 
-_, pipe, module, *sys.argv[1:] = sys.argv
+_, pipe, cores, module, *sys.argv[1:] = sys.argv
+if int(cores):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(cores)])
+    os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
 threading.Thread(target=end_with_parent, args=(int(pipe),), daemon=True).start()
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-"""Runs a module as `python -m` does. A parent that is killed cannot end what it started: it would go on using the GPU,
+"""Runs a module as `python -m` does, on the first `cores` cores before any library counts them (0: all, unbound). A parent that is killed cannot end what it started: it would go on using the GPU,
 and falsify what is measured next."""
 
 
@@ -132,7 +135,13 @@ def environment() -> dict[str, str]:
 
 
 def in_fresh_process(
-    task: Task, *, timeout: float, ram: int | None, log: Path | None, module: str = "offloadkit.engines.worker"
+    task: Task,
+    *,
+    timeout: float,
+    ram: int | None,
+    log: Path | None,
+    module: str = "offloadkit.engines.worker",
+    cores: int = 0,
 ) -> Row:
     """Do one task; whatever happens to the process, there is a row. It ends when this process does.
 
@@ -141,13 +150,14 @@ def in_fresh_process(
     Args:
         log: the file that takes its output; None: as this process's own.
         module: what is run, with two arguments: the file that holds the task, and the one that the row belongs in.
+        cores: bind the process to the first of the cores that this one may use; 0 binds nothing.
     """
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as opened:
         output = opened.enter_context(log.open("wb")) if log is not None else None
         task_path, row_path = Path(scratch) / "task.json", Path(scratch) / "row.json"
         task_path.write_text(json.dumps(task))
         began = time.monotonic()
-        process = _started(module, task_path, row_path, output, opened)
+        process = _started(module, task_path, row_path, output, opened, cores)
         try:
             peak, killed = _watch(process, timeout, ram)
         finally:
@@ -164,14 +174,15 @@ def in_fresh_process(
 
 
 def _started(
-    module: str, task_path: Path, row_path: Path, output: IO[bytes] | None, opened: contextlib.ExitStack
+    module: str, task_path: Path, row_path: Path, output: IO[bytes] | None, opened: contextlib.ExitStack, cores: int
 ) -> subprocess.Popen[bytes]:
     """The process, in a session of its own; `opened` holds the end of the pipe whose closing ends it."""
     watched, held = os.pipe()
     opened.callback(os.close, held)
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", _TIED_TO_ITS_PARENT, str(watched), module, str(task_path), str(row_path)],
+            [sys.executable, "-c", _TIED_TO_ITS_PARENT, str(watched), str(cores), module]
+            + [str(task_path), str(row_path)],
             env=_environment_of_worker(),
             stdin=subprocess.DEVNULL,
             stdout=output,

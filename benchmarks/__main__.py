@@ -1,0 +1,59 @@
+"""The command line: `python -m benchmarks run | plans | report | list`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks import plans, report, run, table
+from benchmarks.cases import CASES, ENGINES
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Do what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Every figure of the documents.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="names of cases and engines")
+    measuring = commands.add_parser("run", help="measure, each engine alone in a fresh process; appends rows")
+    measuring.add_argument("case", nargs="+", choices=CASES, metavar="CASE", help="see `list`")
+    measuring.add_argument("--engines", nargs="+", choices=ENGINES, default=(), metavar="ENGINE", help="see `list`")
+    measuring.add_argument("--turns", type=int, default=1, help="fresh processes for each engine")
+    measuring.add_argument("--steps", type=int, default=run.STEPS, help="timed steps of a process")
+    measuring.add_argument("--timeout", type=float, default=600.0, help="seconds for one process")
+    measuring.add_argument("--device", choices=("cpu",), help="cpu hides the GPU")
+    measuring.add_argument("--commit", help="commit to write down where git is missing")
+    measuring.add_argument("--notes", default="", help="a remark in each row")
+    measuring.add_argument("--verbose", action="store_true", help="show what the engines print")
+    planning = commands.add_parser("plans", help="plan for the machine of a measured row; appends planned rows")
+    planning.add_argument("case", nargs="*", choices=[*CASES, []], metavar="CASE", help="default: those of claim fit")
+    planning.add_argument("--commit", help="commit to write down where git is missing")
+    writing = commands.add_parser("report", help="write docs/results.md, the README's marked parts and the charts")
+    for command in (measuring, planning):
+        command.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
+    del writing
+    options = parser.parse_args(arguments)
+    if options.command == "list":
+        for name, case in CASES.items():
+            print(f"{name}: {case.claim}, {case.model}, {case.shape}, {case.mask}; {' '.join(case.engines)}")
+        print("engines:", *ENGINES)
+    elif options.command == "run":
+        run.run(
+            options.case,
+            engines=options.engines,
+            turns=options.turns,
+            steps=options.steps,
+            out=options.out,
+            commit=options.commit,
+            timeout=options.timeout,
+            device=options.device,
+            verbose=options.verbose,
+            notes=options.notes,
+        )
+    elif options.command == "plans":
+        plans.plan_cases(options.case, out=options.out, commit=options.commit)
+    else:
+        report.write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""What is measured: models, engines and cases. To add a case, add an entry to `CASES`."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from offloadkit.engines.work import Work
+from offloadkit.hf.hub import PRESETS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+GIB = 1 << 30
+
+
+def _decoder(hidden: int, feed_forward: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool) -> Any:
+    return {
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 8192,
+        "pad_token_id": 0,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-tiny": _decoder(64, 128, 2, 4, 2, 512, tied=True),
+    "llama-3.2-1b": _decoder(2048, 8192, 16, 32, 8, 128_256, tied=True),
+    "llama-3.2-3b": _decoder(3072, 8192, 28, 24, 8, 128_256, tied=True),
+    "llama-3.1-8b": _decoder(4096, 14_336, 32, 32, 8, 128_256, tied=False),
+    "llama-2-13b": _decoder(5120, 13_824, 40, 40, 40, 32_000, tied=False),
+    "mistral-7b": _decoder(4096, 14_336, 32, 32, 8, 32_000, tied=False) | {"model_type": "mistral"},
+    "qwen2.5-7b": _decoder(3584, 18_944, 28, 28, 4, 152_064, tied=False) | {"model_type": "qwen2"},
+    "bert-large": {"model_type": "bert", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+    | {"intermediate_size": 4096, "architectures": ["BertForSequenceClassification"]},
+}
+"""Shapes of models that are no T5; weights are random."""
+_T5_TINY = {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+
+
+def config_of(model: str) -> PreTrainedConfig:
+    """The architecture of a case's model, without dropout."""
+    from transformers import AutoConfig
+
+    if model.startswith("t5"):
+        preset = PRESETS["t5-small" if model == "t5-tiny" else model].config_values()
+        tiny = _T5_TINY if model == "t5-tiny" else {}
+        return AutoConfig.for_model("t5", **preset | tiny, dropout_rate=0.0)
+    shape = dict(SHAPES[model])
+    kind = shape.pop("model_type")
+    if kind == "bert":
+        return AutoConfig.for_model(kind, **shape, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return AutoConfig.for_model(kind, architectures=[f"{kind.capitalize()}ForCausalLM"], **shape)
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """An engine of `offloadkit.engines` with its options."""
+
+    title: str
+    """In tables."""
+    engine: str
+    options: tuple[tuple[str, Any], ...] = ()
+    """Fields of `Work`."""
+    package: str = ""
+    """The peer's, whose version is written down."""
+
+    @property
+    def plans(self) -> bool:
+        """Whether a case's budgets are for this engine."""
+        return self.engine == "offloadkit"
+
+
+ENGINES = {
+    "hf": EngineSetup("all on the GPU, HF", "baseline"),
+    "hf-compiled": EngineSetup("all on the GPU, HF, compiled", "baseline", (("compiled", True),)),
+    "ours-on-gpu": EngineSetup("all on the GPU, our compute", "baseline", (("our_compute", True),)),
+    "ours-on-gpu-compiled": EngineSetup(
+        "all on the GPU, our compute, compiled", "baseline", (("our_compute", True), ("compiled", True))
+    ),
+    "offloadkit": EngineSetup("offloadkit", "offloadkit"),
+    "offloadkit-compiled": EngineSetup("offloadkit, compiled", "offloadkit", (("compiled", True),)),
+    "torchao": EngineSetup(
+        "torchao, bf16 (no clipping, no master weights, bf16 moments)", "torchao", package="torchao"
+    ),
+    "torchao-fp32": EngineSetup("torchao, fp32 (no clipping)", "torchao-fp32", package="torchao"),
+    "zero2": EngineSetup("DeepSpeed ZeRO-2", "zero2", package="deepspeed"),
+    "zero2-50m": EngineSetup(
+        "DeepSpeed ZeRO-2, buckets of 50 M", "zero2", (("bucket_elements", 50_000_000),), "deepspeed"
+    ),
+    "zero2-200m": EngineSetup(
+        "DeepSpeed ZeRO-2, buckets of 200 M", "zero2", (("bucket_elements", 200_000_000),), "deepspeed"
+    ),
+    "zero3": EngineSetup("DeepSpeed ZeRO-3", "zero3", package="deepspeed"),
+    "zero3-200m": EngineSetup(
+        "DeepSpeed ZeRO-3, buckets of 200 M", "zero3", (("bucket_elements", 200_000_000),), "deepspeed"
+    ),
+    "roundpipe": EngineSetup(
+        "RoundPipe (weights one step old, no clipping)", "roundpipe", package="roundpipe"
+    ),
+}
+"""By the name that the command line takes."""
+
+ON_GPU = ("hf", "ours-on-gpu", "ours-on-gpu-compiled")
+OURS = ("offloadkit", "offloadkit-compiled")
+ZERO2 = ("zero2", "zero2-50m", "zero2-200m")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One piece of work within one budget. Sizes are those of a micro-batch; budgets are in GiB."""
+
+    claim: str
+    """What it is measured for: "W1" to "W7", "growth", "plan", "fit", "blog" or "try"."""
+    model: str
+    batch_size: int
+    input_length: int
+    target_length: int = 0
+    accumulation: int = 1
+    vram: float | None = None
+    """What offloadkit plans with, CUDA's context included; None: what is free."""
+    ram: float | None = None
+    cores: int = 0
+    """Cores that the process is bound to; 0: all."""
+    precision: Literal["exact", "compact", "tiny"] = "exact"
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    mask: Literal["full", "ragged"] = "full"
+    on_disk: bool = False
+    """Whether offloadkit may put states on the disk of the folder for temporary files."""
+    engines: tuple[str, ...] = OURS
+
+    def work(self, setup: EngineSetup, model_folder: str, disk: str) -> Work:
+        """What the engine is given. The other engines have the whole card: no budget holds for them."""
+        budgets: dict[str, Any] = {}
+        if setup.plans:
+            budgets = {"vram": _bytes(self.vram), "ram": _bytes(self.ram), "disk": disk if self.on_disk else None}
+        return Work(
+            model=model_folder,
+            batch_size=self.batch_size,
+            input_length=self.input_length,
+            target_length=self.target_length,
+            accumulation=self.accumulation,
+            precision=self.precision,
+            dtype=self.dtype,
+            mask=self.mask,
+            **budgets,
+            **dict(setup.options),
+        )
+
+    @property
+    def shape(self) -> str:
+        """ "8 x (512+128)", or "4 x 8 x 1024" with accumulation."""
+        lengths = f"({self.input_length}+{self.target_length})" if self.target_length else str(self.input_length)
+        times = f"{self.accumulation} x " if self.accumulation > 1 else ""
+        return f"{times}{self.batch_size} x {lengths}"
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)
+
+
+def _t5(claim: str, model: str, rows: int, vram: float | None, **more: Any) -> Case:
+    return Case(claim, model, rows, 512, 128, vram=vram, **more)
+
+
+def _llama(claim: str, rows: int, tokens: int, vram: float, model: str = "llama-3.2-3b", **more: Any) -> Case:
+    return Case(claim, model, rows, tokens, vram=vram, **more)
+
+
+def _drawn(seed: int, number: int) -> dict[str, Case]:
+    """Cases that nobody chose: model, micro-batch, accumulation, precision and budget are drawn."""
+    draw, cases = random.Random(seed), {}
+    for index in range(number):
+        model, budgets = draw.choice([("t5-large", (3, 8)), ("t5-3b", (4, 30)), ("llama-3.2-3b", (8, 40))])
+        rows, tokens = draw.choice([1, 2, 4, 8]), draw.choice([128, 256, 512, 1024])
+        targets = draw.choice([32, 64, 128, 256]) if model.startswith("t5") else 0
+        times, precision = draw.choice([1, 1, 2]), draw.choice(["exact", "exact", "compact", "tiny"])
+        budget = float(draw.randint(*budgets))
+        cases[f"plan-drawn-{index}"] = Case("plan", model, rows, tokens, targets, times, budget, precision=precision)
+    return cases
+
+
+_T4: dict[str, Any] = {"ram": 12.0, "cores": 2, "dtype": "fp16"}
+"""A free notebook's machine, its 15 GiB of VRAM aside."""
+_PEERS = (*ON_GPU, *OURS, "torchao", *ZERO2)
+
+CASES: dict[str, Case] = {
+    "w1": _t5("W1", "t5-3b", 8, 24, engines=_PEERS),
+    "w1-ragged": _t5("W1", "t5-3b", 8, 24, mask="ragged", engines=_PEERS),
+    "w2": _t5("W2", "t5-3b", 32, 16, engines=_PEERS),
+    "w2-ragged": _t5("W2", "t5-3b", 32, 16, mask="ragged", engines=_PEERS),
+    "w3": _t5("W3", "t5-3b", 1, 6, engines=(*ON_GPU, *OURS, "zero3", "zero3-200m")),
+    "w4": _t5("W4", "t5-3b", 8, 24, accumulation=4, engines=(*ON_GPU, *OURS, "zero2")),
+    "w5": _t5("W5", "t5-3b", 8, 24, cores=2, engines=_PEERS),
+    "w6": _llama("W6", 8, 1024, 24, engines=(*_PEERS, "roundpipe")),
+    "w6-ragged": _llama("W6", 8, 1024, 24, mask="ragged", engines=(*_PEERS, "roundpipe")),
+    "w6-48": _llama("W6", 8, 1024, 48),
+    "w7": _llama("W7", 32, 1024, 24, engines=(*_PEERS, "roundpipe")),
+    **{
+        f"growth-{model}-{rows * times}": _t5(
+            "growth", model, rows, vram, accumulation=times, engines=("hf", "ours-on-gpu", *OURS)
+        )
+        for model, vram in (("t5-large", 8), ("t5-3b", 24))
+        for rows, times in ((2, 1), (8, 1), (32, 1), (32, 4))
+    },
+    **{
+        f"blog-{vram}-{model}": _t5("blog", model, 8, vram, ram=64, engines=("hf", "offloadkit", "zero2", "zero3"))
+        for vram in (11, 24)
+        for model in ("t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b")
+    },
+    "plan-t5-large-4": _t5("plan", "t5-large", 8, 4),
+    "plan-t5-large-24": _t5("plan", "t5-large", 8, 24),
+    "plan-t5-large-disk": _t5("plan", "t5-large", 8, 4, ram=6, on_disk=True),
+    "plan-t5-3b-3": _t5("plan", "t5-3b", 1, 3),
+    "plan-t5-3b-6-compact": _t5("plan", "t5-3b", 1, 6, precision="compact"),
+    "plan-t5-3b-130": _t5("plan", "t5-3b", 8, 130),
+    "plan-t5-3b-130-large-batch": _t5("plan", "t5-3b", 32, 130),
+    "plan-t5-3b-16-accumulated": _t5("plan", "t5-3b", 4, 16, accumulation=4),
+    "plan-t5-11b-8-compact": _t5("plan", "t5-11b", 1, 8, precision="compact"),
+    "plan-t5-11b-24-compact": _t5("plan", "t5-11b", 1, 24, precision="compact"),
+    "plan-llama-8b-10": _llama("plan", 1, 2048, 10, "llama-3.1-8b"),
+    "plan-llama-8b-24": _llama("plan", 1, 2048, 24, "llama-3.1-8b"),
+    "plan-llama-3b-6": _llama("plan", 8, 1024, 6),
+    "plan-t4-t5-large": _t5("plan", "t5-large", 4, 15, **_T4),
+    "plan-t4-t5-3b": _t5("plan", "t5-3b", 1, 15, precision="compact", on_disk=True, **_T4),
+    **{f"plan-{model}-whole-card": _t5("plan", model, 8, None) for model in ("t5-small", "t5-base", "t5-large")},
+    **_drawn(seed=1, number=6),
+    "fit-t5-base": _t5("fit", "t5-base", 8, 4, ram=16),
+    "fit-bert-large": Case("fit", "bert-large", 16, 512, vram=6, ram=16),
+    "fit-t5-large": _t5("fit", "t5-large", 8, 6, ram=16),
+    "fit-llama-1b": _llama("fit", 4, 1024, 8, "llama-3.2-1b", ram=32),
+    "fit-t5-3b": _t5("fit", "t5-3b", 8, 12, ram=64),
+    "fit-llama-3b": _llama("fit", 4, 1024, 12, ram=64),
+    "fit-mistral-7b": _llama("fit", 1, 2048, 16, "mistral-7b", ram=112),
+    "fit-qwen-7b": _llama("fit", 1, 2048, 24, "qwen2.5-7b", ram=112),
+    "fit-llama-8b": _llama("fit", 1, 2048, 24, "llama-3.1-8b", ram=112),
+    "fit-t5-11b": _t5("fit", "t5-11b", 1, 24, ram=112, precision="compact"),
+    "fit-llama-13b": _llama("fit", 1, 2048, 24, "llama-2-13b", ram=112, precision="compact"),
+    "tiny": Case("try", "t5-tiny", 2, 16, 8, vram=2, engines=("hf", "ours-on-gpu", *OURS, "torchao")),
+    "tiny-ragged": Case("try", "t5-tiny", 2, 16, 8, vram=2, mask="ragged", engines=("hf", "ours-on-gpu", "offloadkit")),
+    "tiny-llama": Case("try", "llama-tiny", 2, 16, vram=2, engines=("hf", "offloadkit")),
+}
