@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 
-def _decoder(hidden: int, feed_forward: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool) -> Any:
+def _decoder(
+    hidden: int, feed_forward: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
+) -> Any:
     return {
         "model_type": "llama",
         "vocab_size": vocabulary,
@@ -103,9 +105,7 @@ ENGINES = {
     "zero3-200m": EngineSetup(
         "DeepSpeed ZeRO-3, buckets of 200 M", "zero3", (("bucket_elements", 200_000_000),), "deepspeed"
     ),
-    "roundpipe": EngineSetup(
-        "RoundPipe (weights one step old, no clipping)", "roundpipe", package="roundpipe"
-    ),
+    "roundpipe": EngineSetup("RoundPipe (weights one step old, no clipping)", "roundpipe", package="roundpipe"),
 }
 """By the name that the command line takes."""
 
@@ -135,13 +135,18 @@ class Case:
     mask: Literal["full", "ragged"] = "full"
     on_disk: bool = False
     """Whether offloadkit may put states on the disk of the folder for temporary files."""
+    for_all: bool = False
+    """Whether the budgets hold for the other engines too; else these have the whole card."""
     engines: tuple[str, ...] = OURS
 
+    def limits(self, setup: EngineSetup) -> dict[str, int | None]:
+        """Bytes of VRAM and RAM that the engine may take; None: what is free."""
+        mine = setup.plans or self.for_all
+        vram, ram = (self.vram, self.ram) if mine else (None, None)
+        return {"vram": vram and int(vram * GIB), "ram": ram and int(ram * GIB)}
+
     def work(self, setup: EngineSetup, model_folder: str, disk: str) -> Work:
-        """What the engine is given. The other engines have the whole card: no budget holds for them."""
-        budgets: dict[str, Any] = {}
-        if setup.plans:
-            budgets = {"vram": _bytes(self.vram), "ram": _bytes(self.ram), "disk": disk if self.on_disk else None}
+        """What the engine is given."""
         return Work(
             model=model_folder,
             batch_size=self.batch_size,
@@ -151,7 +156,8 @@ class Case:
             precision=self.precision,
             dtype=self.dtype,
             mask=self.mask,
-            **budgets,
+            disk=disk if self.on_disk and setup.plans else None,
+            **self.limits(setup),
             **dict(setup.options),
         )
 
@@ -161,10 +167,6 @@ class Case:
         lengths = f"({self.input_length}+{self.target_length})" if self.target_length else str(self.input_length)
         times = f"{self.accumulation} x " if self.accumulation > 1 else ""
         return f"{times}{self.batch_size} x {lengths}"
-
-
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * GIB)
 
 
 def _t5(claim: str, model: str, rows: int, vram: float | None, **more: Any) -> Case:
@@ -212,7 +214,9 @@ CASES: dict[str, Case] = {
         for rows, times in ((2, 1), (8, 1), (32, 1), (32, 4))
     },
     **{
-        f"blog-{vram}-{model}": _t5("blog", model, 8, vram, ram=64, engines=("hf", "offloadkit", "zero2", "zero3"))
+        f"blog-{vram}-{model}": _t5(
+            "blog", model, 8, vram, ram=64, for_all=True, engines=("hf", "offloadkit", "zero2", "zero3")
+        )
         for vram in (11, 24)
         for model in ("t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b")
     },
@@ -231,7 +235,6 @@ CASES: dict[str, Case] = {
     "plan-llama-3b-6": _llama("plan", 8, 1024, 6),
     "plan-t4-t5-large": _t5("plan", "t5-large", 4, 15, **_T4),
     "plan-t4-t5-3b": _t5("plan", "t5-3b", 1, 15, precision="compact", on_disk=True, **_T4),
-    **{f"plan-{model}-whole-card": _t5("plan", model, 8, None) for model in ("t5-small", "t5-base", "t5-large")},
     **_drawn(seed=1, number=6),
     "fit-t5-base": _t5("fit", "t5-base", 8, 4, ram=16),
     "fit-bert-large": Case("fit", "bert-large", 16, 512, vram=6, ram=16),

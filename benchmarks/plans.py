@@ -1,4 +1,135 @@
-"""Rows of what a plan says for a machine that was measured before; nothing runs."""
+"""What the plan says for a machine that was measured before: nothing runs, and no such machine is needed."""
 
 from __future__ import annotations
-def plan_cases(*a,**k): ...
+
+import datetime
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import table
+from benchmarks.cases import CASES, ENGINES, Case, config_of
+from benchmarks.run import git_commit, of_case
+from benchmarks.table import Row
+from offloadkit.config import OffloadConfig
+from offloadkit.hardware import Hardware
+from offloadkit.planner import LayerShape, MicroBatch, make_plan
+
+
+def plan_cases(names: Sequence[str] = (), *, out: Path = table.PATH, commit: str | None = None) -> list[Row]:
+    """Append a planned row for each case to `out`, replacing its older planned rows, and return the new ones.
+
+    The rates are those of the newest measured row of an H200 with all its cores; budgets are the case's.
+
+    Args:
+        names: of `CASES`; none: those of claim "fit".
+
+    Raises:
+        ValueError: no row of `out` has rates of an H200, or a case does not fit.
+    """
+    commit = commit or git_commit()
+    rows = table.read(out)
+    all_cores = [row for row in rows if row["case"] in CASES and CASES[row["case"]].cores == 0]
+    measured = [row for row in all_cores if row["rates"] and "H200" in (row["gpu"] or "")]
+    source = max(measured, key=lambda row: row["date"], default=None)
+    if source is None:
+        raise ValueError(f"{out} has no row with rates of an H200: run a case of offloadkit's there first")
+    made = []
+    for name in names or [name for name, case in CASES.items() if case.claim == "fit"]:
+        made.append(_planned(name, CASES[name], source) | {"commit": commit})
+        print(f"{name}: {made[-1]['planned_seconds']:.3f} s planned")
+    fresh = {row["case"] for row in made}
+    table.write([row for row in rows if row["status"] != "planned" or row["case"] not in fresh] + made, out)
+    return made
+
+
+def _planned(name: str, case: Case, source: Row) -> Row:
+    setup = ENGINES["offloadkit"]
+    limits = case.limits(setup)
+    machine = hardware_of(source["rates"])
+    vram = limits["vram"] or machine.vram_total_bytes
+    machine = replace(machine, vram_total_bytes=vram, vram_free_bytes=vram)
+    layers, work = layers_and_work(case.model, case.dtype, case.batch_size, case.input_length, case.target_length)
+    layers = [replace(layer, precision=case.precision) for layer in layers]
+    config = OffloadConfig(
+        precision=case.precision,
+        gradient_accumulation=case.accumulation,
+        working_dtype=case.dtype,
+        vram=vram,
+        ram=limits["ram"],
+        max_grad_norm=1.0,
+    )
+    made = make_plan(layers, config, work=work, hardware=machine)
+    if not made.fits or made.seconds is None:
+        raise ValueError(f"{name} does not fit its budgets by the plan: {made.lacking()}")
+    return of_case(name, case, setup) | {
+        "engine": "offloadkit",
+        "status": "planned",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **{column: source[column] for column in ("gpu", "cpu", "cores", "ram_bytes", "torch", "transformers")},
+        "offloadkit": source["offloadkit"],
+        "num_parameters": made.num_parameters,
+        "seconds": made.seconds.step,
+        "planned_seconds": made.seconds.step,
+        "planned_vram_bytes": made.total_bytes("vram"),
+        "planned_ram_bytes": made.total_bytes("ram"),
+        "planned_disk_bytes": made.total_bytes("disk"),
+        "placements": {str(where): number for where, number in Counter(made.placements).items()},
+        "notes": f"rates of the H200 of {source['date'][:10]}",
+    }
+
+
+def hardware_of(rates: dict[str, Any]) -> Hardware:
+    """A machine from a row's rates."""
+    found = {"cpu_and_bus_bytes_per_second": rates["cpu_adamw_bytes_per_second"]} | rates  # the first rows lack it
+    return Hardware(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+
+
+@functools.cache
+def layers_and_work(
+    model: str,
+    dtype: Any,
+    rows: int,
+    tokens: int,
+    targets: int,
+    *,
+    norms: bool = True,
+    attention: bool = True,
+) -> tuple[list[LayerShape], MicroBatch]:
+    """Layers and traced micro-batch of a case's model as offloadkit trains it on a GPU.
+
+    Args:
+        rows, tokens, targets: of the micro-batch; targets 0: the model has no decoder of its own.
+        norms, attention: whether our kernels run them; older rows were measured without.
+    """
+    from offloadkit.hf.load import auto_class_of, infer_task
+    from offloadkit.hf.loss import compute_loss_in_chunks
+    from offloadkit.hf.patches import fuse_attention, fuse_norms
+    from offloadkit.offload.layers import flat_layers
+    from offloadkit.tracing import trace_micro_batch
+
+    config = config_of(model)
+    config.use_cache = False
+    if config.model_type == "t5":
+        config._attn_implementation = "eager"
+    task = infer_task(config)
+    with torch.device("meta"):
+        built: Any = auto_class_of(config, task).from_config(config).bfloat16().train()
+    layers = flat_layers(built, OffloadConfig(working_dtype=dtype))
+    for layer in layers:
+        for view in layer.views:
+            view.parameter.data = view.parameter.data.to(layer.dtype)
+    compute_loss_in_chunks(built)
+    if norms:
+        fuse_norms(built)
+    if attention:
+        fuse_attention(built)
+    labels = (rows,) if task == "classification" else (rows, targets or tokens)
+    shapes = {"input_ids": (rows, tokens), "labels": labels}
+    batch = {name: torch.empty(size, dtype=torch.int64, device="meta") for name, size in shapes.items()}
+    return [layer.shape() for layer in layers], trace_micro_batch(built, batch)

@@ -105,7 +105,7 @@ def _in_fresh_process(
     cores = case.cores or hardware.num_cores()
     with tempfile.TemporaryDirectory() as logs:
         log = None if verbose else Path(logs) / "log"
-        raw = in_fresh_process(task, timeout=timeout, ram=None, log=log, cores=cores)
+        raw = in_fresh_process(task, timeout=timeout, ram=work.ram, log=log, cores=cores)
         if log is not None and raw["status"] == "failed":
             sys.stderr.write(log.read_text(errors="replace")[-3000:])
     return raw | {"recomputed": work.recomputed}
@@ -195,12 +195,7 @@ _OWN_PHASES = ("cpu_step", "gpu_step", "norm", "gradient_wait", "forward_wait")
 
 def of_case(name: str, case: Case, setup: EngineSetup) -> Row:
     """The columns that a case decides."""
-    budgets: Row = {}
-    if setup.plans:
-        budgets = {
-            "vram_budget_bytes": case.vram and int(case.vram * 2**30),
-            "ram_budget_bytes": case.ram and int(case.ram * 2**30),
-        }
+    limits = case.limits(setup)
     return {
         "case": name,
         "model": case.model,
@@ -211,7 +206,8 @@ def of_case(name: str, case: Case, setup: EngineSetup) -> Row:
         "mask": case.mask,
         "precision": case.precision if setup.plans else None,
         "dtype": case.dtype,
-        **budgets,
+        "vram_budget_bytes": limits["vram"],
+        "ram_budget_bytes": limits["ram"],
     }
 
 

@@ -70,7 +70,7 @@ def forecast(work: Work, device: torch.device) -> Forecast:
         disk=work.disk,
         compile_blocks=work.compiled,
     )
-    lengths: dict[str, Any] = {"max_input_length": work.input_length, "max_target_length": work.target_length}
+    lengths: dict[str, Any] = {"max_input_length": work.input_length, "max_target_length": work.target_length or None}
     return in_numbers(plan(model, batch_size=work.batch_size, **lengths, task=task, offload=config, device=device))
 
 

@@ -38,7 +38,10 @@ class Offloadkit:
             disk=work.disk,
             compile_blocks=work.compiled,
         )
-        lengths: dict[str, Any] = {"max_input_length": work.input_length, "max_target_length": work.target_length}
+        lengths: dict[str, Any] = {
+            "max_input_length": work.input_length,
+            "max_target_length": work.target_length or None,
+        }
         self._plan = plan(model, batch_size=work.batch_size, **lengths, offload=config, device=device)
         check_fits(self._plan)
         cap_vram(work.vram, device)

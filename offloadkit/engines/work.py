@@ -54,7 +54,7 @@ class Work:
     input_length: int
     """Tokens of a row that the model reads."""
     target_length: int
-    """Tokens of a row that a separate decoder writes; models without one ignore it."""
+    """Tokens of a row that a separate decoder writes; models without one ignore it. 0 is none."""
     accumulation: int = 1
     precision: Literal["exact", "compact", "tiny"] = "exact"
     """Of offloadkit's optimizer states; the other engines keep fp32."""
