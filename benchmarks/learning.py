@@ -14,6 +14,7 @@ Small models leave most of a machine idle, so `--jobs` runs go side by side, eac
 from __future__ import annotations
 
 import argparse
+import datetime
 import math
 import multiprocessing
 import os
@@ -25,9 +26,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from benchmarks import table
 from benchmarks.learning_tasks import LAST, Trial, run_trial
-from benchmarks.measure import bind_cores, describe_machine, versions
-from benchmarks.run import Row, write_results
+from benchmarks.run import git_commit
+
+Row = dict[str, Any]
 
 PRECISIONS = ("exact", "compact", "tiny")
 DTYPES = ("fp32", "fp16", "bf16")
@@ -45,18 +48,38 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     print(f"{len(trials)} trainings, {options.jobs} at a time", file=sys.stderr)
     rows = run_trials(trials, options.jobs)
     summaries = compare_precisions(rows) if options.mode == "precisions" else compare_dtypes(rows)
-    for line in table(options.mode, summaries):
+    for line in lines_of(options.mode, summaries):
         print(line)
     for row in rows:
-        row.pop("losses", None)  # `curve` has them by tenths
         if "failed" in row:
             print(f"{name_of(row)}: {row['failed']}")
-    rows = summaries + rows
+    commit = options.commit or git_commit()
+    table.write([*table.read(options.out), *(_in_table(row, commit) for row in summaries)], options.out)
+    return summaries + rows
+
+
+def _in_table(summary: Row, commit: str) -> table.Row:
+    """A summary as a row of the one table: the case is the task, the engine a precision or dtype."""
     from offloadkit import hardware
 
-    rows[0] |= {"machine": describe_machine(hardware.default_device()), "versions": versions()}
-    write_results(options, rows)
-    return rows
+    machine = hardware.describe_machine(hardware.default_device())
+    kind = "precision" if "precision" in summary else "dtype"
+    figures = {name: value for name, value in summary.items() if name not in ("task", kind)}
+    return {
+        "case": f"learning, {summary['task']}",
+        "engine": summary[kind],
+        "status": "failed" if summary["verdict"] == "failed" else "measured",
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "gpu": machine["gpu"],
+        "cpu": machine["cpu"],
+        "cores": machine["num_cores"],
+        "ram_bytes": machine["ram_bytes"],
+        kind: summary[kind],
+        "figures": {
+            name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in figures.items()
+        },
+    }
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -68,7 +91,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="default: 700 (demo), 600 (llama), 300 (fp16)")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, len(os.sched_getaffinity(0)) // 2)))
     parser.add_argument("--tiny", action="store_true", help="models and batches for trying it without a GPU")
-    parser.add_argument("--out", type=Path, help="result file (default: a new one in benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
     parser.add_argument("--commit", help="commit to write down where git is missing")
     options = parser.parse_args(arguments)
     options.task = options.task or list(TASKS[options.mode])
@@ -82,7 +105,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("steps", "jobs"):
         if (value := getattr(options, name)) is not None and value < 1:
             parser.error(f"--{name} must be at least 1, got {value}")
-    options.model = "learning"
     return options
 
 
@@ -142,8 +164,9 @@ def core_shares(jobs: int) -> list[list[int]]:
 
 def _begin_worker(shares: Any, scratch: str) -> None:
     """Before any library counts cores; rates measured beside others are not kept as the machine's."""
-    os.sched_setaffinity(0, shares.get())
-    bind_cores(0)
+    cores = shares.get()
+    os.sched_setaffinity(0, cores)
+    os.environ["OMP_NUM_THREADS"] = str(len(cores))
     os.environ["XDG_CACHE_HOME"] = scratch
 
 
@@ -246,7 +269,7 @@ COLUMNS = {
 }
 
 
-def table(mode: str, summaries: Iterable[Row]) -> list[str]:
+def lines_of(mode: str, summaries: Iterable[Row]) -> list[str]:
     """One line for each summary, and what the verdict means."""
     columns = COLUMNS[mode]
     lines = [["task", *columns, "verdict"]]

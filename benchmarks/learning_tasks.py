@@ -21,10 +21,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from benchmarks.run import Row
-
 LAST = 30
 """Steps at the end whose mean is the final training loss."""
+
+
+Row = dict[str, Any]
 
 
 class Trial(NamedTuple):

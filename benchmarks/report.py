@@ -1,6 +1,360 @@
-"""docs/results.md, the README's figures and the charts, from the table."""
+"""docs/results.md, the README's marked parts and the chart, all from the table: `python -m benchmarks report`.
+
+A marked part of the README stands between `<!-- figures:NAME -->` and `<!-- /figures -->`. NAME is one of `PARTS`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-def write() -> None: ...
+from benchmarks import table
+from benchmarks.cases import CASES, ENGINES, GIB, ZERO2
+from benchmarks.table import Row, latest
+
+ROOT = Path(__file__).parent.parent
+README, RESULTS, CHART = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "t5-3b.png"
+CHART_CASE = "w1"
+WITHIN = 0.15
+"""Share by which a step's planned seconds may be off to count as planned right."""
+BEFORE_STREAMED_STATES = ("c9fd74b", "d6b17f7", "31ba1b9")
+"""Commits whose engine stepped all states in RAM on the CPU; their plans were another engine's."""
+
+_TITLES = {
+    "W1": "W1: T5-3B on a card of 24 GB",
+    "W2": "W2: larger batches on a card of 16 GB",
+    "W3": "W3: T5-3B on a card of 6 GB",
+    "W4": "W4: gradient accumulation",
+    "W5": "W5: two CPU cores",
+    "W6": "W6: a Llama of 3.2 G parameters",
+    "W7": "W7: the same with larger batches",
+    "growth": "How a step grows",
+    "blog": "Within the memory of a consumer card",
+    "fit": "Will it fit?",
+    "plan": "Other budgets",
+}
+
+
+def write() -> None:
+    """Write docs/results.md, the README's marked parts and the chart."""
+    rows = table.read()
+    RESULTS.write_text(results(rows))
+    README.write_text(filled(README.read_text(), rows))
+    draw_chart(rows, CHART)
+    print(f"written: {RESULTS.relative_to(ROOT)}, {README.relative_to(ROOT)}, {CHART.relative_to(ROOT)}")
+
+
+def results(rows: Sequence[Row]) -> str:
+    """The whole of docs/results.md."""
+    return "\n".join([_INTRODUCTION, *_sections(rows), *_score(rows), *_others(rows)]).rstrip() + "\n"
+
+
+def filled(text: str, rows: Sequence[Row]) -> str:
+    """`text` with each marked part written anew.
+
+    Raises:
+        KeyError: a part is none of `PARTS`.
+    """
+
+    def part(found: re.Match[str]) -> str:
+        name = found["name"]
+        if name not in PARTS:
+            raise KeyError(f"no figures {name!r}: choose of {', '.join(PARTS)}")
+        return f"<!-- figures:{name} -->\n" + "\n".join(PARTS[name](rows)) + "\n<!-- /figures -->"
+
+    return re.sub(MARKED, part, text, flags=re.DOTALL)
+
+
+MARKED = r"<!-- figures:(?P<name>[\w-]+) -->\n(?P<body>.*?)<!-- /figures -->"
+
+
+_INTRODUCTION = """# Results
+
+This page is written by `python -m benchmarks report` from `benchmarks/results.csv`; edit neither by hand.
+`python -m benchmarks run CASE` measures a case again. [How](../benchmarks/README.md)
+
+- Every engine runs alone, in a fresh process, from random weights, with clipping at 1.0. Rows that differ say so.
+- All engines have the same allocator settings, warm-up and number of steps since the table took the place of result
+  files. Rows of `e70d484` and before have two warm-up steps, six where layers may move, and HF's gradients in fp32.
+- Seconds are those of a step: the median over the turns, with the least and the largest turn in brackets.
+- *VRAM* is the process's device memory by NVML, *allocated* is torch's own peak, *RAM* the resident peak. All in GiB.
+- *x HF* and *x ours* are ratios to the rows with everything on the GPU: as HuggingFace computes, and with offloadkit's
+  compute. The two rows of a ratio are of the same commit and day. Compiled rows are set against compiled rows, if any.
+- An engine recomputes activations only where it does not fit otherwise; its row says so. Older rows chose by hand.
+- *ragged* rows are a quarter to all of the length, padded, with an attention mask. Other rows are full.
+"""
+
+
+def _sections(rows: Sequence[Row]) -> Iterator[str]:
+    for claim, title in _TITLES.items():
+        names = [name for name, case in CASES.items() if case.claim == claim]
+        found = [row for name in names for row in _rows_of(rows, name)]
+        if not found:
+            continue
+        yield f"## {title}"
+        yield ""
+        if claim == "fit":
+            yield from fit(rows)
+        elif claim == "plan":
+            yield from _one_table(found, ("case",))
+        elif claim in ("growth", "blog"):
+            yield from _one_table(found, ("model",))
+        else:
+            for name in names:
+                of_case = _rows_of(rows, name)
+                if of_case:
+                    yield from _case_table(name, of_case)
+        yield ""
+
+
+def _rows_of(rows: Sequence[Row], case: str) -> list[Row]:
+    """The newest row of each engine of a case, in the engines' order; of several buckets, the fastest ZeRO-2 alone."""
+    found = [row for engine in ENGINES if (row := latest(rows, case, engine))]
+    refused = [
+        row
+        for row in rows
+        if row["case"] == case and row["status"] == "does not fit" and latest(rows, case, row["engine"]) is None
+    ]
+    zero2 = [row for row in found if row["engine"] in ZERO2]
+    newest = [row for row in zero2 if row["commit"] == max(zero2, key=lambda each: str(each["date"]))["commit"]]
+    best = min(newest, key=lambda row: row["seconds"], default=None)
+    return [row for row in found if row["engine"] not in ZERO2 or row is best] + refused
+
+
+def _case_table(name: str, rows: Sequence[Row]) -> Iterator[str]:
+    case, first = CASES[name], rows[0]
+    budget = f", offloadkit within {case.vram:g} GiB of VRAM" if case.vram else ""
+    kind = ", ragged" if case.mask == "ragged" else ""
+    cores = f", {case.cores} CPU cores" if case.cores else ""
+    size = next((f" ({row['num_parameters'] / 1e9:.2f} G parameters)" for row in rows if row["num_parameters"]), "")
+    yield f"**{name}**: {first['model']}{size}, {case.shape} tokens a step{kind}{budget}{cores}."
+    yield ""
+    yield from _one_table(rows, ())
+
+
+def _one_table(rows: Sequence[Row], more: Sequence[str]) -> Iterator[str]:
+    """A table of rows; machine, commit and date are said above it where all rows share them, else in each row."""
+    origins = list(dict.fromkeys(_origin(row) for row in rows))
+    if len(origins) == 1:
+        yield f"{origins[0]}."
+        yield ""
+    titles = [*more, "engine", "tokens"] if more else ["engine"]
+    titles += ["s/step", "turns", "x HF", "x ours", "VRAM", "allocated", "RAM", "planned s"]
+    titles += ["measured by"] if len(origins) > 1 else []
+    yield _line(titles)
+    yield _line(["---"] * len(titles))
+    for row in rows:
+        cells = [str(row[name]) for name in more] + [_engine(row)]
+        cells += [f"{row['tokens']:,}" if row["tokens"] else "-"] if more else []
+        if row["status"] == "does not fit":
+            cells += [str(row["reason"]), *[""] * 7]
+        else:
+            cells += [seconds_of(row), str(row["turns"] or "-"), *(_ratio(rows, row, kind) for kind in _BASELINES)]
+            cells += [_gib(row[name]) for name in ("vram_bytes", "vram_allocated_bytes", "ram_peak_bytes")]
+            planned = row["planned_seconds"]
+            cells.append(f"{planned:.3f}" if planned else "-")
+        cells += [_origin(row)] if len(origins) > 1 else []
+        yield _line(cells)
+    yield ""
+    yield from _notes(rows)
+
+
+def _notes(rows: Sequence[Row]) -> Iterator[str]:
+    """Each remark once, with the engines that it is about; of planned rows none."""
+    engines: dict[str, list[str]] = {}
+    for row in rows:
+        if row["notes"] and row["status"] != "planned":
+            engines.setdefault(row["notes"], []).append(f"*{ENGINES[row['engine']].title}*")
+    for note, who in engines.items():
+        which = "All" if len(who) == len(rows) else ", ".join(dict.fromkeys(who))
+        yield f"- {which}: {note}."
+    if engines:
+        yield ""
+
+
+def _engine(row: Row) -> str:
+    title = ENGINES[row["engine"]].title
+    more = []
+    if row["recomputed"]:
+        more.append("activations recomputed")
+    if row["engine"].startswith("offloadkit") and row["vram_budget_bytes"]:
+        more.append(f"{row['vram_budget_bytes'] / GIB:g} GiB")
+    if row["precision"] not in (None, "exact"):
+        more.append(row["precision"])
+    if row["mask"] == "ragged":
+        more.append("ragged")
+    return ", ".join([title, *more])
+
+
+_BASELINES = ("hf", "ours-on-gpu")
+
+
+def _ratio(rows: Sequence[Row], row: Row, baseline: str) -> str:
+    """Times the baseline's step; "-" without one of the same work, commit and day."""
+    names = [f"{baseline}-compiled", baseline] if "compiled" in row["engine"] else [baseline]
+    same = ("case", "commit", "gpu", "cores")
+    for name in names:
+        for other in rows:
+            if other["engine"] == name and other["seconds"] and all(other[key] == row[key] for key in same):
+                if str(other["date"])[:10] == str(row["date"])[:10]:
+                    return f"{row['seconds'] / other['seconds']:.2f}"
+    return "-"
+
+
+def seconds_of(row: Row) -> str:
+    """ "0.337", with "(0.331 to 0.377)" behind it for several turns, "planned" for what did not run."""
+    text = f"{row['seconds']:.3f}"
+    if row["status"] == "planned":
+        return f"{text} planned"
+    if (row["turns"] or 1) > 1:
+        return f"{text} ({row['min_seconds']:.3f} to {row['max_seconds']:.3f})"
+    return text
+
+
+def _origin(row: Row) -> str:
+    """Machine, commit and day."""
+    gpu = "no GPU" if row["gpu"] == "none" else str(row["gpu"]).removeprefix("NVIDIA ")
+    cores = f"{row['cores']} cores" if row["cores"] else None
+    return ", ".join(filter(None, [gpu, cores, row["commit"], (row["date"] or "")[:10]]))
+
+
+def _gib(number: int | None) -> str:
+    return f"{number / GIB:.1f}" if number else "-"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def fit(rows: Sequence[Row]) -> Iterator[str]:
+    """The table "Will it fit?": one line for each case of claim "fit"."""
+    titles = ["model", "parameters", "precision", "tokens a step", "VRAM", "RAM", "s/step", ""]
+    yield _line(titles)
+    yield _line(["---"] * len(titles))
+    found = [row for name, case in CASES.items() if case.claim == "fit" and (row := latest(rows, name, "offloadkit"))]
+    for row in found:
+        measured = row["status"] == "measured"
+        vram, ram = ("vram_bytes", "ram_peak_bytes") if measured else ("planned_vram_bytes", "planned_ram_bytes")
+        size = f"{row['num_parameters'] / 1e9:.2f} G"
+        cells = [row["model"], size, row["precision"], CASES[row["case"]].shape, f"{row[vram] / GIB:.1f} GiB"]
+        yield _line([*cells, f"{row[ram] / GIB:.1f} GiB", f"{row['seconds']:.2f}", row["status"]])
+    yield ""
+    yield "One H200 with 16 cores, held to that VRAM. *planned*: what the plan says at that machine's measured rates."
+
+
+def chart(rows: Sequence[Row]) -> Iterator[str]:
+    """The README's picture, its figures in words, and where they were measured."""
+    shown = _chart_rows(rows)
+    if not shown:
+        yield "(not measured yet)"
+        return
+    case = CASES[CHART_CASE]
+    bars = "; ".join(
+        f"{label} {row['seconds']:.2f} s in {row['vram_bytes'] / GIB:.1f} GiB of VRAM" for label, row in shown
+    )
+    yield f"![T5-3B, {case.shape} tokens a step: {bars}](docs/{CHART.name})"
+    yield ""
+    origins = dict.fromkeys(_origin(row) for _, row in shown)
+    yield f"T5-3B, exact AdamW, {case.shape} tokens a step. {'; '.join(origins)}. [All results](docs/results.md)"
+
+
+PARTS: dict[str, Callable[[Sequence[Row]], Iterator[str]]] = {"chart": chart, "fit": fit}
+"""What may stand between markers in the README."""
+
+
+def _chart_rows(rows: Sequence[Row]) -> list[tuple[str, Row]]:
+    """(label, row) of the chart's bars; of several bucket sizes of DeepSpeed the fastest."""
+    by_engine = {row["engine"]: row for row in _rows_of(rows, CHART_CASE) if row["seconds"]}
+    zero2 = next((engine for engine in ZERO2 if engine in by_engine), "")
+    labels = {"hf": "HF on the GPU", "offloadkit": "offloadkit", zero2: "DeepSpeed ZeRO-2"}
+    return [(label, by_engine[engine]) for engine, label in labels.items() if engine in by_engine]
+
+
+def digest(rows: Sequence[Row]) -> str:
+    """Of what the chart shows; kept inside the picture, where the test of its age finds it."""
+    shown = [(label, row["seconds"], row["vram_bytes"], row["ram_peak_bytes"]) for label, row in _chart_rows(rows)]
+    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
+
+
+def draw_chart(rows: Sequence[Row], path: Path) -> None:
+    """Three bars: seconds a step, with VRAM and RAM beside them."""
+    from matplotlib.figure import Figure
+
+    shown = _chart_rows(rows)
+    colours = {"offloadkit": "#0072b2", "HF on the GPU": "#8c8c8c"}
+    figure = Figure(figsize=(9, 2.2), layout="constrained", facecolor="white")
+    axes: Any = figure.subplots()
+    seconds = [row["seconds"] for _, row in shown]
+    axes.barh([label for label, _ in shown], seconds, color=[colours.get(label, "#e69f00") for label, _ in shown])
+    for place, (_, row) in enumerate(shown):
+        sizes = f"{row['vram_bytes'] / GIB:.1f} GiB of VRAM, {row['ram_peak_bytes'] / GIB:.1f} GiB of RAM"
+        axes.annotate(
+            f"{row['seconds']:.2f} s, {sizes}", (row["seconds"], place), (5, 0), textcoords="offset points", va="center"
+        )
+    axes.set_xlim(0, 1.7 * max(seconds))
+    axes.invert_yaxis()
+    axes.xaxis.set_visible(False)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(f"T5-3B, exact AdamW, {CASES[CHART_CASE].shape} tokens: seconds a step", loc="left", fontsize=11)
+    figure.savefig(path, dpi=150, metadata={"Source": digest(rows)})
+
+
+def planned_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Measured rows that were planned before: of the engine since states are streamed, and of the engine before."""
+    planned = [row for row in rows if row["status"] == "measured" and row["planned_seconds"] and "H200" in row["gpu"]]
+    older = [row for row in planned if row["commit"] in BEFORE_STREAMED_STATES]
+    return {
+        "states streamed through VRAM": [row for row in planned if row not in older],
+        "the engine before that": older,
+    }
+
+
+def _score(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## How right the plan is"
+    yield ""
+    yield "Over all rows that were planned before they ran. The plan's constants were fitted on this machine, an H200,"
+    yield "and on some of these rows. Expect larger errors elsewhere."
+    yield ""
+    yield _line(["", *(f"{name} within {within:.0%}" for name, _, _, within in _PLANNED)])
+    yield _line(["---"] * (1 + len(_PLANNED)))
+    for name, found in planned_rows(rows).items():
+        cells = [name]
+        for _, planned, measured, within in _PLANNED:
+            known = [row for row in found if row[measured]]
+            right = [row for row in known if abs(row[planned] / row[measured] - 1) <= within]
+            cells.append(f"{len(right)} of {len(known)}")
+        yield _line(cells)
+
+
+def _others(rows: Sequence[Row]) -> Iterator[str]:
+    """Cases that measure no step of an engine, or that no longer run: their newest rows."""
+    yield ""
+    yield "## Other figures"
+    yield ""
+    titles = ["case", "what", "seconds", "figures", "measured by"]
+    yield _line(titles)
+    yield _line(["---"] * len(titles))
+    newest = {(row["case"], row["engine"]): row for row in rows if row["case"] not in CASES}
+    for (case, engine), row in newest.items():
+        if case.startswith("placed-"):
+            continue  # rows for the tests of the plan
+        figures = {**(row["phases"] or {}), **(row["figures"] or {})}
+        if row["ram_peak_bytes"]:
+            figures["RAM, GiB"] = round(row["ram_peak_bytes"] / GIB, 2)
+        if row["planned_ram_bytes"]:
+            figures["planned RAM, GiB"] = round(row["planned_ram_bytes"] / GIB, 2)
+        shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items())
+        seconds = f"{row['seconds']:.4g}" if row["seconds"] else "-"
+        yield _line([case, engine, seconds, shown, _origin(row)])
+
+
+_PLANNED = (
+    ("step", "planned_seconds", "seconds", WITHIN),
+    ("VRAM", "planned_vram_bytes", "vram_bytes", 0.05),
+    ("RAM", "planned_ram_bytes", "ram_peak_bytes", 0.05),
+)

@@ -58,12 +58,13 @@ COLUMNS: dict[str, type] = {
     "placements": dict,
     "phases": dict,
     "rates": dict,
+    "figures": dict,
     "notes": str,
 }
 """Column: type; dicts are JSON. `status` is "measured", "planned", "does not fit" or "failed". `seconds` is a step's:
 the median over the turns of each turn's median, `min_seconds` and `max_seconds` the least and the largest of these.
 `vram_bytes` is the process's device memory by NVML, `vram_allocated_bytes` torch's peak. `tokens` are those of a step
-without padding. `rates` are the machine's, as the plan measured them."""
+without padding. `rates` are the machine's, as the plan measured them; `figures` are a case's other numbers, by name."""
 
 
 def read(path: Path = PATH) -> list[Row]:

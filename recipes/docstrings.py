@@ -282,7 +282,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--without-plain", action="store_true", help="train with offloadkit alone")
     parser.add_argument("--output", help="folder for the pairs and the model; left out: a temporary one")
-    parser.add_argument("--results", default="benchmarks/results/docstrings.json")
+    parser.add_argument("--results", default="docstrings.json")
     return parser.parse_args()
 
 

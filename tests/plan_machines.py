@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from benchmarks.workloads import LLAMA_SHAPES, is_t5, model_config
+from benchmarks.cases import SHAPES
 from offloadkit.config import OffloadConfig
 from offloadkit.hardware import Hardware
 from offloadkit.offload.layers import flat_layers
@@ -44,10 +43,10 @@ H200 = Hardware(
     fp16_flops_per_second=855e12,
     fp32_flops_per_second=51e12,
 )
-"""The host of benchmarks/results, as `hardware.measure()` found it."""
+"""The host of the first rows of benchmarks/results.csv, as `hardware.measure()` found it."""
 
 TWO_CORES = replace(H200, num_cores=2, cpu_adamw_bytes_per_second=58.7e9 * 208 / 191)
-"""The same with the process bound to two cores (benchmarks/results/cpu-adamw.json)."""
+"""The same with the process bound to two cores (case cpu-adamw of benchmarks/results.csv)."""
 
 
 def shape(name: str = "block.0", numel: int = 1024, **changes: Any) -> LayerShape:
@@ -99,43 +98,11 @@ def llama(batch_size: int, tokens: int, **values: Any) -> tuple[list[LayerShape]
     return _shapes(model), trace_micro_batch(model, _tokens(input_ids=ids, labels=ids))
 
 
-def of_workload(
-    values: dict[str, Any], *, norms: bool = False, attention: bool = False
-) -> tuple[list[LayerShape], MicroBatch]:
-    """Layers and work of a `benchmarks.workloads.Workload`, as JSON carries it; `norms` and `attention` by kernels."""
-    tokens = values["tokens"]
-    shape = (values["batch_size"], tokens, values["target_tokens"] or tokens)
-    return _of_workload(values["model"], values.get("dtype", "bf16"), *shape, norms, attention)
-
-
-@functools.cache
-def _of_workload(
-    name: str, dtype: Any, rows: int, tokens: int, targets: int, norms: bool, attention: bool
-) -> tuple[list[LayerShape], MicroBatch]:
-    from transformers import LlamaForCausalLM, T5ForConditionalGeneration
-
-    from offloadkit.hf.loss import compute_loss_in_chunks
-    from offloadkit.hf.patches import fuse_attention, fuse_norms
-
-    config, is_encoder_decoder = model_config(name), is_t5(name)
-    if is_encoder_decoder:
-        config._attn_implementation = "eager"
-    with torch.device("meta"):
-        model = (T5ForConditionalGeneration if is_encoder_decoder else LlamaForCausalLM)(config).bfloat16().train()
-    layers = flat_layers(model, OffloadConfig(working_dtype=dtype))
-    for layer in layers:
-        for view in layer.views:
-            view.parameter.data = view.parameter.data.to(layer.dtype)
-    compute_loss_in_chunks(model)
-    if norms:
-        fuse_norms(model)
-    if attention:
-        fuse_attention(model)
-    shapes = {"input_ids": (rows, tokens), "labels": (rows, targets)}
-    return [layer.shape() for layer in layers], trace_micro_batch(model, _tokens(**shapes))
-
-
-LLAMA_8B = LLAMA_SHAPES["llama-3.1-8b"]
+LLAMA_8B = {
+    name: value
+    for name, value in SHAPES["llama-3.1-8b"].items()
+    if name not in ("model_type", "max_position_embeddings", "pad_token_id", "head_dim")
+}
 LLAMA_70B = LLAMA_8B | {
     "hidden_size": 8192,
     "intermediate_size": 28672,

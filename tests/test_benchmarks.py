@@ -1,339 +1,314 @@
-"""The benchmarks run on a CPU with tiny shapes: every mode, every column, and a run that fails."""
+"""The figures: each case and engine makes one row of one table, and the documents say what the table says."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from dataclasses import replace
+import re
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
-from benchmarks import engines, measure, run, table, workloads
+from benchmarks import __main__ as command
+from benchmarks import plans, report, run, table
+from benchmarks.cases import CASES, ENGINES, GIB, config_of
+from benchmarks.table import Row
+from offloadkit.engines.work import IGNORED_LABEL, Work, num_tokens, random_batches
+from offloadkit.engines.worker import ENGINES as RUN
 
-# The GPU baseline and offloadkit are in the package's own reach; peers are optional.
-OURS = ("gpu", "gpu-ours", "offloadkit")
-TINY = {
-    "model": "t5-tiny",
-    "batch_size": 2,
-    "tokens": 12,
-    "target_tokens": 6,
-    "accumulation": 1,
-    "checkpointing": False,
-    "attention": "default",
-    "vram_cap_gib": 0.0,
-    "cores": 0,
-    "steps": 2,
-    "warmup": 1,
-}
+ROWS = table.read()
 
 
-def measured(engine: str, mode: str = "steps", **task: Any) -> dict[str, Any]:
-    work = {**TINY, **task.pop("work", {})}
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Work], dict[str, Any]]], list[Work]]:
+    """Have `answer` give what a fresh process would; the list that comes back fills with the works."""
+
+    def install(answer: Callable[[Work], dict[str, Any]]) -> list[Work]:
+        asked: list[Work] = []
+
+        def process(work: Work, *_: Any) -> dict[str, Any]:
+            asked.append(work)
+            return {"recomputed": work.recomputed, "process_seconds": 1.0} | answer(work)
+
+        monkeypatch.setattr(run, "_in_fresh_process", process)
+        return asked
+
+    return install
+
+
+def measured(seconds: float, **changes: Any) -> dict[str, Any]:
+    """What a fresh process leaves."""
     return {
-        "engine": engine,
-        "work": work,
-        **task,
-        **measure.measure({"mode": mode, "engine": engine, "work": work, **task}),
-    }
+        "status": "measured",
+        "step_seconds": seconds,
+        "all_step_seconds": [seconds] * 6,
+        "phase_seconds": {"forward": 0.1},
+        "num_parameters": 100,
+        "num_tokens": 48,
+        "num_warmup": 8,
+        "dtype": "bf16",
+        "vram_bytes": GIB,
+        "max_allocated_bytes": GIB // 2,
+        "peak_ram_bytes": GIB,
+        "machine": {"gpu": "NVIDIA H200", "cpu": "a CPU", "num_cores": 16, "ram_bytes": 100 * GIB},
+        "versions": dict.fromkeys(("torch", "transformers", "offloadkit", "deepspeed", "torchao"), "1.0"),
+    } | changes
 
 
-@pytest.fixture(autouse=True)
-def nondeterminism_comes_back() -> Iterator[None]:
-    """The loader mode asks torch for deterministic kernels, in what is a process of its own elsewhere."""
-    yield
-    torch.use_deterministic_algorithms(False)
+# ---- running ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("work", [{}, {"accumulation": 2, "checkpointing": True}])
-@pytest.mark.parametrize("model", [{}, {"model": "llama-tiny", "target_tokens": 0}])
-def test_engines_do_the_same_work(model: dict[str, Any], work: dict[str, Any]) -> None:
-    rows = [measured(engine, work={**model, **work}) for engine in OURS]
-    assert len({row["losses"][0] for row in rows}) == 1
-    torch.testing.assert_close(rows[2]["losses"], rows[1]["losses"], rtol=2e-2, atol=0)
-    assert all(len(row["losses"]) == 5 for row in rows)
-    assert all(row["step_seconds"] > 0 for row in rows)
+def test_an_engine_in_a_fresh_process_makes_a_whole_row(tmp_path: Path) -> None:
+    out = tmp_path / "results.csv"
+    (row,) = run.run(["tiny-ragged"], engines=["offloadkit"], steps=2, out=out, commit="abc", device="cpu")
+    (read,) = table.read(out)
+    assert (read["case"], read["engine"], read["status"], read["commit"]) == (
+        "tiny-ragged",
+        "offloadkit",
+        "measured",
+        "abc",
+    )
+    unknown = {name for name, value in read.items() if value is None}
+    assert unknown <= {"reason", "peer", "notes", "figures", "ram_budget_bytes"}
+    assert (read["gpu"], read["mask"], read["steps"]) == ("none", "ragged", 2)
+    assert read["tokens"] < 2 * (16 + 8)
+    assert {"forward", "backward", "step"} <= set(read["phases"])
+    assert read["seconds"] == pytest.approx(row["seconds"], rel=1e-5)
+    assert sum(read["placements"].values()) > 1
+    assert plans.hardware_of(read["rates"]).device == "cpu"
 
 
-def test_startup_splits_disk_to_first_step(tmp_path: Path) -> None:
-    measured("gpu", "save", folder=str(tmp_path))
-    rows = [measured(engine, "startup", folder=str(tmp_path), cold=True) for engine in ("gpu", "offloadkit")]
-    assert len({row["losses"][0] for row in rows}) == 1
-    table.print_table("startup", rows)
-
-
-def test_forked_loader_workers_change_no_loss() -> None:
-    rows = [measured("offloadkit", "loader", num_workers=num_workers) for num_workers in (0, 2)]
-    table.print_table("loader", rows)
-    assert "the same losses, the same weights" in table.loader_verdict(rows)
-
-
-def test_the_command_writes_rows_with_machine_versions_and_commit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_turns_alternate_and_their_spread_is_in_the_row(
+    tmp_path: Path, answers: Callable[..., list[Work]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "result.json"
-    command = "steps --model t5-tiny --batch 2 --tokens 8+4 --steps 1 --warmup 0 --cpu --cores 1 --engine gpu"
-    run.main([*command.split(), "--out", str(out)])
-    result = json.loads(out.read_text())
-    assert {"machine", "versions", "commit", "date", "rows"} <= set(result)
-    (row,) = result["rows"]
-    assert row["slowdown_gpu"] == 1.0
-    assert result["machine"]["num_cores"] == 1
-    assert "s/step" in capsys.readouterr().out
+    seconds = iter([0.3, 1.0, 0.5, 1.0, 0.4, 1.0])
+    asked = answers(lambda work: measured(next(seconds)))
+    rows = run.run(["w1"], engines=["hf", "zero2-50m"], turns=3, out=tmp_path / "a.csv", commit="abc")
+    assert [work.bucket_elements for work in asked] == [None, 50_000_000] * 3
+    assert {(work.steps, work.warmup) for work in asked} == {(run.STEPS, run.WARMUP)}
+    first, second = rows
+    assert (first["seconds"], first["min_seconds"], first["max_seconds"], first["turns"]) == (0.4, 0.3, 0.5, 3)
+    assert second["peer"] == "deepspeed 1.0"
+    assert table.read(tmp_path / "a.csv")[0]["seconds"] == 0.4
 
 
-def test_a_run_that_fails_is_a_row_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    options = run.parse(["steps", "--timeout", "120"])
-    row = run.run_task({"mode": "steps", "engine": "no-such-engine", "work": TINY}, options)
-    assert row["failed"].startswith("KeyError")
-    table.print_table("steps", [row])
-    assert "KeyError" in capsys.readouterr().out
+def test_rows_are_appended_and_written_after_each_process(tmp_path: Path, answers: Callable[..., list[Work]]) -> None:
+    out, numbers = tmp_path / "a.csv", []
 
+    def answer(work: Work) -> dict[str, Any]:
+        numbers.append(len(table.read(out)))
+        return measured(0.1)
 
-def test_one_command_measures_every_engine_and_a_plan_in_each_budget() -> None:
-    command = "steps --engine gpu gpu-ours planned planned-compiled ao --budget 48 24 --ckpt gpu ao --vram 60 --cores 2"
-    asked = run.tasks(run.parse(command.split()))
-    assert [table.label(task) for task in asked] == [
-        "gpu ckpt",
-        "gpu-ours",
-        "planned 48 GiB",
-        "planned 24 GiB",
-        "planned 48 GiB compiled",
-        "planned 24 GiB compiled",
-        "ao ckpt",
+    answers(answer)
+    run.run(["w1"], engines=["hf"], out=out, commit="abc")
+    run.run(["w1", "w3"], engines=["hf", "offloadkit"], out=out, commit="def")
+    assert numbers == [0, 1, 2, 3, 4]
+    assert [(row["commit"], row["case"], row["engine"]) for row in table.read(out)] == [
+        ("abc", "w1", "hf"),
+        ("def", "w1", "hf"),
+        ("def", "w1", "offloadkit"),
+        ("def", "w3", "hf"),
+        ("def", "w3", "offloadkit"),
     ]
-    assert {workloads.Workload(**task["work"]).cores for task in asked} == {2}
-    caps = {(task["engine"], workloads.Workload(**task["work"]).vram_cap_gib) for task in asked}
-    assert caps == {("gpu", 60.0), ("gpu-ours", 60.0), ("planned", 0.0), ("ao", 60.0)}
 
 
-def test_the_command_measures_a_plan_beside_the_baselines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = "steps --model t5-tiny --batch 2 --tokens 8+4 --steps 1 --warmup 0 --cpu --engine gpu planned --budget 2"
-    _, row = run.main([*command.split(), "--out", str(tmp_path / "result.json")])
-    assert row["engine"] == "planned"
-    assert row["slowdown_gpu"] > 0
-    assert "planned 2 GiB" in capsys.readouterr().out
+def test_activations_are_recomputed_only_where_it_does_not_fit_otherwise(
+    tmp_path: Path, answers: Callable[..., list[Work]]
+) -> None:
+    def answer(work: Work) -> dict[str, Any]:
+        full = {"status": "does not fit", "reason": "does not fit: needs more than 139 GiB of VRAM"}
+        return measured(1.2) if work.recomputed else full
+
+    asked = answers(answer)
+    hf, ours = run.run(["w7"], engines=["hf", "offloadkit"], out=tmp_path / "a.csv", commit="abc")
+    assert [work.recomputed for work in asked] == [False, True, False]  # offloadkit's plan decides by itself
+    assert (hf["status"], hf["recomputed"]) == ("measured", True)
+    assert (ours["status"], ours["seconds"] if "seconds" in ours else None) == ("does not fit", None)
 
 
-@pytest.mark.parametrize("arguments", ["--engine planned", "--engine gpu --budget 24"])
-def test_a_plan_needs_a_budget_and_nothing_else_does(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_budgets_are_offloadkit_s_alone_but_where_they_hold_for_all() -> None:
+    def limits(case: str, engine: str) -> tuple[int | None, int | None]:
+        work = CASES[case].work(ENGINES[engine], "folder", "disk")
+        return work.vram, work.ram
+
+    assert limits("w1", "offloadkit") == (24 * GIB, None)
+    assert limits("w1", "hf") == limits("w1", "zero2") == (None, None)
+    assert limits("blog-11-t5-3b", "hf") == (11 * GIB, 64 * GIB)
+    disk = {engine: CASES["plan-t4-t5-3b"].work(ENGINES[engine], "", "/disk").disk for engine in ("offloadkit", "hf")}
+    assert disk == {"offloadkit": "/disk", "hf": None}
+
+
+def test_every_case_has_engines_and_a_model_that_are_known() -> None:
+    assert {setup.engine for setup in ENGINES.values()} == set(RUN)
+    for case in CASES.values():
+        assert set(case.engines) <= set(ENGINES)
+    for model in {case.model for case in CASES.values()}:
+        assert config_of(model).architectures
+
+
+def test_ragged_rows_have_masks_and_labels_that_are_left_out(tmp_path: Path) -> None:
+    config_of("t5-tiny").save_pretrained(tmp_path)
+    work = Work(str(tmp_path), batch_size=64, input_length=16, target_length=8, mask="ragged")
+    (batch,) = random_batches(work, torch.device("cpu"))
+    mask, labels = batch["attention_mask"].bool(), batch["labels"] != IGNORED_LABEL
+    lengths = mask.sum(1)
+    assert lengths[0] == 16
+    assert lengths.min() >= 4
+    assert len(set(lengths.tolist())) > 5
+    assert batch["input_ids"][~mask].eq(0).all()
+    assert labels.sum(1).min() >= 2
+    assert num_tokens([batch]) == int(mask.sum() + labels.sum())
+    full = random_batches(Work(str(tmp_path), 2, 16, 8), torch.device("cpu"))
+    assert set(full[0]) == {"input_ids", "labels"}
+    assert num_tokens(full) == 2 * (16 + 8)
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_keeps_every_value(tmp_path: Path) -> None:
+    row: Row = {"case": 'a "b", c', "seconds": 0.25, "turns": 3, "recomputed": False, "phases": {"x": [1, 2.5]}}
+    table.write([row], tmp_path / "a.csv")
+    (read,) = table.read(tmp_path / "a.csv")
+    assert {name: value for name, value in read.items() if value is not None} == row
+    with pytest.raises(ValueError, match=r"no such columns: \['second'\]"):
+        table.write([{"second": 1}], tmp_path / "a.csv")
+    (tmp_path / "b.csv").write_text("case,seconds\n")
+    with pytest.raises(ValueError, match="convert it first"):
+        table.read(tmp_path / "b.csv")
+
+
+def test_the_newest_measured_row_counts() -> None:
+    made = [
+        {"case": "w1", "engine": "hf", "status": status, "seconds": seconds}
+        for status, seconds in (("measured", 1.0), ("measured", 2.0), ("planned", 3.0), ("failed", None))
+    ]
+    assert table.latest(made, "w1", "hf") == made[1]
+    assert table.latest(made[2:], "w1", "hf") == made[2]
+    assert table.latest(made, "w2", "hf") is None
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_planned_rows_take_the_place_of_older_ones(tmp_path: Path) -> None:
+    out = tmp_path / "a.csv"
+    source = next(row for row in ROWS if row["case"] == "w1" and row["rates"] and row["commit"] == "e70d484")
+    table.write([source], out)
+    for commit in ("abc", "def"):
+        plans.plan_cases(["fit-t5-base"], out=out, commit=commit)
+    first, planned = table.read(out)
+    assert first == source
+    assert (planned["status"], planned["commit"], planned["case"]) == ("planned", "def", "fit-t5-base")
+    assert planned["planned_vram_bytes"] <= planned["vram_budget_bytes"]
+    assert 0.01 < planned["seconds"] < 1
+    table.write([source | {"gpu": "another card"}], out)
+    with pytest.raises(ValueError, match="has no row with rates of an H200"):
+        plans.plan_cases(["fit-t5-base"], out=out, commit="abc")
+
+
+# ---- the documents ---------------------------------------------------------------------------------------------------
+
+
+def test_the_results_page_is_what_the_table_says() -> None:
+    assert report.RESULTS.read_text() == report.results(ROWS), "stale: run `python -m benchmarks report`"
+
+
+def test_the_readme_s_figures_are_what_the_table_says() -> None:
+    text = report.README.read_text()
+    assert report.filled(text, ROWS) == text, "stale: run `python -m benchmarks report`"
+    assert {found["name"] for found in re.finditer(report.MARKED, text, re.DOTALL)} == set(report.PARTS)
+
+
+def test_the_chart_is_drawn_from_the_table(tmp_path: Path) -> None:
+    assert report.digest(ROWS).encode() in report.CHART.read_bytes(), "stale: run `python -m benchmarks report`"
+    report.draw_chart(ROWS, tmp_path / "again.png")
+    assert report.digest(ROWS).encode() in (tmp_path / "again.png").read_bytes()
+
+
+def test_a_new_row_makes_the_documents_stale() -> None:
+    row = table.latest(ROWS, "w1", "offloadkit")
+    assert row is not None
+    changed = [*ROWS, row | {"seconds": 9.87}]
+    text = report.README.read_text()
+    assert report.results(changed) != report.results(ROWS)
+    assert report.filled(text, changed) != text
+    assert report.digest(changed) != report.digest(ROWS)
+    with pytest.raises(KeyError, match="no figures 'nothing'"):
+        report.filled("<!-- figures:nothing -->\n<!-- /figures -->", ROWS)
+
+
+def numbers_of(row: Row) -> list[float]:
+    """Every number that a document may say of a row."""
+    case = CASES[row["case"]]
+    found: list[float | None] = [row["seconds"], row["min_seconds"], row["max_seconds"], row["cores"]]
+    found += [case.batch_size, case.input_length, case.target_length, case.accumulation]
+    found += [(row["num_parameters"] or 0) / 1e9]
+    for name in ("vram_bytes", "ram_peak_bytes", "planned_vram_bytes", "planned_ram_bytes", "vram_budget_bytes"):
+        found.append((row[name] or 0) / GIB)
+    return [number for number in found if number]
+
+
+NOT_A_FIGURE = r"\]\([^)]*\)|T5-3B|ZeRO-\d|H\d00|AdamW|\b[0-9a-f]{7}(-dirty)?\b|\d{4}-\d\d-\d\d"
+"""Links, names, commits and dates."""
+
+
+def test_every_figure_of_the_readme_is_in_the_table() -> None:
+    """Read by another way than the report's: each number is a rounded one of a row that the line can be about."""
+    num_seen = 0
+    for part in re.finditer(report.MARKED, report.README.read_text(), re.DOTALL):
+        for line in part["body"].splitlines():
+            if part["name"] == "chart":
+                about = [row for row in ROWS if row["case"] == report.CHART_CASE and row["seconds"]]
+            else:
+                model = line.split("|")[1].strip() if line.startswith("|") else ""
+                about = [row for row in ROWS if row["model"] == model and row["case"].startswith("fit-")]
+                line = line.replace(f" {model} ", " ", 1)
+                about = about or [row for row in ROWS if row["case"].startswith("fit-")]
+            for text in re.findall(r"\d+(?:\.\d+)?", re.sub(NOT_A_FIGURE, "", line)):
+                slack = 0.5000001 * 10 ** -len(text.partition(".")[2])
+                known = any(abs(number - float(text)) <= slack for row in about for number in numbers_of(row))
+                assert known, f"{text} of {line!r} is in no row of {part['name']}"
+                num_seen += 1
+    assert num_seen > 50
+
+
+def test_the_older_ratio_needs_the_same_commit_and_day() -> None:
+    hf: Row = {"case": "w1", "engine": "hf", "seconds": 0.5, "commit": "abc", "gpu": "g", "cores": 2}
+    hf |= {"date": "2026-01-01T10:00"}
+    ours = hf | {"engine": "offloadkit-compiled", "seconds": 1.0, "date": "2026-01-01T12:00"}
+    compiled = hf | {"engine": "hf-compiled", "seconds": 0.4}
+    assert report._ratio([hf, ours], ours, "hf") == "2.00"
+    assert report._ratio([hf, compiled, ours], ours, "hf") == "2.50"
+    for other in ({"commit": "def"}, {"date": "2026-01-02T10:00"}, {"cores": 16}):
+        assert report._ratio([hf | other, ours], ours, "hf") == "-"
+
+
+def test_of_several_bucket_sizes_the_fastest_is_shown() -> None:
+    row = dict.fromkeys(table.COLUMNS) | {"case": "w1", "status": "measured", "commit": "abc"}
+    buckets = [row | {"engine": f"zero2{size}", "seconds": s} for size, s in (("", 3.0), ("-50m", 2.0), ("-200m", 4.0))]
+    assert [found["engine"] for found in report._rows_of(buckets, "w1")] == ["zero2-50m"]
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_passes_on_what_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(run, "run", lambda cases, **options: told.update(options, cases=cases))
+    arguments = "run w1 w3 --engines hf zero2 --turns 3 --device cpu --commit abc --out"
+    command.main([*arguments.split(), str(tmp_path / "a.csv")])
+    assert told["cases"] == ["w1", "w3"]
+    assert (told["engines"], told["turns"], told["device"]) == (["hf", "zero2"], 3, "cpu")
+    assert (told["commit"], told["out"]) == ("abc", tmp_path / "a.csv")
+
+
+def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run.parse(["steps", *arguments.split()])
-    assert "take --budget GIB, and nothing else does" in capsys.readouterr().err
-
-
-def test_a_plan_is_measured_in_mode_steps_only(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run.parse(["loader", "--engine", "planned", "--budget", "24"])
-    assert "runs in mode steps, got loader" in capsys.readouterr().err
-
-
-def planned_row(**work: Any) -> dict[str, Any]:
-    return measured("planned", work={**work, "warmup": 1, "steps": 2, "vram_budget_gib": 2.0})
-
-
-def test_a_planned_row_shows_each_step_of_both_processors() -> None:
-    row = planned_row()
-    each, num_steps = row["each_step"], 1 + 1 + 1 + 2
-    assert len(row["losses"]) == num_steps
-    assert {name: len(values) for name, values in each.items()} == {
-        "cpu_step": num_steps,
-        "gpu_step": num_steps,
-        "layers_on_gpu": num_steps,
-    }
-    assert max(each["cpu_step"] + each["gpu_step"]) > 0
-
-
-def test_a_split_that_corrects_itself_is_warmed_up_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One layer is moved to the CPU before the third update."""
-    from offloadkit import planning
-    from offloadkit.config import Placement
-    from offloadkit.offload.update import StepBalancer
-
-    make = planning.plan
-
-    def with_states_in_ram(*arguments: Any, **options: Any) -> Any:
-        made = make(*arguments, **options)
-        return replace(made, placements=[Placement(gradients="ram", states="ram", step="gpu")] * len(made.layers))
-
-    def move_one(split: StepBalancer, layers: Any) -> None:
-        layers[0].on_gpu = split._num_updates < 2
-
-    monkeypatch.setattr(planning, "plan", with_states_in_ram)
-    monkeypatch.setattr(StepBalancer, "correct", move_one)
-    row = planned_row()
-    num_steps = 1 + measure.WARMUP_WHILE_LAYERS_MOVE + 1 + 2
-    assert len(row["losses"]) == num_steps
-    each = row["each_step"]
-    first, last = each["layers_on_gpu"][0], each["layers_on_gpu"][-1]
-    assert each["layers_on_gpu"] == [first] * 2 + [last] * (num_steps - 2)
-    assert last == first - 1 > 0
-
-
-@pytest.mark.parametrize("engine", sorted(engines.PACKAGES))
-def test_a_missing_peer_is_named_with_what_to_install(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    package = engines.PACKAGES[engine]
-    with pytest.raises(ModuleNotFoundError, match=f"{engine} needs the package {package}.*pip install {package}"):
-        measured(engine, work={"model": "llama-tiny", "target_tokens": 0})
-    if engine in engines.BUILDS:
-        with pytest.raises(SystemExit, match=f"pip install {package}"):
-            engines.build_ahead([engine])
-
-
-def test_roundpipe_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"none for T5, got t5-tiny: take --model llama-3\.2-3b"):
-        measured("roundpipe")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="RoundPipe needs a CUDA GPU"):
-        measured("roundpipe", work={"model": "llama-tiny", "target_tokens": 0})
-
-
-class InPlaceOfRoundPipe:
-    """Computes what it is asked for, part by part, without moving anything."""
-
-    def __init__(self, model: Any, **settings: Any) -> None:
-        self.model, self.num_parts = model, settings["model_run_config"]["num_microbatch"]
-        self.num_steps = 0
-
-    def optim_parameters(self) -> Iterator[torch.nn.Parameter]:
-        return self.model.parameters()
-
-    def forward_backward(self, input_kwargs: dict[str, Any], loss_fn: Any) -> torch.Tensor:
-        assert not input_kwargs.pop("return_logits")
-        found = []
-        for part in range(self.num_parts):
-            inputs = {name: tensor.chunk(self.num_parts)[part] for name, tensor in input_kwargs.items()}
-            found.append(loss_fn(self.model(**inputs), None))
-            found[-1].backward()
-        return torch.stack(found).sum().detach()
-
-    def step(self, update: Any) -> None:
-        update()
-        self.num_steps += 1
-
-
-@pytest.mark.parametrize("batch_size", [3, 4])
-def test_roundpipe_gets_the_work_of_the_others(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import masking_utils
-
-    def named_as_before(input_embeds: torch.Tensor, cache_position: torch.Tensor, **others: Any) -> Any:
-        return llama.create_causal_mask(input_embeds=input_embeds, cache_position=cache_position, **others)
-
-    llama = SimpleNamespace(create_causal_mask=masking_utils.create_causal_mask)
-    optim = SimpleNamespace(Adam=torch.optim.Adam)
-    modules = {"models": SimpleNamespace(llama=llama), "optim": optim}
-    package = SimpleNamespace(RoundPipeRunConfig=dict, wrap_model_to_roundpipe=InPlaceOfRoundPipe, **modules)
-    for name, module in {"roundpipe": package, **{f"roundpipe.{name}": each for name, each in modules.items()}}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(engines, "build_roundpipe_adam", lambda: 0.0)
-    work = {"model": "llama-tiny", "target_tokens": 0, "batch_size": batch_size, "accumulation": 2}
-    cpu, shape = torch.device("cpu"), workloads.Workload(**{**TINY, **work})
-    engine = engines.RoundPipe(workloads.build_model(shape, cpu, cpu), shape, cpu)
-    before = [weight.detach().clone() for weight in engine._model.optim_parameters()]
-    losses = []
-    for index, batch in enumerate(workloads.fixed_batches(shape, cpu), start=1):
-        losses.append(engine.forward(batch))
-        engine.backward(losses[-1])
-        engine.step(index == shape.accumulation)
-    expected = measured("gpu", work={**work, "steps": 1, "warmup": 0})["losses"][0]
-    assert float(torch.stack(losses).mean()) == pytest.approx(expected, rel=1e-2)
-    assert engine._model.num_steps == 1
-    assert not all(map(torch.equal, engine._model.optim_parameters(), before))
-    assert all(weight.grad is None for weight in engine._model.optim_parameters())
-    hidden = torch.zeros(2, 5, engine._model.model.config.hidden_size)
-    config, mask = engine._model.model.config, torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])
-    assert named_as_before(hidden, torch.arange(5), config=config, attention_mask=mask, past_key_values=None).shape == (
-        2,
-        1,
-        5,
-        5,
-    )
-
-
-def test_only_engines_that_compile_something_are_built_ahead() -> None:
-    with pytest.raises(SystemExit, match="zero2, zero3, roundpipe, got gpu"):
-        engines.build_ahead(["gpu"])
-
-
-def test_a_build_that_was_killed_does_not_hold_up_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    left_behind = tmp_path / "adam" / "lock"
-    left_behind.parent.mkdir()
-    left_behind.touch()
-    with engines._building("adam"):
-        assert not left_behind.exists()
-        assert os.environ["PATH"].startswith(f"{Path(sys.executable).parent}{os.pathsep}")
-
-
-SLEEPING = """
-import json, os, subprocess, sys, time
-task = json.load(open(sys.argv[1]))
-if task["engine"] == "gpu":
-    json.dump({"step_seconds": 1.0}, open(sys.argv[2], "w"))
-else:
-    child = subprocess.Popen(["sleep", "600"])
-    open("pids.part", "w").write(f"{os.getpid()} {child.pid}")
-    os.rename("pids.part", "pids")
-    time.sleep(600)
-"""
-RUN = """
-from benchmarks import run
-run.MEASURE, run.print_table = "sleeping", lambda *_: None
-run.main("steps --engine gpu ao --out rows.json --commit abc".split())
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_that_is_ended_ends_what_it_measures_and_keeps_its_rows(number: signal.Signals, tmp_path: Path) -> None:
-    (tmp_path / "sleeping.py").write_text(SLEEPING)
-    paths = os.pathsep.join([str(tmp_path), str(Path(run.__file__).parent.parent)])
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": paths},
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as a shell's background job
-    )
-    try:
-        started = time.monotonic()
-        while not (tmp_path / "pids").exists():
-            assert process.poll() is None
-            assert time.monotonic() - started < 120
-            time.sleep(0.05)
-        process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 1
-    assert f"ended by {number.name}" in said
-    assert [row["engine"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["gpu"]
-    for pid in map(int, (tmp_path / "pids").read_text().split()):
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def test_the_command_knows_every_engine() -> None:
-    assert set(run.ENGINE_NAMES) == set(engines.ENGINES)
-
-
-@pytest.mark.parametrize("model", workloads.MODELS)
-def test_every_shape_is_a_configuration(model: str) -> None:
-    assert workloads.model_config(model).vocab_size >= 512
-
-
-@pytest.mark.parametrize("arguments", ["--model t5-3b --tokens 512", "--model llama-3.2-3b --tokens 8+8", "--tokens x"])
-def test_token_counts_that_do_not_fit_the_model_are_refused(arguments: str) -> None:
-    with pytest.raises(SystemExit):
-        run.parse(["steps", *arguments.split()])
+        command.main(["run", "w99"])
+    assert "invalid choice: 'w99'" in capsys.readouterr().err
+    command.main(["list"])
+    assert "w1: W1, t5-3b, 8 x (512+128), full" in capsys.readouterr().out
+    assert json.dumps(sorted(CASES))

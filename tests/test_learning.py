@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import learning
+from benchmarks import learning, table
 from benchmarks.learning_tasks import Trial, by_tenths, demo, run_trial, source_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,14 +102,14 @@ def test_the_demo_task_counts_dates_that_are_right() -> None:
 def test_the_command_trains_side_by_side_and_writes_a_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "result.json"
+    out = tmp_path / "results.csv"
     command = "precisions --task llama --tiny --seeds 2 --steps 6 --jobs 2 --commit abc --out"
-    learning.main([*command.split(), str(out)])
-    result = json.loads(out.read_text())
-    assert {"machine", "versions", "date"} <= set(result)
-    assert (result["commit"], result["mode"]) == ("abc", "precisions")
-    summaries, runs = result["rows"][:3], result["rows"][3:]
-    assert [found["precision"] for found in summaries] == list(learning.PRECISIONS)
+    made = learning.main([*command.split(), str(out)])
+    rows = table.read(out)
+    assert [found["engine"] for found in rows] == list(learning.PRECISIONS)
+    assert all((found["case"], found["commit"]) == ("learning, llama", "abc") for found in rows)
+    assert all(found["figures"]["num_seeds"] == 2 for found in rows)
+    runs = made[3:]
     wanted = [(precision, seed) for seed in (0, 1) for precision in learning.PRECISIONS]
     assert [(found["precision"], found["seed"]) for found in runs] == wanted
     assert all(found["train_loss"] < found["first_loss"] for found in runs)
@@ -118,7 +117,7 @@ def test_the_command_trains_side_by_side_and_writes_a_result(
 
 
 def test_fp16_is_set_beside_fp32_and_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "result.json"
+    out = tmp_path / "results.csv"
     command = ["fp16", "--task", "t5 v1.1", "--tiny", "--steps", "8", "--jobs", "1", "--out", str(out)]
     rows = learning.main(command)
     assert [found.get("working_dtype") for found in rows[3:]] == ["float32", "float16", "bfloat16"]
@@ -127,7 +126,7 @@ def test_fp16_is_set_beside_fp32_and_bf16(tmp_path: Path, capsys: pytest.Capture
     assert full["largest_relative"] == 0
     assert 0 < half["mean_relative"] <= half["largest_relative"] < learning.FP16_BOUND
     assert half["mean_relative"] < brain["mean_relative"]
-    assert "losses" not in json.loads(out.read_text())["rows"][3]
+    assert [found["dtype"] for found in table.read(out)] == ["fp32", "fp16", "bf16"]
     assert "DOES NOT HOLD" not in capsys.readouterr().out
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import head_and_loss, rss
-
 ROOT = Path(__file__).parent.parent
 MIB = 1 << 20
 DRAWN_IN_THE_HEAP = """
@@ -55,19 +53,27 @@ def test_loading_leaves_no_holes_in_the_heap() -> None:
     assert 0.8 * planned < grown < planned + 48 * MIB
 
 
+def printed(*arguments: str) -> list[float]:
+    """The numbers that a run of tests/peak_ram.py prints last."""
+    command = [sys.executable, "-m", "tests.peak_ram", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and trims glibc's heap")
 def test_a_run_takes_the_ram_that_its_plan_says(tmp_path: Path) -> None:
     """The committed table has it for half a billion parameters, within 5 %; these are 0.14 billion."""
-    row = rss.measure("small", tmp_path)
-    assert row["num_parameters"] > 130e6
-    assert row["off"] == row["planned_bytes"] / row["peak_ram_bytes"] - 1
-    assert abs(row["off"]) < 0.08, row
+    subprocess.run([sys.executable, "-m", "tests.peak_ram", "save", str(tmp_path)], cwd=ROOT, check=True)
+    planned, peak, num_parameters = printed("train", str(tmp_path))
+    assert num_parameters > 130e6
+    assert abs(planned / peak - 1) < 0.08
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_head_and_loss_in_chunks_add_less_ram(tmp_path: Path) -> None:
+def test_head_and_loss_in_chunks_add_less_ram() -> None:
     """256 rows of logits are 125 MiB in fp32; the model's own loss holds three such arrays."""
-    whole, chunked = head_and_loss.main(["--tokens", "256", "--out", str(tmp_path / "out.json"), "--commit", "abc"])
-    assert whole["added_bytes"] > 2.5 * 125 * MIB
-    assert chunked["added_bytes"] < 0.6 * whole["added_bytes"]
-    assert chunked["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    (whole, whole_loss), (chunked, chunked_loss) = printed("head", "whole"), printed("head", "in chunks")
+    assert whole > 2.5 * 125 * MIB
+    assert chunked < 0.6 * whole
+    assert chunked_loss == pytest.approx(whole_loss, rel=1e-5)

@@ -50,8 +50,9 @@ if int(cores):
 threading.Thread(target=end_with_parent, args=(int(pipe),), daemon=True).start()
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-"""Runs a module as `python -m` does, on the first `cores` cores before any library counts them (0: all, unbound). A parent that is killed cannot end what it started: it would go on using the GPU,
-and falsify what is measured next."""
+"""Runs a module as `python -m` does, bound to its first `cores` cores before any library counts them (0: not bound).
+
+A parent that is killed cannot end what it started. That would go on using the GPU and falsify what is measured next."""
 
 
 class Runs:
@@ -178,11 +179,11 @@ def _started(
 ) -> subprocess.Popen[bytes]:
     """The process, in a session of its own; `opened` holds the end of the pipe whose closing ends it."""
     watched, held = os.pipe()
+    paths = (task_path, row_path)
     opened.callback(os.close, held)
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", _TIED_TO_ITS_PARENT, str(watched), str(cores), module]
-            + [str(task_path), str(row_path)],
+            [sys.executable, "-c", _TIED_TO_ITS_PARENT, str(watched), str(cores), module, *map(str, paths)],
             env=_environment_of_worker(),
             stdin=subprocess.DEVNULL,
             stdout=output,

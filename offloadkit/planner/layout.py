@@ -226,7 +226,7 @@ def step_buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulati
 MIB = 1 << 20
 ALLOCATOR_BYTES = 256 * MIB
 """cuBLAS's workspaces, small tensors, and what torch's allocator reserves beyond the peak of what is allocated, with
-segments that grow (18 cases of benchmarks/results/plans-h200.json: 52 to 374 MiB)."""
+segments that grow (18 cases of benchmarks/results.csv: 52 to 374 MiB)."""
 FRAMEWORK_RAM_BYTES = {"cuda": 1700 * MIB, "cpu": 600 * MIB}
 """Python, torch and transformers, with and without CUDA's libraries (resident, measured)."""
 

@@ -20,9 +20,9 @@ pytest.importorskip("ipykernel")
 pytest.importorskip("nbclient")
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[dev]'")
 
-from benchmarks.monitor_cost import CHROMIUM  # noqa: E402
 from tests.notebooks.kernels import NOTEBOOKS, environment, kernel_folder  # noqa: E402
 
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LAB = shutil.which("jupyter-lab", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 
 pytestmark = [

@@ -1,0 +1,75 @@
+"""Runs whose peak RAM a test reads, each in a fresh process: `python -m tests.peak_ram train|head FOLDER|WAY`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+SHAPE = {
+    "vocab_size": 32000,
+    "hidden_size": 1280,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+}
+"""A Llama of 0.14 billion parameters."""
+NUM_STEPS, NUM_TOKENS = 3, 64
+VOCABULARY, WIDTH, NUM_ROWS = 128_256, 64, 256
+
+
+def save(folder: str) -> None:
+    """An fp32 checkpoint of random weights in `folder`/checkpoint."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(Path(folder) / "checkpoint")
+
+
+def train(folder: str) -> None:
+    """Print what a few steps of `finetune` were planned to take and took, in bytes."""
+    import offloadkit
+    from offloadkit import hardware
+
+    result = offloadkit.finetune(
+        Path(folder) / "checkpoint",
+        [{"text": "a" * NUM_TOKENS}] * NUM_STEPS,
+        tokenizer="byte",
+        output_dir=Path(folder) / "output",
+        batch_size=1,
+        max_input_length=NUM_TOKENS,
+        offload=offloadkit.OffloadConfig(working_dtype="fp32"),
+        use_cpu=True,
+        save_strategy="no",
+        monitor=False,
+    )
+    planned = result.plan.total_bytes("ram") + result.plan.total_bytes("vram")
+    print(json.dumps([planned, hardware.process_peak_ram_bytes(), result.plan.num_parameters]))
+
+
+def head(way: str) -> None:
+    """Print the bytes that forward and backward of a large head add to peak RAM, and the loss."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from offloadkit import hardware
+    from offloadkit.hf.loss import compute_loss_in_chunks
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 1}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=1, **shape)).train()
+    if way == "in chunks":
+        compute_loss_in_chunks(model)
+    few, many = (torch.randint(VOCABULARY, (1, number)) for number in (8, NUM_ROWS))
+    model(input_ids=few, labels=few).loss.backward()  # gradients have their memory, kernels are loaded
+    before = hardware.process_ram_bytes()
+    loss = model(input_ids=many, labels=many).loss
+    loss.backward()
+    print(json.dumps([hardware.process_peak_ram_bytes() - before, loss.item()]))
+
+
+if __name__ == "__main__":
+    {"save": save, "train": train, "head": head}[sys.argv[1]](sys.argv[2])
