@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks run | plans | report | list`."""
+"""The command line: `python -m benchmarks list | run | merge | plans | report`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def main(arguments: list[str] | None = None) -> None:
     planning = commands.add_parser("plans", help="plan for the machine of a measured row; appends planned rows")
     planning.add_argument("case", nargs="*", choices=[*CASES, []], metavar="CASE", help="default: those of claim fit")
     planning.add_argument("--commit", help="commit to write down where git is missing")
-    writing = commands.add_parser("report", help="write docs/results.md, the README's marked parts and the charts")
-    for command in (measuring, planning):
+    merging = commands.add_parser("merge", help="append the rows of another table, which ran elsewhere")
+    merging.add_argument("table", type=Path)
+    commands.add_parser("report", help="write docs/results.md, the README's marked parts and the chart")
+    for command in (measuring, planning, merging):
         command.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
-    del writing
     options = parser.parse_args(arguments)
     if options.command == "list":
         for name, case in CASES.items():
@@ -49,6 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
             verbose=options.verbose,
             notes=options.notes,
         )
+    elif options.command == "merge":
+        rows = table.read(options.out)
+        table.write([*rows, *(row for row in table.read(options.table) if row not in rows)], options.out)
     elif options.command == "plans":
         plans.plan_cases(options.case, out=options.out, commit=options.commit)
     else:

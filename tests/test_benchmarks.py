@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -125,7 +124,7 @@ def test_activations_are_recomputed_only_where_it_does_not_fit_otherwise(
     hf, ours = run.run(["w7"], engines=["hf", "offloadkit"], out=tmp_path / "a.csv", commit="abc")
     assert [work.recomputed for work in asked] == [False, True, False]  # offloadkit's plan decides by itself
     assert (hf["status"], hf["recomputed"]) == ("measured", True)
-    assert (ours["status"], ours["seconds"] if "seconds" in ours else None) == ("does not fit", None)
+    assert (ours["status"], ours.get("seconds")) == ("does not fit", None)
 
 
 def test_budgets_are_offloadkit_s_alone_but_where_they_hold_for_all() -> None:
@@ -305,10 +304,19 @@ def test_the_command_passes_on_what_it_is_told(monkeypatch: pytest.MonkeyPatch, 
     assert (told["commit"], told["out"]) == ("abc", tmp_path / "a.csv")
 
 
+def test_rows_of_another_machine_are_merged_once(tmp_path: Path) -> None:
+    here, there = tmp_path / "here.csv", tmp_path / "there.csv"
+    rows: list[Row] = [{"case": "w1", "date": date} for date in ("2026-01-01", "2026-01-02", "2026-01-03")]
+    table.write(rows[:1], here)
+    table.write(rows[1:], there)
+    for _ in range(2):
+        command.main(["merge", str(there), "--out", str(here)])
+    assert [row["date"] for row in table.read(here)] == ["2026-01-01", "2026-01-02", "2026-01-03"]
+
+
 def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["run", "w99"])
     assert "invalid choice: 'w99'" in capsys.readouterr().err
     command.main(["list"])
     assert "w1: W1, t5-3b, 8 x (512+128), full" in capsys.readouterr().out
-    assert json.dumps(sorted(CASES))

@@ -21,7 +21,7 @@ import torch
 
 from offloadkit.comparing.words import duration, text_table
 from offloadkit.device import process_memory as memory
-from offloadkit.engines import runner, worker
+from offloadkit.engines import plain, runner, worker
 from offloadkit.engines import timing as steps
 from offloadkit.engines.plain import Baseline
 from offloadkit.engines.work import Work, plain_model, random_batches
@@ -123,6 +123,42 @@ def test_a_row_that_was_written_by_halves_is_made_again(tmp_path: Path, monkeypa
         runs.row({"mode": "plan"})
 
 
+def test_rows_that_users_saved_are_found_again() -> None:
+    """A row's file is named by its task, so a task of the first release must stay as it was."""
+    first = ["model", "batch_size", "input_length", "target_length", "accumulation", "precision", "dtype", "recomputed"]
+    first += ["our_compute", "vram", "ram", "steps", "warmup", "seed"]
+    assert list(TINY.to_dict()) == first
+    later = replace(TINY, mask="ragged", compiled=True, disk="/folder", bucket_elements=5)
+    assert list(later.to_dict()) == [*first, "mask", "compiled", "disk", "bucket_elements"]
+    assert Work(**later.to_dict()) == later
+
+
+def test_what_does_a_task_is_no_part_of_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "in_fresh_process", lambda task, **_: {"status": "measured"})
+    runs = runner.Runs(tmp_path, timeout=1)
+    runs.row({"mode": "finetune", "function": "somewhere:first"})
+    assert runs.row({"mode": "finetune", "function": "elsewhere:second"})["kept"]
+    assert "kept" not in runs.row({"mode": "finetune", "seed": 1, "function": "elsewhere:second"})
+
+
+BOUND = """
+import json, os, sys
+row = {"cores": len(os.sched_getaffinity(0)), "threads": os.environ.get("OMP_NUM_THREADS")}
+open(sys.argv[2], "w").write(json.dumps({"status": "measured"} | row))
+"""
+
+
+def test_a_process_is_bound_to_as_many_cores_as_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bound.py").write_text(BOUND)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = [
+        runner.in_fresh_process({}, timeout=60, ram=None, log=tmp_path / "log", module="bound", cores=cores)
+        for cores in (1, 0)
+    ]
+    assert [(row["cores"], row["threads"]) for row in found] == [(1, "1"), (len(os.sched_getaffinity(0)), None)]
+
+
 class Steps:
     """An engine whose steps take four milliseconds, the first ones more."""
 
@@ -205,6 +241,23 @@ def test_the_baseline_trains_in_every_dtype(dtype: str, recomputed: bool, one_th
     assert max(moved) < 1e-3  # ten updates of at most 1e-5
     for weight, master in zip(engine._weights, engine._masters, strict=True):
         assert weight.equal(master.to(weight.dtype))
+
+
+def test_the_baseline_s_parts_step_as_the_whole(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work("t5-tiny", batch_size=2, input_length=8, target_length=4)
+    (batch,) = random_batches(work, CPU)
+
+    def masters() -> list[torch.Tensor]:
+        engine = Baseline(work, "bf16", CPU)
+        for _ in range(2):
+            engine.backward(engine.forward(batch))
+            engine.step(True)
+        return engine._masters
+
+    whole = masters()
+    monkeypatch.setattr(plain, "ELEMENTS_AT_ONCE", 5000)
+    assert len(plain._parts(whole)) > 10
+    assert all(first.equal(second) for first, second in zip(whole, masters(), strict=True))
 
 
 def test_both_engines_get_the_same_rows_and_a_baseline_of_our_compute() -> None:
