@@ -5,8 +5,9 @@ step before, which runs at the same time as that forward. One step goes untraced
 `synchronize` has no update beside it.
 
 A step has two phases: forward with the update beside it, and backward. They do not overlap, because clipping needs the
-whole norm before the first layer is stepped (docs/design.md, section 2). The bound of a phase is the time of the
-resource that would need the longest if it worked alone at its measured rate. The bound of the step is the sum of both.
+whole norm before the first layer is stepped (docs/design.md, "The step in time order"). The bound of a phase is the
+time of the resource that would need the longest if it worked alone at its measured rate. The bound of the step is the
+sum of both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Seconds of a step: a simulation of the GPU, the CPU, Python, the disk and both directions of the bus, layer by layer.
 
 A step has two phases. They do not overlap, because clipping needs the whole norm before the first layer is stepped
-(docs/design.md, section 2):
+(docs/design.md, "The step in time order"):
 
 - forward, beside the update of the last step: CPU steps and uploads, and states streamed to the GPU and back. The
   update goes in forward order, and forward waits layer by layer;
@@ -9,7 +9,8 @@ A step has two phases. They do not overlap, because clipping needs the whole nor
 
 Each resource works through its own queue. A layer's work starts once its inputs have arrived and a buffer is free.
 
-The constants below were fitted to measured steps, unless they name another source (docs/design.md, section 5).
+The constants below were fitted to measured steps, unless they name another source. Steps planned and
+measured: docs/results.md.
 """
 
 from __future__ import annotations
