@@ -335,7 +335,7 @@ class OffloadEngine:
 
         Raises:
             ModelError: the parameter names or the number of groups differ.
-            ValueError: the saved states have another precision.
+            ConfigError: the saved states are another optimizer's, or have another precision or working dtype.
         """
         self.synchronize()
         load_run_state(state, self.module, self.optimizer, self._placed)

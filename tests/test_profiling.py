@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import offloadkit
-from offloadkit import hardware
 from offloadkit.device import trace
 from offloadkit.device.trace import Range
 from offloadkit.errors import ConfigError, OutputError
 from offloadkit.hardware import Hardware
+from offloadkit.offload import profiling
 from offloadkit.offload.profiling import BACKWARD, UPDATE, bound, breakdown
 from offloadkit.telemetry import StepRecord
 from tests.models import TinyLM, tokens
@@ -161,7 +161,7 @@ def test_what_is_traced_is_whole_steps_each_beside_the_update_of_the_one_before(
         time.sleep(2)  # a step takes milliseconds
         return FAST
 
-    monkeypatch.setattr(hardware, "measure", measure)
+    monkeypatch.setattr(profiling, "measure", measure)
     with engine_of(gradient_accumulation=accumulation) as engine:
         steps(engine, 3 * accumulation - 1)  # the third step has begun, where it is one of several micro-batches
         profile = engine.profile(steps=3, path=path)
@@ -250,7 +250,7 @@ def test_the_machine_is_measured_before_steps_are_traced(tmp_path: Path, monkeyp
         measured.append(trace.active())
         return FAST
 
-    monkeypatch.setattr(hardware, "measure", measure)
+    monkeypatch.setattr(profiling, "measure", measure)
     with engine_of() as engine:
         profile = engine.profile(steps=1, path=tmp_path / "trace.json")
         assert measured == [None]

@@ -34,7 +34,7 @@ def load_run_state(state: dict[str, Any], module: nn.Module, optimizer: OffloadO
 
     Raises:
         ModelError: the parameter names or the number of groups differ.
-        ValueError: the saved states have another precision.
+        ConfigError: the saved states are another optimizer's, or have another precision or working dtype.
     """
     states = {view.name: optimizer.state[view.parameter] for view in placed.views()}
     _check_saved_run(state, states, len(optimizer.param_groups))
@@ -47,7 +47,10 @@ def load_run_state(state: dict[str, Any], module: nn.Module, optimizer: OffloadO
 
 
 def _check_saved_run(saved: dict[str, Any], states: dict[str, dict[str, torch.Tensor]], num_groups: int) -> None:
-    """Whether `OffloadEngine.state_dict()` is of a run with these states, by parameter name, and groups.
+    """Check that `OffloadEngine.state_dict()` is of a run with these states and groups.
+
+    Args:
+        states: the arrays of this run, by parameter name.
 
     Raises:
         ModelError: the parameter names or the number of groups differ.

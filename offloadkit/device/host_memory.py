@@ -25,7 +25,6 @@ from offloadkit.kernels import cpu
 from offloadkit.optim.table import aligned
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
-_ALIGNMENT = 256
 _NUM_PINNING_THREADS = 8
 
 

@@ -198,7 +198,7 @@ _VRAM_BYTES = 256 << 20
 _QUICK_VRAM_BYTES, _QUICK_RAM_BYTES = 192 << 20, 32 << 20
 """Sizes larger than the caches, also of GPUs with caches of 96 MiB."""
 _STATE_BYTES = 2 + 2 + 4 + 4 + 2
-"""A parameter's bf16 weight, remainder, exp_avg, exp_avg_sq and bf16 gradient."""
+"""Bytes of a parameter's bf16 weight, remainder, exp_avg, exp_avg_sq and bf16 gradient."""
 _STEP_RATES: dict[str, Precision] = {
     "cpu_adamw_bytes_per_second": "exact",
     "cpu_compact_bytes_per_second": "compact",
@@ -217,8 +217,8 @@ def machine_rates(device: torch.device) -> dict[str, Any]:
     slab = HostSlab(max(numel * _STATE_BYTES + 5 * 256, _COPY_BYTES))
     slab.populate()
     rates: dict[str, Any] = {"dram_bytes_per_second": _triad_rate(slab, numel * _STATE_BYTES // 8)}
-    for name, kept in _STEP_RATES.items():
-        rates[name] = _traffic_bytes(kept) * numel / _adamw_seconds(*_state(slab, numel, kept))
+    for name, precision in _STEP_RATES.items():
+        rates[name] = _traffic_bytes(precision) * numel / _adamw_seconds(*_state(slab, numel, precision))
     rates["can_pin"] = device.type == "cuda" and _pin(slab, device)
     slab.clear()
     rates |= _copy_rates(slab.cut(_COPY_BYTES, torch.uint8), device)
@@ -287,21 +287,23 @@ def _num_parameters() -> int:
     return max(256, min(numel, hardware.ram_available_bytes() // 8 // _STATE_BYTES) // 256 * 256)
 
 
-def _state(slab: HostSlab, numel: int, kept: Precision = "exact") -> tuple[FlatState, Tensor]:
-    """bf16 weights, states and a gradient, of ordinary numbers: some processors write zeros faster, and denormal ones
-    slower."""
+def _state(slab: HostSlab, numel: int, precision: Precision = "exact") -> tuple[FlatState, Tensor]:
+    """bf16 weights, states and a bf16 gradient, cut from the beginning of the slab.
+
+    Their numbers are ordinary: zeros and denormals have other speeds on some processors.
+    """
     slab.clear()
     weights = slab.cut(numel, torch.bfloat16).fill_(0.02)
-    state = FlatState.cut(state_table("adamw", kept, torch.bfloat16), weights, slab.cut)
+    state = FlatState.cut(state_table("adamw", precision, torch.bfloat16), weights, slab.cut)
     for array in state.arrays.values():
         array.fill_(1e-3 if array.dtype.is_floating_point else 77)
     return state, slab.cut(numel, torch.bfloat16).fill_(1e-3)
 
 
-def _traffic_bytes(kept: Precision) -> float:
+def _traffic_bytes(precision: Precision) -> float:
     """DRAM traffic of a parameter's AdamW step: weight and states are read and written, the gradient is read."""
     numel = 1 << 20
-    states = sum(state_table("adamw", kept, torch.bfloat16).num_bytes(numel).values()) / numel
+    states = sum(state_table("adamw", precision, torch.bfloat16).num_bytes(numel).values()) / numel
     return 2 * (2 + states) + 2
 
 

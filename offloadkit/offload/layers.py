@@ -69,7 +69,7 @@ class FlatLayer:
     block: nn.Module | None = None
     """The repeated block whose parameters these are. It is one of `modules`."""
     precision: Precision = "exact"
-    """Of the moments."""
+    """How the moments are stored."""
     optimizer: str = "adamw"
     numel: int = field(init=False)
     """Elements of the flat buffers, padding included."""
@@ -127,7 +127,7 @@ def flat_layers(
     layers = cut(model, groups, _working_dtypes(model, groups, config.working_dtype))
     for layer in layers:
         layer.optimizer, layer.precision = config.optimizer, config.precision
-        state_table(layer.optimizer, layer.precision, layer.dtype)  # refuses what does not go together
+        state_table(layer.optimizer, layer.precision, layer.dtype)  # raises for what does not go together
     return layers
 
 
