@@ -36,11 +36,15 @@ _NO_LIBRARY = (
 )
 
 
+_Scalars = ctypes.c_float * _MAX_SCALARS
+_Pointers = ctypes.c_void_p * _MAX_MOMENTS
+
+
 class _Segment(ctypes.Structure):
     _fields_ = [
         ("start", ctypes.c_int64),
         ("length", ctypes.c_int64),
-        ("scalars", ctypes.c_float * _MAX_SCALARS),
+        ("scalars", _Scalars),
         ("random_key", ctypes.c_uint64),
         ("offset", ctypes.c_int64),
     ]
@@ -50,7 +54,7 @@ class _Arrays(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int) for name in ("weights_kind", "gradient_kind", "precision")),
         *((name, ctypes.c_void_p) for name in ("weights", "remainder", "gradient")),
-        *((name, ctypes.c_void_p * _MAX_MOMENTS) for name in ("moments", "scales")),
+        *((name, _Pointers) for name in ("moments", "scales")),
     ]
 
 
@@ -165,25 +169,19 @@ def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segmen
         step_reference(state, gradient, segments, grad_scale)
         return
     some = [
-        _Segment(s.start, s.length, (ctypes.c_float * _MAX_SCALARS)(*s.scalars), s.random_key, s.offset)
-        for s in segments
-        if s.length > 0
+        _Segment(start, length, _Scalars(*scalars), key, offset)
+        for start, length, scalars, key, offset in segments
+        if length > 0
     ]
     if not some:
         return
-
-    def pointers(names: Sequence[str]) -> Any:
-        found = [state.arrays[name].data_ptr() if name in state.arrays else None for name in names]
-        return (ctypes.c_void_p * _MAX_MOMENTS)(*found)
-
+    pointers = {name: array.data_ptr() for name, array in state.arrays.items()}
     names = [moment.name for moment in table.optimizer.moments]
     arrays = _Arrays(
         *(_KINDS[state.weights.dtype], _KINDS[gradient.dtype], _PRECISIONS[table.precision]),
-        state.weights.data_ptr(),
-        None if state.remainder is None else state.remainder.data_ptr(),
-        gradient.data_ptr(),
-        pointers(names),
-        pointers([f"{name}_scale" for name in names]),
+        *(state.weights.data_ptr(), pointers.get("remainder"), gradient.data_ptr()),
+        _Pointers(*(pointers[name] for name in names)),
+        _Pointers(*(pointers.get(f"{name}_scale") for name in names)),
     )
     function = getattr(library, table.optimizer.name)
     error = function(ctypes.byref(arrays), (_Segment * len(some))(*some), len(some), grad_scale)

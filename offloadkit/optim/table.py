@@ -7,9 +7,9 @@ kernel is missing, `reference` does the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -57,7 +57,7 @@ class StateArray:
 
     def numel(self, layer_numel: int) -> int:
         """Its elements in a layer of `layer_numel`."""
-        return -(-layer_numel // self.block)
+        return layer_numel if self.block == 1 else -(-layer_numel // self.block)
 
     def num_bytes(self, layer_numel: int) -> int:
         """Its bytes in a layer of `layer_numel`, padded to where the next array starts."""
@@ -171,9 +171,12 @@ def optimizer_named(name: str) -> Optimizer:
     raise ConfigError(f"optimizer must be one of {choices}; got {name!r}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StateTable:
-    """The optimizer states of a flat layer: its arrays beside working weights and gradient, in the order in memory."""
+    """The optimizer states of a flat layer: its arrays beside working weights and gradient, in the order in memory.
+
+    Compared and hashed by identity: `state_table` makes each one once, and a step looks its kernel up by it.
+    """
 
     optimizer: Optimizer
     precision: Precision
@@ -183,7 +186,7 @@ class StateTable:
     def __getitem__(self, name: str) -> StateArray:
         return next(array for array in self.arrays if array.name == name)
 
-    @property
+    @cached_property
     def is_rounded(self) -> bool:
         """Whether moments are rounded stochastically: then each parameter has random bits of its own."""
         return PRECISIONS[self.precision].encode is not None
@@ -262,34 +265,36 @@ class Segment(NamedTuple):
 
 def check_state(state: FlatState, gradient: Tensor, segments: Sequence[Segment]) -> None:
     """Raises TypeError for a dtype and ValueError for a length, layout or device that a step cannot work with."""
-    table, numel, device = state.table, state.weights.numel(), state.weights.device
-    if state.weights.dtype != table.weights_dtype:
-        raise TypeError(f"weights are {state.weights.dtype}, the table's states are those of {table.weights_dtype}")
+    table, weights = state.table, state.weights
+    numel, device = weights.numel(), weights.device
+    if weights.dtype != table.weights_dtype:
+        raise TypeError(f"weights are {weights.dtype}, the table's states are those of {table.weights_dtype}")
     if gradient.dtype not in REMAINDER_DTYPES:
         raise TypeError(f"the gradient is {gradient.dtype}: a step takes bf16, fp16 or fp32 gradients")
-    if any(array.block > 1 and numel % array.block for array in table.arrays):
-        raise ValueError(f"the flat layer has {numel} elements: 8-bit moments need a multiple of {moments.BLOCK}")
+    _check_flat("weights", weights, numel, numel, device)
+    _check_flat("gradient", gradient, numel, numel, device)
     for array in table.arrays:
         found = state.arrays.get(array.name)
         if found is None or found.dtype != array.dtype:
-            dtype = None if found is None else found.dtype
             raise TypeError(
-                f"{array.name} is {dtype}: {table.optimizer.name} keeps it in {array.dtype} where the precision is "
-                f"{table.precision!r} and the weights are {table.weights_dtype}"
+                f"{array.name} is {None if found is None else found.dtype}: {table.optimizer.name} keeps it in "
+                f"{array.dtype} where the precision is {table.precision!r} and the weights are {table.weights_dtype}"
             )
-    lengths = {"weights": numel, "gradient": numel} | {each.name: each.numel(numel) for each in table.arrays}
-    tensors: Mapping[str, Tensor] = {"weights": state.weights, "gradient": gradient, **state.arrays}
-    for name, length in lengths.items():
-        tensor = tensors[name]
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()}: it must be flat")
-        if tensor.numel() != length or tensor.device != device:
-            raise ValueError(
-                f"{name} has {tensor.numel()} elements on {tensor.device}; for {numel} weights on {device} it must "
-                f"have {length} there"
-            )
+        if array.block > 1 and numel % array.block:
+            raise ValueError(f"the flat layer has {numel} elements: 8-bit moments need a multiple of {array.block}")
+        _check_flat(array.name, found, array.numel(numel), numel, device)
     for segment in segments:
         _check_segment(segment, numel, table)
+
+
+def _check_flat(name: str, array: Tensor, length: int, numel: int, device: torch.device) -> None:
+    if array.dim() != 1 or not array.is_contiguous():
+        raise ValueError(f"{name} has shape {tuple(array.shape)}, strides {array.stride()}: it must be flat")
+    if array.numel() != length or array.device != device:
+        raise ValueError(
+            f"{name} has {array.numel()} elements on {array.device}; for {numel} weights on {device} it must have "
+            f"{length} there"
+        )
 
 
 def _check_segment(segment: Segment, numel: int, table: StateTable) -> None:
