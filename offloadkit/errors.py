@@ -1,4 +1,12 @@
-"""Every fault that offloadkit raises by itself; a message says what was given, what was expected and what to do."""
+"""Every error that offloadkit raises by itself; a message says what was given, what was expected and what to do."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class OffloadkitError(Exception):
@@ -51,3 +59,29 @@ class OutOfVramError(OffloadkitError, MemoryError):
 
 class OutputError(OffloadkitError, OSError):
     """The output folder cannot be written."""
+
+
+@contextmanager
+def errors_hold_nothing() -> Iterator[None]:
+    """Clear the local variables that an error holds through its traceback, and those of the errors behind it.
+
+    A notebook remembers its last error, and with its frames the weights and activations in them. A debugger finds no
+    local variables there afterwards.
+    """
+    outside = sys.exception()
+    try:
+        yield
+    except BaseException as error:
+        behind: list[BaseException | None] = [error]
+        seen = [None, outside]
+        while behind:
+            each = behind.pop()
+            if each not in seen and each is not None:
+                seen.append(each)
+                traceback.clear_frames(each.__traceback__)
+                behind += [each.__cause__, each.__context__]
+        gc.collect()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        raise

@@ -6,18 +6,17 @@ print(plan, plan.explain(), sep="\\n")
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
@@ -26,9 +25,9 @@ from offloadkit.device.state_file import unfit_for_states
 from offloadkit.errors import ConfigError, DoesNotFitError, OutputError
 from offloadkit.hardware import Hardware
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
-from offloadkit.hf.loss import compute_loss_in_chunks
-from offloadkit.hf.models import EAGER_ATTENTION, Task, check_kind, infer_task, load_config, meta_model
-from offloadkit.hf.patches import fuse, without_caches
+from offloadkit.hf.load import Task
+from offloadkit.hf.patches import patched
+from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of
 from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
 from offloadkit.planner.layout import activations
@@ -111,19 +110,34 @@ def plan(
         OutputError: the folder for states on disk is not there, or is full.
         ModelError, ModelNotFoundError, ModelAccessError: as `finetune`.
     """
-    check_kind(model)
+    source = resolve(model, init="random", task=task)
     config = with_wishes(offload, vram=vram, ram=ram, precision=precision, gradient_accumulation=gradient_accumulation)
+    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    return plan_source(source, config, batch_size=batch_size, **lengths, device=device)
+
+
+def plan_source(
+    source: ModelSource,
+    config: OffloadConfig,
+    *,
+    batch_size: int | Literal["auto"],
+    max_input_length: int | None,
+    max_target_length: int | None,
+    device: torch.device | None,
+) -> Plan:
+    """`plan` of a model that was looked up already, with every wish in the config."""
     check_rows(batch_size, max_input_length, max_target_length)
     machine, assumed = machine_for(config, device)
     config = _with_dtype(config, machine)
-    subject = _Subject.of(model, task, config, machine)
-    rows = subject.rows(batch_size, max_input_length, max_target_length, machine, config)
-    made = plan_of(subject.model, subject.layers, config, work=subject.work(rows), hardware=machine, assumed=assumed)
-    if not made.fits and made.basis is not None:
+    with _outline(source, config, machine) as outline:
+        rows = outline.rows(batch_size, max_input_length, max_target_length, machine, config)
+        work = outline.work(rows)
+        made = plan_of(outline.model, outline.layers, config, work=work, hardware=machine, assumed=assumed)
+        if made.fits or made.basis is None:
+            return made
         folder = next((name for name in (tempfile.gettempdir(), ".") if not unfit_for_states(Path(name))), None)
         other = with_disk(machine, folder) if folder and not config.disk and machine.device != "cpu" else None
-        made = replace(made, basis=replace(made.basis, smaller=tuple(subject.smaller(rows)), with_disk=other))
-    return made
+        return replace(made, basis=replace(made.basis, smaller=tuple(outline.smaller(rows)), with_disk=other))
 
 
 def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
@@ -136,21 +150,20 @@ def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
 
 
 def auto_batch_size(
-    model: str | os.PathLike[str] | PreTrainedModel,
+    source: ModelSource,
     *,
-    max_input_length: int | None = None,
-    max_target_length: int | None = None,
-    offload: OffloadConfig | None = None,
-    device: torch.device | None = None,
+    max_input_length: int | None,
+    max_target_length: int | None,
+    offload: OffloadConfig,
+    device: torch.device,
 ) -> int:
     """What `batch_size="auto"` is: by `BATCH_SIZES` with a GPU, `AUTO_BATCH_SIZE` without. Arguments: as `plan`."""
-    device = device or hardware.default_device()
     if device.type == "cpu":
         return AUTO_BATCH_SIZE
     machine = measure(device)
-    config = _with_dtype(offload or OffloadConfig(), machine)
-    subject = _Subject.of(model, None, config, machine)
-    return subject.rows("auto", max_input_length, max_target_length, machine, config).batch_size
+    config = _with_dtype(offload, machine)
+    with _outline(source, config, machine) as outline:
+        return outline.rows("auto", max_input_length, max_target_length, machine, config).batch_size
 
 
 def _with_dtype(config: OffloadConfig, machine: Hardware) -> OffloadConfig:
@@ -215,38 +228,12 @@ def with_disk(machine: Hardware, folder: str) -> Hardware:
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _Outline:
     """A model on the meta device, ready to be followed over micro-batches of any shape."""
 
     model: Any
     layers: list[FlatLayer]
     task: Task
-
-    @classmethod
-    def of(
-        cls,
-        model: str | os.PathLike[str] | PreTrainedModel,
-        task: Task | None,
-        config: OffloadConfig,
-        machine: Hardware,
-    ) -> _Subject:
-        """The model in its working dtypes, with the attention, the norms and the loss that training has."""
-        if isinstance(model, str | os.PathLike):
-            shape = load_config(model, init="random")
-            if shape.model_type in EAGER_ATTENTION:
-                shape._attn_implementation = "eager"
-            on_meta: Any = meta_model(shape, task)
-        else:
-            on_meta = _without_memory(model)
-        without_caches(on_meta)
-        layers = flat_layers(on_meta, config)
-        for layer in layers:
-            for view in layer.views:
-                view.parameter.data = view.parameter.data.to(layer.dtype)
-        compute_loss_in_chunks(on_meta)
-        if machine.device != "cpu":
-            fuse(on_meta, compiled=config.compile_blocks)
-        return cls(on_meta.train(), layers, task or infer_task(on_meta.config))
 
     def rows(
         self,
@@ -305,12 +292,18 @@ class _Subject:
                 yield words, work
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy on the meta device: the same modules and tying, no numbers."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
+@contextmanager
+def _outline(source: ModelSource, config: OffloadConfig, machine: Hardware) -> Iterator[_Outline]:
+    """The model without numbers, in its working dtypes and patched as training patches it. Left as it was afterwards.
+
+    Args:
+        config: its working dtype is decided.
+    """
+    model: Any = source.on_meta
+    with ExitStack() as changes:
+        changes.callback(patched(model, kernels=machine.device != "cpu", compiled=config.compile_blocks))
+        layers = flat_layers(model, config)
+        for layer in layers:
+            for view in layer.views:
+                view.parameter.data = view.parameter.data.to(layer.dtype)
+        yield _Outline(model.train(), layers, source.task)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from offloadkit.kernels.attention import OPERATIONS as FUSED_ATTENTION
 from offloadkit.offload.layers import repeated_blocks
 from offloadkit.offload.records import num_tokens
 from offloadkit.planner.work import MicroBatch, Pass, Stage
@@ -169,8 +170,8 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if function.overloadpacket in _FLASH:
                 args = _with_a_key_for_each_query(args)
             number = flops(*args, **kwargs, out_val=output)
-            own = function.namespace == "offloadkit"
-            matmuls = {"fused_attention_flops": number, "num_attention": 1} if own else {"flops": number}
+            is_fused = function.overloadpacket in FUSED_ATTENTION
+            matmuls = {"fused_attention_flops": number, "num_attention": 1} if is_fused else {"flops": number}
             self.total += Pass(**matmuls, matmul_bytes=moved, num_operations=1)
 
 

@@ -70,7 +70,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["offloadkit.finetune"], "finetune", interrupted)
+    monkeypatch.setattr(sys.modules["offloadkit.finetuning"], "finetune", interrupted)
     done = run("train", "model", "data.jsonl", "--output", str(tmp_path))
     assert done.exit_code == 130
     assert f"interrupted; there is no checkpoint in {tmp_path} to resume from" in done.stderr
@@ -83,7 +83,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_switches_of_train_are_those_of_finetune(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, object]] = []
-    done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetune"]
+    done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetuning"]
     monkeypatch.setattr(finetune, "finetune", lambda *_, **options: (told.append(options), done)[1])
     for switches in ((), ("--resume",), ("--retry-leaner",), ("--compile-blocks",)):
         assert run("train", "model", "data.jsonl", *switches).exit_code == 0
@@ -99,7 +99,7 @@ def test_a_folder_for_states_on_disk_is_told_to_plan_and_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[OffloadConfig] = []
-    done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetune"]
+    done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetuning"]
     monkeypatch.setattr(finetune, "finetune", lambda *_, offload, **__: (told.append(offload), done)[1])
     for given in ((), ("--disk", str(tmp_path))):
         assert run("train", "model", "data.jsonl", *given).exit_code == 0

@@ -162,7 +162,7 @@ def test_a_model_whose_evaluation_fails_is_saved(tmp_path: Path, monkeypatch: py
     def fails(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no prediction")
 
-    monkeypatch.setattr(sys.modules["offloadkit.finetune"], "predict", fails)
+    monkeypatch.setattr(sys.modules["offloadkit.finetuning"], "predict", fails)
     with pytest.raises(RuntimeError, match="no prediction"):
         finetune(t5(), PAIRS, eval_dataset=PAIRS[:4], output_dir=tmp_path / "run", max_steps=2, save_strategy="no")
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
@@ -209,7 +209,7 @@ def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
     gpu: str, options: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to the plan; no GPU is needed to get there."""
-    module = sys.modules["offloadkit.finetune"]
+    module = sys.modules["offloadkit.finetuning"]
     seen: dict[str, Any] = {}
 
     def auto_batch_size(model: Any, *, offload: OffloadConfig, device: torch.device, **_: Any) -> int:
@@ -369,9 +369,8 @@ def run_python(code: str) -> str:
 
 def test_plan_and_finetune_stay_functions_whatever_is_imported() -> None:
     code = (
-        "import offloadkit, importlib; from offloadkit.plan import Plan; import offloadkit.finetune, offloadkit.plan;"
-        "importlib.import_module('offloadkit.plan'); import offloadkit.hf.trainer;"
-        "print(callable(offloadkit.plan), callable(offloadkit.finetune))"
+        "import offloadkit; from offloadkit.planner import Plan; import offloadkit.finetuning, offloadkit.planning;"
+        "import offloadkit.hf.trainer; print(callable(offloadkit.plan), callable(offloadkit.finetune))"
     )
     assert run_python(code).split() == ["True", "True"]
 

@@ -17,7 +17,6 @@ from offloadkit.demo.dates import DatePair, date_pairs
 from offloadkit.finetuning import NUM_PREDICTED, FinetuneResult, finetune
 from offloadkit.hf.data import load_dataset_like, prepare
 from offloadkit.hf.evaluate import predict, share_correct
-from offloadkit.hf.models import load_tokenizer
 from offloadkit.hf.quiet import bars_where_live
 from offloadkit.telemetry import mean_seconds
 from offloadkit.units import format_bytes
@@ -53,13 +52,15 @@ def run_demo(
     Raises:
         OutputError: `output` cannot be written.
     """
+    from transformers import ByT5Tokenizer
+
     began = time.perf_counter()
     folder = writable(output)
     print(f"offloadkit demo: a small T5 learns to write dates in ISO form, on {_machine_line()}\n", flush=True)
     train, held_out = date_pairs(NUM_TRAIN, NUM_PREDICTED, seed=seed)
     _show_pairs(train)
 
-    model, tokenizer = small_t5(seed), load_tokenizer("byte", "byte")
+    model, tokenizer = small_t5(seed), ByT5Tokenizer()
     device = hardware.default_device()
     rows = [pair._asdict() for pair in held_out]
     evaluation = prepare(load_dataset_like(rows), tokenizer, model.config)

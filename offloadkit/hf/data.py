@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offloadkit.errors import DataError
-from offloadkit.hf.models import Task, infer_task
+from offloadkit.hf.load import Task, infer_task
 from offloadkit.hf.read import load_dataset_like
 from offloadkit.hf.tokenize import IGNORED, Tokenising, label_names, tokenise
 

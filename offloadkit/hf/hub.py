@@ -102,7 +102,7 @@ _CONNECTION_CLASSES = {"TransportError", "LocalEntryNotFoundError", "XetDownload
 """Class names, because which HTTP library is beneath differs between versions of huggingface_hub."""
 
 
-def resolve(name_or_path: str | os.PathLike[str]) -> str:
+def locate(name_or_path: str | os.PathLike[str]) -> str:
     """A folder as it is, a preset's name on the hub, any other name as it is.
 
     Raises:

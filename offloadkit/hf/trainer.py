@@ -9,7 +9,7 @@ was changed from its default and contradicts the arguments is a `ConfigError`.
 
 **Loss.** Each micro-batch's mean loss counts by its share of the targets of the whole accumulated batch, for every
 model, whether or not its forward knows `num_items_in_batch`. Over a large vocabulary it is taken in chunks
-(`chunked_loss.py`): the logits exist whole only where somebody reads them.
+(`loss.py`): the logits exist whole only where somebody reads them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
-from offloadkit.hf.loss import compute_loss_in_chunks, num_targets, on_device, with_a_target
-from offloadkit.hf.patches import fuse, without_caches
+from offloadkit.hf.loss import num_targets, on_device, with_a_target
+from offloadkit.hf.patches import patched
 from offloadkit.offload.shortage import explained_shortage
 from offloadkit.offload.states import Materialise
 from offloadkit.planner import Plan
@@ -149,12 +149,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 materialise=self._materialise,
             )
             self._materialise = None
-            self._own_compute = ExitStack()
-            self._own_compute.callback(_take_loss_in_fp32(self.model).remove)
-            self._own_compute.callback(compute_loss_in_chunks(self.model))
-            if not self.args.use_cache:
-                self._own_compute.callback(without_caches(self.model))
-            self._own_compute.callback(fuse(self.model, compiled=self.offload.compile_blocks))
+            self._patches = ExitStack()
+            self._patches.callback(_take_loss_in_fp32(self.model).remove)
+            changes: dict[str, bool] = {"compiled": self.offload.compile_blocks, "use_cache": self.args.use_cache}
+            self._patches.callback(patched(self.model, **changes))
         optimizer: Any = self.engine.optimizer
         # accelerate leaves a prepared optimizer alone; its own wrapper would copy all states to the GPU.
         optimizer._is_accelerate_prepared = True
@@ -326,7 +324,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def close(self) -> None:
         """Settle and close the engine; the model keeps its trained weights. A later `train()` builds a new engine."""
         if self.engine is not None:
-            self._own_compute.close()
+            self._patches.close()
             engine, self.engine, self.optimizer, self.model_wrapped = self.engine, None, None, self.model
             engine.close()
 

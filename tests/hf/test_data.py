@@ -15,7 +15,7 @@ from transformers import ByT5Tokenizer
 
 from offloadkit.errors import DataError
 from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
-from offloadkit.hf.models import load_tokenizer
+from offloadkit.hf.source import resolve
 from tests.hf import tiny
 
 PAIRS = [{"input": "one", "target": "1"}, {"input": "eleven", "target": "11"}]
@@ -103,7 +103,7 @@ def test_default_length_is_512_and_128_or_the_models_limit() -> None:
 
 
 def test_text_is_learned_with_an_end_token_even_where_it_is_the_padding() -> None:
-    tokenizer = load_tokenizer("unused", tiny.word_tokenizer(pad_token=None))
+    tokenizer = resolve("unused").load_tokenizer(tiny.word_tokenizer(pad_token=None))
     data = prepared([{"text": "the cat sat"}, {"text": "hello"}], tokenizer, LLAMA)
     assert data.task == "causal"
     assert data.dataset[0]["input_ids"] == data.dataset[0]["labels"] == [1, 4, 6, 8, 2]
