@@ -62,9 +62,9 @@ from offloadkit.checkpoint.folder import (
 )
 from offloadkit.config import OffloadConfig
 from offloadkit.engines.baseline import measured_baseline
-from offloadkit.errors import ConfigError, DataError, OutOfVramError, errors_hold_nothing
-from offloadkit.hf.data import PreparedData, load_dataset_like, prepare, with_decoder_inputs
-from offloadkit.hf.evaluate import Sample, predict, share_correct
+from offloadkit.errors import ConfigError, OutOfVramError, errors_hold_nothing
+from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
+from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
 from offloadkit.hf.quiet import bars_where_live
 from offloadkit.hf.read import check_there, on_hub
 from offloadkit.hf.source import ModelSource, resolve
@@ -73,9 +73,17 @@ from offloadkit.monitor.monitor import Monitor, can_be_drawn
 from offloadkit.offload.layers import flat_layers
 from offloadkit.offload.shortage import leaner_budget
 from offloadkit.planner import Dtype, Plan
-from offloadkit.planning import auto_batch_size, check_fits, check_rows, default_dtype, plan_source, with_wishes
+from offloadkit.planning import (
+    auto_batch_size,
+    check_rows,
+    default_dtype,
+    plan_for_rows,
+    plan_source,
+    shown_plan,
+    with_wishes,
+)
 from offloadkit.telemetry import StepRecord
-from offloadkit.units import format_bytes, format_seconds
+from offloadkit.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainingArguments
@@ -167,6 +175,8 @@ def finetune(
         OutOfVramError: the GPU's memory is full, with `retry_leaner` for the second time.
         NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
     """
+    from offloadkit.hf.arguments import arguments_of_finetune, engine_config
+
     _check(batch_size, epochs, max_steps, gradient_accumulation, learning_rate, init, seed)
     _check_switches(baseline, resume=resume, retry_leaner=retry_leaner, monitor=monitor)
     dtype = _working_dtype(offload, training_arguments)
@@ -174,24 +184,32 @@ def finetune(
     offload = with_wishes(offload, working_dtype=dtype, **wishes)
     output = _output(output_dir, train_dataset, eval_dataset, resume=resume)
     source = resolve(model, init=init)
-    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
-    own |= {"gradient_accumulation_steps": gradient_accumulation}
-    own |= {"learning_rate": learning_rate or LEARNING_RATES[init]}
-    own["per_device_train_batch_size"] = _rows(source, batch_size, lengths, offload, training_arguments)
-    args = _training_arguments(own, training_arguments, dtype, eval_dataset is not None)
-
     at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
-    assumed = None if at_once else shown_plan(source, args, offload, lengths)
-    tokenizer = source.load_tokenizer(tokenizer)
-    data, evaluation = _prepare(train_dataset, eval_dataset, tokenizer, source.config, lengths)
-    source, lengths = source.for_rows(data.task, data.id2label), longest_row(data, evaluation)
-    plan = plan_for_rows(source, args, offload, lengths, assumed=assumed)
+    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    check_rows(batch_size, **lengths)
+    if batch_size == "auto":
+        batch_size = auto_batch_size(source, offload, **lengths, device=_device(training_arguments))
+    own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
+    own |= {"gradient_accumulation_steps": gradient_accumulation, "per_device_train_batch_size": batch_size}
+    own |= {"learning_rate": learning_rate or LEARNING_RATES[init]}
+    args = arguments_of_finetune(own, training_arguments, dtype, eval_dataset is not None)
+    offload = engine_config(offload, args)
 
-    checkpoint = _checkpoint(output, source.config, args) if resume else None
-    measured = _measured_seconds(source, data, args, dtype, output) if baseline == "measure" else None
-    watch = Monitor(plan, baseline_seconds=measured, display="auto" if monitor and can_be_drawn() else "none")
-    run = TrainingRun(source, args, offload, lengths, tokenizer, data, evaluation, watch)
+    size: dict[str, Any] = {"batch_size": batch_size, **lengths, "device": args.device}
+    assumed = None if at_once else shown_plan(source, offload, **size)
+    tokenizer = source.load_tokenizer(tokenizer)
+    data, evaluation = prepare_both(train_dataset, eval_dataset, tokenizer, source.config, **lengths)
+    source = source.for_rows(data.task, data.id2label)
+    size |= longest_row(data, evaluation)
+    plan = plan_for_rows(source, offload, assumed, **size)
+
+    checkpoint = _checkpoint(output, source.config, batch_size) if resume else None
+    seconds = None
+    if baseline == "measure":
+        step: dict[str, Any] = {"batch_size": batch_size, "accumulation": gradient_accumulation, "dtype": dtype}
+        seconds = measured_baseline(source.given, data, **step, folder=output / "baseline")
+    watch = Monitor(plan, baseline_seconds=seconds, display="auto" if monitor and can_be_drawn() else "none")
+    run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch)
     trainer, plan, metrics = run.train(plan, checkpoint, retry_leaner=retry_leaner)
     with closing(trainer):  # whatever happens, the engine's memory is given back
         return _result(trainer, plan, metrics, tokenizer, evaluation, output)
@@ -248,126 +266,15 @@ def _output(output_dir: Any, train_dataset: Any, eval_dataset: Any, *, resume: b
     return writable(output_dir, resume=resume)
 
 
-def _rows(
-    source: ModelSource,
-    batch_size: int | Literal["auto"],
-    lengths: dict[str, Any],
-    offload: OffloadConfig,
-    given: dict[str, Any],
-) -> int:
-    """Rows of a micro-batch, "auto" chosen."""
-    check_rows(batch_size, **lengths)
-    if batch_size != "auto":
-        return batch_size
-    return auto_batch_size(source, **lengths, offload=offload, device=_device(given))
-
-
-def _training_arguments(
-    own: dict[str, Any], given: dict[str, Any], dtype: Dtype, evaluates: bool
-) -> Seq2SeqTrainingArguments:
-    from offloadkit.hf.arguments import arguments_of_finetune
-
-    return arguments_of_finetune(own, given, dtype, evaluates)
-
-
-# -- the plan
-
-
-def _plan(source: ModelSource, args: Seq2SeqTrainingArguments, offload: OffloadConfig, lengths: dict[str, Any]) -> Plan:
-    from offloadkit.hf.arguments import engine_config
-
-    batch_size = args.per_device_train_batch_size
-    return plan_source(source, engine_config(offload, args), batch_size=batch_size, **lengths, device=args.device)
-
-
-def shown_plan(
-    source: ModelSource, args: Seq2SeqTrainingArguments, offload: OffloadConfig, lengths: dict[str, Any]
-) -> Plan:
-    """The plan, printed; raises `DoesNotFitError` where it does not fit."""
-    plan = _plan(source, args, offload, lengths)
-    print(plan, flush=True)
-    check_fits(plan)
-    return plan
-
-
-def longest_row(*prepared: PreparedData | None) -> dict[str, Any]:
-    """The lengths to plan for once the rows are tokenized: no batch is longer."""
-    some = [data for data in prepared if data is not None]
-    lengths = {name: max(getattr(data, name) for data in some) for name in ("longest_input", "longest_target")}
-    return {"max_input_length": lengths["longest_input"], "max_target_length": lengths["longest_target"]}
-
-
-def plan_for_rows(
-    source: ModelSource,
-    args: Seq2SeqTrainingArguments,
-    offload: OffloadConfig,
-    lengths: dict[str, Any],
-    *,
-    assumed: Plan | None,
-) -> Plan:
-    """The plan for rows of known `lengths`. They may be longer than was assumed: tokenized rows are not cut.
-
-    Args:
-        assumed: the plan that was shown before; one line then says what changed.
-
-    Raises:
-        DoesNotFitError: it does not fit.
-    """
-    if assumed is None:
-        return shown_plan(source, args, offload, lengths)
-    plan = _plan(source, args, offload, lengths)
-    if plan == assumed:
-        return assumed
-    target = f" + {lengths['max_target_length']}" if source.task == "seq2seq" else ""
-    takes = [f"{format_seconds(plan.seconds.step)} a step"] if plan.seconds else []
-    tiers = {"ram": "RAM"} if plan.on_cpu else {"vram": "VRAM", "ram": "RAM"}
-    takes += [f"{format_bytes(plan.needs()[tier])} of {name}" for tier, name in tiers.items()]
-    longest = f"the longest row has {lengths['max_input_length']}{target} tokens"
-    print(f"planned again, {longest}: {', '.join(takes)}", flush=True)
-    check_fits(plan)
-    return plan
-
-
-# -- the rows, and what a run starts from
-
-
-def _prepare(
-    train_dataset: Any, eval_dataset: Any, tokenizer: Any, config: Any, lengths: dict[str, Any]
-) -> tuple[PreparedData, PreparedData | None]:
-    """Both datasets, tokenized."""
-    data = prepare(load_dataset_like(train_dataset), tokenizer, config, **lengths)
-    if eval_dataset is None:
-        return data, None
-    try:
-        rows = load_dataset_like(eval_dataset, split="validation")
-        return data, prepare(rows, tokenizer, config, task=data.task, id2label=data.id2label, **lengths)
-    except DataError as error:
-        raise DataError(f"eval_dataset: {error}") from error
-
-
-def _checkpoint(output: Path, config: Any, args: Any) -> Path:
+def _checkpoint(output: Path, config: Any, batch_size: int) -> Path:
     """The newest checkpoint, whole and of this very model."""
     checkpoint = newest_checkpoint(output)
     check_readable(checkpoint)
     check_same_model(checkpoint, config)
     print(f"going on from {checkpoint}", flush=True)
-    if warning := other_rows(checkpoint, args.per_device_train_batch_size):
+    if warning := other_rows(checkpoint, batch_size):
         print(warning, flush=True)
     return checkpoint
-
-
-def _measured_seconds(
-    source: ModelSource, data: PreparedData, args: Seq2SeqTrainingArguments, dtype: Dtype, output: Path
-) -> float | None:
-    """Seconds of a step without offloading, measured now; None where that is not possible."""
-    return measured_baseline(
-        source.given,
-        data,
-        batch_size=args.per_device_train_batch_size,
-        accumulation=args.gradient_accumulation_steps,
-        dtype=dtype,
-        folder=output / "baseline",
-    )
 
 
 # -- the training
@@ -381,7 +288,9 @@ class TrainingRun:
     """With the head that the rows need."""
     args: Seq2SeqTrainingArguments
     offload: OffloadConfig
-    lengths: dict[str, Any]
+    """With the values of `args` filled in."""
+    size: dict[str, Any]
+    """What a plan is made for: batch_size, max_input_length, max_target_length, device."""
     tokenizer: Any
     data: PreparedData
     evaluation: PreparedData | None
@@ -414,7 +323,7 @@ class TrainingRun:
                 plan, tried = self._leaner(model, plan, full, checkpoint)
             elif plan.layers != tuple(layer.shape() for layer in flat_layers(model, self.offload)):
                 # The checkpoint's parameters are not those of its config: a head of its own, or fewer tied weights.
-                plan = shown_plan(resolve(model, task=self.data.task), self.args, self.offload, self.lengths)
+                plan = shown_plan(resolve(model, task=self.data.task), self.offload, **self.size)
             trainer, stop_point = self._trainer(model, materialise, plan), StopPoint()
             trainer.add_callback(stop_point)
             trainer.add_callback(asks := AsksTheMonitor(self.monitor))
@@ -458,7 +367,7 @@ class TrainingRun:
         """
         budget = leaner_budget(plan, self.args.device)
         source = resolve(model, task=self.data.task)
-        leaner = _plan(source, self.args, replace(self.offload, vram=budget), self.lengths)
+        leaner = plan_source(source, replace(self.offload, vram=budget), **self.size)
         resume = "" if checkpoint is None else f"; {_RESUME} goes on from {checkpoint}"
         before, after = (made.total_bytes("vram") for made in (plan, leaner))
         if not leaner.fits or after >= before:
@@ -573,16 +482,5 @@ def _evaluate(
         metrics["exact_match" if evaluation.task == "seq2seq" else "accuracy"] = share_correct(samples)
     print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
     for sample in samples[:_NUM_SHOWN]:
-        print(f"  {_short(sample.input)!r} -> {_short(sample.prediction)!r}" + _verdict(sample, evaluation.task))
+        print(f"  {in_words(sample, evaluation.task)}")
     return samples[:_NUM_SHOWN]
-
-
-def _verdict(sample: Sample, task: str) -> str:
-    if task == "causal":
-        return ""
-    return "  (right)" if sample.correct else f"  (should be {_short(sample.target)!r})"
-
-
-def _short(text: str, longest: int = 60) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= longest else line[: longest - 1] + "…"

@@ -32,7 +32,7 @@ from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of
 from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
 from offloadkit.planner.layout import activations
 from offloadkit.tracing import trace_micro_batch
-from offloadkit.units import parse_bytes
+from offloadkit.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,19 +149,56 @@ def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
     return replace(offload or OffloadConfig(), **{name: wish for name, wish in wishes.items() if wish is not None})
 
 
+def shown_plan(source: ModelSource, config: OffloadConfig, **size: Any) -> Plan:
+    """`plan_source`, printed.
+
+    Raises:
+        DoesNotFitError: the plan does not fit.
+    """
+    made = plan_source(source, config, **size)
+    print(made, flush=True)
+    check_fits(made)
+    return made
+
+
+def plan_for_rows(source: ModelSource, config: OffloadConfig, assumed: Plan | None, **size: Any) -> Plan:
+    """The plan for rows of known length. They may be longer than was assumed: tokenized rows are not cut.
+
+    Args:
+        assumed: the plan that was shown before; one line then says what changed. None shows the whole plan.
+        size: as for `plan_source`.
+
+    Raises:
+        DoesNotFitError: the plan does not fit.
+    """
+    if assumed is None:
+        return shown_plan(source, config, **size)
+    made = plan_source(source, config, **size)
+    if made == assumed:
+        return assumed
+    target = f" + {size['max_target_length']}" if source.task == "seq2seq" else ""
+    takes = [f"{format_seconds(made.seconds.step)} a step"] if made.seconds else []
+    tiers = {"ram": "RAM"} if made.on_cpu else {"vram": "VRAM", "ram": "RAM"}
+    takes += [f"{format_bytes(made.needs()[tier])} of {name}" for tier, name in tiers.items()]
+    longest = f"the longest row has {size['max_input_length']}{target} tokens"
+    print(f"planned again, {longest}: {', '.join(takes)}", flush=True)
+    check_fits(made)
+    return made
+
+
 def auto_batch_size(
     source: ModelSource,
+    config: OffloadConfig,
     *,
     max_input_length: int | None,
     max_target_length: int | None,
-    offload: OffloadConfig,
     device: torch.device,
 ) -> int:
     """What `batch_size="auto"` is: by `BATCH_SIZES` with a GPU, `AUTO_BATCH_SIZE` without. Arguments: as `plan`."""
     if device.type == "cpu":
         return AUTO_BATCH_SIZE
     machine = measure(device)
-    config = _with_dtype(offload, machine)
+    config = _with_dtype(config, machine)
     with _outline(source, config, machine) as outline:
         return outline.rows("auto", max_input_length, max_target_length, machine, config).batch_size
 

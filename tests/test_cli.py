@@ -95,6 +95,19 @@ def test_switches_of_train_are_those_of_finetune(monkeypatch: pytest.MonkeyPatch
     ]
 
 
+def test_train_takes_the_lengths_and_the_dtype_that_plan_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    done, finetuning = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetuning"]
+    monkeypatch.setattr(finetuning, "finetune", lambda *_, **options: (told.append(options), done)[1])
+    sizes = ("--max-input-length", "64", "--max-target-length", "16", "--dtype", "fp32")
+    for given in ((), sizes):
+        assert run("train", "model", "data.jsonl", *given).exit_code == 0
+    names = ("max_input_length", "max_target_length")
+    found = [(*(options[name] for name in names), options["offload"].working_dtype) for options in told]
+    assert found == [(None, None, "auto"), (64, 16, "fp32")]
+    assert "working_dtype must be one of" in run("train", "model", "data.jsonl", "--dtype", "int8").stderr
+
+
 def test_a_folder_for_states_on_disk_is_told_to_plan_and_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,8 @@ from transformers import (
 import offloadkit
 from offloadkit import OffloadConfig, hardware
 from offloadkit.errors import ConfigError, DataError, ModelError, OutputError
-from offloadkit.hf.arguments import engine_config
+from offloadkit.hf import arguments
+from offloadkit.hf.arguments import arguments_of_finetune
 from tests.hf.tiny import llama_config, save_config, word_tokenizer
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]
@@ -212,13 +213,17 @@ def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
     module = sys.modules["offloadkit.finetuning"]
     seen: dict[str, Any] = {}
 
-    def auto_batch_size(model: Any, *, offload: OffloadConfig, device: torch.device, **_: Any) -> int:
+    def auto_batch_size(source: Any, offload: OffloadConfig, *, device: torch.device, **_: Any) -> int:
         seen["by batch size"] = offload.working_dtype
         return 4
 
-    def plan(model: Any, args: Any, offload: OffloadConfig, lengths: Any, **_: Any) -> None:
-        seen["by plan"] = engine_config(offload, args).working_dtype
-        seen["bf16"], seen["fp16"] = args.bf16, args.fp16
+    def told(*given: Any) -> Any:
+        seen["args"] = arguments_of_finetune(*given)
+        return seen["args"]
+
+    def plan(source: Any, offload: OffloadConfig, *_: Any, **__: Any) -> None:
+        args = seen.pop("args")
+        seen["by plan"], seen["bf16"], seen["fp16"] = offload.working_dtype, args.bf16, args.fp16
         raise KeyboardInterrupt
 
     device = torch.device("cpu" if gpu == "none" else "cuda")
@@ -226,6 +231,7 @@ def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
     monkeypatch.setattr(hardware, "supports_bf16", lambda device: gpu == "H200" or device.type == "cpu")
     monkeypatch.setattr(module, "auto_batch_size", auto_batch_size)
     monkeypatch.setattr(module, "plan_for_rows", plan)
+    monkeypatch.setattr(arguments, "arguments_of_finetune", told)
     monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: gpu != "none")
     with pytest.raises(KeyboardInterrupt):
         finetune(t5(), PAIRS, **({"batch_size": "auto", "use_cpu": gpu == "none"} | options))

@@ -6,7 +6,7 @@
 | `messages` (a list of role/content dicts) | causal, through the tokenizer's chat template |
 | `text`, `label` | classification |
 | `text` | causal |
-| `input_ids` (`labels`, `attention_mask`, `decoder_input_ids`) | tokenised: by model and shape of `labels` |
+| `input_ids` (`labels`, `attention_mask`, `decoder_input_ids`) | tokenized: by model and shape of `labels` |
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from offloadkit.errors import DataError
 from offloadkit.hf.load import Task, infer_task
 from offloadkit.hf.read import load_dataset_like
-from offloadkit.hf.tokenize import IGNORED, Tokenising, label_names, tokenise
+from offloadkit.hf.tokenize import IGNORED, Tokenizing, label_names, tokenize
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -31,7 +31,7 @@ __all__ = ["PreparedData", "load_dataset_like", "prepare", "with_decoder_inputs"
 _DEFAULT_INPUT_LENGTHS: dict[Task, int] = {"seq2seq": 512, "causal": 1024, "classification": 512}
 DEFAULT_TARGET_LENGTH = 128
 _COLUMN_SETS: dict[str, tuple[tuple[str, ...], Task | None]] = {
-    "tokenised": (("input_ids",), None),
+    "tokenized": (("input_ids",), None),
     "pairs": (("input", "target"), "seq2seq"),
     "messages": (("messages",), "causal"),
     "labelled text": (("text", "label"), "classification"),
@@ -42,7 +42,7 @@ _COLUMN_SETS: dict[str, tuple[tuple[str, ...], Task | None]] = {
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A tokenised dataset and what goes with it."""
+    """A tokenized dataset and what goes with it."""
 
     dataset: Dataset
     """Columns input_ids, attention_mask and labels (lists of int; classification: one int)."""
@@ -78,7 +78,7 @@ def prepare(
     max_target_length: int | None = None,
     id2label: dict[int, str] | None = None,
 ) -> PreparedData:
-    """Tokenise a dataset for a model.
+    """Tokenize a dataset for a model.
 
     Args:
         dataset: from `load_dataset_like`.
@@ -99,8 +99,8 @@ def prepare(
     task = _task_of(kind, dataset, model_config, task)
     _check_lengths(max_input_length, max_target_length)
     if task == "classification" and id2label is None:
-        id2label = label_names(dataset, "labels" if kind == "tokenised" else "label", model_config)
-    run = Tokenising(
+        id2label = label_names(dataset, "labels" if kind == "tokenized" else "label", model_config)
+    run = Tokenizing(
         dataset,
         tokenizer,
         task,
@@ -109,16 +109,53 @@ def prepare(
         max_target_length=max_target_length or DEFAULT_TARGET_LENGTH,
         id2label=id2label if task == "classification" else None,
     )
-    tokenised = tokenise(run, kind)
-    if len(tokenised) == 0:
+    tokenized = tokenize(run, kind)
+    if len(tokenized) == 0:
         raise DataError(
             f"there is nothing to learn in any of the {len(dataset)} rows: "
-            + ("all labels are -100" if kind == "tokenised" else "their text gives no tokens to predict")
+            + ("all labels are -100" if kind == "tokenized" else "their text gives no tokens to predict")
         )
-    run.check_words()
+    run.check_known()
     run.warn_of_losses()
     counts = (run.num_skipped, run.num_truncated, run.longest_input, run.longest_target)
-    return PreparedData(tokenised, _collator(tokenizer, task), task, run.id2label, *counts)
+    return PreparedData(tokenized, _collator(tokenizer, task), task, run.id2label, *counts)
+
+
+def prepare_both(
+    train_dataset: Any,
+    eval_dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig,
+    *,
+    max_input_length: int | None,
+    max_target_length: int | None,
+) -> tuple[PreparedData, PreparedData | None]:
+    """The training set and, unless it is None, the evaluation set, for the same task and labels.
+
+    Args:
+        train_dataset, eval_dataset: what `load_dataset_like` takes.
+
+    Raises:
+        DataError: as `prepare`; of the evaluation set, its message begins with "eval_dataset: ".
+    """
+    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    data = prepare(load_dataset_like(train_dataset), tokenizer, model_config, **lengths)
+    if eval_dataset is None:
+        return data, None
+    try:
+        rows = load_dataset_like(eval_dataset, split="validation")
+        return data, prepare(rows, tokenizer, model_config, task=data.task, id2label=data.id2label, **lengths)
+    except DataError as error:
+        raise DataError(f"eval_dataset: {error}") from error
+
+
+def longest_row(*prepared: PreparedData | None) -> dict[str, int]:
+    """The lengths to plan for once the rows are tokenized: no batch is longer."""
+    some = [data for data in prepared if data is not None]
+    return {
+        "max_input_length": max(data.longest_input for data in some),
+        "max_target_length": max(data.longest_target for data in some),
+    }
 
 
 def _column_set(dataset: Dataset, task: Task | None) -> str:
@@ -131,7 +168,7 @@ def _column_set(dataset: Dataset, task: Task | None) -> str:
     for kind, (needed, its_task) in _COLUMN_SETS.items():
         if columns.issuperset(needed) and (task is None or its_task in (task, None)):
             return kind
-    sets = "; ".join(f"{' + '.join(needed)} ({its_task or 'tokenised'})" for needed, its_task in _COLUMN_SETS.values())
+    sets = "; ".join(f"{' + '.join(needed)} ({its_task or 'tokenized'})" for needed, its_task in _COLUMN_SETS.values())
     wanted = f" for task {task!r}" if task else ""
     known = {name for needed, _ in _COLUMN_SETS.values() for name in needed}
     other = next((name for name in dataset.column_names if name not in known), "question")
@@ -148,7 +185,7 @@ def _task_of(kind: str, dataset: Dataset, config: PreTrainedConfig, task: Task |
         DataError: they do not.
     """
     needed, its_task = _COLUMN_SETS[kind]
-    wanted = task or its_task or _task_of_tokenised(dataset, config)
+    wanted = task or its_task or _task_of_tokenized(dataset, config)
     encoder_decoder = bool(config.is_encoder_decoder)
     if wanted == "seq2seq" and not encoder_decoder:
         raise DataError(
@@ -172,7 +209,7 @@ def _is_encoder(config: PreTrainedConfig) -> bool:
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
-def _task_of_tokenised(dataset: Dataset, config: PreTrainedConfig) -> Task:
+def _task_of_tokenized(dataset: Dataset, config: PreTrainedConfig) -> Task:
     from datasets import ClassLabel, Value
 
     label = dataset.features.get("labels")

@@ -1,4 +1,4 @@
-"""What a trained model answers: predictions of a few rows, exact match, accuracy."""
+"""What a trained model answers: predictions for a few rows, exact match, accuracy."""
 
 from __future__ import annotations
 
@@ -44,6 +44,19 @@ def predict(model: Any, tokenizer: Any, data: PreparedData, *, num_rows: int, ba
             return [sample for batch in _batches(rows, batch_size) for sample in answer(model, tokenizer, data, batch)]
     finally:
         model.train(was_training)
+
+
+def in_words(sample: Sample, task: str) -> str:
+    """Input, prediction and, where there is a right answer, whether this is it."""
+    shown = f"{_short(sample.input)!r} -> {_short(sample.prediction)!r}"
+    if task == "causal":
+        return shown
+    return f"{shown}  (right)" if sample.correct else f"{shown}  (should be {_short(sample.target)!r})"
+
+
+def _short(text: str, longest: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def share_correct(samples: list[Sample]) -> float:

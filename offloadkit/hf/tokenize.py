@@ -15,7 +15,18 @@ from offloadkit.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+IGNORED = -100
+"""The label that no loss is computed for."""
+
+_Columns = dict[str, list[Any]]
+"""One batch of rows, by column."""
+
+
+# -- labels
 
 
 def label_names(dataset: Dataset, column: str, config: PreTrainedConfig) -> dict[int, str]:
@@ -80,21 +91,11 @@ def _distinct(values: list[Any], column: str) -> list[Any]:
     return sorted(set(values))
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
-
-IGNORED = -100
-"""The label that no loss is computed for."""
-
-_Columns = dict[str, list[Any]]
-"""One batch of rows, by column."""
+# -- token ids
 
 
 @dataclass
-class Tokenising:
+class Tokenizing:
     """One pass over the rows: what it needs and what it counts."""
 
     dataset: Dataset
@@ -128,7 +129,7 @@ class Tokenising:
                 self.max_target_length,
             )
 
-    def check_words(self) -> None:
+    def check_known(self) -> None:
         """Raise `DataError` where half of the tokens or more are the unknown one: nothing would be learned."""
         for column, number in self.num_unknown.items():
             if 2 * number >= self.num_tokens[column]:
@@ -139,7 +140,7 @@ class Tokenising:
                 )
 
 
-def tokenise(run: Tokenising, kind: str) -> Dataset:
+def tokenize(run: Tokenizing, kind: str) -> Dataset:
     """The rows of `run.dataset` as token ids, without those that teach nothing.
 
     A dataset in RAM stays there; one in files goes to a temporary folder, never beside its own files. The random
@@ -147,7 +148,7 @@ def tokenise(run: Tokenising, kind: str) -> Dataset:
 
     Args:
         run: the pass; its counts are filled in. Its dataset gives plain Python values.
-        kind: the column set, a key of `_TOKENISERS`.
+        kind: the column set, a key of `_TOKENIZERS`.
 
     Raises:
         DataError: a field is missing or has the wrong type, or a token id lies beyond the vocabulary.
@@ -155,9 +156,9 @@ def tokenise(run: Tokenising, kind: str) -> Dataset:
     from datasets.fingerprint import generate_random_fingerprint
 
     def rows_that_teach(batch: _Columns, indices: list[int]) -> _Columns:
-        tokens = _TOKENISERS[kind](run, batch, indices)
+        tokens = _TOKENIZERS[kind](run, batch, indices)
         _check_token_ids(run, tokens, indices)
-        if kind != "tokenised":
+        if kind != "tokenized":
             _count_unknown(run, tokens)
         keep = [_num_learned(run.task, labels) > 0 for labels in tokens["labels"]]
         run.num_skipped += keep.count(False)
@@ -177,18 +178,18 @@ def tokenise(run: Tokenising, kind: str) -> Dataset:
                 with_indices=True,
                 remove_columns=run.dataset.column_names,
                 new_fingerprint=generate_random_fingerprint(),
-                desc="Tokenising",
+                desc="Tokenizing",
             ),
         )
 
 
-def _pairs(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
+def _pairs(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     tokens = _encode(run, _strings(batch, "input", indices), run.max_input_length)
     tokens["labels"] = _encode(run, _strings(batch, "target", indices), run.max_target_length, target=True)["input_ids"]
     return tokens
 
 
-def _text(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
+def _text(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     """Each row ends with the end token where it fits, so that the model learns to stop."""
     rows = _encode(run, _strings(batch, "text", indices), run.max_input_length)["input_ids"]
     eos = run.tokenizer.eos_token_id
@@ -198,7 +199,7 @@ def _text(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
     return _causal_columns(rows)
 
 
-def _messages(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
+def _messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     if run.tokenizer.chat_template is None:
         raise DataError(
             "the tokenizer has no chat template, so `messages` cannot become text: use the instruct version, set "
@@ -227,13 +228,13 @@ def _parsed(messages: Any) -> Any:
         return messages
 
 
-def _labelled_text(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
+def _labelled_text(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     tokens = _encode(run, _strings(batch, "text", indices), run.max_input_length)
     tokens["labels"] = label_ids(batch["label"], indices, run.dataset.features["label"], run.id2label or {})
     return tokens
 
 
-def _already_tokenised(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
+def _already_tokenized(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     """Taken as they are, not cut."""
     for name in ("input_ids", "labels"):
         for index, value in zip(indices, batch.get(name, []), strict=False):
@@ -249,12 +250,12 @@ def _already_tokenised(run: Tokenising, batch: _Columns, indices: list[int]) -> 
     return tokens
 
 
-_TOKENISERS: dict[str, Callable[[Tokenising, _Columns, list[int]], _Columns]] = {
+_TOKENIZERS: dict[str, Callable[[Tokenizing, _Columns, list[int]], _Columns]] = {
     "pairs": _pairs,
     "text": _text,
     "messages": _messages,
     "labelled text": _labelled_text,
-    "tokenised": _already_tokenised,
+    "tokenized": _already_tokenized,
 }
 
 
@@ -266,7 +267,7 @@ def _causal_columns(rows: list[list[int]]) -> _Columns:
     }
 
 
-def _encode(run: Tokenising, texts: list[str], max_length: int, *, target: bool = False) -> _Columns:
+def _encode(run: Tokenizing, texts: list[str], max_length: int, *, target: bool = False) -> _Columns:
     """Token ids cut to `max_length` as the tokenizer does it, special tokens kept."""
     where = {"text_target": texts} if target else {"text": texts}
     tokens = dict(run.tokenizer(**where, truncation=True, max_length=max_length, verbose=False))
@@ -298,7 +299,7 @@ def _num_learned(task: str, labels: Any) -> int:
     return sum(label != IGNORED for label in (labels[1:] if task == "causal" else labels))
 
 
-def _check_token_ids(run: Tokenising, tokens: _Columns, indices: list[int]) -> None:
+def _check_token_ids(run: Tokenizing, tokens: _Columns, indices: list[int]) -> None:
     """Raise `DataError` for an id that the model has no embedding for: a GPU would stop without saying where."""
     for column in ["input_ids"] + (["labels"] if run.task != "classification" else []):
         for index, row in zip(indices, tokens[column], strict=True):
@@ -311,15 +312,16 @@ def _check_token_ids(run: Tokenising, tokens: _Columns, indices: list[int]) -> N
                 )
 
 
-def _count_unknown(run: Tokenising, tokens: _Columns) -> None:
+def _count_unknown(run: Tokenizing, tokens: _Columns) -> None:
     """Add to the run's counts. Where the unknown token serves as another too (GPT-2), it says nothing."""
-    words = run.tokenizer
-    marks = {words.bos_token_id, words.eos_token_id, words.pad_token_id, words.cls_token_id, words.sep_token_id}
-    if words.unk_token_id is None or words.unk_token_id in marks:
+    tokenizer = run.tokenizer
+    special = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id")
+    marks = {getattr(tokenizer, name) for name in special}
+    if tokenizer.unk_token_id is None or tokenizer.unk_token_id in marks:
         return
     for column in ["input_ids"] + (["labels"] if run.task == "seq2seq" else []):
         for row in tokens[column]:
-            if unknown := row.count(words.unk_token_id):
+            if unknown := row.count(tokenizer.unk_token_id):
                 run.num_unknown[column] += unknown
             run.num_tokens[column] += len(row) - sum(row.count(mark) for mark in marks)
 

@@ -191,7 +191,7 @@ def test_task_overrides_what_the_columns_suggest() -> None:
         prepared(rows, WORDS, T5, task="seq2seq")
 
 
-def test_tokenised_rows_are_taken_as_they_are() -> None:
+def test_tokenized_rows_are_taken_as_they_are() -> None:
     rows = [
         {"input_ids": [5, 6, 1], "labels": [7, -100, 1], "decoder_input_ids": [0, 7, 9]},
         {"input_ids": [5, 1], "labels": [1], "decoder_input_ids": [0]},
@@ -204,14 +204,14 @@ def test_tokenised_rows_are_taken_as_they_are() -> None:
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
 
 
-def test_tokenised_rows_of_a_causal_model_need_no_labels() -> None:
+def test_tokenized_rows_of_a_causal_model_need_no_labels() -> None:
     data = prepared([{"input_ids": [1, 4, 6]}], WORDS, LLAMA)
     assert (data.task, data.dataset[0]["labels"]) == ("causal", [1, 4, 6])
     with pytest.raises(DataError, match="needs `labels` beside `input_ids`"):
         prepared([{"input_ids": [1, 4, 6]}], BYTES, T5)
 
 
-def test_tokenised_rows_with_one_label_each_are_classification() -> None:
+def test_tokenized_rows_with_one_label_each_are_classification() -> None:
     data = prepared([{"input_ids": [4], "labels": 0}, {"input_ids": [5, 6], "labels": 1}], WORDS, BERT)
     assert (data.task, data.dataset["labels"][:]) == ("classification", [0, 1])
 

@@ -23,6 +23,7 @@ from transformers import (
     ViTConfig,
 )
 
+import offloadkit
 from offloadkit.errors import ConfigError, ModelError, ModelNotFoundError
 from offloadkit.hf.hub import PRESETS
 from offloadkit.hf.load import infer_task
@@ -263,6 +264,16 @@ def test_a_decoder_that_does_not_know_how_to_begin_is_told_of() -> None:
     config.decoder_start_token_id = None
     with pytest.raises(ModelError, match=r"set model\.config\.decoder_start_token_id"):
         tiny.load_model(T5ForConditionalGeneration(config))
+
+
+def test_a_folder_whose_decoder_does_not_know_how_to_begin_is_refused_before_training(tmp_path: Path) -> None:
+    folder = tiny.save_config(tiny.t5_config(decoder_start_token_id=None), tmp_path / "model")
+    said = r"the config of '.*model' has no decoder_start_token_id.*set decoder_start_token_id in .*config\.json"
+    with pytest.raises(ModelError, match=said):
+        offloadkit.plan(folder)
+    rows, options = [{"input": "a", "target": "b"}], {"init": "random", "tokenizer": "byte", "use_cpu": True}
+    with pytest.raises(ModelError, match=said):
+        offloadkit.finetune(folder, rows, output_dir=tmp_path / "out", **options)
 
 
 def test_plain_module_is_sent_to_the_engine() -> None:
