@@ -14,7 +14,7 @@ class OffloadkitError(Exception):
 
 
 class ConfigError(OffloadkitError, ValueError):
-    """An option has a value that offloadkit cannot work with."""
+    """An option has a value that offloadkit cannot use."""
 
 
 class ModelError(OffloadkitError, ValueError):
@@ -26,15 +26,15 @@ class ModelNotFoundError(ModelError):
 
 
 class ModelAccessError(ModelError):
-    """The hub knows the model but does not hand it out (401, 403): a token or a licence is missing."""
+    """The hub knows the model but denies access (401, 403): a token or a licence is missing."""
 
 
 class DownloadError(OffloadkitError, OSError):
-    """A transfer from the hub broke off or the hub answered with a fault of its own; running again goes on."""
+    """A transfer from the hub broke off, or the hub answered with an error of its own. Running again continues."""
 
 
 class DoesNotFitError(OffloadkitError, MemoryError):
-    """A plan needs more VRAM, RAM or disk than there is; refused before anything is loaded."""
+    """A plan needs more VRAM, RAM or disk than there is. It is refused before anything is loaded."""
 
 
 class DataError(OffloadkitError, ValueError):
@@ -42,7 +42,7 @@ class DataError(OffloadkitError, ValueError):
 
 
 class EngineStateError(OffloadkitError, RuntimeError):
-    """The engine was called in an order that has no meaning (step before backward, use after close)."""
+    """The engine was called in a wrong order (step before backward, use after close)."""
 
 
 class NonFiniteGradientError(OffloadkitError, ArithmeticError):
@@ -50,11 +50,11 @@ class NonFiniteGradientError(OffloadkitError, ArithmeticError):
 
 
 class OutOfRamError(OffloadkitError, MemoryError):
-    """The RAM that is left fell below a floor; training stopped before the system would have killed it."""
+    """Free RAM fell below a minimum. Training stopped before the system would have killed it."""
 
 
 class OutOfVramError(OffloadkitError, MemoryError):
-    """The GPU's memory is full; the message sets what was planned against what is used."""
+    """The GPU's memory is full. The message compares what was planned with what is used."""
 
 
 class OutputError(OffloadkitError, OSError):

@@ -429,8 +429,10 @@ class TrainingRun:
 
 
 def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
-    """Where a model in memory waits for the engine: on the GPU if, in fp32 at most, it fits beside what the plan puts
-    there; else in RAM, from where the engine takes its weights one by one."""
+    """Where a model in memory waits for the engine: on the GPU if it fits beside what the plan puts there, else in RAM.
+
+    Its size is taken in fp32, which is the most. The engine takes the weights from there one by one.
+    """
     free = hardware.vram_bytes(args.device)[0]
     fits = 4 * plan.num_parameters + plan.total_bytes("vram") < 0.9 * free
     return args.device if fits else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""`plan`: from a model's name and a few wishes to what training it takes, before a byte of weights is read.
+"""`plan`: what training a model takes, from its name and a few wishes, before a byte of weights is read.
 
 plan = offloadkit.plan("t5-3b", vram="8GiB", ram="32GiB", batch_size=4)
 print(plan, plan.explain(), sep="\\n")
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (32, 16, 8, 4, 2, 1)
-"""What "auto" chooses from: the first whose activations, every block recomputed, take at most half of the VRAM."""
+"""Sizes that "auto" tries: the first whose activations, with every block recomputed, take at most half of VRAM."""
 AUTO_BATCH_SIZE = 8
-"""What "auto" is without a GPU."""
+"""The size that "auto" takes without a GPU."""
 
 GIB = 1 << 30
 ASSUMED_CARD = Hardware(
@@ -72,9 +72,9 @@ ASSUMED_CARD = Hardware(
     fp16_flops_per_second=60e12,
     fp32_flops_per_second=15e12,
 )
-"""A machine of today that was not measured: PCIe 4 x16, two channels of DDR5, a mid-range card."""
+"""A typical machine that was not measured: PCIe 4 x16, two channels of DDR5, a mid-range card."""
 ASSUMED_DISK = 1.5e9
-"""Bytes a second of its disk, each way."""
+"""Bytes a second of its disk, for reading and for writing."""
 
 
 def plan(
@@ -91,24 +91,24 @@ def plan(
     offload: OffloadConfig | None = None,
     device: torch.device | None = None,
 ) -> Plan:
-    """What training `model` needs, where it goes and how long a step takes. Only the model's config is read.
+    """How much memory training `model` needs, where it is placed and how long a step takes. Only its config is read.
 
     Args:
         model: a preset ("t5-3b"; needs no network), folder, hub name, or a model.
-        vram, ram: what the process may take ("8GiB"); None: what is free here. Where there is no GPU, and no `device`
-            is named, `vram` plans for a card of that size, whose rates are assumed.
+        vram, ram: what the process may use ("8GiB"); None: what is free here. Without a GPU and without `device`,
+            `vram` plans for a card of that size, whose rates are assumed.
         precision: of the optimizer states; None: the config's.
-        batch_size: rows of a micro-batch; "auto": see `BATCH_SIZES`. It is chosen before what lives where.
-        max_input_length, max_target_length: tokens of a row; None: as `finetune`.
-        gradient_accumulation: micro-batches an update; None: the config's.
+        batch_size: rows of a micro-batch; "auto": see `BATCH_SIZES`. It is chosen before the placements.
+        max_input_length, max_target_length: tokens of a row; None: as in `finetune`.
+        gradient_accumulation: micro-batches in an update; None: the config's.
         task: "seq2seq", "causal" or "classification"; None: what the architecture was made for.
-        offload: as for `finetune`; its `working_dtype` "auto" is `default_dtype`.
-        device: where training runs; None: the GPU where there is one.
+        offload: as in `finetune`; its `working_dtype` "auto" means `default_dtype`.
+        device: where training runs; None: the GPU if there is one.
 
     Raises:
         ConfigError: a wish has no meaning.
-        OutputError: the folder for states on disk is not there, or is full.
-        ModelError, ModelNotFoundError, ModelAccessError: as `finetune`.
+        OutputError: the folder for states on disk does not exist, or is full.
+        ModelError, ModelNotFoundError, ModelAccessError: as in `finetune`.
     """
     source = resolve(model, init="random", task=task)
     config = with_wishes(offload, vram=vram, ram=ram, precision=precision, gradient_accumulation=gradient_accumulation)
@@ -194,7 +194,7 @@ def auto_batch_size(
     max_target_length: int | None,
     device: torch.device,
 ) -> int:
-    """What `batch_size="auto"` is: by `BATCH_SIZES` with a GPU, `AUTO_BATCH_SIZE` without. Arguments: as `plan`."""
+    """The size that `batch_size="auto"` means: by `BATCH_SIZES` with a GPU, else `AUTO_BATCH_SIZE`."""
     if device.type == "cpu":
         return AUTO_BATCH_SIZE
     machine = measure(device)
@@ -221,14 +221,14 @@ def default_dtype(*, on_gpu: bool, native_bf16: bool) -> Dtype:
 def check_fits(plan: Plan) -> None:
     """
     Raises:
-        DoesNotFitError: the plan does not fit; names what it needs, what there is, and the nearest plans that fit.
+        DoesNotFitError: the plan does not fit. The message names what it needs, what there is, and plans that fit.
     """
     if not plan.fits:
         raise DoesNotFitError(f"the plan {plan.explain()}")
 
 
 def check_rows(batch_size: Any, max_input_length: Any, max_target_length: Any) -> None:
-    """Raise `ConfigError` for what is no number of rows or tokens."""
+    """Raise `ConfigError` for anything that is not a positive number of rows or tokens."""
     lengths = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     wishes = {"batch_size": None if batch_size == "auto" else batch_size, **lengths}
     for name, value in wishes.items():
@@ -237,7 +237,7 @@ def check_rows(batch_size: Any, max_input_length: Any, max_target_length: Any) -
 
 
 def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Hardware, bool]:
-    """The machine to plan for, and whether its rates are assumed: a GPU's, this CPU's, or a card of a wished size."""
+    """The machine to plan for, and whether its rates are assumed: this GPU, this CPU, or a card of the given size."""
     if device is None and config.vram is not None and hardware.default_device().type == "cpu":
         size = parse_bytes(config.vram)
         card = replace(ASSUMED_CARD, vram_total_bytes=size, vram_free_bytes=size)
@@ -266,7 +266,7 @@ def with_disk(machine: Hardware, folder: str) -> Hardware:
 
 @dataclass(frozen=True)
 class _Outline:
-    """A model on the meta device, ready to be followed over micro-batches of any shape."""
+    """A model on the meta device, ready to be traced over micro-batches of any shape."""
 
     model: Any
     layers: list[FlatLayer]
@@ -280,7 +280,7 @@ class _Outline:
         machine: Hardware,
         config: OffloadConfig,
     ) -> Rows:
-        """The micro-batch to plan for: the wished one, with what was left out chosen."""
+        """The micro-batch to plan for, with defaults for what was not given."""
         length = max_input_length or default_input_length(self.model.config, self.task)
         target = (max_target_length or DEFAULT_TARGET_LENGTH) if self.task == "seq2seq" else None
         rows = Rows(AUTO_BATCH_SIZE, length, target)
@@ -300,14 +300,14 @@ class _Outline:
         return rows
 
     def batch(self, rows: Rows) -> dict[str, torch.Tensor]:
-        """Forward's arguments, int64 on the meta device; some rows are padded."""
+        """Arguments of forward: int64 on the meta device, with an attention mask, as if some rows were padded."""
         size, length = rows.batch_size, rows.input_length
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
         return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
 
     def work(self, rows: Rows) -> MicroBatch | None:
-        """What a micro-batch computes; None for a model that the meta device cannot run."""
+        """What a micro-batch computes; None if the model cannot run on the meta device."""
         try:
             return replace(trace_micro_batch(self.model, self.batch(rows)), rows=rows)
         except Exception as error:
@@ -315,7 +315,7 @@ class _Outline:
             return None
 
     def smaller(self, rows: Rows) -> Iterator[tuple[str, MicroBatch]]:
-        """Smaller micro-batches: fewer rows, then shorter ones too."""
+        """Smaller micro-batches, each with its options in words: fewer rows first, then shorter rows."""
         others = [
             (f"batch_size={size}", replace(rows, batch_size=size)) for size in BATCH_SIZES if size < rows.batch_size
         ]
@@ -331,7 +331,7 @@ class _Outline:
 
 @contextmanager
 def _outline(source: ModelSource, config: OffloadConfig, machine: Hardware) -> Iterator[_Outline]:
-    """The model without numbers, in its working dtypes and patched as training patches it. Left as it was afterwards.
+    """The model without numbers, in its working dtypes and patched as in training. The patches end with the context.
 
     Args:
         config: its working dtype is decided.

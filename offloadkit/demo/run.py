@@ -1,4 +1,4 @@
-"""The demo: dates are made, a T5 of a million random weights learns them through `finetune`, what it took is shown."""
+"""The demo: a T5 of a million random weights learns to write dates through `finetune`, and the costs are shown."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _PHASES = {
     "forward_wait": "forward waiting for weights",
     "other": "data, logging",
 }
-"""What the phases of a `StepRecord` are called here."""
+"""Names of a `StepRecord`'s phases in what is shown."""
 
 
 @bars_where_live()
 def run_demo(
     output: str | os.PathLike[str] = "offloadkit-demo", *, num_steps: int = NUM_STEPS, seed: int = 0
 ) -> dict[str, Any]:
-    """Train, show, and leave `model/` and `summary.json` in `output`.
+    """Train, show the result, and write `model/` and `summary.json` to `output`.
 
     Returns:
-        What summary.json holds: exact_match_before and exact_match_after (0 to 1, on `NUM_PREDICTED` dates that
-        training never saw), seconds, steps, peak_ram_bytes, peak_vram_bytes, final losses, mean seconds of a step by
-        phase, predictions, machine and versions.
+        The content of summary.json: exact_match_before and exact_match_after (0 to 1, on `NUM_PREDICTED` dates that
+        training never saw), final losses, predictions. Also seconds, steps, mean seconds of a step by phase,
+        peak_ram_bytes, peak_vram_bytes, machine and versions.
 
     Raises:
         OutputError: `output` cannot be written.

@@ -1,4 +1,4 @@
-"""From rows to what a Trainer needs: which columns say what is learned, token ids, and the collator.
+"""From rows to what a Trainer needs: the task that the columns define, token ids, and the collator.
 
 | columns | task |
 |---|---|
@@ -37,12 +37,12 @@ _COLUMN_SETS: dict[str, tuple[tuple[str, ...], Task | None]] = {
     "labelled text": (("text", "label"), "classification"),
     "text": (("text",), "causal"),
 }
-"""Looked for in this order; columns beyond a set are left out."""
+"""Column sets in the order in which they are tried; other columns are left out."""
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A tokenized dataset and what goes with it."""
+    """A tokenized dataset, its collator, and its counts."""
 
     dataset: Dataset
     """Columns input_ids, attention_mask and labels (lists of int; classification: one int)."""
@@ -56,7 +56,7 @@ class PreparedData:
     """Classification: the name of each class id, for `load_model` and for preparing the evaluation set."""
 
     num_skipped: int = 0
-    """Rows left out because nothing can be learned from them (empty text, labels all -100)."""
+    """Rows left out because they have no target (empty text, all labels -100)."""
 
     num_truncated: int = 0
     """Inputs and targets that were cut to the longest length."""
@@ -81,18 +81,18 @@ def prepare(
     """Tokenize a dataset for a model.
 
     Args:
-        dataset: from `load_dataset_like`.
-        tokenizer: from `load_tokenizer`.
-        model_config: says what the model can learn, and how long its inputs may be.
+        dataset: what `load_dataset_like` returns.
+        tokenizer: what `ModelSource.load_tokenizer` returns.
+        model_config: tells what the model can learn, and how long its inputs may be.
         task: None: by the columns.
-        max_input_length: tokens of input a row, the end token among them; None: 512 (causal: 1024), or the model's
-            limit where that is less.
-        max_target_length: tokens of target a row in seq2seq; None: 128.
-        id2label: the classes of the training set when an evaluation set is prepared.
+        max_input_length: tokens of input in a row, with the end token. None: 512 (causal: 1024), or the model's
+            limit if that is less.
+        max_target_length: tokens of target in a row of seq2seq; None: 128.
+        id2label: for an evaluation set, the classes of the training set.
 
     Raises:
-        DataError: no column set fits, or not this model; a field is missing; a token id beyond the vocabulary; nothing
-            to learn in any row.
+        DataError: no column set fits, or none fits this model; a field is missing; a token id is beyond the vocabulary;
+            no row has a target.
     """
     dataset = dataset.with_format(None)
     kind = _column_set(dataset, task)
@@ -159,10 +159,10 @@ def longest_row(*prepared: PreparedData | None) -> dict[str, int]:
 
 
 def _column_set(dataset: Dataset, task: Task | None) -> str:
-    """The first column set that the dataset has, of those that fit the task.
+    """The first column set in the dataset that fits the task.
 
     Raises:
-        DataError: none; the message shows the columns found and the sets accepted.
+        DataError: there is none. The message shows the columns found and the sets accepted.
     """
     columns = set(dataset.column_names)
     for kind, (needed, its_task) in _COLUMN_SETS.items():
@@ -179,10 +179,10 @@ def _column_set(dataset: Dataset, task: Task | None) -> str:
 
 
 def _task_of(kind: str, dataset: Dataset, config: PreTrainedConfig, task: Task | None) -> Task:
-    """The task that columns, model and the user agree on.
+    """The task that columns, model and user agree on.
 
     Raises:
-        DataError: they do not.
+        DataError: they do not agree.
     """
     needed, its_task = _COLUMN_SETS[kind]
     wanted = task or its_task or _task_of_tokenized(dataset, config)
@@ -203,7 +203,7 @@ def _task_of(kind: str, dataset: Dataset, config: PreTrainedConfig, task: Task |
 
 
 def _is_encoder(config: PreTrainedConfig) -> bool:
-    """Whether the model type was made to fill in masked tokens (BERT), not to write on."""
+    """Whether the model type was made to fill in masked tokens (BERT), not to continue text."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -232,15 +232,18 @@ def _check_lengths(*lengths: int | None) -> None:
 
 
 def default_input_length(config: PreTrainedConfig, task: Task) -> int:
-    """The task's default, or the model's limit where that is less (T5 has none: its positions are relative)."""
+    """The task's default, or the model's limit if that is less. (T5 has none: its positions are relative.)"""
     text_config = config.get_text_config()
     limits = [getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions")]
     return min([_DEFAULT_INPUT_LENGTHS[task], *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
 
 
 def _collator(tokenizer: PreTrainedTokenizerBase, task: Task) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
-    """HuggingFace's collators. Causal rows bring their own labels, so that an end token which also serves as padding is
-    learned: `DataCollatorForLanguageModeling` would mask it."""
+    """HuggingFace's collators.
+
+    Causal rows bring their own labels. `DataCollatorForLanguageModeling` would mask an end token that is also the
+    padding token, and it would not be learned.
+    """
     from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 
     if task == "classification":
@@ -250,7 +253,7 @@ def _collator(tokenizer: PreTrainedTokenizerBase, task: Task) -> Callable[[list[
 
 @dataclass(frozen=True)
 class _PadDecoderInputs:
-    """`DataCollatorForSeq2Seq`, which does not pad a `decoder_input_ids` column, and the padding of that column."""
+    """`DataCollatorForSeq2Seq`, plus the padding of a `decoder_input_ids` column, which it lacks."""
 
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
     pad_token_id: int
@@ -269,9 +272,9 @@ class _PadDecoderInputs:
 def with_decoder_inputs(
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]], model: Any
 ) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
-    """A seq2seq collator that also makes `decoder_input_ids`, as the model makes them from labels that it is given.
+    """A seq2seq collator that also makes `decoder_input_ids` from the labels, as the model does.
 
-    Label smoothing gives it none: the Trainer takes them out of the batch and computes the loss itself.
+    With label smoothing the model gets no labels: the Trainer removes them from the batch and computes the loss itself.
     """
 
     def collate_and_shift(rows: list[dict[str, Any]]) -> dict[str, Any]:

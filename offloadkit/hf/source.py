@@ -185,9 +185,9 @@ class ModelSource:
         (a new classification head) and all buffers are real already.
 
         Returns:
-            The model, and a function of its parameters. None stands for that function where all are real: for a
-            checkpoint that transformers converts while reading (quantised, experts stored one by one, a .bin older
-            than torch 1.6), and for a model whose `_init_weights` does not set everything.
+            The model, and a function of its parameters; None where all of them are real already. That is so for a
+            checkpoint that transformers converts while reading: quantised, experts stored one by one, a .bin older than
+            torch 1.6. It is also so for a model whose `_init_weights` does not set everything.
 
         Raises:
             As `load`; the function raises `ModelError` for a file that is gone or broken by then.

@@ -1,4 +1,4 @@
-"""Rows of text to rows of token ids, batch by batch, with every fault named by its row."""
+"""Turns rows of text into rows of token ids, batch by batch. Every error names its row."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _Columns = dict[str, list[Any]]
 def label_names(dataset: Dataset, column: str, config: PreTrainedConfig) -> dict[int, str]:
     """The name of each class id, ids counted from 0.
 
-    A `ClassLabel` column keeps its names. A model that was trained on all labels of the column keeps its own ids. Else
-    the labels get ids in sorted order, so that the integers 0 ... n-1 stay what they are.
+    A `ClassLabel` column keeps its names. A model that knows all labels of the column keeps its own ids. Otherwise
+    labels get ids in sorted order, so that the integers 0 ... n-1 stay as they are.
 
     Raises:
-        DataError: a label is missing, no string or whole number, or there is only one.
+        DataError: a label is missing, is no string or whole number, or there is only one.
     """
     from datasets import ClassLabel
 
@@ -59,7 +59,7 @@ def label_ids(values: list[Any], indices: list[int], feature: Any, id2label: dic
     Args:
         values: labels of one batch.
         indices: the rows they stand in.
-        feature: the column's feature; a `ClassLabel` says what its numbers mean.
+        feature: the column's feature; a `ClassLabel` names its numbers.
         id2label: name of each id.
 
     Raises:
@@ -96,7 +96,7 @@ def _distinct(values: list[Any], column: str) -> list[Any]:
 
 @dataclass
 class Tokenizing:
-    """One pass over the rows: what it needs and what it counts."""
+    """One pass over the rows: its inputs and its counts."""
 
     dataset: Dataset
     tokenizer: PreTrainedTokenizerBase
@@ -106,19 +106,19 @@ class Tokenizing:
     max_target_length: int
     id2label: dict[int, str] | None
     num_skipped: int = 0
-    """Rows that teach nothing."""
+    """Rows without a target, which are left out."""
     num_truncated: int = 0
     """Inputs and targets that were cut."""
     longest_input: int = 1
     longest_target: int = 1
     """Tokens, after cutting."""
     num_tokens: Counter[str] = field(default_factory=Counter)
-    """By column; begin, end and padding are not counted."""
+    """Tokens by column, without begin, end and padding."""
     num_unknown: Counter[str] = field(default_factory=Counter)
-    """Those of `num_tokens` that stand for what the tokenizer does not know."""
+    """Those of `num_tokens` that are the unknown token."""
 
     def warn_of_losses(self) -> None:
-        """Log how many rows were left out or cut, if any were."""
+        """Log how many rows were left out or cut, if any."""
         if self.num_skipped:
             logger.warning("%d of %d rows left out: they teach nothing", self.num_skipped, len(self.dataset))
         if self.num_truncated:
@@ -130,24 +130,24 @@ class Tokenizing:
             )
 
     def check_known(self) -> None:
-        """Raise `DataError` where half of the tokens or more are the unknown one: nothing would be learned."""
+        """Raise `DataError` if half of the tokens or more are the unknown one: nothing would be learned."""
         for column, number in self.num_unknown.items():
             if 2 * number >= self.num_tokens[column]:
                 raise DataError(
                     f"the tokenizer does not know {number / self.num_tokens[column]:.0%} of the tokens in {column!r} "
-                    f"(they became {self.tokenizer.unk_token!r}): pass tokenizer= the one that the model was trained "
+                    f"(they became {self.tokenizer.unk_token!r}). Pass tokenizer= the one that the model was trained "
                     "with, or a model made for this text and these characters"
                 )
 
 
 def tokenize(run: Tokenizing, kind: str) -> Dataset:
-    """The rows of `run.dataset` as token ids, without those that teach nothing.
+    """The rows of `run.dataset` as token ids, without rows that have no target.
 
-    A dataset in RAM stays there; one in files goes to a temporary folder, never beside its own files. The random
-    fingerprint spares hashing the tokenizer.
+    A dataset in RAM stays there. One in files is written to a temporary folder, never beside its own files. The random
+    fingerprint saves hashing the tokenizer.
 
     Args:
-        run: the pass; its counts are filled in. Its dataset gives plain Python values.
+        run: its counts are filled in. Its dataset gives plain Python values.
         kind: the column set, a key of `_TOKENIZERS`.
 
     Raises:
@@ -190,7 +190,7 @@ def _pairs(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
 
 
 def _text(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
-    """Each row ends with the end token where it fits, so that the model learns to stop."""
+    """Each row ends with the end token if it fits, so that the model learns to stop."""
     rows = _encode(run, _strings(batch, "text", indices), run.max_input_length)["input_ids"]
     eos = run.tokenizer.eos_token_id
     for row in rows:
@@ -221,7 +221,7 @@ def _messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
 
 
 def _parsed(messages: Any) -> Any:
-    """Messages that a file's reader left as JSON text; others, and other text, as they are."""
+    """Messages that were read as JSON text are parsed; anything else is returned as it is."""
     try:
         return json.loads(messages) if isinstance(messages, str) else messages
     except json.JSONDecodeError:
@@ -235,7 +235,7 @@ def _labelled_text(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Col
 
 
 def _already_tokenized(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
-    """Taken as they are, not cut."""
+    """Token ids are taken as they are, not cut."""
     for name in ("input_ids", "labels"):
         for index, value in zip(indices, batch.get(name, []), strict=False):
             if value is None:
@@ -268,7 +268,7 @@ def _causal_columns(rows: list[list[int]]) -> _Columns:
 
 
 def _encode(run: Tokenizing, texts: list[str], max_length: int, *, target: bool = False) -> _Columns:
-    """Token ids cut to `max_length` as the tokenizer does it, special tokens kept."""
+    """Token ids cut to `max_length` by the tokenizer, which keeps special tokens."""
     where = {"text_target": texts} if target else {"text": texts}
     tokens = dict(run.tokenizer(**where, truncation=True, max_length=max_length, verbose=False))
     for text, row in zip(texts, tokens["input_ids"], strict=True):
@@ -293,14 +293,14 @@ def _strings(batch: _Columns, column: str, indices: list[int]) -> list[str]:
 
 
 def _num_learned(task: str, labels: Any) -> int:
-    """Labels of one row that a loss is computed for; a causal model is never asked for a row's first token."""
+    """Number of labels in a row that have a loss. A causal model never predicts a row's first token."""
     if task == "classification":
         return 1
     return sum(label != IGNORED for label in (labels[1:] if task == "causal" else labels))
 
 
 def _check_token_ids(run: Tokenizing, tokens: _Columns, indices: list[int]) -> None:
-    """Raise `DataError` for an id that the model has no embedding for: a GPU would stop without saying where."""
+    """Raise `DataError` for an id without an embedding: a GPU would fail without saying where."""
     for column in ["input_ids"] + (["labels"] if run.task != "classification" else []):
         for index, row in zip(indices, tokens[column], strict=True):
             ids = [token for token in row if token != IGNORED] if column == "labels" else row
@@ -313,7 +313,7 @@ def _check_token_ids(run: Tokenizing, tokens: _Columns, indices: list[int]) -> N
 
 
 def _count_unknown(run: Tokenizing, tokens: _Columns) -> None:
-    """Add to the run's counts. Where the unknown token serves as another too (GPT-2), it says nothing."""
+    """Add to the run's counts. If the unknown token has another role too (GPT-2), nothing is counted."""
     tokenizer = run.tokenizer
     special = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id")
     marks = {getattr(tokenizer, name) for name in special}
@@ -328,7 +328,7 @@ def _count_unknown(run: Tokenizing, tokens: _Columns) -> None:
 
 @contextmanager
 def _temporary_files() -> Iterator[None]:
-    """`datasets`' own switch: the files that `map` writes go to a folder that is removed when Python ends."""
+    """Let `map` write its files to a folder that is removed when Python exits, by a switch of `datasets`."""
     import datasets
 
     was_enabled = datasets.is_caching_enabled()
