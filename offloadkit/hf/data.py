@@ -53,7 +53,7 @@ class PreparedData:
     task: Task
 
     id2label: dict[int, str] | None = None
-    """Classification: the name of each class id, for `load_model` and for preparing the evaluation set."""
+    """Classification: the name of each class id, for the head of the model and for the evaluation set."""
 
     num_skipped: int = 0
     """Rows left out because they have no target (empty text, all labels -100)."""
