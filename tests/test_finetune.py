@@ -155,7 +155,7 @@ def test_resuming_from_a_file_that_was_cut_names_it_and_what_to_delete(tmp_path:
 @pytest.mark.parametrize(("saved", "now"), [("exact", "tiny"), ("tiny", "exact"), ("exact", "compact")])
 def test_resuming_with_another_precision_says_what_to_go_on_with(saved: str, now: str) -> None:
     finetune(t5(), PAIRS, precision=saved)
-    with pytest.raises(ConfigError, match=r"^saved exp_avg(_sq)? is .*: go on with the precision and the working dtype"):
+    with pytest.raises(ConfigError, match=r"^saved exp_avg(_sq)? is .*: go on with the precision and the working"):
         finetune(t5(), PAIRS, precision=now, resume=True, max_steps=6)
 
 
