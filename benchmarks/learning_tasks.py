@@ -117,9 +117,10 @@ def by_tenths(losses: Sequence[float]) -> list[float]:
 
 def demo(trial: Trial) -> Recipe:
     """The demo's model and recipe (offloadkit/demo/run.py); more held-out dates, for a finer figure."""
+    from transformers import ByT5Tokenizer
+
     from offloadkit.demo import run
     from offloadkit.demo.dates import date_pairs
-    from offloadkit.hf.models import load_tokenizer
 
     num_train, num_held_out = (1000, 32) if trial.tiny else (run.NUM_TRAIN, 2048)
     steps = trial.steps or (60 if trial.tiny else run.NUM_STEPS)
@@ -134,14 +135,12 @@ def demo(trial: Trial) -> Recipe:
         "per_device_eval_batch_size": min(256, num_held_out),
     }
     rows = [[pair._asdict() for pair in part] for part in (pairs, held_out)]
-    return Recipe(run.small_t5(trial.seed), rows[0], rows[1], load_tokenizer("byte", "byte"), arguments)
+    return Recipe(run.small_t5(trial.seed), rows[0], rows[1], ByT5Tokenizer(), arguments)
 
 
 def llama(trial: Trial) -> Recipe:
     """A Llama of three million parameters over bytes: 4 blocks, 256 wide; each row is a stretch of a source file."""
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
-    from offloadkit.hf.models import load_tokenizer
+    from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
     length, num_train, num_held_out, batch_size = (64, 512, 32, 8) if trial.tiny else (256, 20_000, 1024, 32)
     steps = trial.steps or (60 if trial.tiny else 600)
@@ -172,7 +171,7 @@ def llama(trial: Trial) -> Recipe:
         "max_input_length": length,
         "per_device_eval_batch_size": batch_size,
     }
-    return Recipe(model, train, held_out, load_tokenizer("byte", "byte"), arguments)
+    return Recipe(model, train, held_out, ByT5Tokenizer(), arguments)
 
 
 @cache

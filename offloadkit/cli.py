@@ -1,4 +1,4 @@
-"""The command line: `offloadkit demo | doctor | plan | train | compare | sweep`; errors of ours are one message."""
+"""The command line: `offloadkit demo | doctor | plan | train | compare | sweep`. Errors of ours are one message."""
 
 from __future__ import annotations
 
@@ -15,16 +15,39 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train models that do not fit: exact AdamW with the optimizer in host memory.",
+    help="Fine-tune models that are too big for the GPU: exact AdamW, with what does not fit in host RAM.",
 )
 
-_STEPS = "Timed, after four that warm up. Left out: six, or as many as take three seconds."
+Model = Annotated[str, typer.Argument(help="Preset (t5-3b, flan-t5-xl, ...), folder, or hub name.")]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Folder or hub name; 'byte' is one token a byte. Default: the model's own.")
+]
+AutoBatchSize = Annotated[str, typer.Option(help="Rows in a micro-batch, or auto.")]
+InputLength = Annotated[
+    int | None, typer.Option(help="Longest input in tokens. Default: 512 (causal models: 1024), or the model's limit.")
+]
+TargetLength = Annotated[int | None, typer.Option(help="Longest target in tokens. Default: 128.")]
+Accumulation = Annotated[int, typer.Option(help="Micro-batches in one update.")]
+Precision = Annotated[str, typer.Option(help="Optimizer moments: exact (fp32), compact (bf16) or tiny (int8).")]
+Dtype = Annotated[str, typer.Option(help="Working weights: auto, bf16, fp16 or fp32.")]
+Vram = Annotated[str | None, typer.Option(help="VRAM that may be used, e.g. 8GiB. Default: what is free.")]
+Ram = Annotated[str | None, typer.Option(help="RAM that may be used. Default: what is available.")]
+ProcessVram = Annotated[str | None, typer.Option(help="VRAM that each process may use, e.g. 11GiB.")]
+ProcessRam = Annotated[str | None, typer.Option(help="RAM that each process may use.")]
+Disk = Annotated[
+    str | None,
+    typer.Option(metavar="FOLDER", help="Folder on a local disk for optimizer states that do not fit in RAM."),
+]
+Steps = Annotated[
+    int | None, typer.Option(help="Timed steps, after four for warm-up. Default: at least six, and at least 3 s.")
+]
+MeasuredOutput = Annotated[Path, typer.Option(help="Folder for the table, the chart and the rows.")]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _readable(command: Command) -> Command:
-    """Print an `OffloadkitError` as its message and exit with 1, Ctrl-C with 130; other errors keep their traceback."""
+    """Print an `OffloadkitError` as one message and exit with 1; Ctrl-C exits with 130. Others keep their traceback."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -41,7 +64,7 @@ def _readable(command: Command) -> Command:
 
 
 def _how_to_go_on(output: Path) -> str:
-    """What `--resume` would do after an interrupt that left no time for a checkpoint."""
+    """Where `--resume` would continue from, for the end of a message."""
     from offloadkit.checkpoint.folder import newest_checkpoint
     from offloadkit.errors import ConfigError
 
@@ -55,8 +78,8 @@ def _how_to_go_on(output: Path) -> str:
 @_readable
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for model/ and summary.json.")] = Path("offloadkit-demo"),
-    steps: Annotated[int | None, typer.Option(min=1, help="Fewer steps learn less.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the dates, the weights and the order.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps; with fewer the model learns less.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the dates, the weights and the order of rows.")] = 0,
 ) -> None:
     """Watch a small T5 learn to write dates in ISO form; about a minute and a half on two CPU cores."""
     from offloadkit.demo.run import NUM_STEPS, run_demo
@@ -67,10 +90,10 @@ def demo(
 @app.command()
 @_readable
 def doctor(
-    folder: Annotated[Path, typer.Option(help="Where the disk is measured: where checkpoints will go.")] = Path("."),
+    folder: Annotated[Path, typer.Option(help="Folder whose disk is measured.")] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure this machine and say what would make training better; exits with 1 where nothing can be trained."""
+    """Measure this machine and say what would improve training. Exits with 1 if nothing can be trained."""
     import json
 
     from offloadkit import doctor
@@ -84,26 +107,23 @@ def doctor(
 @app.command()
 @_readable
 def plan(
-    model: Annotated[str, typer.Argument(help="Preset (t5-3b, flan-t5-xl, ...), folder, or hub name.")],
-    vram: Annotated[
-        str | None, typer.Option(help="VRAM the process may take, e.g. 8GiB. Left out: what is free.")
-    ] = None,
-    ram: Annotated[str | None, typer.Option(help="RAM the process may take. Left out: what is available.")] = None,
-    precision: Annotated[str, typer.Option(help="Of the optimizer states: exact, compact or tiny.")] = "exact",
-    batch_size: Annotated[str, typer.Option(help="Rows in a micro-batch, or auto.")] = "auto",
-    max_input_length: Annotated[int | None, typer.Option(help="Tokens of input a row.")] = None,
-    max_target_length: Annotated[int | None, typer.Option(help="Tokens of target a row.")] = None,
-    gradient_accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches an update.")] = 1,
-    disk: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="On a local disk, for optimizer states that fit no RAM.")
-    ] = None,
+    model: Model,
+    vram: Vram = None,
+    ram: Ram = None,
+    precision: Precision = "exact",
+    batch_size: AutoBatchSize = "auto",
+    max_input_length: InputLength = None,
+    max_target_length: TargetLength = None,
+    gradient_accumulation: Accumulation = 1,
+    disk: Disk = None,
     compile_blocks: Annotated[bool, typer.Option("--compile-blocks", help="Plan for compiled blocks.")] = False,
-    dtype: Annotated[str, typer.Option(help="Working weights: auto, bf16, fp16 or fp32.")] = "auto",
+    dtype: Dtype = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what training MODEL needs, where it goes and how long a step takes; exits with 1 where it does not fit.
+    """Show how much memory training MODEL needs, where it is placed and how long a step takes.
 
-    No weights are read. Without a GPU here, --vram plans for a card of that size.
+    Exits with 1 if it does not fit. No weights are read. On a machine without a GPU, --vram plans for a card of that
+    size.
     """
     import json
 
@@ -143,42 +163,44 @@ def _rows(batch_size: str) -> int | Literal["auto"]:
 @app.command()
 @_readable
 def train(
-    model: Annotated[str, typer.Argument(help="Preset, folder, or hub name.")],
+    model: Model,
     dataset: Annotated[str, typer.Argument(help=".jsonl, .csv or .parquet file, or hub name.")],
-    eval_dataset: Annotated[str | None, typer.Option(help="Evaluated after each epoch and at the end.")] = None,
+    eval_dataset: Annotated[str | None, typer.Option(help="Rows to evaluate on, each epoch and at the end.")] = None,
     output: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder for model/ and checkpoints.")
     ] = "offloadkit-output",
-    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub name; 'byte': one token a byte.")] = None,
+    tokenizer: Tokenizer = None,
     epochs: Annotated[float, typer.Option(help="Passes over the dataset.")] = 1,
-    max_steps: Annotated[int | None, typer.Option(help="Updates; goes before --epochs.")] = None,
-    batch_size: Annotated[str, typer.Option(help="Rows in a micro-batch, or auto.")] = "auto",
-    gradient_accumulation: Annotated[int, typer.Option(help="Micro-batches an update.")] = 1,
-    learning_rate: Annotated[float | None, typer.Option(help="Left out: 1e-4, with random weights 5e-4.")] = None,
-    precision: Annotated[str, typer.Option(help="Of the optimizer states: exact, compact or tiny.")] = "exact",
-    vram: Annotated[str | None, typer.Option(help="VRAM to use, e.g. 8GiB. Left out: what is free.")] = None,
-    ram: Annotated[str | None, typer.Option(help="RAM to use. Left out: what is available.")] = None,
-    disk: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="On a local disk, for optimizer states that fit no RAM.")
-    ] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Updates; overrides --epochs.")] = None,
+    batch_size: AutoBatchSize = "auto",
+    max_input_length: InputLength = None,
+    max_target_length: TargetLength = None,
+    gradient_accumulation: Accumulation = 1,
+    learning_rate: Annotated[float | None, typer.Option(help="Default: 1e-4, with random weights 5e-4.")] = None,
+    precision: Precision = "exact",
+    vram: Vram = None,
+    ram: Ram = None,
+    disk: Disk = None,
+    dtype: Dtype = "auto",
     compile_blocks: Annotated[
         bool, typer.Option("--compile-blocks", help="Faster steps, after a first one that compiles for minutes.")
     ] = False,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the order, dropout and random weights.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the order of rows, dropout and random weights.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     retry_leaner: Annotated[
-        bool, typer.Option("--retry-leaner", help="Go on with less in VRAM, once, where the GPU's memory is full.")
+        bool, typer.Option("--retry-leaner", help="When the GPU's memory is full, continue once with less in VRAM.")
     ] = False,
 ) -> None:
     """Train MODEL on DATASET with the optimizer in host RAM.
 
-    One Ctrl-C ends it after the step under way, saves, and exits with 130; --resume goes on.
+    Ctrl-C finishes the current step, saves a checkpoint and exits with 130; --resume continues.
     """
     from offloadkit.config import OffloadConfig
     from offloadkit.finetuning import finetune
 
-    wishes: Any = {"precision": precision, "vram": vram, "ram": ram, "offload": OffloadConfig(disk=disk)}
+    config: Any = {"disk": disk, "working_dtype": dtype}
+    wishes: Any = {"precision": precision, "vram": vram, "ram": ram, "offload": OffloadConfig(**config)}
     result = finetune(
         model,
         dataset,
@@ -188,6 +210,8 @@ def train(
         epochs=epochs,
         max_steps=max_steps,
         batch_size=_rows(batch_size),
+        max_input_length=max_input_length,
+        max_target_length=max_target_length,
         gradient_accumulation=gradient_accumulation,
         learning_rate=learning_rate,
         init="random" if random_weights else "pretrained",
@@ -207,26 +231,24 @@ def train(
 @_readable
 def compare(
     models: Annotated[
-        list[str] | None, typer.Argument(help="Presets, folders, hub names. Left out: T5, all sizes.")
+        list[str] | None, typer.Argument(help="Presets, folders, hub names. Default: T5 in all sizes.")
     ] = None,
-    engine: Annotated[list[str] | None, typer.Option(help="baseline, offloadkit, deepspeed; again for more.")] = None,
-    num_samples: Annotated[int, typer.Option(help="What the seconds are for.")] = 1000,
+    engine: Annotated[list[str] | None, typer.Option(help="baseline, offloadkit, deepspeed; may be repeated.")] = None,
+    num_samples: Annotated[int, typer.Option(help="Samples that the reported seconds are for.")] = 1000,
     batch_size: Annotated[int, typer.Option(help="Rows in a micro-batch.")] = 8,
-    max_input_length: Annotated[int, typer.Option(help="Tokens of input a row.")] = 512,
-    max_target_length: Annotated[int, typer.Option(help="Tokens of target a row.")] = 128,
-    gradient_accumulation: Annotated[int, typer.Option(help="Micro-batches an update.")] = 1,
-    precision: Annotated[str, typer.Option(help="Of offloadkit's optimizer states: exact, compact or tiny.")] = "exact",
-    vram: Annotated[str | None, typer.Option(help="Most VRAM of each process, e.g. 11GiB.")] = None,
-    ram: Annotated[str | None, typer.Option(help="Most RAM of each process.")] = None,
-    steps: Annotated[int | None, typer.Option(help=_STEPS)] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds for one process. Left out: by the plan.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the table, the chart and the rows.")] = Path(
-        "offloadkit-compare"
-    ),
+    max_input_length: Annotated[int, typer.Option(help="Tokens of input in a row.")] = 512,
+    max_target_length: Annotated[int, typer.Option(help="Tokens of target in a row.")] = 128,
+    gradient_accumulation: Annotated[int, typer.Option(help="Micro-batches in one update.")] = 1,
+    precision: Precision = "exact",
+    vram: ProcessVram = None,
+    ram: ProcessRam = None,
+    steps: Steps = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for one process. Default: by the plan.")] = None,
+    output: MeasuredOutput = Path("offloadkit-compare"),
 ) -> None:
-    """Draw how long offloadkit, plain training and DeepSpeed take for each of MODELS. Running again goes on.
+    """Measure and draw how long offloadkit, plain training and DeepSpeed take for each of MODELS.
 
-    Exits with 1 where nothing could be measured.
+    Running it again continues. Exits with 1 if nothing could be measured.
     """
     from offloadkit.comparing.comparison import ENGINES, T5_MODELS
     from offloadkit.comparing.comparison import compare as compare_models
@@ -249,35 +271,34 @@ def compare(
 @app.command()
 @_readable
 def sweep(
-    model: Annotated[str, typer.Argument(help="Preset, folder, or hub name.")],
+    model: Model,
     dataset: Annotated[
-        str | None, typer.Argument(help="Train each size on these rows. Left out: time random ones.")
+        str | None, typer.Argument(help="Train each size on these rows. Default: time random rows.")
     ] = None,
-    eval_dataset: Annotated[str | None, typer.Option(help="Whose loss is measured after training.")] = None,
-    batch_sizes: Annotated[str, typer.Option(help="Rows in a micro-batch, with commas.")] = "1,2,4,8,16,32,64",
-    gradient_accumulation: Annotated[str, typer.Option(help="Micro-batches an update, with commas.")] = "1",
-    scale_learning_rate: Annotated[str, typer.Option(help="none, sqrt, linear, with commas.")] = "none",
-    learning_rate: Annotated[float | None, typer.Option(help="Of the smallest step.")] = None,
+    eval_dataset: Annotated[str | None, typer.Option(help="Rows whose loss is measured after training.")] = None,
+    batch_sizes: Annotated[str, typer.Option(help="Rows in a micro-batch, separated by commas.")] = "1,2,4,8,16,32,64",
+    gradient_accumulation: Annotated[str, typer.Option(help="Micro-batches in one update, separated by commas.")] = "1",
+    scale_learning_rate: Annotated[str, typer.Option(help="none, sqrt or linear, separated by commas.")] = "none",
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the smallest batch.")] = None,
     num_samples: Annotated[
-        int | None, typer.Option(help="Of an epoch; with a dataset: that each size trains on.")
+        int | None, typer.Option(help="Samples in an epoch; with DATASET, those that each size trains on.")
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub name; 'byte': one token a byte.")] = None,
-    max_input_length: Annotated[int | None, typer.Option(help="Tokens of input a row.")] = None,
-    max_target_length: Annotated[int | None, typer.Option(help="Tokens of target a row.")] = None,
-    precision: Annotated[str, typer.Option(help="Of the optimizer states: exact, compact or tiny.")] = "exact",
-    vram: Annotated[str | None, typer.Option(help="Most VRAM of each process, e.g. 11GiB.")] = None,
-    ram: Annotated[str | None, typer.Option(help="Most RAM of each process.")] = None,
-    steps: Annotated[int | None, typer.Option(help=_STEPS)] = None,
+    tokenizer: Tokenizer = None,
+    max_input_length: Annotated[int | None, typer.Option(help="Tokens of input in a row.")] = None,
+    max_target_length: Annotated[int | None, typer.Option(help="Tokens of target in a row.")] = None,
+    precision: Precision = "exact",
+    vram: ProcessVram = None,
+    ram: ProcessRam = None,
+    steps: Steps = None,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds for one process. Left out: by the plan; with DATASET no limit.")
+        float | None,
+        typer.Option(help="Seconds for one process. Default: by the plan; no limit with DATASET."),
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the table, the chart and the rows.")] = Path(
-        "offloadkit-sweep"
-    ),
+    output: MeasuredOutput = Path("offloadkit-sweep"),
 ) -> None:
-    """Measure what larger batches cost; with DATASET, what they do to the held-out loss. Running again goes on.
+    """Measure what larger batches cost and, with DATASET, how they change the loss on held-out rows.
 
-    Exits with 1 where nothing could be measured.
+    Running it again continues. Exits with 1 if nothing could be measured.
     """
     from offloadkit.comparing.sweeping import sweep as sweep_sizes
 
@@ -301,7 +322,7 @@ def sweep(
 
 
 def _show_measured(result: Any) -> None:
-    """Print a `Comparison` or `Sweep`; exit with 1 where none of its rows has figures."""
+    """Print a `Comparison` or `Sweep`; exit with 1 if none of its rows was measured."""
     typer.echo(str(result))
     if not any(row["status"] == "measured" for row in result.rows):
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""What this machine has, how fast it is, and what would make training on it better, in plain sentences."""
+"""What this machine has, how fast it is, and what would improve training on it, in plain sentences."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _LITTLE_SWAP_BYTES = 64 << 20
 _FEW_CORES = 4
 _STEP_BYTES = {"exact": 26, "compact": 18, "tiny": 14 + 1 / 16}
 _CHECKPOINT_BYTES = 12
-"""A parameter's bf16 weight and its states in `exact`."""
+"""Bytes of a parameter's bf16 weight and its states in `exact`."""
 
 
 @dataclass(frozen=True)
 class PcieLink:
-    """How a graphics card is connected; numbers that the system does not say are 0."""
+    """How a graphics card is connected. Numbers that the system does not report are 0."""
 
     address: str
     width: int
@@ -48,36 +48,36 @@ class PcieLink:
     max_speed: float
 
     def bytes_per_second(self) -> float:
-        """Most that goes through, one way: a byte is 10 bits on the wire below 8 GT/s, else 8 x 130 / 128."""
+        """Highest rate in one direction. A byte is 10 bits on the wire below 8 GT/s, else 8 x 130 / 128."""
         return self.width * self.speed * 1e9 / (8 * 130 / 128 if self.speed >= 8 else 10)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the advice follows from."""
+    """What the advice is based on."""
 
     hardware: Hardware
     kernel_levels: tuple[str, ...]
-    """Of the C kernel, worst first; none where it is missing."""
+    """Instruction sets that the C kernel can use, slowest first; empty if it is missing."""
     compiler: str | None
     torch_cuda: str | None
     """CUDA (or ROCm) version that torch was built for."""
     gpu_in_machine: bool
-    """Whether an NVIDIA card or its driver is there, whatever torch sees."""
+    """Whether an NVIDIA card or its driver is there, even if torch does not see it."""
     gpu_fault: str | None
     """Why the GPU that torch sees cannot be used."""
     triton_fault: str | None
     disk_fault: str | None
     links: tuple[PcieLink, ...]
     locked_memory_bytes: int | None
-    """The limit on locked memory; None without one."""
+    """The limit on locked memory; None if there is none."""
     machine_ram_bytes: int
     swap_used_bytes: int
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One sentence or two, and how much they matter."""
+    """One or two sentences, and how important they are."""
 
     level: Literal["stop", "warn", "note"]
     """"stop": training does not work before this is changed."""
@@ -85,7 +85,7 @@ class Advice:
 
 
 def gather(folder: Path) -> Facts:
-    """Measure this machine, the disk in `folder` too."""
+    """Measure this machine, and the disk of `folder`."""
     fault = _gpu_fault()
     device = "cpu" if fault else None
     disk_fault = None
@@ -239,7 +239,7 @@ def _narrow(facts: Facts) -> Advice | None:
 
 
 def _slow_link(facts: Facts) -> Advice | None:
-    """A card at rest lowers its speed; one whose copies go faster than that was only resting."""
+    """Idle cards lower their link speed: if measured copies are faster than the link says, the card was idle."""
     measured = facts.hardware.h2d_bytes_per_second
     slow = [link for link in facts.links if 0 < link.speed < link.max_speed and measured < link.bytes_per_second()]
     if facts.hardware.gpu_name is None or not slow:
@@ -312,12 +312,12 @@ _RULES: tuple[Callable[[Facts], Advice | None], ...] = (
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """What to change, the gravest first; empty where nothing needs to be."""
+    """What to change, the most important first; empty if nothing needs to change."""
     return [advice for rule in _RULES if (advice := rule(facts)) is not None]
 
 
 def report(facts: Facts) -> str:
-    """A table of what was measured, and the advice."""
+    """The measurements as a table, and the advice."""
     rows = _rows(facts)
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]
@@ -338,7 +338,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
             ("VRAM", f"{vram}, {format_bytes(machine.vram_context_bytes)} for CUDA itself"),
         ]
     else:
-        rows += [("GPU", "none: what stands for VRAM is RAM")]
+        rows += [("GPU", "none: RAM stands in for VRAM")]
     to, back, both = machine.h2d_bytes_per_second, machine.d2h_bytes_per_second, machine.both_bytes_per_second
     traffic = {"exact": machine.cpu_adamw_bytes_per_second, "compact": machine.cpu_compact_bytes_per_second}
     traffic["tiny"] = machine.cpu_tiny_bytes_per_second
@@ -348,8 +348,8 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
     rows += [
         ("copies", f"{_giga(to)}B/s to VRAM, {_giga(back)}B/s back, {_giga(both)}B/s both ways at once"),
         ("memory of the GPU" if machine.gpu_name else "memory", f"{_giga(machine.vram_bytes_per_second)}B/s"),
-        ("matrix products", ", ".join(f"{name} {_giga(rate)}FLOP/s" for name, rate in flops)),
-        ("an operation's start", f"{machine.launch_seconds * 1e6:.1f} µs"),
+        ("matrix multiplication", ", ".join(f"{name} {_giga(rate)}FLOP/s" for name, rate in flops)),
+        ("operation launch", f"{machine.launch_seconds * 1e6:.1f} µs"),
         ("CPU", f"{machine.cpu_name}, {machine.num_cores} cores"),
         ("RAM", f"{format_bytes(machine.ram_available_bytes)} available of {format_bytes(machine.ram_total_bytes)}"),
         ("DRAM triad", f"{_giga(machine.dram_bytes_per_second)}B/s"),
@@ -370,5 +370,5 @@ def _giga(rate: float) -> str:
 
 
 def as_json(facts: Facts) -> dict[str, Any]:
-    """The same as plain values."""
+    """Measurements and advice as plain values, for JSON."""
     return {**asdict(facts), "advice": [asdict(one) for one in advise(facts)]}

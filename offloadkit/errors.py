@@ -1,4 +1,12 @@
-"""Every fault that offloadkit raises by itself; a message says what was given, what was expected and what to do."""
+"""Every error that offloadkit raises by itself; a message says what was given, what was expected and what to do."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class OffloadkitError(Exception):
@@ -6,7 +14,7 @@ class OffloadkitError(Exception):
 
 
 class ConfigError(OffloadkitError, ValueError):
-    """An option has a value that offloadkit cannot work with."""
+    """An option has a value that offloadkit cannot use."""
 
 
 class ModelError(OffloadkitError, ValueError):
@@ -18,15 +26,15 @@ class ModelNotFoundError(ModelError):
 
 
 class ModelAccessError(ModelError):
-    """The hub knows the model but does not hand it out (401, 403): a token or a licence is missing."""
+    """The hub knows the model but denies access (401, 403): a token or a licence is missing."""
 
 
 class DownloadError(OffloadkitError, OSError):
-    """A transfer from the hub broke off or the hub answered with a fault of its own; running again goes on."""
+    """A transfer from the hub broke off, or the hub answered with an error of its own. Running again continues."""
 
 
 class DoesNotFitError(OffloadkitError, MemoryError):
-    """A plan needs more VRAM, RAM or disk than there is; refused before anything is loaded."""
+    """A plan needs more VRAM, RAM or disk than there is. It is refused before anything is loaded."""
 
 
 class DataError(OffloadkitError, ValueError):
@@ -34,7 +42,7 @@ class DataError(OffloadkitError, ValueError):
 
 
 class EngineStateError(OffloadkitError, RuntimeError):
-    """The engine was called in an order that has no meaning (step before backward, use after close)."""
+    """The engine was called in a wrong order (step before backward, use after close)."""
 
 
 class NonFiniteGradientError(OffloadkitError, ArithmeticError):
@@ -42,12 +50,38 @@ class NonFiniteGradientError(OffloadkitError, ArithmeticError):
 
 
 class OutOfRamError(OffloadkitError, MemoryError):
-    """The RAM that is left fell below a floor; training stopped before the system would have killed it."""
+    """Free RAM fell below a minimum. Training stopped before the system would have killed it."""
 
 
 class OutOfVramError(OffloadkitError, MemoryError):
-    """The GPU's memory is full; the message sets what was planned against what is used."""
+    """The GPU's memory is full. The message compares what was planned with what is used."""
 
 
 class OutputError(OffloadkitError, OSError):
     """The output folder cannot be written."""
+
+
+@contextmanager
+def errors_hold_nothing() -> Iterator[None]:
+    """Clear the local variables that an error holds through its traceback, and those of the errors behind it.
+
+    A notebook remembers its last error, and with its frames the weights and activations in them. A debugger finds no
+    local variables there afterwards.
+    """
+    outside = sys.exception()
+    try:
+        yield
+    except BaseException as error:
+        behind: list[BaseException | None] = [error]
+        seen = [None, outside]
+        while behind:
+            each = behind.pop()
+            if each not in seen and each is not None:
+                seen.append(each)
+                traceback.clear_frames(each.__traceback__)
+                behind += [each.__cause__, each.__context__]
+        gc.collect()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        raise

@@ -4,49 +4,47 @@
 
 What the arguments of `finetune` take:
 
-- `model`: hub name, preset, folder, or a model, which is then trained in place.
-- `train_dataset`, `eval_dataset`: `datasets.Dataset`, list of dicts, pandas frame, path to .jsonl/.csv/.parquet, or hub
-  name. Columns: input + target, text or messages, text + label, or tokenised. The evaluation set is evaluated after
+- `model`: a hub name, preset, folder, or a model, which is then trained in place.
+- `train_dataset`, `eval_dataset`: a `datasets.Dataset`, list of dicts, pandas frame, path to .jsonl/.csv/.parquet, or
+  hub name. Columns: input + target, text or messages, text + label, or tokenized. The evaluation set is evaluated after
   each epoch and at the end.
 - `tokenizer`: None takes the model's own; "byte" is one token a byte, for models with random weights.
-- `output_dir`: "model" in it is what `from_pretrained` loads; checkpoints lie beside it.
-- `epochs`, `max_steps`: how long; `max_steps` goes before `epochs`.
+- `output_dir`: its folder "model" is what `from_pretrained` loads; checkpoints lie beside it.
+- `epochs`, `max_steps`: how long to train; `max_steps` goes before `epochs`.
 - `batch_size`: rows in a micro-batch; "auto": see `planning.BATCH_SIZES`.
 - `gradient_accumulation`: micro-batches an update.
-- `learning_rate`: None takes `LEARNING_RATES`; it rises over the first 5 % of the steps and falls linearly to 0.
+- `learning_rate`: None takes `LEARNING_RATES`. It rises over the first 5 % of the steps and falls linearly to 0.
 - `init`: "random" starts from random weights.
-- `max_input_length`, `max_target_length`: in tokens; None is 512 (causal: 1024), and 128 for targets. The plan is for
-  the longest of the rows; where something must be downloaded to tokenise them, first for these lengths, and again then.
-- `retry_leaner`: where the GPU's memory is full, say so, write a checkpoint of the last finished step and, once, go on
-  from it by a plan with less in VRAM; the weights come out as if there had been room. (The loss and seconds that are
-  handed back are then those since the checkpoint, as with `resume`.)
-- `resume`: go on from the newest complete checkpoint in `output_dir`; one is written after each epoch, and when
+- `max_input_length`, `max_target_length`: in tokens; None is 512 (causal: 1024) for inputs and 128 for targets. The
+  plan is made for the longest row. If rows or tokenizer must be downloaded first, the plan is made for these lengths
+  before the download, and made again for the longest row after it.
+- `retry_leaner`: when the GPU's memory is full, write a checkpoint of the last finished step and go on from it, once,
+  by a plan with less in VRAM. The weights come out as if there had been room. As with `resume`, the loss and seconds
+  that are handed back are those since the checkpoint.
+- `resume`: go on from the newest complete checkpoint in `output_dir`. One is written after each epoch, and when
   training is stopped.
-- `monitor`: show memory, time, slowdown and loss live, in a notebook or on a terminal (see `Monitor`); False shows a
-  progress bar there. Elsewhere a line is printed now and then. Shown or not, an interrupt (in a notebook the stop
-  button too) finishes the step under way, writes a checkpoint, evaluates and saves; a second one breaks off.
-- `baseline`: "measure" first runs a few steps without offloading, in a fresh process and with micro-batches as long as
-  the data's, and the monitor compares with that where it fits on the GPU; "predict" compares with the computing
-  measured in the run itself and a predicted AdamW step in VRAM.
-- `precision` of the optimizer states, `vram` and `ram` that may be used ("8GiB"; None: what is free), `compile_blocks`
-  for faster steps after a first one that takes minutes: they go before those of `offload`, which says what
-  `TrainingArguments` do not say.
+- `monitor`: show memory, time, slowdown and loss live, in a notebook or on a terminal (see `Monitor`). False shows a
+  progress bar there. Elsewhere a line is printed now and then. In every case an interrupt (in a notebook the stop
+  button too) finishes the current step, writes a checkpoint, evaluates and saves; a second one stops at once.
+- `baseline`: "measure" first runs a few steps without offloading, in a fresh process, with micro-batches as long as
+  the data's. The monitor compares with that where it fits on the GPU. "predict" compares with the compute time
+  measured in the run itself plus a predicted AdamW step in VRAM.
+- `precision` of the optimizer states; `vram` and `ram` that may be used ("8GiB"; None: what is free);
+  `compile_blocks` for faster steps after a first one that takes minutes. They go before those of `offload`, which
+  sets what `TrainingArguments` do not.
 - `training_arguments`: anything else that `transformers.Seq2SeqTrainingArguments` takes.
 
-Working weights, gradients and activations are bf16 on a GPU that computes it natively, fp16 with a loss scale on other
-GPUs, and fp32 on the CPU; the optimizer's master weights are fp32 always. `bf16=`, `fp16=` or `offload.working_dtype`
-says otherwise: `bf16=False` on a GPU with bf16, and `fp16=False` on one without, is fp32.
+Working weights, gradients and activations are bf16 on a GPU with native bf16, fp16 with a loss scale on other GPUs,
+and fp32 on the CPU. The optimizer's master weights are always fp32. `bf16=`, `fp16=` or `offload.working_dtype` changes
+the working dtype: `bf16=False` on a GPU with bf16, and `fp16=False` on one without, is fp32.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
-import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -64,275 +62,44 @@ from offloadkit.checkpoint.folder import (
 )
 from offloadkit.config import OffloadConfig
 from offloadkit.engines.baseline import measured_baseline
-from offloadkit.errors import ConfigError, DataError, OutOfVramError
-from offloadkit.hf.data import PreparedData, load_dataset_like, prepare, with_decoder_inputs
-from offloadkit.hf.evaluate import Sample, predict, share_correct
-from offloadkit.hf.models import Task, build_model, check_kind, load_config, load_model, load_tokenizer, needs_no_hub
+from offloadkit.errors import ConfigError, OutOfVramError, errors_hold_nothing
+from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
+from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
 from offloadkit.hf.quiet import bars_where_live
 from offloadkit.hf.read import check_there, on_hub
+from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.hf.weight_files import Materialise
-from offloadkit.monitor import Monitor
-from offloadkit.monitor.monitor import can_be_drawn
+from offloadkit.monitor.monitor import Monitor, can_be_drawn
 from offloadkit.offload.layers import flat_layers
 from offloadkit.offload.shortage import leaner_budget
 from offloadkit.planner import Dtype, Plan
-from offloadkit.planning import auto_batch_size, check_fits, check_rows, default_dtype, plan, with_wishes
+from offloadkit.planning import (
+    auto_batch_size,
+    check_rows,
+    default_dtype,
+    plan_for_rows,
+    plan_source,
+    shown_plan,
+    with_wishes,
+)
 from offloadkit.telemetry import StepRecord
-from offloadkit.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Seq2SeqTrainingArguments
-
-    from offloadkit.hf.callbacks import StopPoint
-    from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
-
-_RESUME = "resume=True (--resume)"
-_ONCE_MORE = ", or pass retry_leaner=True, which goes on from the last finished step by a leaner plan, once"
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """What every attempt at a training has in common."""
-
-    model: Any
-    init: str
-    args: Seq2SeqTrainingArguments
-    offload: OffloadConfig
-    lengths: dict[str, Any]
-    tokenizer: Any
-    data: PreparedData
-    evaluation: PreparedData | None
-    monitor: Monitor
-    """Watches every attempt, from its first step on; its `telemetry` holds what all of them recorded."""
-
-    def train(
-        self, sizes: Plan, checkpoint: Path | None, *, retry_leaner: bool
-    ) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
-        """A trainer that has trained, the plan that it did so by, and its metrics.
-
-        Raises:
-            OutOfVramError: the GPU's memory is full, and a leaner plan was not wished, is not there, or was not enough.
-        """
-        with ExitStack() as opened:
-            opened.push(self.monitor)  # ends it; it begins when the weights are in place
-            return self._attempts(sizes, checkpoint, retry_leaner=retry_leaner)
-
-    def _attempts(
-        self, sizes: Plan, checkpoint: Path | None, *, retry_leaner: bool
-    ) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
-        from offloadkit.hf.callbacks import AsksTheMonitor, StopPoint
-
-        full = tried = ""
-        if retry_leaner and self.args.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.args.device)  # `leaner_budget` reads this run's
-        while True:
-            model, materialise = self._load(checkpoint, _loading_device(sizes, self.args))
-            if full:
-                sizes, tried = self._leaner(model, sizes, full, checkpoint)
-            elif sizes.layers != tuple(layer.shape() for layer in flat_layers(model, self.offload)):
-                # The rows made it another model: one with a head of as many classes as they have.
-                sizes = checked_plan(model, self.args, self.offload, self.lengths)
-            trainer, stop_point = self._trainer(model, materialise, sizes), StopPoint()
-            trainer.add_callback(stop_point)
-            trainer.add_callback(asks := AsksTheMonitor(self.monitor))
-            self.monitor.plan = sizes
-            with closing(asks), ExitStack() as opened:
-                opened.enter_context(closing(trainer))
-                try:
-                    output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-                    self._end(trainer, stopped=asks.stopped)
-                    opened.pop_all()
-                    return trainer, sizes, self._metrics(trainer, output)
-                except OutOfVramError as error:
-                    if full or not retry_leaner:
-                        raise OutOfVramError(f"{error}{tried or _ONCE_MORE}") from error
-                    full = str(error)
-                # Only here, where the error is gone and holds no activations any more, the GPU has room again.
-                checkpoint = self._to_go_on_from(trainer, stop_point, checkpoint)
-            del trainer, model, materialise
-            gc.collect()
-
-    def _metrics(self, trainer: Any, output: Any) -> dict[str, float]:
-        """Of this attempt. (transformers 5.17 divides its loss by the steps before a checkpoint too.)"""
-        num_steps = trainer.state.global_step - self.monitor.steps_before
-        if num_steps == 0:
-            return {}
-        mean_loss = trainer._total_loss_scalar / num_steps
-        return {"train_loss": mean_loss, "train_seconds": output.metrics["train_runtime"]}
-
-    def _end(self, trainer: OffloadSeq2SeqTrainer, *, stopped: bool) -> None:
-        """The monitor's last view; and where to go on from a training that was stopped."""
-        self.monitor.close("stopped" if stopped else "finished")
-        if stopped:
-            done, checkpoint = trainer.state.global_step, f"checkpoint-{trainer.state.global_step}"
-            print(f"stopped after step {done} of {trainer.state.max_steps}: {_RESUME} goes on from {checkpoint}")
-        elif trainer.state.global_step == self.monitor.steps_before:
-            of = f"{trainer.state.global_step} steps were done and {trainer.state.max_steps} are wanted"
-            print(f"nothing was left to train: {of}; more epochs or max_steps train on")
-
-    def _to_go_on_from(self, trainer: Any, stop_point: StopPoint, began_from: Path | None) -> Path | None:
-        """A checkpoint of the last finished step; None: from the beginning."""
-        again = began_from is not None or isinstance(self.model, str | os.PathLike)
-        if again and not stop_point.any_step_finished(trainer):
-            return began_from
-        self.args.ignore_data_skip = False  # the batches that are left, not those of the epoch's beginning
-        return stop_point.save(trainer)  # of a model that was handed over, the engine has changed the weights already
-
-    def _leaner(self, model: Any, sizes: Plan, full: str, checkpoint: Path | None) -> tuple[Plan, str]:
-        """A plan with less in VRAM than `sizes`, which was too much as `full` says; and what that tries, in words."""
-        budget = leaner_budget(sizes, self.args.device)
-        leaner = _plan(model, self.args, replace(self.offload, vram=budget), self.lengths)
-        resume = "" if checkpoint is None else f"; {_RESUME} goes on from {checkpoint}"
-        before, after = (made.total_bytes("vram") for made in (sizes, leaner))
-        if not leaner.fits or after >= before:
-            why = "it would take as much" if leaner.fits else leaner.explain().splitlines()[0]
-            raise OutOfVramError(
-                f"{full}. retry_leaner found no plan for {format_bytes(budget)} of VRAM that changes no number: "
-                f"{why}{resume}"
-            )
-        warnings.warn(f"{full}. Training goes on by a leaner plan", RuntimeWarning, stacklevel=5)
-        print(leaner, flush=True)
-        sizes_tried = f"the first was planned with {format_bytes(before)} of VRAM, this one with {format_bytes(after)}"
-        return leaner, f". This was the second attempt: {sizes_tried}{resume}"
-
-    def _trainer(self, model: PreTrainedModel, materialise: Materialise | None, sizes: Plan) -> OffloadSeq2SeqTrainer:
-        from offloadkit.hf.callbacks import show_progress
-        from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
-
-        smooths = self.args.label_smoothing_factor and self.data.task == "seq2seq"
-        trainer = OffloadSeq2SeqTrainer(
-            model=model,
-            materialise=materialise,
-            plan=sizes,
-            args=self.args,
-            offload=self.offload,
-            telemetry=self.monitor.telemetry,
-            train_dataset=self.data.dataset,
-            eval_dataset=None if self.evaluation is None else self.evaluation.dataset,
-            data_collator=with_decoder_inputs(self.data.collator, model) if smooths else self.data.collator,
-            processing_class=self.tokenizer,
-        )
-        show_progress(trainer, monitored=self.monitor.is_drawn)
-        return trainer
-
-    def _load(self, checkpoint: Path | None, device: torch.device) -> tuple[PreTrainedModel, Materialise | None]:
-        """The model, and what reads or draws its weights once the engine has a place for them: those of `checkpoint`
-        where there is one. A model that was handed over comes back on `device`, as it is."""
-        from transformers import set_seed
-
-        set_seed(self.args.seed)
-        task, id2label = self.data.task, self.data.id2label
-        if not isinstance(self.model, str | os.PathLike):
-            return load_model(self.model, task=task, id2label=id2label, device=device), None
-        if checkpoint is not None:
-            return build_model(checkpoint, task=task, init="pretrained", id2label=id2label)
-        return build_model(self.model, task=task, init=self.init, id2label=id2label)
-
-
-def _plan(
-    model: str | os.PathLike[str] | PreTrainedModel,
-    args: Seq2SeqTrainingArguments,
-    offload: OffloadConfig,
-    lengths: dict[str, Any],
-) -> Plan:
-    from offloadkit.hf.arguments import engine_config
-
-    batch_size = args.per_device_train_batch_size
-    return plan(model, batch_size=batch_size, **lengths, offload=engine_config(offload, args), device=args.device)
-
-
-def checked_plan(model: Any, args: Seq2SeqTrainingArguments, offload: OffloadConfig, lengths: dict[str, Any]) -> Plan:
-    """The plan, printed; raises `DoesNotFitError` where it does not fit."""
-    sizes = _plan(model, args, offload, lengths)
-    print(sizes, flush=True)
-    check_fits(sizes)
-    return sizes
-
-
-def longest_row(*prepared: PreparedData | None) -> dict[str, Any]:
-    """The lengths to plan for once the rows are tokenised: no batch is longer."""
-    some = [data for data in prepared if data is not None]
-    lengths = {name: max(getattr(data, name) for data in some) for name in ("longest_input", "longest_target")}
-    return {"max_input_length": lengths["longest_input"], "max_target_length": lengths["longest_target"]}
-
-
-def plan_for_rows(
-    model: Any,
-    args: Seq2SeqTrainingArguments,
-    offload: OffloadConfig,
-    lengths: dict[str, Any],
-    *,
-    assumed: Plan | None,
-    task: Task,
-) -> Plan:
-    """The plan for rows of known `lengths`. They may be longer than was assumed: rows that came as tokens are not cut.
-
-    Args:
-        assumed: the plan that was shown before; then one line says what is otherwise now.
-        task: what the rows teach.
-
-    Raises:
-        DoesNotFitError: it does not fit.
-    """
-    if assumed is None:
-        return checked_plan(model, args, offload, lengths)
-    sizes = _plan(model, args, offload, lengths)
-    if sizes == assumed:
-        return assumed
-    target = f" + {lengths['max_target_length']}" if task == "seq2seq" else ""
-    takes = [f"{format_seconds(sizes.seconds.step)} a step"] if sizes.seconds else []
-    tiers = {"ram": "RAM"} if sizes.on_cpu else {"vram": "VRAM", "ram": "RAM"}
-    takes += [f"{format_bytes(sizes.needs()[tier])} of {name}" for tier, name in tiers.items()]
-    print(
-        f"planned again, the longest row has {lengths['max_input_length']}{target} tokens: {', '.join(takes)}",
-        flush=True,
-    )
-    check_fits(sizes)
-    return sizes
-
-
-def _loading_device(sizes: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
-    """Where a model that was handed over waits for the engine: on the GPU where it, fp32 at most, fits beside what the
-    plan puts there; else in RAM, from where the engine takes its weights one by one."""
-    free = hardware.vram_bytes(args.device)[0]
-    fits = 4 * sizes.num_parameters + sizes.total_bytes("vram") < 0.9 * free
-    return args.device if fits else torch.device("cpu")
-
-
-@contextmanager
-def errors_hold_nothing() -> Iterator[None]:
-    """Clear the frames of an error that passes, and of those behind it: a notebook remembers its last error, and with
-    its frames the weights and activations that they hold. (A debugger finds no local variables in them afterwards.)"""
-    outside = sys.exception()
-    try:
-        yield
-    except BaseException as error:
-        behind: list[BaseException | None] = [error]
-        seen = [None, outside]
-        while behind:
-            each = behind.pop()
-            if each not in seen and each is not None:
-                seen.append(each)
-                traceback.clear_frames(each.__traceback__)
-                behind += [each.__cause__, each.__context__]
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        raise
-
+from offloadkit.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainingArguments
 
+    from offloadkit.hf.callbacks import StopPoint
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 
 LEARNING_RATES = {"pretrained": 1e-4, "random": 5e-4}
-"""Where `learning_rate` is None, by `init`."""
+"""What `learning_rate=None` is, by `init`."""
 
 NUM_PREDICTED = 256
-"""Rows of the evaluation set, from its beginning, that exact match or accuracy is taken over."""
+"""Rows of the evaluation set, from its beginning, over which exact match or accuracy is taken."""
 
 _NUM_SHOWN = 5
+_RESUME = "resume=True (--resume)"
+_ONCE_MORE = ", or pass retry_leaner=True, which goes on from the last finished step by a leaner plan, once"
 
 
 @dataclass(frozen=True, repr=False)
@@ -343,8 +110,8 @@ class FinetuneResult:
     tokenizer: PreTrainedTokenizerBase
     plan: Plan
     metrics: dict[str, float]
-    """train_loss, train_seconds, if a step was taken; with an evaluation set eval_loss, and exact_match (seq2seq) or
-    accuracy (classification), 0 to 1, over its first `NUM_PREDICTED` rows."""
+    """train_loss and train_seconds, if a step was taken. With an evaluation set also eval_loss, and exact_match
+    (seq2seq) or accuracy (classification), 0 to 1, over its first `NUM_PREDICTED` rows."""
     history: list[dict[str, Any]]
     """What was logged: loss, grad_norm, learning_rate, eval_loss by step."""
     samples: list[Sample]
@@ -408,37 +175,47 @@ def finetune(
         OutOfVramError: the GPU's memory is full, with `retry_leaner` for the second time.
         NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
     """
+    from offloadkit.hf.arguments import arguments_of_finetune, engine_config
+
     _check(batch_size, epochs, max_steps, gradient_accumulation, learning_rate, init, seed)
     _check_switches(baseline, resume=resume, retry_leaner=retry_leaner, monitor=monitor)
     dtype = _working_dtype(offload, training_arguments)
     wishes: dict[str, Any] = {"vram": vram, "ram": ram, "precision": precision, "compile_blocks": compile_blocks}
     offload = with_wishes(offload, working_dtype=dtype, **wishes)
     output = _output(output_dir, train_dataset, eval_dataset, resume=resume)
+    source = resolve(model, init=init)
+    at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    check_rows(batch_size, **lengths)
+    if batch_size == "auto":
+        batch_size = auto_batch_size(source, offload, **lengths, device=_device(training_arguments))
     own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
-    own |= {"gradient_accumulation_steps": gradient_accumulation}
+    own |= {"gradient_accumulation_steps": gradient_accumulation, "per_device_train_batch_size": batch_size}
     own |= {"learning_rate": learning_rate or LEARNING_RATES[init]}
-    own["per_device_train_batch_size"] = _rows(model, batch_size, lengths, offload, training_arguments)
-    args = _training_arguments(own, training_arguments, dtype, eval_dataset is not None)
-    at_once = needs_no_hub(model, tokenizer, init=init) and not any(map(on_hub, (train_dataset, eval_dataset)))
-    assumed = None if at_once else checked_plan(model, args, offload, lengths)
-    words, config, data, evaluation = _read(model, init, tokenizer, train_dataset, eval_dataset, lengths)
-    lengths = longest_row(data, evaluation)
-    sizes = plan_for_rows(model, args, offload, lengths, assumed=assumed, task=data.task)
-    checkpoint = _checkpoint(output, config, args) if resume else None
-    watch = _monitor(sizes, model, data, args, dtype, output, shown=monitor, measured=baseline == "measure")
-    run = TrainingRun(model, init, args, offload, lengths, words, data, evaluation, watch)
-    trainer, sizes, metrics = run.train(sizes, checkpoint, retry_leaner=retry_leaner)
+    args = arguments_of_finetune(own, training_arguments, dtype, eval_dataset is not None)
+    offload = engine_config(offload, args)
+
+    size: dict[str, Any] = {"batch_size": batch_size, **lengths, "device": args.device}
+    assumed = None if at_once else shown_plan(source, offload, **size)
+    tokenizer = source.load_tokenizer(tokenizer)
+    data, evaluation = prepare_both(train_dataset, eval_dataset, tokenizer, source.config, **lengths)
+    source = source.for_rows(data.task, data.id2label)
+    size |= longest_row(data, evaluation)
+    plan = plan_for_rows(source, offload, assumed, **size)
+
+    checkpoint = _checkpoint(output, source.config, batch_size) if resume else None
+    seconds = None
+    if baseline == "measure":
+        step: dict[str, Any] = {"batch_size": batch_size, "accumulation": gradient_accumulation, "dtype": dtype}
+        seconds = measured_baseline(source.given, data, **step, folder=output / "baseline")
+    watch = Monitor(plan, baseline_seconds=seconds, display="auto" if monitor and can_be_drawn() else "none")
+    run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch)
+    trainer, plan, metrics = run.train(plan, checkpoint, retry_leaner=retry_leaner)
     with closing(trainer):  # whatever happens, the engine's memory is given back
-        return _result(trainer, sizes, metrics, words, evaluation, output)
+        return _result(trainer, plan, metrics, tokenizer, evaluation, output)
 
 
-def _check_switches(baseline: Any, **switches: Any) -> None:
-    if baseline not in ("predict", "measure"):
-        raise ConfigError(f"baseline must be 'predict' or 'measure', got {baseline!r}")
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} must be True or False, got {value!r}")
+# -- the arguments
 
 
 def _check(
@@ -458,16 +235,12 @@ def _check(
         raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {seed!r}")
 
 
-def _output(output_dir: Any, train_dataset: Any, eval_dataset: Any, *, resume: bool) -> Path:
-    """The output folder; it is not made where a file of rows, or a checkpoint to resume from, is missing."""
-    check_there(train_dataset)
-    check_there(eval_dataset, "eval_dataset: ")
-    return writable(output_dir, resume=resume)
-
-
-def _device(given: dict[str, Any]) -> torch.device:
-    """Where training runs."""
-    return torch.device("cpu") if given.get("use_cpu") else hardware.default_device()
+def _check_switches(baseline: Any, **switches: Any) -> None:
+    if baseline not in ("predict", "measure"):
+        raise ConfigError(f"baseline must be 'predict' or 'measure', got {baseline!r}")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True or False, got {value!r}")
 
 
 def _working_dtype(offload: OffloadConfig | None, given: dict[str, Any]) -> Dtype:
@@ -481,91 +254,223 @@ def _working_dtype(offload: OffloadConfig | None, given: dict[str, Any]) -> Dtyp
     return "fp32" if given.get(dtype) is False else dtype
 
 
-def _training_arguments(
-    own: dict[str, Any], given: dict[str, Any], dtype: Dtype, evaluates: bool
-) -> Seq2SeqTrainingArguments:
-    from offloadkit.hf.arguments import arguments_of_finetune
-
-    return arguments_of_finetune(own, given, dtype, evaluates)
+def _device(given: dict[str, Any]) -> torch.device:
+    """Where training runs."""
+    return torch.device("cpu") if given.get("use_cpu") else hardware.default_device()
 
 
-def _rows(
-    model: Any, batch_size: int | Literal["auto"], lengths: dict[str, Any], offload: OffloadConfig | None, given: Any
-) -> int:
-    """Rows of a micro-batch, "auto" chosen."""
-    check_kind(model)
-    check_rows(batch_size, **lengths)
-    if batch_size != "auto":
-        return batch_size
-    return auto_batch_size(model, **lengths, offload=offload, device=_device(given))
+def _output(output_dir: Any, train_dataset: Any, eval_dataset: Any, *, resume: bool) -> Path:
+    """The output folder. It is not made if a file of rows, or a checkpoint to resume from, is missing."""
+    check_there(train_dataset)
+    check_there(eval_dataset, "eval_dataset: ")
+    return writable(output_dir, resume=resume)
 
 
-def _read(
-    model: Any, init: str, tokenizer: Any, train_dataset: Any, eval_dataset: Any, lengths: dict[str, Any]
-) -> tuple[Any, Any, PreparedData, PreparedData | None]:
-    """Tokenizer, config, and both datasets, tokenised."""
-    config = load_config(model, init=init) if isinstance(model, str | os.PathLike) else model.config
-    words = load_tokenizer(model, tokenizer)
-    return words, config, *_prepare(train_dataset, eval_dataset, words, config, lengths)
-
-
-def _monitor(
-    sizes: Plan, model: Any, data: PreparedData, args: Any, dtype: Dtype, output: Path, *, shown: bool, measured: bool
-) -> Monitor:
-    """Of the run; the step without offloading is measured now, if that is wished."""
-    seconds = None
-    if measured:
-        rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        shape: dict[str, Any] = {"batch_size": rows, "accumulation": accumulation, "dtype": dtype}
-        seconds = measured_baseline(model, data, **shape, folder=output / "baseline")
-    return Monitor(sizes, baseline_seconds=seconds, display="auto" if shown and can_be_drawn() else "none")
-
-
-def _prepare(
-    train_dataset: Any, eval_dataset: Any, tokenizer: Any, config: Any, lengths: dict[str, Any]
-) -> tuple[PreparedData, PreparedData | None]:
-    data = prepare(load_dataset_like(train_dataset), tokenizer, config, **lengths)
-    if eval_dataset is None:
-        return data, None
-    try:
-        rows = load_dataset_like(eval_dataset, split="validation")
-        return data, prepare(rows, tokenizer, config, task=data.task, id2label=data.id2label, **lengths)
-    except DataError as error:
-        raise DataError(f"eval_dataset: {error}") from error
-
-
-def _checkpoint(output: Path, config: Any, args: Any) -> Path:
+def _checkpoint(output: Path, config: Any, batch_size: int) -> Path:
     """The newest checkpoint, whole and of this very model."""
     checkpoint = newest_checkpoint(output)
     check_readable(checkpoint)
     check_same_model(checkpoint, config)
     print(f"going on from {checkpoint}", flush=True)
-    if warning := other_rows(checkpoint, args.per_device_train_batch_size):
+    if warning := other_rows(checkpoint, batch_size):
         print(warning, flush=True)
     return checkpoint
 
 
+# -- the training
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What every attempt at a training has in common."""
+
+    source: ModelSource
+    """With the head that the rows need."""
+    args: Seq2SeqTrainingArguments
+    offload: OffloadConfig
+    """With the values of `args` filled in."""
+    size: dict[str, Any]
+    """What a plan is made for: batch_size, max_input_length, max_target_length, device."""
+    tokenizer: Any
+    data: PreparedData
+    evaluation: PreparedData | None
+    monitor: Monitor
+    """Watches every attempt, from its first step on; its `telemetry` holds what all of them recorded."""
+
+    def train(
+        self, plan: Plan, checkpoint: Path | None, *, retry_leaner: bool
+    ) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
+        """A trainer that has trained, the plan that it used, and its metrics.
+
+        Raises:
+            OutOfVramError: the GPU's memory is full. A leaner plan was not allowed, not found, or not lean enough.
+        """
+        with ExitStack() as opened:
+            opened.push(self.monitor)  # ends it; it begins when the weights are in place
+            return self._attempts(plan, checkpoint, retry_leaner=retry_leaner)
+
+    def _attempts(
+        self, plan: Plan, checkpoint: Path | None, *, retry_leaner: bool
+    ) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
+        from offloadkit.hf.callbacks import AsksTheMonitor, StopPoint
+
+        full = tried = ""
+        if retry_leaner and self.args.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.args.device)  # `leaner_budget` reads this run's
+        while True:
+            model, materialise = self._load(plan, checkpoint)
+            if full:
+                plan, tried = self._leaner(model, plan, full, checkpoint)
+            elif plan.layers != tuple(layer.shape() for layer in flat_layers(model, self.offload)):
+                # The checkpoint's parameters are not those of its config: a head of its own, or fewer tied weights.
+                plan = shown_plan(resolve(model, task=self.data.task), self.offload, **self.size)
+            trainer, stop_point = self._trainer(model, materialise, plan), StopPoint()
+            trainer.add_callback(stop_point)
+            trainer.add_callback(asks := AsksTheMonitor(self.monitor))
+            self.monitor.plan = plan
+            with closing(asks), ExitStack() as opened:
+                opened.enter_context(closing(trainer))
+                try:
+                    output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+                    self._end(trainer, stopped=asks.stopped)
+                    opened.pop_all()
+                    return trainer, plan, self._metrics(trainer, output)
+                except OutOfVramError as error:
+                    if full or not retry_leaner:
+                        raise OutOfVramError(f"{error}{tried or _ONCE_MORE}") from error
+                    full = str(error)
+                # Only here, where the error is gone and holds no activations any more, the GPU has room again.
+                checkpoint = self._to_go_on_from(trainer, stop_point, checkpoint)
+            del trainer, model, materialise
+            gc.collect()
+
+    def _load(self, plan: Plan, checkpoint: Path | None) -> tuple[PreTrainedModel, Materialise | None]:
+        """The model, and the function that reads or draws its weights once the engine has a place for them.
+
+        With a `checkpoint` they are its weights. A model in memory comes back as it is, where the plan has room.
+        """
+        from transformers import set_seed
+
+        set_seed(self.args.seed)
+        if self.source.model is not None:
+            return self.source.load(device=_loading_device(plan, self.args)), None
+        if checkpoint is not None:
+            return resolve(checkpoint).for_rows(self.data.task, self.data.id2label).load_lazily()
+        return self.source.load_lazily()
+
+    def _leaner(self, model: Any, plan: Plan, full: str, checkpoint: Path | None) -> tuple[Plan, str]:
+        """A plan with less in VRAM, and what that tries, in words.
+
+        Args:
+            plan: needed too much.
+            full: the message that says so.
+        """
+        budget = leaner_budget(plan, self.args.device)
+        source = resolve(model, task=self.data.task)
+        leaner = plan_source(source, replace(self.offload, vram=budget), **self.size)
+        resume = "" if checkpoint is None else f"; {_RESUME} goes on from {checkpoint}"
+        before, after = (made.total_bytes("vram") for made in (plan, leaner))
+        if not leaner.fits or after >= before:
+            why = "it would take as much" if leaner.fits else leaner.explain().splitlines()[0]
+            raise OutOfVramError(
+                f"{full}. retry_leaner found no plan for {format_bytes(budget)} of VRAM that changes no number: "
+                f"{why}{resume}"
+            )
+        warnings.warn(f"{full}. Training goes on by a leaner plan", RuntimeWarning, stacklevel=5)
+        print(leaner, flush=True)
+        both = f"the first was planned with {format_bytes(before)} of VRAM, this one with {format_bytes(after)}"
+        return leaner, f". This was the second attempt: {both}{resume}"
+
+    def _trainer(self, model: PreTrainedModel, materialise: Materialise | None, plan: Plan) -> OffloadSeq2SeqTrainer:
+        from offloadkit.hf.callbacks import show_progress
+        from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
+
+        smooths = self.args.label_smoothing_factor and self.data.task == "seq2seq"
+        trainer = OffloadSeq2SeqTrainer(
+            model=model,
+            materialise=materialise,
+            plan=plan,
+            args=self.args,
+            offload=self.offload,
+            telemetry=self.monitor.telemetry,
+            train_dataset=self.data.dataset,
+            eval_dataset=None if self.evaluation is None else self.evaluation.dataset,
+            data_collator=with_decoder_inputs(self.data.collator, model) if smooths else self.data.collator,
+            processing_class=self.tokenizer,
+        )
+        show_progress(trainer, monitored=self.monitor.is_drawn)
+        return trainer
+
+    def _to_go_on_from(self, trainer: Any, stop_point: StopPoint, began_from: Path | None) -> Path | None:
+        """A checkpoint of the last finished step; None: from the beginning."""
+        again = began_from is not None or self.source.model is None
+        if again and not stop_point.any_step_finished(trainer):
+            return began_from
+        self.args.ignore_data_skip = False  # the batches that are left, not those of the epoch's beginning
+        return stop_point.save(trainer)  # of a model in memory, the engine has changed the weights already
+
+    def _end(self, trainer: OffloadSeq2SeqTrainer, *, stopped: bool) -> None:
+        """The monitor's last view, and how to go on from a training that was stopped."""
+        self.monitor.close("stopped" if stopped else "finished")
+        if stopped:
+            done, checkpoint = trainer.state.global_step, f"checkpoint-{trainer.state.global_step}"
+            print(f"stopped after step {done} of {trainer.state.max_steps}: {_RESUME} goes on from {checkpoint}")
+        elif trainer.state.global_step == self.monitor.steps_before:
+            of = f"{trainer.state.global_step} steps were done and {trainer.state.max_steps} are wanted"
+            print(f"nothing was left to train: {of}; more epochs or max_steps train on")
+
+    def _metrics(self, trainer: Any, output: Any) -> dict[str, float]:
+        """Of this attempt. (transformers 5.17 divides its loss by the steps before a checkpoint too.)"""
+        num_steps = trainer.state.global_step - self.monitor.steps_before
+        if num_steps == 0:
+            return {}
+        mean_loss = trainer._total_loss_scalar / num_steps
+        return {"train_loss": mean_loss, "train_seconds": output.metrics["train_runtime"]}
+
+
+def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
+    """Where a model in memory waits for the engine: on the GPU if it fits beside what the plan puts there, else in RAM.
+
+    Its size is taken in fp32, which is the most. The engine takes the weights from there one by one.
+    """
+    free = hardware.vram_bytes(args.device)[0]
+    fits = 4 * plan.num_parameters + plan.total_bytes("vram") < 0.9 * free
+    return args.device if fits else torch.device("cpu")
+
+
+# -- the result
+
+
 def _result(
     trainer: OffloadSeq2SeqTrainer,
-    sizes: Plan,
+    plan: Plan,
     metrics: dict[str, float],
     tokenizer: PreTrainedTokenizerBase,
     evaluation: PreparedData | None,
     output: Path,
 ) -> FinetuneResult:
-    """Save what was trained, and evaluate it: in this order, so that an evaluation that fails loses nothing."""
+    """Save what was trained, then evaluate it: an evaluation that fails loses nothing."""
     trained: Any = trainer.model
     _save(trained, tokenizer, output / "model")
     samples = _evaluate(trainer, tokenizer, evaluation, metrics)
     steps = list(trainer.telemetry.records)
     history, stopped = trainer.state.log_history, trainer.state.global_step < trainer.state.max_steps
-    return FinetuneResult(trained, tokenizer, sizes, metrics, history, samples, steps, output, stopped)
+    return FinetuneResult(trained, tokenizer, plan, metrics, history, samples, steps, output, stopped)
+
+
+def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    def write(folder: Path) -> None:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    put_in_place(folder, write)
+    print(f"the model is in {folder}", flush=True)
 
 
 def _evaluate(
     trainer: OffloadSeq2SeqTrainer, tokenizer: Any, evaluation: PreparedData | None, metrics: dict[str, float]
 ) -> list[Sample]:
-    """Fill `metrics` in, print them and a few predictions; returns these."""
+    """Complete `metrics`, print them and a few predictions; returns these."""
     if evaluation is None:
         return []
     at_the_end = [log for log in trainer.state.log_history if log["step"] == trainer.state.global_step]
@@ -579,25 +484,5 @@ def _evaluate(
         metrics["exact_match" if evaluation.task == "seq2seq" else "accuracy"] = share_correct(samples)
     print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
     for sample in samples[:_NUM_SHOWN]:
-        print(f"  {_short(sample.input)!r} -> {_short(sample.prediction)!r}" + _verdict(sample, evaluation.task))
+        print(f"  {in_words(sample, evaluation.task)}")
     return samples[:_NUM_SHOWN]
-
-
-def _verdict(sample: Sample, task: str) -> str:
-    if task == "causal":
-        return ""
-    return "  (right)" if sample.correct else f"  (should be {_short(sample.target)!r})"
-
-
-def _short(text: str, longest: int = 60) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= longest else line[: longest - 1] + "…"
-
-
-def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    def write(folder: Path) -> None:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-    put_in_place(folder, write)
-    print(f"the model is in {folder}", flush=True)

@@ -1,4 +1,4 @@
-"""`plan`: from a model's name and a few wishes to what training it takes, before a byte of weights is read.
+"""`plan`: what training a model takes, from its name and a few wishes, before a byte of weights is read.
 
 plan = offloadkit.plan("t5-3b", vram="8GiB", ram="32GiB", batch_size=4)
 print(plan, plan.explain(), sep="\\n")
@@ -6,18 +6,17 @@ print(plan, plan.explain(), sep="\\n")
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
@@ -26,14 +25,14 @@ from offloadkit.device.state_file import unfit_for_states
 from offloadkit.errors import ConfigError, DoesNotFitError, OutputError
 from offloadkit.hardware import Hardware
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
-from offloadkit.hf.loss import compute_loss_in_chunks
-from offloadkit.hf.models import EAGER_ATTENTION, Task, check_kind, infer_task, load_config, meta_model
-from offloadkit.hf.patches import fuse, without_caches
+from offloadkit.hf.load import Task
+from offloadkit.hf.patches import patched
+from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of
 from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
 from offloadkit.planner.layout import activations
 from offloadkit.tracing import trace_micro_batch
-from offloadkit.units import parse_bytes
+from offloadkit.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,9 +40,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (32, 16, 8, 4, 2, 1)
-"""What "auto" chooses from: the first whose activations, every block recomputed, take at most half of the VRAM."""
+"""Sizes that "auto" tries: the first whose activations, with every block recomputed, take at most half of VRAM."""
 AUTO_BATCH_SIZE = 8
-"""What "auto" is without a GPU."""
+"""The size that "auto" takes without a GPU."""
 
 GIB = 1 << 30
 ASSUMED_CARD = Hardware(
@@ -73,9 +72,9 @@ ASSUMED_CARD = Hardware(
     fp16_flops_per_second=60e12,
     fp32_flops_per_second=15e12,
 )
-"""A machine of today that was not measured: PCIe 4 x16, two channels of DDR5, a mid-range card."""
+"""A typical machine that was not measured: PCIe 4 x16, two channels of DDR5, a mid-range card."""
 ASSUMED_DISK = 1.5e9
-"""Bytes a second of its disk, each way."""
+"""Bytes a second of its disk, for reading and for writing."""
 
 
 def plan(
@@ -92,38 +91,53 @@ def plan(
     offload: OffloadConfig | None = None,
     device: torch.device | None = None,
 ) -> Plan:
-    """What training `model` needs, where it goes and how long a step takes. Only the model's config is read.
+    """How much memory training `model` needs, where it is placed and how long a step takes. Only its config is read.
 
     Args:
         model: a preset ("t5-3b"; needs no network), folder, hub name, or a model.
-        vram, ram: what the process may take ("8GiB"); None: what is free here. Where there is no GPU, and no `device`
-            is named, `vram` plans for a card of that size, whose rates are assumed.
+        vram, ram: what the process may use ("8GiB"); None: what is free here. Without a GPU and without `device`,
+            `vram` plans for a card of that size, whose rates are assumed.
         precision: of the optimizer states; None: the config's.
-        batch_size: rows of a micro-batch; "auto": see `BATCH_SIZES`. It is chosen before what lives where.
-        max_input_length, max_target_length: tokens of a row; None: as `finetune`.
-        gradient_accumulation: micro-batches an update; None: the config's.
+        batch_size: rows of a micro-batch; "auto": see `BATCH_SIZES`. It is chosen before the placements.
+        max_input_length, max_target_length: tokens of a row; None: as in `finetune`.
+        gradient_accumulation: micro-batches in an update; None: the config's.
         task: "seq2seq", "causal" or "classification"; None: what the architecture was made for.
-        offload: as for `finetune`; its `working_dtype` "auto" is `default_dtype`.
-        device: where training runs; None: the GPU where there is one.
+        offload: as in `finetune`; its `working_dtype` "auto" means `default_dtype`.
+        device: where training runs; None: the GPU if there is one.
 
     Raises:
         ConfigError: a wish has no meaning.
-        OutputError: the folder for states on disk is not there, or is full.
-        ModelError, ModelNotFoundError, ModelAccessError: as `finetune`.
+        OutputError: the folder for states on disk does not exist, or is full.
+        ModelError, ModelNotFoundError, ModelAccessError: as in `finetune`.
     """
-    check_kind(model)
+    source = resolve(model, init="random", task=task)
     config = with_wishes(offload, vram=vram, ram=ram, precision=precision, gradient_accumulation=gradient_accumulation)
+    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    return plan_source(source, config, batch_size=batch_size, **lengths, device=device)
+
+
+def plan_source(
+    source: ModelSource,
+    config: OffloadConfig,
+    *,
+    batch_size: int | Literal["auto"],
+    max_input_length: int | None,
+    max_target_length: int | None,
+    device: torch.device | None,
+) -> Plan:
+    """`plan` of a model that was looked up already, with every wish in the config."""
     check_rows(batch_size, max_input_length, max_target_length)
     machine, assumed = machine_for(config, device)
     config = _with_dtype(config, machine)
-    subject = _Subject.of(model, task, config, machine)
-    rows = subject.rows(batch_size, max_input_length, max_target_length, machine, config)
-    made = plan_of(subject.model, subject.layers, config, work=subject.work(rows), hardware=machine, assumed=assumed)
-    if not made.fits and made.basis is not None:
+    with _outline(source, config, machine) as outline:
+        rows = outline.rows(batch_size, max_input_length, max_target_length, machine, config)
+        work = outline.work(rows)
+        made = plan_of(outline.model, outline.layers, config, work=work, hardware=machine, assumed=assumed)
+        if made.fits or made.basis is None:
+            return made
         folder = next((name for name in (tempfile.gettempdir(), ".") if not unfit_for_states(Path(name))), None)
         other = with_disk(machine, folder) if folder and not config.disk and machine.device != "cpu" else None
-        made = replace(made, basis=replace(made.basis, smaller=tuple(subject.smaller(rows)), with_disk=other))
-    return made
+        return replace(made, basis=replace(made.basis, smaller=tuple(outline.smaller(rows)), with_disk=other))
 
 
 def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
@@ -135,22 +149,58 @@ def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
     return replace(offload or OffloadConfig(), **{name: wish for name, wish in wishes.items() if wish is not None})
 
 
+def shown_plan(source: ModelSource, config: OffloadConfig, **size: Any) -> Plan:
+    """`plan_source`, printed.
+
+    Raises:
+        DoesNotFitError: the plan does not fit.
+    """
+    made = plan_source(source, config, **size)
+    print(made, flush=True)
+    check_fits(made)
+    return made
+
+
+def plan_for_rows(source: ModelSource, config: OffloadConfig, assumed: Plan | None, **size: Any) -> Plan:
+    """The plan for rows of known length. They may be longer than was assumed: tokenized rows are not cut.
+
+    Args:
+        assumed: the plan that was shown before; one line then says what changed. None shows the whole plan.
+        size: as for `plan_source`.
+
+    Raises:
+        DoesNotFitError: the plan does not fit.
+    """
+    if assumed is None:
+        return shown_plan(source, config, **size)
+    made = plan_source(source, config, **size)
+    if made == assumed:
+        return assumed
+    target = f" + {size['max_target_length']}" if source.task == "seq2seq" else ""
+    takes = [f"{format_seconds(made.seconds.step)} a step"] if made.seconds else []
+    tiers = {"ram": "RAM"} if made.on_cpu else {"vram": "VRAM", "ram": "RAM"}
+    takes += [f"{format_bytes(made.needs()[tier])} of {name}" for tier, name in tiers.items()]
+    longest = f"the longest row has {size['max_input_length']}{target} tokens"
+    print(f"planned again, {longest}: {', '.join(takes)}", flush=True)
+    check_fits(made)
+    return made
+
+
 def auto_batch_size(
-    model: str | os.PathLike[str] | PreTrainedModel,
+    source: ModelSource,
+    config: OffloadConfig,
     *,
-    max_input_length: int | None = None,
-    max_target_length: int | None = None,
-    offload: OffloadConfig | None = None,
-    device: torch.device | None = None,
+    max_input_length: int | None,
+    max_target_length: int | None,
+    device: torch.device,
 ) -> int:
-    """What `batch_size="auto"` is: by `BATCH_SIZES` with a GPU, `AUTO_BATCH_SIZE` without. Arguments: as `plan`."""
-    device = device or hardware.default_device()
+    """The size that `batch_size="auto"` means: by `BATCH_SIZES` with a GPU, else `AUTO_BATCH_SIZE`."""
     if device.type == "cpu":
         return AUTO_BATCH_SIZE
     machine = measure(device)
-    config = _with_dtype(offload or OffloadConfig(), machine)
-    subject = _Subject.of(model, None, config, machine)
-    return subject.rows("auto", max_input_length, max_target_length, machine, config).batch_size
+    config = _with_dtype(config, machine)
+    with _outline(source, config, machine) as outline:
+        return outline.rows("auto", max_input_length, max_target_length, machine, config).batch_size
 
 
 def _with_dtype(config: OffloadConfig, machine: Hardware) -> OffloadConfig:
@@ -171,14 +221,14 @@ def default_dtype(*, on_gpu: bool, native_bf16: bool) -> Dtype:
 def check_fits(plan: Plan) -> None:
     """
     Raises:
-        DoesNotFitError: the plan does not fit; names what it needs, what there is, and the nearest plans that fit.
+        DoesNotFitError: the plan does not fit. The message names what it needs, what there is, and plans that fit.
     """
     if not plan.fits:
         raise DoesNotFitError(f"the plan {plan.explain()}")
 
 
 def check_rows(batch_size: Any, max_input_length: Any, max_target_length: Any) -> None:
-    """Raise `ConfigError` for what is no number of rows or tokens."""
+    """Raise `ConfigError` for anything that is not a positive number of rows or tokens."""
     lengths = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     wishes = {"batch_size": None if batch_size == "auto" else batch_size, **lengths}
     for name, value in wishes.items():
@@ -187,7 +237,7 @@ def check_rows(batch_size: Any, max_input_length: Any, max_target_length: Any) -
 
 
 def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Hardware, bool]:
-    """The machine to plan for, and whether its rates are assumed: a GPU's, this CPU's, or a card of a wished size."""
+    """The machine to plan for, and whether its rates are assumed: this GPU, this CPU, or a card of the given size."""
     if device is None and config.vram is not None and hardware.default_device().type == "cpu":
         size = parse_bytes(config.vram)
         card = replace(ASSUMED_CARD, vram_total_bytes=size, vram_free_bytes=size)
@@ -215,38 +265,12 @@ def with_disk(machine: Hardware, folder: str) -> Hardware:
 
 
 @dataclass(frozen=True)
-class _Subject:
-    """A model on the meta device, ready to be followed over micro-batches of any shape."""
+class _Outline:
+    """A model on the meta device, ready to be traced over micro-batches of any shape."""
 
     model: Any
     layers: list[FlatLayer]
     task: Task
-
-    @classmethod
-    def of(
-        cls,
-        model: str | os.PathLike[str] | PreTrainedModel,
-        task: Task | None,
-        config: OffloadConfig,
-        machine: Hardware,
-    ) -> _Subject:
-        """The model in its working dtypes, with the attention, the norms and the loss that training has."""
-        if isinstance(model, str | os.PathLike):
-            shape = load_config(model, init="random")
-            if shape.model_type in EAGER_ATTENTION:
-                shape._attn_implementation = "eager"
-            on_meta: Any = meta_model(shape, task)
-        else:
-            on_meta = _without_memory(model)
-        without_caches(on_meta)
-        layers = flat_layers(on_meta, config)
-        for layer in layers:
-            for view in layer.views:
-                view.parameter.data = view.parameter.data.to(layer.dtype)
-        compute_loss_in_chunks(on_meta)
-        if machine.device != "cpu":
-            fuse(on_meta, compiled=config.compile_blocks)
-        return cls(on_meta.train(), layers, task or infer_task(on_meta.config))
 
     def rows(
         self,
@@ -256,7 +280,7 @@ class _Subject:
         machine: Hardware,
         config: OffloadConfig,
     ) -> Rows:
-        """The micro-batch to plan for: the wished one, with what was left out chosen."""
+        """The micro-batch to plan for, with defaults for what was not given."""
         length = max_input_length or default_input_length(self.model.config, self.task)
         target = (max_target_length or DEFAULT_TARGET_LENGTH) if self.task == "seq2seq" else None
         rows = Rows(AUTO_BATCH_SIZE, length, target)
@@ -276,14 +300,14 @@ class _Subject:
         return rows
 
     def batch(self, rows: Rows) -> dict[str, torch.Tensor]:
-        """Forward's arguments, int64 on the meta device; some rows are padded."""
+        """Arguments of forward: int64 on the meta device, with an attention mask, as if some rows were padded."""
         size, length = rows.batch_size, rows.input_length
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
         return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
 
     def work(self, rows: Rows) -> MicroBatch | None:
-        """What a micro-batch computes; None for a model that the meta device cannot run."""
+        """What a micro-batch computes; None if the model cannot run on the meta device."""
         try:
             return replace(trace_micro_batch(self.model, self.batch(rows)), rows=rows)
         except Exception as error:
@@ -291,7 +315,7 @@ class _Subject:
             return None
 
     def smaller(self, rows: Rows) -> Iterator[tuple[str, MicroBatch]]:
-        """Smaller micro-batches: fewer rows, then shorter ones too."""
+        """Smaller micro-batches, each with its options in words: fewer rows first, then shorter rows."""
         others = [
             (f"batch_size={size}", replace(rows, batch_size=size)) for size in BATCH_SIZES if size < rows.batch_size
         ]
@@ -305,12 +329,18 @@ class _Subject:
                 yield words, work
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy on the meta device: the same modules and tying, no numbers."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
+@contextmanager
+def _outline(source: ModelSource, config: OffloadConfig, machine: Hardware) -> Iterator[_Outline]:
+    """The model without numbers, in its working dtypes and patched as in training. The patches end with the context.
+
+    Args:
+        config: its working dtype is decided.
+    """
+    model: Any = source.on_meta
+    with ExitStack() as changes:
+        changes.callback(patched(model, kernels=machine.device != "cpu", compiled=config.compile_blocks))
+        layers = flat_layers(model, config)
+        for layer in layers:
+            for view in layer.views:
+                view.parameter.data = view.parameter.data.to(layer.dtype)
+        yield _Outline(model.train(), layers, source.task)

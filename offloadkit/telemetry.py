@@ -1,4 +1,4 @@
-"""What happened in each step, as plain records. Drawn by widgets, summed up by the demo, written as JSON lines."""
+"""What happened in each step, as plain records. Widgets draw them, the demo sums them up, a log holds them as JSON."""
 
 from __future__ import annotations
 
@@ -19,33 +19,39 @@ from offloadkit.errors import OutputError
 class StepRecord:
     """One optimizer step, read after it has happened.
 
-    `seconds` by phase: "step" (wall time from boundary to boundary), "forward" and "backward" (on the device),
-    "gradient_wait" (from step() until the last gradient was in RAM), "norm", "cpu_step" (AdamW and sending weights),
-    "gpu_step" (AdamW on the device, from when the norm is known to the last kernel, with the copies it waits for),
-    "other" (wall time between backward's end and the next forward: data loading, logging), "h2d" and "d2h" (copies on
-    the bus), "gradient_tail" (from backward's end on the device until the last gradient was in RAM). Of forward and
-    backward the device stood still for "forward_wait" (a layer that the CPU had not stepped yet), "backward_wait" (room
-    for gradients that the CPU had not added yet), "forward_bus_wait" and "backward_bus_wait" (a copy on its way), and
-    "forward_gpu_step_wait" (a layer that the GPU steps); one that did not occur is left out. Phases overlap: they do
-    not add up to "step".
+    `seconds` has these phases. They overlap, so they do not add up to "step". One that did not occur is left out.
+
+    - "step": wall time from one update to the next.
+    - "forward", "backward": on the device.
+    - "forward_wait", "backward_wait": parts of these in which the device waited for the CPU: for a layer that was not
+      stepped yet, or for room for gradients.
+    - "forward_bus_wait", "backward_bus_wait": parts in which it waited for a copy.
+    - "forward_gpu_step_wait": the part in which it waited for a layer that the GPU steps.
+    - "gradient_wait": from step() until the last gradient was in RAM.
+    - "gradient_tail": from the end of backward on the device until the last gradient was in RAM.
+    - "norm": the gradient norm.
+    - "cpu_step": AdamW on the CPU, and sending the weights.
+    - "gpu_step": AdamW on the device, from the known norm to the last kernel, with the copies it waits for.
+    - "h2d", "d2h": copies to and from the device.
+    - "other": wall time between the end of backward and the next forward (data loading, logging).
     """
 
     step: int
     loss: float
-    """Sum of what backward was called with, each micro-batch's loss already divided by their number."""
+    """Sum of the micro-batches' losses, each divided by their number."""
     num_tokens: int | None
-    """Input and label positions, padding included; None where the batch has neither."""
+    """Input and label positions, padding included; None if the batch has neither."""
     grad_norm: float | None
-    """Global, before clipping; NaN or Inf where the step was skipped."""
+    """Global norm before clipping; NaN or Inf if the step was skipped."""
     learning_rate: float
     skipped: bool
     seconds: dict[str, float]
     bytes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By tier ("vram", "ram") and category; measured ones begin with "process"."""
+    """By tier ("vram", "ram") and category. Categories that begin with "process" are measured."""
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Throughput over the whole step."""
+        """Tokens over the wall time of the step."""
         seconds = self.seconds.get("step")
         return self.num_tokens / seconds if self.num_tokens and seconds else None
 
@@ -74,12 +80,12 @@ class Telemetry:
             ) from error
 
     def subscribe(self, listener: Callable[[StepRecord], None]) -> Callable[[], None]:
-        """Call `listener` with every later record, on the thread that trains; returns what ends that."""
+        """Call `listener` with every later record, on the thread that trains. Returns a function that ends this."""
         self._subscribers.append(listener)
         return lambda: self._subscribers.remove(listener) if listener in self._subscribers else None
 
     def add(self, record: StepRecord) -> None:
-        """Take a finished step."""
+        """Store the record of a finished step, log it and pass it to the subscribers."""
         self.records.append(record)
         self._log = self._log or self._opened(self._log_path)
         if self._log is not None:
@@ -93,7 +99,7 @@ class Telemetry:
             listener(record)
 
     def _give_up(self, error: OSError) -> None:
-        """The log ends here, and training goes on."""
+        """End the log with a warning; training continues."""
         warnings.warn(
             f"the telemetry log {self._log_path} could not be written at step {self.records[-1].step} and ends there "
             f"({error.strerror}); training goes on",
@@ -113,14 +119,14 @@ class Telemetry:
 
 
 def mean_seconds(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Mean seconds of a step by phase, the first tenth of the steps left out: they warm up."""
+    """Mean seconds of a step by phase, without the first tenth of the steps, which warm up."""
     settled = records[len(records) // 10 :]
     phases = dict.fromkeys(phase for record in settled for phase in record.seconds)
     return {phase: sum(record.seconds.get(phase, 0.0) for record in settled) / len(settled) for phase in phases}
 
 
 def _finite(value: Any) -> Any:
-    """Strict JSON has neither NaN nor Inf: null stands for them."""
+    """The value with null for NaN and Inf, which strict JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,8 +1,7 @@
-"""What one micro-batch computes, saves and needs for a while, found on the meta device: no weights, no GPU, no time.
+"""What one micro-batch computes, saves and allocates, found on the meta device without weights, GPU or waiting.
 
-The model's forward and backward run once, without memory. A repeated block is followed in detail once for each of its
-kinds (class, parameter shapes, inputs); where the kind comes again, what it gave is repeated, so that eighty layers
-take as long as two.
+The model's forward and backward run once, without memory. Repeated blocks of one kind (class, parameter shapes, inputs)
+are followed in detail once. For the others the result is copied, so that eighty layers take as long as two.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from offloadkit.kernels.attention import OPERATIONS as FUSED_ATTENTION
 from offloadkit.offload.layers import repeated_blocks
 from offloadkit.offload.records import num_tokens
 from offloadkit.planner.work import MicroBatch, Pass, Stage
@@ -30,11 +30,11 @@ _FLASH = (
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
 )
 _ALLOCATION = 512
-"""Bytes to which torch's CUDA allocator rounds a tensor up."""
+"""torch's CUDA allocator rounds a tensor up to multiples of this many bytes."""
 
 
 class AsOnGpu(TorchFunctionMode):
-    """Take the operations that a GPU would take where torch decides by the device: fused attention, dropout, norms."""
+    """Use the operations that torch would choose on a GPU: fused attention, dropout and norms."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -66,8 +66,8 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` by the kernels that keep no attention weights: flash, or with a mask or in fp32
-    the memory-efficient one."""
+    """`scaled_dot_product_attention` by the kernels that save no attention weights: flash attention, or, with a mask
+    or in fp32, memory-efficient attention."""
     if attn_mask is None and query.dtype != torch.float32:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
@@ -85,7 +85,7 @@ def _fused_attention(
 def _fused_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """`rms_norm` where it is one kernel; with a weight of another dtype it is several."""
+    """`rms_norm` as one kernel; with a weight of another dtype it is several."""
     if weight is None:
         weight = input.new_empty(tuple(normalized_shape))
     if weight.dtype != input.dtype:
@@ -96,7 +96,7 @@ def _fused_norm(
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Reads, writes and keeps what the kernels do: beside the input an fp32 number a row."""
+    """Reads, writes and saves what the kernels do: the input, and one fp32 number for each row."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -110,10 +110,10 @@ class _FusedNorm(torch.autograd.Function):
 
 
 class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations and the bytes of tensors that are alive.
+    """Counts operations and the bytes of live tensors.
 
     Attributes:
-        live: bytes of storages made since the start that still exist.
+        live: bytes of the storages that were made since the start and still exist.
         peak: highest `live` since `reset_peak`.
     """
 
@@ -169,13 +169,13 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if function.overloadpacket in _FLASH:
                 args = _with_a_key_for_each_query(args)
             number = flops(*args, **kwargs, out_val=output)
-            own = function.namespace == "offloadkit"
-            matmuls = {"fused_attention_flops": number, "num_attention": 1} if own else {"flops": number}
+            is_fused = function.overloadpacket in FUSED_ATTENTION
+            matmuls = {"fused_attention_flops": number, "num_attention": 1} if is_fused else {"flops": number}
             self.total += Pass(**matmuls, matmul_bytes=moved, num_operations=1)
 
 
 def _with_a_key_for_each_query(args: Sequence[Any]) -> list[Any]:
-    """The arguments with as many heads in all: torch 2.11 counts no attention whose queries share keys and values."""
+    """The arguments with equal numbers of heads: torch 2.11 counts no attention whose queries share keys and values."""
     heads = max(one.shape[1] for one in args if _is_by_heads(one))
     return [one.new_empty(one.shape[0], heads, *one.shape[2:]) if _is_by_heads(one) else one for one in args]
 
@@ -189,11 +189,11 @@ def allocated_bytes(num_bytes: int) -> int:
 
 
 def trace_micro_batch(model: nn.Module, batch: dict[str, torch.Tensor]) -> MicroBatch:
-    """Follow one forward and backward of `model` over `batch`; the loss is the output's `.loss`, or the output itself.
+    """Trace one forward and backward of `model` over `batch`. The loss is the output's `.loss`, or the output itself.
 
     Args:
         model: on the meta device, in the dtype it computes with and in training mode.
-        batch: keyword arguments of forward; only shapes and dtypes count.
+        batch: keyword arguments of forward; only shapes and dtypes matter.
     """
     inputs = {
         name: torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
@@ -220,7 +220,7 @@ def trace_micro_batch(model: nn.Module, batch: dict[str, torch.Tensor]) -> Micro
 
 
 class _Stages:
-    """Cuts what the counter sees into stages, while the model runs forward and backward once."""
+    """Splits what the counter sees into stages while the model runs forward and backward once."""
 
     def __init__(self, counter: OpCounter) -> None:
         self.counter = counter
@@ -229,7 +229,7 @@ class _Stages:
         self._begin()
 
     def in_order(self) -> tuple[Stage, ...]:
-        """The stages, without those outside the blocks in which nothing happens."""
+        """The stages in order, without empty ones outside the blocks."""
         return tuple(stage for stage in self._found if stage.block or stage.forward.num_operations)
 
     def _begin(self) -> None:
@@ -258,7 +258,7 @@ class _Stages:
         self._begin()
 
     def before_block_backward(self, index: int) -> None:
-        """Backward leaves the outside stage after block number `index`."""
+        """Backward leaves the stage outside that follows block number `index`."""
         self.end_of_backward()
         self._at = index - 1
 
@@ -266,7 +266,7 @@ class _Stages:
         self._begin()
 
     def end_of_backward(self) -> None:
-        """Backward of the outside stage it is in is done."""
+        """Backward of the current outside stage is done."""
         counter = self.counter
         self._found[self._at] = replace(
             self._found[self._at],
@@ -275,7 +275,7 @@ class _Stages:
         )
 
     def run(self, name: str, block: nn.Module, forward: Callable[..., Any], arguments: Any) -> Any:
-        """A block's outputs: those of its first run where its kind was followed before."""
+        """A block's outputs. If its kind was followed before, they are made from that first run."""
         self._end_outside()
         leaves, spec = tree_flatten(arguments)
         key = _kind(block, leaves, spec)
@@ -334,11 +334,11 @@ class _Stages:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What followed blocks of one kind give."""
+    """What a block of one kind gives."""
 
     stage: Stage
     outputs: list[Any]
-    """A `_Made` or a `_Handed` for each tensor, other things as they are."""
+    """A `_Made` or a `_Handed` for each tensor; other values as they are."""
     spec: Any
 
 
@@ -353,7 +353,7 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Handed:
-    """A tensor that a block hands on; its number among the inputs."""
+    """An input tensor that a block returns; its index among the inputs."""
 
     input: int
 
@@ -368,7 +368,7 @@ def _described(output: Any, inputs: Sequence[torch.Tensor]) -> Any:
 
 
 def _kind(block: nn.Module, leaves: Sequence[Any], spec: Any) -> Any:
-    """Equal for blocks that compute the same over the same shapes."""
+    """A key that is equal for blocks that compute the same over the same shapes."""
 
     def form(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -379,8 +379,10 @@ def _kind(block: nn.Module, leaves: Sequence[Any], spec: Any) -> Any:
 
 
 class _Block(torch.autograd.Function):
-    """Stands for a block in the graph of what lies outside: outputs and gradients of the right shapes. The anchor
-    requires a gradient where a weight of the block does."""
+    """Stands in for a block in the autograd graph: outputs and gradients of the right shapes.
+
+    The anchor requires a gradient if a weight of the block does.
+    """
 
     @staticmethod
     def forward(
@@ -407,7 +409,7 @@ class _Block(torch.autograd.Function):
 
 @contextmanager
 def _followed(name: str, block: nn.Module, stages: _Stages) -> Iterator[None]:
-    """While it is open, calls of `block` go through `stages`."""
+    """Inside this context, calls of `block` go through `stages`."""
     own, forward = vars(block).get("forward"), block.forward
     block.forward = lambda *args, **kwargs: stages.run(name, block, forward, (args, kwargs))
     try:
@@ -419,7 +421,7 @@ def _followed(name: str, block: nn.Module, stages: _Stages) -> Iterator[None]:
 
 
 def _drop_gradients_of(model: nn.Module) -> Callable[[], None]:
-    """Have each gradient dropped as soon as it is there, as the engine does; returns what stops that."""
+    """Drop each gradient as soon as it is computed, as the engine does; returns what stops that."""
 
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None

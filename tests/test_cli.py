@@ -40,7 +40,7 @@ def test_plan_prints_where_everything_goes() -> None:
     done = run("plan", "t5-small", "--dtype", "bf16")
     assert done.exit_code == 0
     assert "60,506,624 parameters" in done.stdout
-    assert "exp_avg" in done.stdout
+    assert "moments" in done.stdout
 
 
 def test_train_goes_from_a_file_to_a_model(model_folder: Path, tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["offloadkit.finetune"], "finetune", interrupted)
+    monkeypatch.setattr(sys.modules["offloadkit.finetuning"], "finetune", interrupted)
     done = run("train", "model", "data.jsonl", "--output", str(tmp_path))
     assert done.exit_code == 130
     assert f"interrupted; there is no checkpoint in {tmp_path} to resume from" in done.stderr
@@ -83,7 +83,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_switches_of_train_are_those_of_finetune(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, object]] = []
-    done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetune"]
+    done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetuning"]
     monkeypatch.setattr(finetune, "finetune", lambda *_, **options: (told.append(options), done)[1])
     for switches in ((), ("--resume",), ("--retry-leaner",), ("--compile-blocks",)):
         assert run("train", "model", "data.jsonl", *switches).exit_code == 0
@@ -95,11 +95,24 @@ def test_switches_of_train_are_those_of_finetune(monkeypatch: pytest.MonkeyPatch
     ]
 
 
+def test_train_takes_the_lengths_and_the_dtype_that_plan_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    done, finetuning = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetuning"]
+    monkeypatch.setattr(finetuning, "finetune", lambda *_, **options: (told.append(options), done)[1])
+    sizes = ("--max-input-length", "64", "--max-target-length", "16", "--dtype", "fp32")
+    for given in ((), sizes):
+        assert run("train", "model", "data.jsonl", *given).exit_code == 0
+    names = ("max_input_length", "max_target_length")
+    found = [(*(options[name] for name in names), options["offload"].working_dtype) for options in told]
+    assert found == [(None, None, "auto"), (64, 16, "fp32")]
+    assert "working_dtype must be one of" in run("train", "model", "data.jsonl", "--dtype", "int8").stderr
+
+
 def test_a_folder_for_states_on_disk_is_told_to_plan_and_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[OffloadConfig] = []
-    done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetune"]
+    done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetuning"]
     monkeypatch.setattr(finetune, "finetune", lambda *_, offload, **__: (told.append(offload), done)[1])
     for given in ((), ("--disk", str(tmp_path))):
         assert run("train", "model", "data.jsonl", *given).exit_code == 0

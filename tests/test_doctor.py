@@ -105,10 +105,10 @@ ADVICE: dict[str, tuple[Facts, str, str]] = {
         "warn",
         "RAM could not be pinned. Copies",
     ),
-    "narrow view": (
+    "narrow slot": (
         links(4, 16, 16.0, 16.0, h2d=7e9),
         "warn",
-        "The PCIe view is narrower than the card (0000:18:00.0 has 4 of 16 lanes)",
+        "The PCIe slot is narrower than the card (0000:18:00.0 has 4 of 16 lanes)",
     ),
     "slow link": (
         links(16, 16, 8.0, 32.0, h2d=12e9),
@@ -208,7 +208,7 @@ def test_the_table_shows_what_was_measured() -> None:
         "built for CUDA 12.8",
     ):
         assert part in text
-    assert "none: what stands for VRAM is RAM" in doctor.report(replace(FACTS, hardware=CPU_ONLY))
+    assert "none: RAM stands in for VRAM" in doctor.report(replace(FACTS, hardware=CPU_ONLY))
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_a_folder_that_cannot_be_written_is_an_advice(tmp_path: Path, monkeypatc
             raise OutputError(f"{folder} is no folder")
         return replace(MACHINE, disk_folder=None)
 
-    monkeypatch.setattr(hardware, "measure", measure)
+    monkeypatch.setattr(doctor, "measure", measure)
     facts = doctor.gather(tmp_path / "missing")
     assert facts.disk_fault is not None
     assert "missing is no folder" in facts.disk_fault

@@ -27,7 +27,8 @@ from transformers import (
 import offloadkit
 from offloadkit import OffloadConfig, hardware
 from offloadkit.errors import ConfigError, DataError, ModelError, OutputError
-from offloadkit.hf.arguments import engine_config
+from offloadkit.hf import arguments
+from offloadkit.hf.arguments import arguments_of_finetune
 from tests.hf.tiny import llama_config, save_config, word_tokenizer
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]
@@ -154,7 +155,7 @@ def test_resuming_from_a_file_that_was_cut_names_it_and_what_to_delete(tmp_path:
 @pytest.mark.parametrize(("saved", "now"), [("exact", "tiny"), ("tiny", "exact"), ("exact", "compact")])
 def test_resuming_with_another_precision_says_what_to_go_on_with(saved: str, now: str) -> None:
     finetune(t5(), PAIRS, precision=saved)
-    with pytest.raises(ConfigError, match=r"^saved exp_avg is .*: go on with the precision and the working dtype that"):
+    with pytest.raises(ConfigError, match=r"^saved exp_avg(_sq)? is .*: go on with the precision and the working"):
         finetune(t5(), PAIRS, precision=now, resume=True, max_steps=6)
 
 
@@ -162,7 +163,7 @@ def test_a_model_whose_evaluation_fails_is_saved(tmp_path: Path, monkeypatch: py
     def fails(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no prediction")
 
-    monkeypatch.setattr(sys.modules["offloadkit.finetune"], "predict", fails)
+    monkeypatch.setattr(sys.modules["offloadkit.finetuning"], "predict", fails)
     with pytest.raises(RuntimeError, match="no prediction"):
         finetune(t5(), PAIRS, eval_dataset=PAIRS[:4], output_dir=tmp_path / "run", max_steps=2, save_strategy="no")
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
@@ -209,16 +210,20 @@ def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
     gpu: str, options: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to the plan; no GPU is needed to get there."""
-    module = sys.modules["offloadkit.finetune"]
+    module = sys.modules["offloadkit.finetuning"]
     seen: dict[str, Any] = {}
 
-    def auto_batch_size(model: Any, *, offload: OffloadConfig, device: torch.device, **_: Any) -> int:
+    def auto_batch_size(source: Any, offload: OffloadConfig, *, device: torch.device, **_: Any) -> int:
         seen["by batch size"] = offload.working_dtype
         return 4
 
-    def plan(model: Any, args: Any, offload: OffloadConfig, lengths: Any, **_: Any) -> None:
-        seen["by plan"] = engine_config(offload, args).working_dtype
-        seen["bf16"], seen["fp16"] = args.bf16, args.fp16
+    def told(*given: Any) -> Any:
+        seen["args"] = arguments_of_finetune(*given)
+        return seen["args"]
+
+    def plan(source: Any, offload: OffloadConfig, *_: Any, **__: Any) -> None:
+        args = seen.pop("args")
+        seen["by plan"], seen["bf16"], seen["fp16"] = offload.working_dtype, args.bf16, args.fp16
         raise KeyboardInterrupt
 
     device = torch.device("cpu" if gpu == "none" else "cuda")
@@ -226,6 +231,7 @@ def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
     monkeypatch.setattr(hardware, "supports_bf16", lambda device: gpu == "H200" or device.type == "cpu")
     monkeypatch.setattr(module, "auto_batch_size", auto_batch_size)
     monkeypatch.setattr(module, "plan_for_rows", plan)
+    monkeypatch.setattr(arguments, "arguments_of_finetune", told)
     monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: gpu != "none")
     with pytest.raises(KeyboardInterrupt):
         finetune(t5(), PAIRS, **({"batch_size": "auto", "use_cpu": gpu == "none"} | options))
@@ -369,9 +375,8 @@ def run_python(code: str) -> str:
 
 def test_plan_and_finetune_stay_functions_whatever_is_imported() -> None:
     code = (
-        "import offloadkit, importlib; from offloadkit.plan import Plan; import offloadkit.finetune, offloadkit.plan;"
-        "importlib.import_module('offloadkit.plan'); import offloadkit.hf.trainer;"
-        "print(callable(offloadkit.plan), callable(offloadkit.finetune))"
+        "import offloadkit; from offloadkit.planner import Plan; import offloadkit.finetuning, offloadkit.planning;"
+        "import offloadkit.hf.trainer; print(callable(offloadkit.plan), callable(offloadkit.finetune))"
     )
     assert run_python(code).split() == ["True", "True"]
 

@@ -12,8 +12,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import offloadkit
 from offloadkit.errors import DataError, DoesNotFitError, ModelNotFoundError
-from offloadkit.hf.models import needs_no_hub
 from offloadkit.hf.read import on_hub
+from offloadkit.hf.source import resolve
 from offloadkit.planner import Plan
 from tests.hf.tiny import save_config, t5_config, word_tokenizer
 
@@ -31,7 +31,7 @@ def _a_folder(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def a_download(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the rows came from the hub."""
-    monkeypatch.setattr(sys.modules["offloadkit.finetune"], "on_hub", lambda data: True)
+    monkeypatch.setattr(sys.modules["offloadkit.finetuning"], "on_hub", lambda data: True)
 
 
 @pytest.fixture
@@ -108,14 +108,14 @@ def test_rows_too_long_for_what_was_planned_are_refused_before_anything_is_loade
 def test_what_needs_a_download_is_known(tmp_path: Path) -> None:
     folder = save_config(t5_config(), tmp_path / "model")
     made = T5ForConditionalGeneration(t5_config())
-    assert needs_no_hub(folder, None, init="pretrained")
-    assert needs_no_hub("t5-small", "byte", init="random")
-    assert needs_no_hub(made, word_tokenizer(), init="pretrained")
-    assert not needs_no_hub("t5-small", "byte", init="pretrained")
-    assert not needs_no_hub("t5-small", None, init="random")
-    assert not needs_no_hub(folder, "t5-small", init="pretrained")
+    assert resolve(folder, init="pretrained").needs_no_hub(None)
+    assert resolve("t5-small", init="random").needs_no_hub("byte")
+    assert resolve(made, init="pretrained").needs_no_hub(word_tokenizer())
+    assert not resolve("t5-small", init="pretrained").needs_no_hub("byte")
+    assert not resolve("t5-small", init="random").needs_no_hub(None)
+    assert not resolve(folder, init="pretrained").needs_no_hub("t5-small")
     made.name_or_path = "google-t5/t5-small"
-    assert not needs_no_hub(made, None, init="pretrained")
+    assert not resolve(made, init="pretrained").needs_no_hub(None)
     assert [on_hub(data) for data in (PAIRS, None, "owner/rows", folder)] == [False, False, True, False]
 
 

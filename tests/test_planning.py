@@ -193,7 +193,7 @@ def test_without_a_gpu_a_budget_of_vram_holds_too(tmp_path: Path) -> None:
 
 
 def test_the_measured_gpu_is_planned_for_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning.hardware, "measure", lambda *_, **__: H200)
+    monkeypatch.setattr(planning, "measure", lambda *_, **__: H200)
     made = offloadkit.plan("t5-small", device=torch.device("cuda", 0))
     assert made.num_tokens == 32 * 640
     assert made.slowdown == pytest.approx(1)
@@ -203,7 +203,7 @@ def test_the_measured_gpu_is_planned_for_where_there_is_one(monkeypatch: pytest.
 
 
 def test_a_gpu_without_native_bf16_is_planned_for_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning.hardware, "measure", lambda *_, **__: replace(H200, supports_bf16=False))
+    monkeypatch.setattr(planning, "measure", lambda *_, **__: replace(H200, supports_bf16=False))
     assert offloadkit.plan("t5-small", device=torch.device("cuda", 0)).layers[0].dtype == "fp16"
 
 

@@ -20,7 +20,7 @@ from offloadkit.engines.work import TINY, config_of
 from offloadkit.errors import ConfigError
 from offloadkit.finetuning import LEARNING_RATES, finetune
 from offloadkit.hf.data import load_dataset_like
-from offloadkit.hf.models import check_kind, load_config
+from offloadkit.hf.source import resolve
 
 SCALINGS: dict[str, Callable[[float], float]] = {"none": lambda ratio: 1.0, "sqrt": math.sqrt, "linear": float}
 """What the learning rate is multiplied by where a step has `ratio` times the rows of the smallest one."""
@@ -35,7 +35,6 @@ def weights_folder(model: Any, folder: Path, init: str) -> str:
     Raises:
         ModelError, ModelNotFoundError, ModelAccessError: it is no model, or there is none of that name.
     """
-    check_kind(model)
     if model == TINY:
         from transformers import T5ForConditionalGeneration, set_seed
 
@@ -43,10 +42,11 @@ def weights_folder(model: Any, folder: Path, init: str) -> str:
         config = config_of(TINY)
         config._attn_implementation = "eager"
         model = T5ForConditionalGeneration(config)  # type: ignore[arg-type]
-    if isinstance(model, str | os.PathLike):
-        load_config(model, init=init)
-        return str(model)
-    return str(kept_folder(folder, "model", model.save_pretrained))
+    source = resolve(model, init=init)
+    if source.model is not None:
+        return str(kept_folder(folder, "model", source.model.save_pretrained))
+    _ = source.config  # raises where there is no model of that name
+    return str(model)
 
 
 def tokenizer_folder(tokenizer: Any, folder: Path) -> str | None:

@@ -1,8 +1,7 @@
 """The demo's task: dates in many English spellings, each paired with its ISO form. Made from a seed.
 
-Every spelling is unambiguous by rule: with slashes the order is told by a day above 12 or by the year in front, with
-dots the day comes first, and a two-digit year behind an apostrophe means the one year of `FIRST_YEAR`..`LAST_YEAR`
-that ends so.
+Every spelling is unambiguous. With slashes, a day above 12 or a year in front tells the order. With dots, the day comes
+first. A two-digit year behind an apostrophe is the one year from `FIRST_YEAR` to `LAST_YEAR` that ends so.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _ordinal_word(day: date) -> str:
 
 
 def _slashes(day: date) -> str:
-    """Month or day first, as even and odd years have it, where a day above 12 tells which is which; else year first."""
+    """With a day above 12: month first in even years, day first in odd ones. Otherwise the year comes first."""
     if day.day <= 12:
         return f"{day.year}/{day.month}/{day.day}"
     first, second = (day.day, day.month) if day.year % 2 else (day.month, day.day)
@@ -88,14 +87,14 @@ _CASES: tuple[Callable[[str], str], ...] = (str, str, str.lower)
 
 
 def spell(day: date, rng: random.Random) -> str:
-    """One of the spellings of `day`, in one of the cases, drawn from `rng`."""
+    """A random spelling of `day` in a random case, drawn from `rng`."""
     return rng.choice(_CASES)(rng.choice(SPELLINGS)(day))
 
 
 def date_pairs(num_train: int, num_held_out: int, *, seed: int = 0) -> tuple[list[DatePair], list[DatePair]]:
-    """Training and held-out pairs; no date of the one set occurs in the other, in any spelling.
+    """Training and held-out pairs. No date is in both sets, in any spelling.
 
-    `num_held_out` dates are set apart and spelled once each; `num_train` dates are drawn from the rest.
+    `num_held_out` dates are set aside and spelled once each; `num_train` dates are drawn from the rest.
     """
     rng = random.Random(seed)
     first = date(FIRST_YEAR, 1, 1)

@@ -1,4 +1,4 @@
-"""The demo: dates are made, a T5 of a million random weights learns them through `finetune`, what it took is shown."""
+"""The demo: a T5 of a million random weights learns to write dates through `finetune`, and the costs are shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from offloadkit.demo.dates import DatePair, date_pairs
 from offloadkit.finetuning import NUM_PREDICTED, FinetuneResult, finetune
 from offloadkit.hf.data import load_dataset_like, prepare
 from offloadkit.hf.evaluate import predict, share_correct
-from offloadkit.hf.models import load_tokenizer
 from offloadkit.hf.quiet import bars_where_live
 from offloadkit.telemetry import mean_seconds
 from offloadkit.units import format_bytes
@@ -36,30 +35,32 @@ _PHASES = {
     "forward_wait": "forward waiting for weights",
     "other": "data, logging",
 }
-"""What the phases of a `StepRecord` are called here."""
+"""Names of a `StepRecord`'s phases in what is shown."""
 
 
 @bars_where_live()
 def run_demo(
     output: str | os.PathLike[str] = "offloadkit-demo", *, num_steps: int = NUM_STEPS, seed: int = 0
 ) -> dict[str, Any]:
-    """Train, show, and leave `model/` and `summary.json` in `output`.
+    """Train, show the result, and write `model/` and `summary.json` to `output`.
 
     Returns:
-        What summary.json holds: exact_match_before and exact_match_after (0 to 1, on `NUM_PREDICTED` dates that
-        training never saw), seconds, steps, peak_ram_bytes, peak_vram_bytes, final losses, mean seconds of a step by
-        phase, predictions, machine and versions.
+        The content of summary.json: exact_match_before and exact_match_after (0 to 1, on `NUM_PREDICTED` dates that
+        training never saw), final losses, predictions. Also seconds, steps, mean seconds of a step by phase,
+        peak_ram_bytes, peak_vram_bytes, machine and versions.
 
     Raises:
         OutputError: `output` cannot be written.
     """
+    from transformers import ByT5Tokenizer
+
     began = time.perf_counter()
     folder = writable(output)
     print(f"offloadkit demo: a small T5 learns to write dates in ISO form, on {_machine_line()}\n", flush=True)
     train, held_out = date_pairs(NUM_TRAIN, NUM_PREDICTED, seed=seed)
     _show_pairs(train)
 
-    model, tokenizer = small_t5(seed), load_tokenizer("byte", "byte")
+    model, tokenizer = small_t5(seed), ByT5Tokenizer()
     device = hardware.default_device()
     rows = [pair._asdict() for pair in held_out]
     evaluation = prepare(load_dataset_like(rows), tokenizer, model.config)

@@ -19,7 +19,7 @@ from offloadkit.engines.runner import Row, Runs
 from offloadkit.engines.work import Work, config_of
 from offloadkit.errors import OffloadkitError
 from offloadkit.hf.data import PreparedData
-from offloadkit.hf.models import check_kind
+from offloadkit.hf.source import resolve
 from offloadkit.planner import Dtype
 from offloadkit.units import format_seconds
 
@@ -116,16 +116,16 @@ def padded_lengths(data: PreparedData, batch_size: int) -> tuple[int, int]:
 
 
 def config_folder(model: Any, folder: Path) -> str:
-    """A name as it is; of a model its config, as a folder that `load_config` reads.
+    """A name as it is; of a model its config, as a folder that `resolve` takes.
 
     Raises:
         ModelError, ModelNotFoundError, ModelAccessError: it is no model, or there is none of that name.
     """
-    check_kind(model)
+    source = resolve(model)
     if isinstance(model, str | os.PathLike):
         config_of(str(model))
         return str(model)
-    config = copy.deepcopy(model.config)
+    config = copy.deepcopy(source.config)
     config.architectures = [type(model).__name__]
     return str(kept_folder(folder, "config", config.save_pretrained))
 

@@ -11,8 +11,8 @@ import torch
 
 from offloadkit import hardware
 from offloadkit.hf.load import Task, auto_class_of, build, completed, draw_lazily, infer_task
-from offloadkit.hf.models import EAGER_ATTENTION, load_config
-from offloadkit.hf.patches import fuse
+from offloadkit.hf.patches import choose_attention, fuse
+from offloadkit.hf.source import resolve
 from offloadkit.hf.weight_files import Materialise, become
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.planner import Dtype
@@ -109,7 +109,7 @@ def config_of(model: str) -> PreTrainedConfig:
     """The architecture, as it is trained: without a generation cache.
 
     Raises:
-        ModelNotFoundError, ModelAccessError, ModelError, DownloadError: as `load_config`.
+        ModelNotFoundError, ModelAccessError, ModelError, DownloadError: as `ModelSource.config`.
     """
     if model == TINY:
         from transformers import T5Config
@@ -117,15 +117,14 @@ def config_of(model: str) -> PreTrainedConfig:
         tokens: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
         config: PreTrainedConfig = T5Config(**_TINY_SHAPE, **tokens, architectures=["T5ForConditionalGeneration"])
     else:
-        config = load_config(model, init="random")
+        config = resolve(model, init="random").config
     config.use_cache = False
     return config
 
 
 def _our_config(model: str) -> PreTrainedConfig:
     config = config_of(model)
-    if config.model_type in EAGER_ATTENTION:
-        config._attn_implementation = "eager"
+    choose_attention(config)
     return config
 
 

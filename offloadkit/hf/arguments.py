@@ -1,4 +1,4 @@
-"""`transformers.TrainingArguments`: those of `finetune`, the config they make, and what the engine cannot work with."""
+"""`transformers.TrainingArguments`: those of `finetune`, the config they result in, and those the engine refuses."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _OWN_NAMES = {
     "per_device_train_batch_size": "batch_size",
     "gradient_accumulation_steps": "gradient_accumulation",
 }
-"""Arguments of `TrainingArguments` that `finetune` has under a name of its own."""
+"""Arguments of `TrainingArguments` that have another name in `finetune`."""
 _RECOMPUTATION = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
-"""Keys of gradient_checkpointing_kwargs, and the one value that the engine can follow."""
+"""Keys of gradient_checkpointing_kwargs, and the one value that the engine supports."""
 
 
 def argument_names() -> list[str]:
-    """Of `Seq2SeqTrainingArguments`."""
+    """Names of the arguments of `Seq2SeqTrainingArguments`."""
     return [field.name for field in fields(Seq2SeqTrainingArguments) if field.init]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown argument: the known one that is nearest, or nothing."""
+    """The end of a message about an unknown argument: the nearest known one, or nothing."""
     near = difflib.get_close_matches(name, list(known), 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -44,15 +44,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def arguments_of_finetune(
     own: dict[str, Any], given: dict[str, Any], dtype: Dtype, evaluates: bool
 ) -> Seq2SeqTrainingArguments:
-    """The Trainer's arguments: `finetune`'s defaults, its `own` arguments, and what else was `given`.
+    """The Trainer's arguments: `finetune`'s defaults, its `own` arguments, and others that were `given`.
 
     Args:
         dtype: of the working weights.
         evaluates: whether there is an evaluation set.
 
     Raises:
-        ConfigError: an unknown argument, one under another name than `finetune` has for it, or a value that
-            transformers refuses.
+        ConfigError: an argument is unknown or has another name in `finetune`, or transformers refuses its value.
     """
     known = argument_names()
     for name in given:
@@ -118,7 +117,7 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
 
 @contextmanager
 def left_to_the_engine(args: TrainingArguments) -> Iterator[None]:
-    """While it is open, the arguments ask the Trainer for no recomputation: it would overwrite the engine's own."""
+    """Inside this context the arguments ask the Trainer for no recomputation, which would override the engine's."""
     names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False)]
     for name in names:
         setattr(args, name, False)
@@ -130,7 +129,7 @@ def left_to_the_engine(args: TrainingArguments) -> Iterator[None]:
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Refuse what the engine cannot do, all of it at once; take one GPU where several are visible.
+    """Refuse everything that the engine cannot do, in one message; use one GPU if several are visible.
 
     Raises:
         ConfigError: names each argument and what to do.
@@ -163,4 +162,4 @@ def check_arguments(args: TrainingArguments) -> None:
         raise ConfigError("TrainingArguments that offloadkit cannot train with:\n  " + "\n  ".join(problems))
     if args.n_gpu > 1:
         logger.warning(f"offloadkit trains on one GPU ({args.device}); the other {args.n_gpu - 1} stay idle")
-        args._n_gpu = 1  # as the Trainer itself does for models it must not hand to DataParallel
+        args._n_gpu = 1  # as the Trainer does for models that it must not wrap in DataParallel

@@ -1,4 +1,4 @@
-"""What training shows while it runs: the monitor; without it a bar where one can be redrawn, or a line now and then."""
+"""What training shows while it runs: the monitor, or a bar where one can be redrawn, or a line now and then."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from offloadkit.hf.quiet import is_live, progress_bars
 
 
 class StopPoint(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Remembers the random numbers' states that a resumed run must find when it begins with the step under way.
+    """Keeps the states of the random generators that a resumed run needs to repeat the current step.
 
-    The Trainer puts saved states back before an epoch's first batch is drawn, and elsewhere after a step's batches were
-    drawn and before its first forward: they are taken at the same places.
+    The Trainer restores saved states before it draws an epoch's first batch. Within an epoch it restores them after it
+    drew a step's batches, before the first forward. So they are taken at these places.
     """
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class StopPoint(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._at_new_epoch = False
 
     def any_step_finished(self, trainer: Any) -> bool:
-        """Whether this run of the trainer has got further than where it began."""
+        """Whether this run of the trainer has finished a step."""
         return bool(trainer.state.global_step > self._first_step)
 
     def save(self, trainer: Any) -> Path:
-        """Write the checkpoint of the last finished step, with its optimizer, into the trainer's output folder.
+        """Write a checkpoint of the last finished step, with the optimizer, into the trainer's output folder.
 
         Raises:
             OutputError: it could not be written.
@@ -81,7 +81,7 @@ _SHOWN = {"loss": "loss", "grad_norm": "norm", "learning_rate": "lr"}
 
 
 class Watching(Protocol):
-    """What a `Monitor` is to the Trainer's loop."""
+    """What the Trainer's loop needs of a `Monitor`."""
 
     total_steps: int | None
     steps_before: int
@@ -96,10 +96,10 @@ class Watching(Protocol):
 
 
 def show_progress(trainer: Trainer, *, monitored: bool = False) -> None:
-    """Put `TrainingProgress` in the place of the Trainer's own bar and printed dicts.
+    """Replace the Trainer's own bar and printed dicts by `TrainingProgress`.
 
     Args:
-        monitored: a monitor shows the steps.
+        monitored: whether a monitor shows the steps.
     """
     trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)  # another one in a notebook
     trainer.remove_callback(PrinterCallback)
@@ -108,8 +108,7 @@ def show_progress(trainer: Trainer, *, monitored: bool = False) -> None:
 
 
 class TrainingProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Steps done, loss, gradient norm, learning rate, and evaluation losses; these alone where a monitor shows all
-    else."""
+    """Shows steps, loss, gradient norm, learning rate and evaluation losses; beside a monitor the last alone."""
 
     def __init__(self, steps: Literal["bar", "lines", "monitor"]) -> None:
         self._bar: Any = None
@@ -148,14 +147,14 @@ class TrainingProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Starts the monitor when the weights are in place, and heeds its wish to stop: a checkpoint of the step under way
-    is written, as an uninterrupted run would write it there, and training ends.
+    """Starts the monitor when the weights are in place, and ends training when the monitor requests it.
 
-    Added after the callbacks that decide by `TrainingArguments` what happens at a step's and an epoch's end. Beside a
-    monitor that is drawn, libraries show no bars (of files written) until `close`.
+    Training then writes the checkpoint that an uninterrupted run would write after the current step. Add this callback
+    after those that decide by `TrainingArguments` what happens at the end of a step and of an epoch. While a monitor is
+    drawn, libraries show no progress bars; `close` ends that.
 
     Attributes:
-        stopped: whether training ended by that wish.
+        stopped: whether training ended by that request.
     """
 
     def __init__(self, monitor: Watching) -> None:
@@ -164,7 +163,7 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.stopped = False
 
     def close(self) -> None:
-        """Bars as they were."""
+        """Show progress bars again as before."""
         self._quiet.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -178,15 +177,15 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
             return
         self.stopped = control.should_training_stop = True
         control.should_save = not float(state.epoch).is_integer()
-        args.save_only_model = False  # from weights alone nothing goes on
+        args.save_only_model = False  # a checkpoint of weights alone cannot be resumed
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
-            args.save_total_limit = 2  # else the best model's checkpoint would be the one kept
+            args.save_total_limit = 2  # else only the best model's checkpoint would be kept
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self.stopped:
             return
-        # The Trainer ends the epoch that is broken off, too. Evaluating draws random numbers: in mid-epoch the
-        # checkpoint is there already, and at an epoch's end it comes after the evaluation, as in a run that goes on.
+        # The Trainer calls this for an epoch that is cut short, too; its checkpoint is written already. At a true end
+        # the checkpoint follows the evaluation, as in an uninterrupted run: evaluating draws random numbers.
         at_the_end = float(state.epoch).is_integer()
         control.should_evaluate = control.should_evaluate and at_the_end
         control.should_save = at_the_end

@@ -1,4 +1,4 @@
-"""From rows to what a Trainer needs: which columns say what is learned, token ids, and the collator.
+"""From rows to what a Trainer needs: the task that the columns define, token ids, and the collator.
 
 | columns | task |
 |---|---|
@@ -6,7 +6,7 @@
 | `messages` (a list of role/content dicts) | causal, through the tokenizer's chat template |
 | `text`, `label` | classification |
 | `text` | causal |
-| `input_ids` (`labels`, `attention_mask`, `decoder_input_ids`) | tokenised: by model and shape of `labels` |
+| `input_ids` (`labels`, `attention_mask`, `decoder_input_ids`) | tokenized: by model and shape of `labels` |
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offloadkit.errors import DataError
-from offloadkit.hf.models import Task, infer_task
+from offloadkit.hf.load import Task, infer_task
 from offloadkit.hf.read import load_dataset_like
-from offloadkit.hf.tokenize import IGNORED, Tokenising, label_names, tokenise
+from offloadkit.hf.tokenize import IGNORED, Tokenizing, label_names, tokenize
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -31,18 +31,18 @@ __all__ = ["PreparedData", "load_dataset_like", "prepare", "with_decoder_inputs"
 _DEFAULT_INPUT_LENGTHS: dict[Task, int] = {"seq2seq": 512, "causal": 1024, "classification": 512}
 DEFAULT_TARGET_LENGTH = 128
 _COLUMN_SETS: dict[str, tuple[tuple[str, ...], Task | None]] = {
-    "tokenised": (("input_ids",), None),
+    "tokenized": (("input_ids",), None),
     "pairs": (("input", "target"), "seq2seq"),
     "messages": (("messages",), "causal"),
     "labelled text": (("text", "label"), "classification"),
     "text": (("text",), "causal"),
 }
-"""Looked for in this order; columns beyond a set are left out."""
+"""Column sets in the order in which they are tried; other columns are left out."""
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A tokenised dataset and what goes with it."""
+    """A tokenized dataset, its collator, and its counts."""
 
     dataset: Dataset
     """Columns input_ids, attention_mask and labels (lists of int; classification: one int)."""
@@ -53,10 +53,10 @@ class PreparedData:
     task: Task
 
     id2label: dict[int, str] | None = None
-    """Classification: the name of each class id, for `load_model` and for preparing the evaluation set."""
+    """Classification: the name of each class id, for the head of the model and for the evaluation set."""
 
     num_skipped: int = 0
-    """Rows left out because nothing can be learned from them (empty text, labels all -100)."""
+    """Rows left out because they have no target (empty text, all labels -100)."""
 
     num_truncated: int = 0
     """Inputs and targets that were cut to the longest length."""
@@ -78,29 +78,29 @@ def prepare(
     max_target_length: int | None = None,
     id2label: dict[int, str] | None = None,
 ) -> PreparedData:
-    """Tokenise a dataset for a model.
+    """Tokenize a dataset for a model.
 
     Args:
-        dataset: from `load_dataset_like`.
-        tokenizer: from `load_tokenizer`.
-        model_config: says what the model can learn, and how long its inputs may be.
+        dataset: what `load_dataset_like` returns.
+        tokenizer: what `ModelSource.load_tokenizer` returns.
+        model_config: tells what the model can learn, and how long its inputs may be.
         task: None: by the columns.
-        max_input_length: tokens of input a row, the end token among them; None: 512 (causal: 1024), or the model's
-            limit where that is less.
-        max_target_length: tokens of target a row in seq2seq; None: 128.
-        id2label: the classes of the training set when an evaluation set is prepared.
+        max_input_length: tokens of input in a row, with the end token. None: 512 (causal: 1024), or the model's
+            limit if that is less.
+        max_target_length: tokens of target in a row of seq2seq; None: 128.
+        id2label: for an evaluation set, the classes of the training set.
 
     Raises:
-        DataError: no column set fits, or not this model; a field is missing; a token id beyond the vocabulary; nothing
-            to learn in any row.
+        DataError: no column set fits, or none fits this model; a field is missing; a token id is beyond the vocabulary;
+            no row has a target.
     """
     dataset = dataset.with_format(None)
     kind = _column_set(dataset, task)
     task = _task_of(kind, dataset, model_config, task)
     _check_lengths(max_input_length, max_target_length)
     if task == "classification" and id2label is None:
-        id2label = label_names(dataset, "labels" if kind == "tokenised" else "label", model_config)
-    run = Tokenising(
+        id2label = label_names(dataset, "labels" if kind == "tokenized" else "label", model_config)
+    run = Tokenizing(
         dataset,
         tokenizer,
         task,
@@ -109,29 +109,66 @@ def prepare(
         max_target_length=max_target_length or DEFAULT_TARGET_LENGTH,
         id2label=id2label if task == "classification" else None,
     )
-    tokenised = tokenise(run, kind)
-    if len(tokenised) == 0:
+    tokenized = tokenize(run, kind)
+    if len(tokenized) == 0:
         raise DataError(
             f"there is nothing to learn in any of the {len(dataset)} rows: "
-            + ("all labels are -100" if kind == "tokenised" else "their text gives no tokens to predict")
+            + ("all labels are -100" if kind == "tokenized" else "their text gives no tokens to predict")
         )
-    run.check_words()
+    run.check_known()
     run.warn_of_losses()
     counts = (run.num_skipped, run.num_truncated, run.longest_input, run.longest_target)
-    return PreparedData(tokenised, _collator(tokenizer, task), task, run.id2label, *counts)
+    return PreparedData(tokenized, _collator(tokenizer, task), task, run.id2label, *counts)
+
+
+def prepare_both(
+    train_dataset: Any,
+    eval_dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig,
+    *,
+    max_input_length: int | None,
+    max_target_length: int | None,
+) -> tuple[PreparedData, PreparedData | None]:
+    """The training set and, unless it is None, the evaluation set, for the same task and labels.
+
+    Args:
+        train_dataset, eval_dataset: what `load_dataset_like` takes.
+
+    Raises:
+        DataError: as `prepare`; of the evaluation set, its message begins with "eval_dataset: ".
+    """
+    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    data = prepare(load_dataset_like(train_dataset), tokenizer, model_config, **lengths)
+    if eval_dataset is None:
+        return data, None
+    try:
+        rows = load_dataset_like(eval_dataset, split="validation")
+        return data, prepare(rows, tokenizer, model_config, task=data.task, id2label=data.id2label, **lengths)
+    except DataError as error:
+        raise DataError(f"eval_dataset: {error}") from error
+
+
+def longest_row(*prepared: PreparedData | None) -> dict[str, int]:
+    """The lengths to plan for once the rows are tokenized: no batch is longer."""
+    some = [data for data in prepared if data is not None]
+    return {
+        "max_input_length": max(data.longest_input for data in some),
+        "max_target_length": max(data.longest_target for data in some),
+    }
 
 
 def _column_set(dataset: Dataset, task: Task | None) -> str:
-    """The first column set that the dataset has, of those that fit the task.
+    """The first column set in the dataset that fits the task.
 
     Raises:
-        DataError: none; the message shows the columns found and the sets accepted.
+        DataError: there is none. The message shows the columns found and the sets accepted.
     """
     columns = set(dataset.column_names)
     for kind, (needed, its_task) in _COLUMN_SETS.items():
         if columns.issuperset(needed) and (task is None or its_task in (task, None)):
             return kind
-    sets = "; ".join(f"{' + '.join(needed)} ({its_task or 'tokenised'})" for needed, its_task in _COLUMN_SETS.values())
+    sets = "; ".join(f"{' + '.join(needed)} ({its_task or 'tokenized'})" for needed, its_task in _COLUMN_SETS.values())
     wanted = f" for task {task!r}" if task else ""
     known = {name for needed, _ in _COLUMN_SETS.values() for name in needed}
     other = next((name for name in dataset.column_names if name not in known), "question")
@@ -142,13 +179,13 @@ def _column_set(dataset: Dataset, task: Task | None) -> str:
 
 
 def _task_of(kind: str, dataset: Dataset, config: PreTrainedConfig, task: Task | None) -> Task:
-    """The task that columns, model and the user agree on.
+    """The task that columns, model and user agree on.
 
     Raises:
-        DataError: they do not.
+        DataError: they do not agree.
     """
     needed, its_task = _COLUMN_SETS[kind]
-    wanted = task or its_task or _task_of_tokenised(dataset, config)
+    wanted = task or its_task or _task_of_tokenized(dataset, config)
     encoder_decoder = bool(config.is_encoder_decoder)
     if wanted == "seq2seq" and not encoder_decoder:
         raise DataError(
@@ -166,13 +203,13 @@ def _task_of(kind: str, dataset: Dataset, config: PreTrainedConfig, task: Task |
 
 
 def _is_encoder(config: PreTrainedConfig) -> bool:
-    """Whether the model type was made to fill in masked tokens (BERT), not to write on."""
+    """Whether the model type was made to fill in masked tokens (BERT), not to continue text."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
-def _task_of_tokenised(dataset: Dataset, config: PreTrainedConfig) -> Task:
+def _task_of_tokenized(dataset: Dataset, config: PreTrainedConfig) -> Task:
     from datasets import ClassLabel, Value
 
     label = dataset.features.get("labels")
@@ -195,15 +232,18 @@ def _check_lengths(*lengths: int | None) -> None:
 
 
 def default_input_length(config: PreTrainedConfig, task: Task) -> int:
-    """The task's default, or the model's limit where that is less (T5 has none: its positions are relative)."""
+    """The task's default, or the model's limit if that is less. (T5 has none: its positions are relative.)"""
     text_config = config.get_text_config()
     limits = [getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions")]
     return min([_DEFAULT_INPUT_LENGTHS[task], *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
 
 
 def _collator(tokenizer: PreTrainedTokenizerBase, task: Task) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
-    """HuggingFace's collators. Causal rows bring their own labels, so that an end token which also serves as padding is
-    learned: `DataCollatorForLanguageModeling` would mask it."""
+    """HuggingFace's collators.
+
+    Causal rows bring their own labels. `DataCollatorForLanguageModeling` would mask an end token that is also the
+    padding token, and it would not be learned.
+    """
     from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 
     if task == "classification":
@@ -213,7 +253,7 @@ def _collator(tokenizer: PreTrainedTokenizerBase, task: Task) -> Callable[[list[
 
 @dataclass(frozen=True)
 class _PadDecoderInputs:
-    """`DataCollatorForSeq2Seq`, which does not pad a `decoder_input_ids` column, and the padding of that column."""
+    """`DataCollatorForSeq2Seq`, plus the padding of a `decoder_input_ids` column, which it lacks."""
 
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
     pad_token_id: int
@@ -232,9 +272,9 @@ class _PadDecoderInputs:
 def with_decoder_inputs(
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]], model: Any
 ) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
-    """A seq2seq collator that also makes `decoder_input_ids`, as the model makes them from labels that it is given.
+    """A seq2seq collator that also makes `decoder_input_ids` from the labels, as the model does.
 
-    Label smoothing gives it none: the Trainer takes them out of the batch and computes the loss itself.
+    With label smoothing the model gets no labels: the Trainer removes them from the batch and computes the loss itself.
     """
 
     def collate_and_shift(rows: list[dict[str, Any]]) -> dict[str, Any]:

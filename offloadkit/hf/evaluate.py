@@ -1,4 +1,4 @@
-"""What a trained model answers: predictions of a few rows, exact match, accuracy."""
+"""What a trained model answers: predictions for a few rows, exact match, accuracy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from offloadkit.hf.data import PreparedData
 
 _CONTINUED_TOKENS = 48
-"""Tokens that a causal model writes for one sample."""
+"""Most tokens that a causal model writes for one sample."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row, and what the model makes of it."""
+    """One row and the model's prediction for it."""
 
     input: str
     target: str
@@ -24,14 +24,14 @@ class Sample:
 
     @property
     def correct(self) -> bool:
-        """Whether the prediction is the target, white space around them aside."""
+        """Whether the prediction is the target, ignoring white space around them."""
         return self.prediction.strip() == self.target.strip()
 
 
 def predict(model: Any, tokenizer: Any, data: PreparedData, *, num_rows: int, batch_size: int) -> list[Sample]:
-    """Predictions for the first `num_rows` rows: greedily written text, or the likeliest class.
+    """Predictions for the first `num_rows` rows: greedily generated text, or the most likely class.
 
-    A causal model continues what its row masks from the loss (the prompt), or else the row's first half.
+    A causal model continues the part of a row that has no loss (the prompt), or else the row's first half.
     """
     was_training = model.training
     model.eval()
@@ -44,6 +44,19 @@ def predict(model: Any, tokenizer: Any, data: PreparedData, *, num_rows: int, ba
             return [sample for batch in _batches(rows, batch_size) for sample in answer(model, tokenizer, data, batch)]
     finally:
         model.train(was_training)
+
+
+def in_words(sample: Sample, task: str) -> str:
+    """Input, prediction and, where there is a right answer, whether this is it."""
+    shown = f"{_short(sample.input)!r} -> {_short(sample.prediction)!r}"
+    if task == "causal":
+        return shown
+    return f"{shown}  (right)" if sample.correct else f"{shown}  (should be {_short(sample.target)!r})"
+
+
+def _short(text: str, longest: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def share_correct(samples: list[Sample]) -> float:

@@ -1,4 +1,4 @@
-"""Where a model's name leads, and what the hub's faults mean: not found, not allowed, connection lost, file broken."""
+"""Where a model's name leads, and what errors of the hub mean: not found, not allowed, connection lost, file broken."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Preset:
     """One T5 architecture under its name on the hub."""
 
     hub_name: str
-    """Where the pretrained weights and the tokenizer are."""
+    """Hub name of the pretrained weights and the tokenizer."""
 
     d_model: int
     d_ff: int
     num_layers: int
-    """Blocks of the encoder, and again of the decoder."""
+    """Blocks of the encoder; the decoder has as many."""
 
     num_heads: int
     d_kv: int
     """Width of one attention head; heads x d_kv need not be d_model."""
 
     gated: bool
-    """v1.1 and flan: gated-gelu feed forward and a head of its own; v1.0: relu and the head tied to the embeddings."""
+    """v1.1 and flan: gated-gelu feed forward and an untied head. v1.0: relu and a head tied to the embeddings."""
 
     def config_values(self) -> dict[str, Any]:
         """Keyword arguments of `transformers.T5Config`."""
@@ -90,7 +90,7 @@ def _all_presets() -> dict[str, Preset]:
 
 
 PRESETS: dict[str, Preset] = _all_presets()
-"""Every name that is known without a network, short and long."""
+"""Every name that is known without a network, in its short and its long form."""
 
 
 def close_names(name: str) -> list[str]:
@@ -99,14 +99,14 @@ def close_names(name: str) -> list[str]:
 
 
 _CONNECTION_CLASSES = {"TransportError", "LocalEntryNotFoundError", "XetDownloadError", "ChunkedEncodingError"}
-"""Class names, because which HTTP library is beneath differs between versions of huggingface_hub."""
+"""Class names, because the HTTP library differs between versions of huggingface_hub."""
 
 
-def resolve(name_or_path: str | os.PathLike[str]) -> str:
-    """A folder as it is, a preset's name on the hub, any other name as it is.
+def locate(name_or_path: str | os.PathLike[str]) -> str:
+    """The folder or hub name for `name_or_path`: a preset's name on the hub, any other as it is.
 
     Raises:
-        ModelNotFoundError: it can only be a folder, and there is none; or the folder holds no model.
+        ModelNotFoundError: it can only be a folder, and there is none.
     """
     name = os.fspath(name_or_path)
     folder = Path(name).expanduser()
@@ -131,18 +131,18 @@ def check_folder(source: str) -> None:
 
 
 def where_to_look(source: str) -> dict[str, bool]:
-    """Only the hub's cache when `source` is no folder and the hub does not answer."""
+    """Arguments of `from_pretrained`: only the hub's cache if `source` is no folder and the hub does not answer."""
     return {"local_files_only": not os.path.isdir(source) and not hub_answers()}
 
 
 @contextmanager
 def readable_hub_errors(name: str, *, kind: str = "model", found: bool = False) -> Iterator[None]:
-    """Raise offloadkit's own errors for what goes wrong while `name` is read from the hub or from a folder.
+    """Translate errors while `name` is read from the hub or a folder into offloadkit's own.
 
     Args:
         name: the hub name or the folder, as the messages show it.
         kind: "model", "tokenizer" or "dataset": whose page and whose error classes.
-        found: some of it was read already, so a lost connection is no doubt about the name.
+        found: whether some of it was read already, so that a lost connection says nothing about the name.
 
     Raises:
         ModelNotFoundError, ModelAccessError, ModelError: by what the hub answered (`DataError` for a dataset).
@@ -160,20 +160,20 @@ def readable_hub_errors(name: str, *, kind: str = "model", found: bool = False) 
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be asked at all: one request without retries, since the hub's client retries for 20 s."""
+    """Whether the hub answers: one request without retries, since the hub's client retries for 20 s."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception:  # no answer, whatever class the HTTP library beneath has for it
+    except Exception:  # no answer; the error's class depends on the HTTP library
         return False
     return True
 
 
 def no_model_message(name: str, reason: str) -> str:
-    """What was tried for `name`, what it may have been meant to be, what to give instead."""
+    """What was tried for `name`, which preset may have been meant, and what to pass instead."""
     similar = [preset for preset in close_names(name) if preset != name]
     meant = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
     return (
@@ -245,7 +245,7 @@ def _translate(error: BaseException, name: str, kind: str, found: bool) -> Offlo
 
 
 def _broken_weights(name: str) -> str:
-    """The file of weights that cannot be opened, in a folder or in the hub's cache of the repository `name`."""
+    """The weight file that cannot be opened, in a folder or in the hub's cache of the repository `name`."""
     folders = [Path(name)] if os.path.isdir(name) else list(_snapshots(name, "model").glob("*"))
     files = [path for folder in folders for end in ("safetensors", "bin") for path in sorted(folder.glob(f"*.{end}"))]
     broken = [path for path in files if why_broken(path)] or files
@@ -298,6 +298,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """HTTP status of the answer that the error carries, if it carries one."""
+    """HTTP status of the response in the error, if there is one."""
     code = getattr(getattr(error, "response", None), "status_code", None)
     return code if isinstance(code, int) else None

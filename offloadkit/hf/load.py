@@ -1,4 +1,4 @@
-"""One HuggingFace model from its config: built without memory, with initial weights, or with a checkpoint's."""
+"""Builds a HuggingFace model from its config: without memory, with initial weights, or with a checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _ALL_THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") 
 
 
 class ConstructorNeededError(Exception):
-    """The model's `_init_weights` leaves a tensor as its constructor made it, or draws where no seed can be given."""
+    """The model's `_init_weights` leaves a tensor as the constructor made it, or draws in a way that takes no seed."""
 
 
 class InitialWeights:
-    """Draws the initial weights of a model on the meta device, as its `_init_weights` defines them."""
+    """Draws the initial weights that `_init_weights` defines, for a model on the meta device."""
 
     def __init__(self, model: nn.Module, seed: int, own: Mapping[nn.Parameter, _Draw]) -> None:
-        """Make the buffers real, and check that all else can be drawn.
+        """Make the buffers real, and check that all parameters can be drawn.
 
         Args:
             model: a `PreTrainedModel` on the meta device.
-            own: what draws a parameter in place, for those that `_init_weights` does not know.
+            own: functions that draw a parameter in place, for parameters that `_init_weights` does not know.
 
         Raises:
-            ConstructorNeededError: its constructor knows more initial values; the model is of no use then.
+            ConstructorNeededError: only the constructor knows some initial values. The model is then of no use.
         """
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._model, self._seed = model, seed
@@ -48,7 +48,7 @@ class InitialWeights:
         self._make_buffers()
 
     def materialise(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Draw those of `parameters` that have no memory yet; a `weight_files.Materialise`."""
+        """Draw those of `parameters` that have no memory yet. This is a `weight_files.Materialise`."""
         waiting = [parameter for parameter in parameters if parameter.is_meta]
         for parameter in waiting:
             become(parameter, torch.empty_like(parameter, device="cpu"))
@@ -82,8 +82,10 @@ class InitialWeights:
 
 
 def _draws(model: Any, *, of_buffers: bool = False) -> dict[torch.Tensor, list[_Draw]]:
-    """By parameter (or buffer): the calls of `_init_weights` that may write it, in the order of
-    `PreTrainedModel.initialize_weights`: children first, each with the `_init_weights` of the model that it is part of.
+    """By parameter (or buffer): the calls of `_init_weights` that may write it, in order.
+
+    The order is that of `PreTrainedModel.initialize_weights`: children first, each with the `_init_weights` of the
+    model that it is part of.
     """
     from transformers import PreTrainedModel
 
@@ -100,13 +102,13 @@ def _draws(model: Any, *, of_buffers: bool = False) -> dict[torch.Tensor, list[_
 
 
 class _OnlyInto(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In-place operations reach one tensor, and scratch memory; random numbers come from two generators of its own.
+    """Lets in-place operations write to one tensor and to scratch memory, with two random generators of its own.
 
-    Scratch memory has a generator for itself, because how much of it is drawn depends on what else is real.
+    Scratch memory has its own generator, because how much of it is drawn depends on which tensors are real.
     """
 
     def __init__(self, target: torch.Tensor, seed: str, others: set[int]) -> None:
-        """`others`: storages, by `_storage`, that are left as they are, as is whatever has no memory."""
+        """`others`: storages, by `_storage`, that are left unchanged, as are tensors without memory."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._target, self._others = _storage(target), others
         self._generator, self._scratch_generator = _generator(seed), _generator(f"{seed} scratch")
@@ -147,7 +149,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Task = Literal["seq2seq", "causal", "classification"]
-"""What is learned: target tokens from input tokens, each next token, or one label a text."""
+"""What is learned: target tokens from input tokens, each next token, or one label for a text."""
 
 _AUTO_CLASSES: dict[str, str] = {
     "seq2seq": "AutoModelForSeq2SeqLM",
@@ -159,7 +161,7 @@ _NUM_AT_A_TIME = 16
 
 
 def infer_task(config: PreTrainedConfig) -> Task:
-    """The task that the architecture named in the config was made for; by the model type when it names none.
+    """The task that the config's architecture was made for; if it names none, the task of the model type.
 
     Raises:
         ModelError: it was made for none of the three.
@@ -184,7 +186,7 @@ def infer_task(config: PreTrainedConfig) -> Task:
 
 
 def auto_class_of(config: PreTrainedConfig, task: str) -> Any:
-    """The Auto class of a task, once it is known to have a model for the config."""
+    """The Auto class of a task, after a check that it has a model for the config."""
     import transformers
 
     if task not in _AUTO_CLASSES:
@@ -200,7 +202,7 @@ def auto_class_of(config: PreTrainedConfig, task: str) -> Any:
 def draw_lazily(
     config: PreTrainedConfig, task: str, dtype: torch.dtype | None
 ) -> tuple[PreTrainedModel, Materialise | None]:
-    """A model whose initial weights follow from torch's generator as it stands now."""
+    """A model without memory, and the function that draws its weights, seeded by torch's generator as it is now."""
     model: Any = build(config, task, dtype, torch.device("meta"))
     head = model.get_output_embeddings() if _has_own_head(config) else None
     own = {} if head is None else {head.weight: lambda: _draw_head(head.weight)}
@@ -212,7 +214,7 @@ def draw_lazily(
 
 
 def fill(model: PreTrainedModel, materialise: Materialise | None, device: torch.device) -> None:
-    """Make all parameters real, a few at a time, and bring them to `device`."""
+    """Make all parameters real, a few at a time, and move them to `device`."""
     parameters = list(model.parameters())
     for begin in range(0, len(parameters), _NUM_AT_A_TIME):
         some = parameters[begin : begin + _NUM_AT_A_TIME]
@@ -235,18 +237,17 @@ def build(config: PreTrainedConfig, task: str, dtype: torch.dtype | None, device
 
 
 def _has_own_head(config: PreTrainedConfig) -> bool:
-    """Whether it is a T5 v1.1, whatever its config says of tying."""
+    """Whether it is a T5 v1.1, whatever its config says about tied weights."""
     return getattr(config, "scale_decoder_outputs", True) is False
 
 
 def _draw_head(weight: torch.Tensor) -> None:
-    """From N(0, 1 / d_model), as T5X draws `logits_dense`, so that logits of the unscaled decoder output start at unit
-    scale."""
+    """Draw from N(0, 1 / d_model), as T5X does for `logits_dense`: the logits then start at unit scale."""
     torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
 
 def _untie_head(model: Any) -> None:
-    """Give a T5 v1.1 model the head of its own that its checkpoints have; transformers 5 ties that of every new T5."""
+    """Untie the head of a T5 v1.1 model, as in its checkpoints; transformers 5 ties the head of every new T5."""
     head = model.get_output_embeddings()
     if head is None or head.weight is not model.get_input_embeddings().weight:
         return
@@ -266,7 +267,7 @@ def read(
     device: torch.device,
     progress: bool,
 ) -> PreTrainedModel:
-    """Weights from a folder or the hub, each tensor straight onto `device` and into `dtype`."""
+    """Read a model from a folder or the hub, each tensor directly onto `device` and into `dtype`."""
     auto_class = auto_class_of(config, task)
     with (
         readable_hub_errors(source, found=True),
@@ -289,7 +290,7 @@ def read(
 def read_lazily_or_now(
     source: str, config: PreTrainedConfig, task: str, dtype: torch.dtype | None
 ) -> tuple[PreTrainedModel, Materialise | None]:
-    """As `read`, but values wait in their files."""
+    """As `read`, but the values stay in their files until they are asked for."""
 
     def load() -> PreTrainedModel:
         return read(source, copy.deepcopy(config), task, dtype, torch.device("cpu"), progress=True)
@@ -302,7 +303,7 @@ def read_lazily_or_now(
 
 
 def completed(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in evaluation mode, with a config that says what its head is and what `generate()` needs."""
+    """The model in evaluation mode, with a config that describes its head and has what `generate()` needs."""
     _tell_untied_head(model)
     _complete_generation_config(model)
     model.train(False)
@@ -310,7 +311,7 @@ def completed(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _tell_untied_head(model: Any) -> None:
-    """Make the config say what the parameters say, lest a later `tie_weights()` or an older reader tie the head."""
+    """Make the config agree with the parameters, so that neither `tie_weights()` nor an older reader ties the head."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     config_ties = getattr(model.config, "tie_word_embeddings", False)
     if config_ties and head is not None and head.weight is not embeddings.weight:
@@ -318,7 +319,7 @@ def _tell_untied_head(model: Any) -> None:
 
 
 def _complete_generation_config(model: PreTrainedModel) -> None:
-    """Fill in what `generate()` needs and old configs leave out."""
+    """Fill in what `generate()` needs and old configs lack."""
     generation, config = getattr(model, "generation_config", None), model.config
     if generation is None or not model.can_generate():
         return

@@ -1,14 +1,13 @@
-"""Logits of a large vocabulary that are never there whole: the loss is taken in chunks of the vocabulary.
+"""The loss over a large vocabulary, taken in chunks: the logits never exist whole.
 
 `compute_loss_in_chunks(model)` makes the output head return `Logits`, a stand-in that knows the hidden states and the
-head's weights. Models, trainers and users go on as always: they view, shift, slice, scale and cap the logits and give
-them to `F.cross_entropy`, which then works chunk by chunk. Whoever does anything else with the logits (argmax, a loss
-of one's own, saving them) gets them computed whole at that moment, with gradients. So labels, shifting,
-`num_items_in_batch`, auxiliary losses and soft-capping stay the model's own business.
+head's weights. Models, trainers and users view, shift, slice, scale and cap the logits as always. `F.cross_entropy`
+then works chunk by chunk. Any other use of the logits (argmax, a custom loss, saving them) computes them whole at that
+moment, with gradients. So labels, shifting, `num_items_in_batch`, auxiliary losses and soft-capping stay the model's.
 
 **When.** Logits of up to `CHUNK_ELEMENTS` are left whole: small vocabularies, short batches, tokens being generated.
-This depends on the shapes alone, never on where weights live; so do the chunks. In evaluation too: only whoever reads
-the logits pays for them. `token_losses.py` says what is computed.
+This depends on shapes alone, never on where weights live; so do the chunks. The same holds in evaluation.
+`kernels/linear_cross_entropy.py` has the formulas.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ IGNORED_LABEL = -100
 
 
 def num_targets(model: Any, batch: Any) -> torch.Tensor | int:
-    """Positions that the loss of one batch is a mean over; a scalar on the labels' device, or an int."""
+    """Number of positions that the loss of one batch is a mean over: a scalar on the labels' device, or an int."""
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, torch.Tensor):
         return _batch_size(batch)
@@ -59,15 +58,16 @@ def _batch_size(batch: Any) -> int:
 
 
 def with_a_target(inputs: Any, count: torch.Tensor | int) -> tuple[Any, torch.Tensor | int]:
-    """The inputs with a last label of 0 where all labels are ignored, and the number of targets before.
+    """The inputs, and the number of targets. If all labels are ignored, the last one becomes 0.
 
-    Such a micro-batch's share is 0; the target keeps its mean loss from being 0 / 0. Nothing waits for the device.
+    The share of such a micro-batch is 0. The added target keeps its mean loss from being 0 / 0. Nothing waits for the
+    device.
     """
     labels = inputs.get("labels")
     if not isinstance(count, torch.Tensor) or not isinstance(labels, torch.Tensor) or not labels.numel():
         return inputs, count
     last = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
-    last.view(-1)[-1].fill_(True)  # assigning would copy a number to the device and wait
+    last.view(-1)[-1].fill_(True)  # an assignment would copy a number to the device and wait
     return {**inputs, "labels": labels.masked_fill(last & (count == 0), 0)}, count
 
 
@@ -87,11 +87,11 @@ logger = logging.getLogger(__name__)
 def compute_loss_in_chunks(model: nn.Module, chunk_elements: int = CHUNK_ELEMENTS) -> Callable[[], None]:
     """Make the model's output head return `Logits`; returns what undoes it.
 
-    Models without `get_output_embeddings()`, and heads that are no plain `nn.Linear` (quantised, adapted) or whose
-    forward was replaced by others, are left as they are.
+    Left unchanged are models without `get_output_embeddings()`, heads that are no plain `nn.Linear` (quantised,
+    adapted), and heads whose forward others replaced.
 
     Args:
-        chunk_elements: logits in a chunk; smaller logits are left whole.
+        chunk_elements: number of logits in a chunk. Fewer logits are left whole.
     """
     untyped: Any = model
     head: Any = untyped.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -101,7 +101,7 @@ def compute_loss_in_chunks(model: nn.Module, chunk_elements: int = CHUNK_ELEMENT
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or input.shape[:-1].numel() * self.out_features <= chunk_elements:
             return nn.Linear.forward(self, input)
-        # `self.weight` is what the engine's hooks lend the module while it runs.
+        # `self.weight` is what the engine's hooks provide while the module runs.
         return Logits(*map(_as_autocast_would, (input, self.weight, self.bias)), chunk_elements=chunk_elements)
 
     method = MethodType(forward, head)  # a method: a deepcopy of the model binds it to its own head
@@ -122,9 +122,9 @@ def _as_autocast_would(tensor: Any) -> Any:
 
 
 class Logits(torch.Tensor):
-    """`hidden @ weight.T + bias`, a tensor of shape [..., vocabulary] that is computed when someone needs its numbers.
+    """`hidden @ weight.T + bias`, a tensor of shape [..., vocabulary] that is computed when its values are needed.
 
-    Its gradients flow as those of the computed logits would.
+    Its gradients are those of the computed logits.
     """
 
     hidden: torch.Tensor
@@ -153,9 +153,9 @@ class Logits(torch.Tensor):
             hidden: [..., width], of the weight's dtype.
             weight: [vocabulary, width].
             bias: [vocabulary].
-            steps: what is done to the logits, in order.
+            steps: operations on the logits, in order.
             dtype: of the logits after all steps; None: the weight's.
-            origin: the logits that these are a view of, and how to take that view.
+            origin: the logits that these are a view of, and the function that takes that view.
         """
         inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
         untyped: Any = torch.Tensor
@@ -172,22 +172,22 @@ class Logits(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if logits.requires_grad:
                 untyped.register_post_accumulate_grad_hook(logits, _refuse_gradient)
-        # Inference tensors count no versions, and nothing steps the weights then.
+        # Inference tensors have no version counter, and nothing updates the weights then.
         logits.weight_version = None if weight.is_inference() else weight._version
         return logits
 
     def changed(self) -> bool:
-        """Whether these logits, or what they are a view of, were written to: then they are known as a whole."""
+        """Whether these logits, or those they are a view of, were written to. Then they exist whole."""
         return self.known is not None or (self.origin is not None and self.origin[0].changed())
 
     def whole(self, *, keep: bool = False) -> torch.Tensor:
         """The logits as a plain tensor.
 
         Args:
-            keep: it is about to be written to.
+            keep: whether it is about to be written to.
 
         Raises:
-            EngineStateError: the head's weights are others by now.
+            EngineStateError: the head's weights were updated since.
         """
         if self.known is None and self.origin is not None and (keep or self.origin[0].changed()):
             base, view = self.origin
@@ -212,7 +212,7 @@ class Logits(torch.Tensor):
             )
 
     def like(self, **changes: Any) -> Logits:
-        """The same logits but for `changes`."""
+        """The same logits with some `changes`."""
         fields = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias, "steps": self.steps}
         new = Logits(**{**fields, "chunk_elements": self.chunk_elements, "dtype": _plain(self).dtype, **changes})
         new.weight_version = self.weight_version
@@ -239,7 +239,7 @@ class Logits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # an instance method in torch's types
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Where C++ code asks, of which `__torch_function__` hears nothing."""
+        """Handles calls from C++ code, which bypass `__torch_function__`."""
         args, kwargs = tree_map_only(Logits, lambda logits: logits.whole(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -256,17 +256,17 @@ def _say_whole(name: str) -> None:
     logger.warning("the logits are computed whole, not in chunks: %s needs them", name)
 
 
-# ---- what is done to logits without computing them. Each gets the function and its arguments, the logits first. ----
+# ---- operations on logits that do not compute them. Each gets the function and its arguments, the logits first. ----
 
 
 def _plain(logits: Logits) -> torch.Tensor:
-    """A tensor of the logits' shape and dtype, without numbers and without memory."""
+    """A tensor of the logits' shape and dtype, without memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.empty(1, dtype=logits.dtype, device="meta").expand(logits.shape)
 
 
 def _view(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """view, reshape and the like: the rows may be arranged anew, the last dimension stays."""
+    """view, reshape and the like: the rows may be rearranged, the last dimension stays."""
     old, new = _plain(logits), func(_plain(logits), *args, **kwargs)
     if not new.dim() or new.shape[-1] != old.shape[-1] or new.dtype != old.dtype:
         return NotImplemented
@@ -275,7 +275,7 @@ def _view(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _index(func: Any, logits: Logits, key: Any) -> Any:
-    """Indexing of rows only: `logits[:, :-1]`, `logits[..., :-1, :]`, `logits[mask]`."""
+    """Indexing of rows: `logits[:, :-1]`, `logits[..., :-1, :]`, `logits[mask]`."""
     keys, num_dims = key if isinstance(key, tuple) else (key,), logits.hidden.dim()
     if not all(isinstance(part, int | slice | torch.Tensor) or part is Ellipsis for part in keys):
         return NotImplemented
@@ -294,7 +294,7 @@ def _same(func: Any, logits: Logits, **_: Any) -> Any:
 
 
 def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """float, and to() the same device, where they round nothing."""
+    """float, and to() on the same device, if they round nothing."""
     plain = _plain(logits)
     dtype = torch.float32 if func.__name__ == "float" else plain.dtype
     for value in (*args, *kwargs.values()):
@@ -310,7 +310,7 @@ def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pointwise(func: Any, logits: Logits, *operands: Any, **kwargs: Any) -> Any:
-    """Sums, products, quotients with a number or with one constant a token of the vocabulary; tanh."""
+    """Sums, products and quotients with a number, or with one constant for each token of the vocabulary; tanh."""
     if kwargs:
         return NotImplemented
     plain = _plain(logits)
@@ -346,7 +346,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`F.cross_entropy` in chunks, always in fp32; class weights and label smoothing take whole logits."""
+    """`F.cross_entropy` in chunks, always in fp32. Class weights and label smoothing need whole logits."""
     hidden = logits.hidden
     plain = hidden.dim() == 2 and target.shape == hidden.shape[:1] and target.dtype == torch.int64
     if not plain or target.device != hidden.device or label_smoothing or reduction not in ("mean", "sum", "none"):
@@ -372,10 +372,10 @@ _UNCOMPUTED: dict[str, Callable[..., Any]] = {
     "__getitem__": _index,
     "cross_entropy": _cross_entropy,
 }
-"""By the function's name: what gives the result without computing the logits, or NotImplemented."""
+"""By function name: what gives the result without computing the logits, or NotImplemented."""
 
 _WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
-"""Besides those whose names end in one underscore: what writes to its first argument."""
+"""Functions that write to their first argument, besides those whose names end in one underscore."""
 
 _T: Any = torch.Tensor
 _QUESTIONS = {
@@ -385,4 +385,4 @@ _QUESTIONS = {
     *(getattr(_T, name) for name in ("is_floating_point", "is_complex", "is_inference", "get_device", "element_size")),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference),
 }
-"""What the stand-in itself answers rightly."""
+"""Functions that the stand-in answers correctly by itself."""

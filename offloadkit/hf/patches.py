@@ -1,12 +1,17 @@
-"""What of a model is computed otherwise where offloadkit trains it: attention, norms, and caches switched off."""
+"""What offloadkit computes otherwise than transformers while it trains a model, by model family.
+
+`FAMILIES` is the one place that names model families. `choose_attention` reads it for a model that is about to be
+built; `patched` reads it for a model that is there, on any device. To add a family is to add an entry. Two changes are
+the same for every family: the loss over a large vocabulary is taken in chunks, and no keys and values are cached.
+"""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -15,11 +20,87 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offloadkit.hf.loss import compute_loss_in_chunks
 from offloadkit.kernels import attention as attention_kernel
 
 
+@dataclass(frozen=True)
+class Family:
+    """How the models of one family are trained. The defaults hold for every model that no entry names."""
+
+    model_types: tuple[str, ...] = ()
+    """`model_type` of the configs whose attention is chosen here when offloadkit builds the model."""
+
+    attention: str | None = None
+    """That choice, as `attn_implementation`; None leaves transformers' own."""
+
+    biased_attention: tuple[str, ...] = ()
+    """Classes whose eager attention adds a learned position bias, which our kernels can do instead. A class derived
+    from one counts too. The file of the class must define `eager_attention_forward`."""
+
+    norms: tuple[str, ...] = ("RMSNorm", "LayerNorm")
+    """How the names of norm classes end. A norm that computes an RMS norm, which is tried, runs as one kernel."""
+
+
+DEFAULT = Family()
+
+FAMILIES = (
+    # Learned attention bias: with it transformers' default, `sdpa`, is slower and larger than eager attention (T5-3B,
+    # 8x(512+128) tokens, H200: forward and backward 0.238 s and 26.8 GiB against 0.227 s and 21.5 GiB). Its backward is
+    # not deterministic, and with padded batches it has been seen to give NaN gradients.
+    Family(
+        model_types=("t5", "mt5", "umt5"),
+        attention="eager",
+        biased_attention=("T5Attention", "MT5Attention", "UMT5Attention"),
+    ),
+    # The same attention in models whose `attn_implementation` is left as the user chose it.
+    Family(
+        biased_attention=(
+            "LongT5Attention",
+            "LongT5LocalAttention",
+            "LongT5TransientGlobalAttention",
+            "Pix2StructTextAttention",
+            "Pop2PianoAttention",
+            "SwitchTransformersAttention",
+            "UdopAttention",
+        ),
+    ),
+)
+
+
+def family_of(config: Any) -> Family:
+    """The entry for a model's config; `DEFAULT` where there is none."""
+    return next((family for family in FAMILIES if config.model_type in family.model_types), DEFAULT)
+
+
+def choose_attention(config: Any) -> None:
+    """Have the model that is built from `config` compute attention as its family is trained."""
+    attention = family_of(config).attention
+    if attention is not None:
+        config._attn_implementation = attention
+
+
+def patched(
+    model: nn.Module, *, kernels: bool = True, compiled: bool = False, use_cache: bool = False
+) -> Callable[[], None]:
+    """Change what `model` computes to what its family computes in training; returns what undoes it.
+
+    Args:
+        kernels: attention and norms by our kernels; False where they will not run on a GPU.
+        compiled: whether the repeated blocks are compiled; their norms are then left to the compiler.
+        use_cache: let the model cache keys and values as its config says.
+    """
+    changes = ExitStack()
+    changes.callback(compute_loss_in_chunks(model))
+    if not use_cache:
+        changes.callback(without_caches(model))
+    if kernels:
+        changes.callback(fuse(model, compiled=compiled))
+    return changes.close
+
+
 def without_caches(model: nn.Module) -> Callable[[], None]:
-    """Have no part of `model` keep any; returns what undoes it."""
+    """Have no part of `model` keep keys and values; returns what undoes it."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     changed: list[Any] = [config for config in configs.values() if getattr(config, "use_cache", False)]
     for config in changed:
@@ -32,17 +113,33 @@ def without_caches(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def fuse_norms(model: nn.Module) -> Callable[[], None]:
-    """Have the RMS norms of `model` run as one kernel where they can; returns what undoes it.
+def fuse(model: nn.Module, *, compiled: bool = False) -> Callable[[], None]:
+    """Run attention with a position bias by our kernels, and each norm as one kernel; returns what undoes it.
 
-    A norm whose class computes something else, whose forward was replaced by others, or whose input is of another dtype
-    than its weight, computes as before.
+    Args:
+        compiled: leave the norms to the compiler.
+    """
+    changes = ExitStack()
+    changes.callback(fuse_attention(model))
+    if not compiled:
+        changes.callback(fuse_norms(model))
+    return changes.close
+
+
+# -- norms
+
+
+def fuse_norms(model: nn.Module) -> Callable[[], None]:
+    """Run the RMS norms of `model` as one kernel each where possible; returns what undoes it.
+
+    A norm computes as before if its class computes something else, if others replaced its forward, or if its input has
+    another dtype than its weight.
     """
     replaced: list[tuple[nn.Module, MethodType]] = []
     for module in model.modules():
         kind: Any = type(module)
         if "forward" not in vars(module) and _is_rms_norm(kind):
-            method = MethodType(_forward, module)  # a method: a deepcopy of the model binds it to its own norm
+            method = MethodType(_normalize, module)  # a method: a deepcopy of the model binds it to its own norm
             setattr(module, "forward", method)  # noqa: B010  # mypy lets no method be assigned to
             replaced.append((module, method))
 
@@ -54,10 +151,10 @@ def fuse_norms(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+def _normalize(self: Any, hidden_states: Tensor) -> Tensor:
     kind = hidden_states.device.type
     if kind == "cpu" or hidden_states.dtype != self.weight.dtype or _autocasts(kind) or torch.compiler.is_compiling():
-        own: torch.Tensor = type(self).forward(self, hidden_states)
+        own: Tensor = type(self).forward(self, hidden_states)
         return own
     return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
@@ -66,11 +163,14 @@ def _autocasts(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
-@functools.cache
+@cache
 def _is_rms_norm(kind: type[nn.Module]) -> bool:
-    """Whether `kind(width)` computes weight * x / sqrt(mean(x^2) + variance_epsilon), which is tried: transformers has
-    a class for each family, most of them copies of one another, and some that differ in a detail."""
-    if not kind.__name__.endswith(("RMSNorm", "LayerNorm")) or kind.__module__.startswith("torch."):
+    """Whether `kind(width)` computes weight * x / sqrt(mean(x^2) + variance_epsilon).
+
+    It is tried: transformers has a class for each family. Most are copies of one another; some differ in a detail.
+    """
+    names = {name for family in (DEFAULT, *FAMILIES) for name in family.norms}
+    if not kind.__name__.endswith(tuple(names)) or kind.__module__.startswith("torch."):
         return False
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         x, weight, epsilon = torch.linspace(-1.0, 2.0, 96).view(3, 32), torch.linspace(0.5, 1.5, 32), 0.5
@@ -83,16 +183,18 @@ def _is_rms_norm(kind: type[nn.Module]) -> bool:
             return False
 
 
+# -- attention with a learned position bias
+
 KINDS = ("cuda", "meta")
-"""Of devices: the meta device stands for a GPU."""
+"""Device types that the kernels run on; the meta device stands for a GPU."""
 MOST_ROWS = 65535
-"""Of batch x heads: CUDA's limit of a grid."""
+"""Largest batch x heads: CUDA's limit of a grid."""
 NAME = "offloadkit"
-"""Of this attention, among those of transformers."""
+"""`attn_implementation` under which transformers knows our attention."""
 
 
 def fuse_attention(model: nn.Module) -> Callable[[], None]:
-    """Have eager attention of `model`'s T5 stacks run by our kernels where it can; returns what undoes it."""
+    """Run eager attention with a position bias by our kernels where possible; returns what undoes it."""
     configs, replaced = list[Any](), list[tuple[nn.Module, MethodType]]()
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -124,12 +226,12 @@ def fuse_attention(model: nn.Module) -> Callable[[], None]:
 
 @cache
 def _own_attention(kind: Any) -> Any:
-    """`eager_attention_forward` of the file of a class with a position bias like T5's, or of one that it is made of."""
-    if hasattr(kind, "compute_bias"):
-        for one in kind.__mro__:
-            found = getattr(sys.modules[one.__module__], "eager_attention_forward", None)
-            if found is not None and "position_bias" in inspect.signature(found).parameters:
-                return found
+    """The eager attention of a class that a family names under `biased_attention`; None for any other class."""
+    names = {name for family in FAMILIES for name in family.biased_attention}
+    for one in kind.__mro__:
+        found = getattr(sys.modules[one.__module__], "eager_attention_forward", None)
+        if one.__name__ in names and found is not None and "position_bias" in inspect.signature(found).parameters:
+            return found
     return None
 
 
@@ -159,7 +261,17 @@ def _attend(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `eager_attention_forward` of the model's module gives, but for the weights."""
+    """The result of the model's own `eager_attention_forward`, without the attention weights unless they are asked for.
+
+    Args:
+        query: [batch, heads, queries, width].
+        key, value: [batch, heads, keys, width].
+        attention_mask: added to the scores, [batch or 1, 1, queries or 1, keys].
+        position_bias: added to the scores, [1, heads, queries, keys].
+
+    Returns:
+        [batch, queries, heads, width] as `eager_attention_forward`, and the weights or None.
+    """
     asked = options.get("output_attentions") or module.config.output_attentions
     if asked or dropout >= 1 or position_bias is None or not _takes(query, key, value, position_bias, attention_mask):
         kind: Any = type(module)
@@ -177,6 +289,7 @@ def _attend(
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None) -> bool:
+    """Whether the kernels can compute this."""
     batch, heads, queries, width = query.shape
     return (
         query.device.type in KINDS
@@ -194,13 +307,3 @@ def _takes(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor
 def _takes_mask(mask: Tensor, keys: int) -> bool:
     is_of_pairs = mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[3] == keys
     return is_of_pairs and mask.is_floating_point() and not mask.requires_grad
-
-
-def fuse(model: nn.Module, *, compiled: bool = False) -> Callable[[], None]:
-    """Have attention with a position bias run by our kernels, and the norms, but where blocks are `compiled`, as one
-    kernel each; returns what undoes it."""
-    changes = ExitStack()
-    changes.callback(fuse_attention(model))
-    if not compiled:
-        changes.callback(fuse_norms(model))
-    return changes.close

@@ -1,6 +1,6 @@
-"""What transformers, datasets and the hub's client print and fetch beside their work, switched off for a while.
+"""Switches off, for a while, what transformers, datasets and the hub's client print and fetch beside their work.
 
-Progress bars are for terminals and notebooks: elsewhere each redrawing would be a line of its own.
+Progress bars are for terminals and notebooks. Elsewhere each update of a bar would be a line of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 @contextmanager
 def progress_bars(shown: bool) -> Iterator[None]:
-    """Bars of transformers and of the hub's client on or off, and afterwards as they were."""
+    """Show or hide the progress bars of transformers and of the hub's client inside this context."""
     import huggingface_hub.utils
     import transformers.utils.logging
 
@@ -35,7 +35,7 @@ def progress_bars(shown: bool) -> Iterator[None]:
 
 @contextmanager
 def no_loader_messages() -> Iterator[None]:
-    """Keep the loaders of datasets from logging the fault of a file that they raise as an error too."""
+    """Keep the loaders of datasets from logging an error that they raise as well."""
     import datasets
 
     before = datasets.logging.get_verbosity()
@@ -48,7 +48,7 @@ def no_loader_messages() -> Iterator[None]:
 
 @contextmanager
 def no_tying_advice() -> Iterator[None]:
-    """Drop transformers' advice to correct the config of a checkpoint with a head of its own: the loader does."""
+    """Drop transformers' advice to correct the config of a checkpoint with an untied head: the loader corrects it."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def other_messages(record: logging.LogRecord) -> bool:
@@ -63,7 +63,7 @@ def no_tying_advice() -> Iterator[None]:
 
 @contextmanager
 def no_conversion_service() -> Iterator[None]:
-    """Keep transformers from asking a web service, in a thread, to convert a `.bin` checkpoint it has just read."""
+    """Keep transformers from asking a web service, on a thread, to convert a `.bin` checkpoint that it has read."""
     name = "DISABLE_SAFETENSORS_CONVERSION"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -77,7 +77,7 @@ def no_conversion_service() -> Iterator[None]:
 
 
 def is_live() -> bool:
-    """Whether what is printed over is seen printed over: a terminal, or a notebook's cell."""
+    """Whether a printed line can be redrawn: on a terminal and in a notebook's cell."""
     ipython = sys.modules.get("IPython")  # ipykernel may be imported outside of a kernel, as nbclient's users do
     shell = ipython.get_ipython() if ipython is not None else None
     return sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
@@ -85,7 +85,7 @@ def is_live() -> bool:
 
 @contextmanager
 def bars_where_live() -> Iterator[None]:
-    """Bars of datasets, transformers and the hub's client as `is_live` says, and afterwards as they were."""
+    """Show the progress bars of datasets, transformers and the hub's client only if `is_live`, inside this context."""
     import datasets
 
     were_shown = not datasets.are_progress_bars_disabled()

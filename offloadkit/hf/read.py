@@ -1,4 +1,4 @@
-"""Anything that a user may call a dataset, as a `datasets.Dataset`."""
+"""Whatever a user may pass as a dataset, as a `datasets.Dataset`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 _READ = {"input", "target", "text", "label", "messages"}
 _READ |= {"input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "labels"}
-"""Of other columns only the names are kept: their values are not learned from, and may have no common type."""
+"""Columns whose values are read. Of others only the names are kept: their values may have no common type."""
 
 
 def dataset_from_json(path: Path) -> Dataset:
-    """The rows of a file with one JSON object a line, or with one list of them; they lie in the cache, not in RAM.
+    """The rows of a file with one JSON object in each line, or with one list of them. They go to the cache, not to RAM.
 
     Raises:
-        DataError: it is not that, has no rows, or a column's values have no common type.
+        DataError: the file is neither, has no rows, or has a column whose values have no common type.
     """
     import datasets
 
@@ -37,13 +37,13 @@ def dataset_from_json(path: Path) -> Dataset:
 
 
 def _rows(path: str, columns: tuple[str, ...], changed: int) -> Iterator[dict[str, Any]]:
-    """Every row with every column. `changed` tells the cache that a file is not the one it knows."""
+    """Every row with every column. `changed` tells the cache that the file differs from the one it knows."""
     for row in _objects(Path(path)):
         yield {name: _value(name, row) for name in columns}
 
 
 def _value(column: str, row: dict[str, Any]) -> Any:
-    """What is kept of a field: of messages their text, since calls of tools differ in type from one to the next."""
+    """The value to keep. Messages are kept as text: their tool calls differ in type from one to the next."""
     value = row.get(column) if column in _READ else None
     return json.dumps(value) if column == "messages" and isinstance(value, list) else value
 
@@ -71,7 +71,7 @@ def _features(path: Path) -> Features:
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """What the file holds."""
+    """The objects in the file."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             while (first := file.read(1)).isspace():
@@ -112,7 +112,7 @@ _ACCEPTED = (
 
 
 def load_dataset_like(data: object, *, split: str = "train") -> Dataset:
-    """The rows of `data`, not yet looked into.
+    """The rows of `data`; their content is not checked yet.
 
     Args:
         data: a `datasets.Dataset`, a list of dicts (one a row), a pandas frame, the path of a .jsonl, .json, .csv or
@@ -130,7 +130,7 @@ def load_dataset_like(data: object, *, split: str = "train") -> Dataset:
 
 
 def check_there(data: object, prefix: str = "") -> None:
-    """Raise `DataError`, which begins with `prefix`, for a path without a file; what may be a hub name passes."""
+    """Raise `DataError`, beginning with `prefix`, for a path without a file. What may be a hub name passes."""
     if not isinstance(data, str | os.PathLike):
         return
     text, path = os.fspath(data), Path(data).expanduser()
@@ -140,7 +140,7 @@ def check_there(data: object, prefix: str = "") -> None:
 
 
 def on_hub(data: object) -> bool:
-    """Whether `data` can only be a dataset's name on the hub: reading it may be a download."""
+    """Whether `data` can only be a dataset's name on the hub, so that reading it may download."""
     return isinstance(data, str | os.PathLike) and not Path(data).expanduser().exists()
 
 
@@ -180,7 +180,7 @@ def _from_rows(rows: Sequence[Any]) -> Dataset:
 
 
 def _as_table(make: Callable[[], Any]) -> Dataset:
-    """What `make` returns; values that have no common column type are a `DataError`."""
+    """What `make` returns. Raise `DataError` for values without a common column type."""
     try:
         return cast("Dataset", make())
     except (TypeError, ValueError, OverflowError) as error:  # pyarrow's are of these
@@ -241,7 +241,7 @@ def _from_hub(name: str, split: str) -> Dataset:
 
 
 def _innermost(error: BaseException) -> str:
-    """What the deepest cause of an error says."""
+    """The message of an error's deepest cause."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return str(error)

@@ -1,4 +1,4 @@
-"""Rows of text to rows of token ids, batch by batch, with every fault named by its row."""
+"""Turns rows of text into rows of token ids, batch by batch. Every error names its row."""
 
 from __future__ import annotations
 
@@ -15,17 +15,28 @@ from offloadkit.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+IGNORED = -100
+"""The label that no loss is computed for."""
+
+_Columns = dict[str, list[Any]]
+"""One batch of rows, by column."""
+
+
+# -- labels
 
 
 def label_names(dataset: Dataset, column: str, config: PreTrainedConfig) -> dict[int, str]:
     """The name of each class id, ids counted from 0.
 
-    A `ClassLabel` column keeps its names. A model that was trained on all labels of the column keeps its own ids. Else
-    the labels get ids in sorted order, so that the integers 0 ... n-1 stay what they are.
+    A `ClassLabel` column keeps its names. A model that knows all labels of the column keeps its own ids. Otherwise
+    labels get ids in sorted order, so that the integers 0 ... n-1 stay as they are.
 
     Raises:
-        DataError: a label is missing, no string or whole number, or there is only one.
+        DataError: a label is missing, is no string or whole number, or there is only one.
     """
     from datasets import ClassLabel
 
@@ -48,7 +59,7 @@ def label_ids(values: list[Any], indices: list[int], feature: Any, id2label: dic
     Args:
         values: labels of one batch.
         indices: the rows they stand in.
-        feature: the column's feature; a `ClassLabel` says what its numbers mean.
+        feature: the column's feature; a `ClassLabel` names its numbers.
         id2label: name of each id.
 
     Raises:
@@ -80,22 +91,12 @@ def _distinct(values: list[Any], column: str) -> list[Any]:
     return sorted(set(values))
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
-
-IGNORED = -100
-"""The label that no loss is computed for."""
-
-_Columns = dict[str, list[Any]]
-"""One batch of rows, by column."""
+# -- token ids
 
 
 @dataclass
-class Tokenising:
-    """One pass over the rows: what it needs and what it counts."""
+class Tokenizing:
+    """One pass over the rows: its inputs and its counts."""
 
     dataset: Dataset
     tokenizer: PreTrainedTokenizerBase
@@ -105,19 +106,19 @@ class Tokenising:
     max_target_length: int
     id2label: dict[int, str] | None
     num_skipped: int = 0
-    """Rows that teach nothing."""
+    """Rows without a target, which are left out."""
     num_truncated: int = 0
     """Inputs and targets that were cut."""
     longest_input: int = 1
     longest_target: int = 1
     """Tokens, after cutting."""
     num_tokens: Counter[str] = field(default_factory=Counter)
-    """By column; begin, end and padding are not counted."""
+    """Tokens by column, without begin, end and padding."""
     num_unknown: Counter[str] = field(default_factory=Counter)
-    """Those of `num_tokens` that stand for what the tokenizer does not know."""
+    """Those of `num_tokens` that are the unknown token."""
 
     def warn_of_losses(self) -> None:
-        """Log how many rows were left out or cut, if any were."""
+        """Log how many rows were left out or cut, if any."""
         if self.num_skipped:
             logger.warning("%d of %d rows left out: they teach nothing", self.num_skipped, len(self.dataset))
         if self.num_truncated:
@@ -128,26 +129,26 @@ class Tokenising:
                 self.max_target_length,
             )
 
-    def check_words(self) -> None:
-        """Raise `DataError` where half of the tokens or more are the unknown one: nothing would be learned."""
+    def check_known(self) -> None:
+        """Raise `DataError` if half of the tokens or more are the unknown one: nothing would be learned."""
         for column, number in self.num_unknown.items():
             if 2 * number >= self.num_tokens[column]:
                 raise DataError(
                     f"the tokenizer does not know {number / self.num_tokens[column]:.0%} of the tokens in {column!r} "
-                    f"(they became {self.tokenizer.unk_token!r}): pass tokenizer= the one that the model was trained "
+                    f"(they became {self.tokenizer.unk_token!r}). Pass tokenizer= the one that the model was trained "
                     "with, or a model made for this text and these characters"
                 )
 
 
-def tokenise(run: Tokenising, kind: str) -> Dataset:
-    """The rows of `run.dataset` as token ids, without those that teach nothing.
+def tokenize(run: Tokenizing, kind: str) -> Dataset:
+    """The rows of `run.dataset` as token ids, without rows that have no target.
 
-    A dataset in RAM stays there; one in files goes to a temporary folder, never beside its own files. The random
-    fingerprint spares hashing the tokenizer.
+    A dataset in RAM stays there. One in files is written to a temporary folder, never beside its own files. The random
+    fingerprint saves hashing the tokenizer.
 
     Args:
-        run: the pass; its counts are filled in. Its dataset gives plain Python values.
-        kind: the column set, a key of `_TOKENISERS`.
+        run: its counts are filled in. Its dataset gives plain Python values.
+        kind: the column set, a key of `_TOKENIZERS`.
 
     Raises:
         DataError: a field is missing or has the wrong type, or a token id lies beyond the vocabulary.
@@ -155,9 +156,9 @@ def tokenise(run: Tokenising, kind: str) -> Dataset:
     from datasets.fingerprint import generate_random_fingerprint
 
     def rows_that_teach(batch: _Columns, indices: list[int]) -> _Columns:
-        tokens = _TOKENISERS[kind](run, batch, indices)
+        tokens = _TOKENIZERS[kind](run, batch, indices)
         _check_token_ids(run, tokens, indices)
-        if kind != "tokenised":
+        if kind != "tokenized":
             _count_unknown(run, tokens)
         keep = [_num_learned(run.task, labels) > 0 for labels in tokens["labels"]]
         run.num_skipped += keep.count(False)
@@ -177,19 +178,19 @@ def tokenise(run: Tokenising, kind: str) -> Dataset:
                 with_indices=True,
                 remove_columns=run.dataset.column_names,
                 new_fingerprint=generate_random_fingerprint(),
-                desc="Tokenising",
+                desc="Tokenizing",
             ),
         )
 
 
-def _pairs(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
+def _pairs(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     tokens = _encode(run, _strings(batch, "input", indices), run.max_input_length)
     tokens["labels"] = _encode(run, _strings(batch, "target", indices), run.max_target_length, target=True)["input_ids"]
     return tokens
 
 
-def _text(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
-    """Each row ends with the end token where it fits, so that the model learns to stop."""
+def _text(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
+    """Each row ends with the end token if it fits, so that the model learns to stop."""
     rows = _encode(run, _strings(batch, "text", indices), run.max_input_length)["input_ids"]
     eos = run.tokenizer.eos_token_id
     for row in rows:
@@ -198,7 +199,7 @@ def _text(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
     return _causal_columns(rows)
 
 
-def _messages(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
+def _messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     if run.tokenizer.chat_template is None:
         raise DataError(
             "the tokenizer has no chat template, so `messages` cannot become text: use the instruct version, set "
@@ -220,21 +221,21 @@ def _messages(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
 
 
 def _parsed(messages: Any) -> Any:
-    """Messages that a file's reader left as JSON text; others, and other text, as they are."""
+    """Messages that were read as JSON text are parsed; anything else is returned as it is."""
     try:
         return json.loads(messages) if isinstance(messages, str) else messages
     except json.JSONDecodeError:
         return messages
 
 
-def _labelled_text(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
+def _labelled_text(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     tokens = _encode(run, _strings(batch, "text", indices), run.max_input_length)
     tokens["labels"] = label_ids(batch["label"], indices, run.dataset.features["label"], run.id2label or {})
     return tokens
 
 
-def _already_tokenised(run: Tokenising, batch: _Columns, indices: list[int]) -> _Columns:
-    """Taken as they are, not cut."""
+def _already_tokenized(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
+    """Token ids are taken as they are, not cut."""
     for name in ("input_ids", "labels"):
         for index, value in zip(indices, batch.get(name, []), strict=False):
             if value is None:
@@ -249,12 +250,12 @@ def _already_tokenised(run: Tokenising, batch: _Columns, indices: list[int]) -> 
     return tokens
 
 
-_TOKENISERS: dict[str, Callable[[Tokenising, _Columns, list[int]], _Columns]] = {
+_TOKENIZERS: dict[str, Callable[[Tokenizing, _Columns, list[int]], _Columns]] = {
     "pairs": _pairs,
     "text": _text,
     "messages": _messages,
     "labelled text": _labelled_text,
-    "tokenised": _already_tokenised,
+    "tokenized": _already_tokenized,
 }
 
 
@@ -266,8 +267,8 @@ def _causal_columns(rows: list[list[int]]) -> _Columns:
     }
 
 
-def _encode(run: Tokenising, texts: list[str], max_length: int, *, target: bool = False) -> _Columns:
-    """Token ids cut to `max_length` as the tokenizer does it, special tokens kept."""
+def _encode(run: Tokenizing, texts: list[str], max_length: int, *, target: bool = False) -> _Columns:
+    """Token ids cut to `max_length` by the tokenizer, which keeps special tokens."""
     where = {"text_target": texts} if target else {"text": texts}
     tokens = dict(run.tokenizer(**where, truncation=True, max_length=max_length, verbose=False))
     for text, row in zip(texts, tokens["input_ids"], strict=True):
@@ -292,14 +293,14 @@ def _strings(batch: _Columns, column: str, indices: list[int]) -> list[str]:
 
 
 def _num_learned(task: str, labels: Any) -> int:
-    """Labels of one row that a loss is computed for; a causal model is never asked for a row's first token."""
+    """Number of labels in a row that have a loss. A causal model never predicts a row's first token."""
     if task == "classification":
         return 1
     return sum(label != IGNORED for label in (labels[1:] if task == "causal" else labels))
 
 
-def _check_token_ids(run: Tokenising, tokens: _Columns, indices: list[int]) -> None:
-    """Raise `DataError` for an id that the model has no embedding for: a GPU would stop without saying where."""
+def _check_token_ids(run: Tokenizing, tokens: _Columns, indices: list[int]) -> None:
+    """Raise `DataError` for an id without an embedding: a GPU would fail without saying where."""
     for column in ["input_ids"] + (["labels"] if run.task != "classification" else []):
         for index, row in zip(indices, tokens[column], strict=True):
             ids = [token for token in row if token != IGNORED] if column == "labels" else row
@@ -311,22 +312,23 @@ def _check_token_ids(run: Tokenising, tokens: _Columns, indices: list[int]) -> N
                 )
 
 
-def _count_unknown(run: Tokenising, tokens: _Columns) -> None:
-    """Add to the run's counts. Where the unknown token serves as another too (GPT-2), it says nothing."""
-    words = run.tokenizer
-    marks = {words.bos_token_id, words.eos_token_id, words.pad_token_id, words.cls_token_id, words.sep_token_id}
-    if words.unk_token_id is None or words.unk_token_id in marks:
+def _count_unknown(run: Tokenizing, tokens: _Columns) -> None:
+    """Add to the run's counts. If the unknown token has another role too (GPT-2), nothing is counted."""
+    tokenizer = run.tokenizer
+    special = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id")
+    marks = {getattr(tokenizer, name) for name in special}
+    if tokenizer.unk_token_id is None or tokenizer.unk_token_id in marks:
         return
     for column in ["input_ids"] + (["labels"] if run.task == "seq2seq" else []):
         for row in tokens[column]:
-            if unknown := row.count(words.unk_token_id):
+            if unknown := row.count(tokenizer.unk_token_id):
                 run.num_unknown[column] += unknown
             run.num_tokens[column] += len(row) - sum(row.count(mark) for mark in marks)
 
 
 @contextmanager
 def _temporary_files() -> Iterator[None]:
-    """`datasets`' own switch: the files that `map` writes go to a folder that is removed when Python ends."""
+    """Let `map` write its files to a folder that is removed when Python exits, by a switch of `datasets`."""
     import datasets
 
     was_enabled = datasets.is_caching_enabled()

@@ -3,13 +3,13 @@
 The Trainer keeps its loop, its data, its logs and its files. Four things go through the engine instead: the forward of
 the wrapped model, `accelerator.backward`, `optimizer.step`, and clipping. accelerate never prepares the model.
 
-**Whose value holds.** `TrainingArguments` say learning rate, betas, eps, weight decay (with the Trainer's groups that
-do not decay), clipping, accumulation, recomputation, bf16 and fp16; `OffloadConfig` says the rest. A field of it that
-was changed from its default and contradicts the arguments is a `ConfigError`.
+**Whose value holds.** `TrainingArguments` set learning rate, betas, eps, weight decay (with the Trainer's groups that
+do not decay), clipping, accumulation, recomputation, bf16 and fp16. `OffloadConfig` sets the rest. A field that was
+changed from its default and contradicts the arguments raises `ConfigError`.
 
-**Loss.** Each micro-batch's mean loss counts by its share of the targets of the whole accumulated batch, for every
-model, whether or not its forward knows `num_items_in_batch`. Over a large vocabulary it is taken in chunks
-(`chunked_loss.py`): the logits exist whole only where somebody reads them.
+**Loss.** Each micro-batch's mean loss is weighted by its share of the targets of the whole accumulated batch. This
+holds for every model, whether or not its forward knows `num_items_in_batch`. Over a large vocabulary the loss is taken
+in chunks (`loss.py`): the logits exist whole only where somebody reads them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
-from offloadkit.hf.loss import compute_loss_in_chunks, num_targets, on_device, with_a_target
-from offloadkit.hf.patches import fuse, without_caches
+from offloadkit.hf.loss import num_targets, on_device, with_a_target
+from offloadkit.hf.patches import patched
 from offloadkit.offload.shortage import explained_shortage
 from offloadkit.offload.states import Materialise
 from offloadkit.planner import Plan
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 _Base: Any = object
-"""Stands for the Trainer class that follows the mixin."""
+"""Stands in for the Trainer class that follows the mixin."""
 
 _GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
 
@@ -48,14 +48,13 @@ _GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
 class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     """Puts an `OffloadEngine` under a Trainer class; goes before it: `class Mine(OffloadTrainerMixin, SFTTrainer)`.
 
-    Takes every argument of the Trainer, `offload` (an `OffloadConfig`), `telemetry` (a record of each step), and what
-    `OffloadEngine` takes as `plan` and `materialise` (of the checkpoint's weights, if training goes on from one).
-    `optimizers=(None, scheduler)` may bring a scheduler: its learning rates are applied to the engine. The engine is
-    built when training starts (`engine` is None until then) and stays for further `train()` calls; `close()` gives its
-    memory back.
+    Takes every argument of the Trainer, `offload` (an `OffloadConfig`) and `telemetry` (a record of each step). `plan`
+    and `materialise` are those of `OffloadEngine`; `materialise` reads the checkpoint's weights if training resumes. A
+    scheduler in `optimizers=(None, scheduler)` sets the engine's learning rates. The engine is built when training
+    starts; until then `engine` is None. It stays for further `train()` calls; `close()` frees its memory.
 
     Raises:
-        ConfigError: arguments that the engine cannot work with (another optimizer, several processes, ...) or that
+        ConfigError: the engine cannot work with the arguments (another optimizer, several processes, ...), or they
             contradict `offload`.
     """
 
@@ -81,33 +80,33 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             raise ConfigError(
-                "offloadkit steps with its own AdamW in host memory and takes no optimizer: leave `optimizers` and "
-                "`optimizer_cls_and_kwargs` out and set learning_rate, adam_beta1, adam_beta2, adam_epsilon and "
-                "weight_decay in TrainingArguments; optimizers=(None, scheduler) may bring a scheduler"
+                "offloadkit steps with its own AdamW in host memory and takes no optimizer. Leave `optimizers` and "
+                "`optimizer_cls_and_kwargs` out, and set learning_rate, adam_beta1, adam_beta2, adam_epsilon and "
+                "weight_decay in TrainingArguments. optimizers=(None, scheduler) may bring a scheduler"
             )
         self._own_scheduler = self.lr_scheduler
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Check the arguments before anything is built on them, and lead `accelerator.backward` to the engine.
+        """Check the arguments before anything is built, and route `accelerator.backward` to the engine.
 
-        The first method that every Trainer's constructor calls, and one that subclasses call too.
+        This is the first method that every Trainer's constructor calls; subclasses call it too.
         """
         check_arguments(self.args)
         engine_config(self.offload, self.args)
-        self.args.logging_nan_inf_filter = False  # it hides NaN losses, and waits for the device on each micro-batch
+        self.args.logging_nan_inf_filter = False  # it hides NaN losses and waits for the device on each micro-batch
         chosen = self.args.mixed_precision
         if self.args.fp16:
-            self.args.mixed_precision = "no"  # else accelerate makes a loss scale of its own
+            self.args.mixed_precision = "no"  # else accelerate scales the loss itself
         super().create_accelerator_and_postprocess()
         self.args.mixed_precision = chosen
         self.accelerator.backward = self._backward
-        if self.args.dataloader_pin_memory:  # else each batch's copy to the GPU waits for all that is queued there
+        if self.args.dataloader_pin_memory:  # else each batch's copy waits for all work queued on the GPU
             self.accelerator.dataloader_config.non_blocking = True
 
     # -- building the engine
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: the engine decides where weights live. Private; a property of the user's arguments would do too."""
+        """Does nothing: the engine decides where weights live. (A private method of the Trainer.)"""
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
@@ -149,12 +148,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 materialise=self._materialise,
             )
             self._materialise = None
-            self._own_compute = ExitStack()
-            self._own_compute.callback(_take_loss_in_fp32(self.model).remove)
-            self._own_compute.callback(compute_loss_in_chunks(self.model))
-            if not self.args.use_cache:
-                self._own_compute.callback(without_caches(self.model))
-            self._own_compute.callback(fuse(self.model, compiled=self.offload.compile_blocks))
+            self._patches = ExitStack()
+            self._patches.callback(_take_loss_in_fp32(self.model).remove)
+            changes: dict[str, bool] = {"compiled": self.offload.compile_blocks, "use_cache": self.args.use_cache}
+            self._patches.callback(patched(self.model, **changes))
         optimizer: Any = self.engine.optimizer
         # accelerate leaves a prepared optimizer alone; its own wrapper would copy all states to the GPU.
         optimizer._is_accelerate_prepared = True
@@ -170,15 +167,20 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return scheduler
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        """The model as the loop calls it. Private: a model that is not `self.model` is what makes the Trainer skip
-        `accelerator.prepare` and `prepare_model`, which would move, cast and copy weights."""
+        """The model as the loop calls it. (A private method of the Trainer.)
+
+        Since it is not `self.model`, the Trainer skips `accelerator.prepare` and `prepare_model`, which would move,
+        cast and copy weights.
+        """
         return _WrappedModel(self.model, self.engine)
 
     # -- one accumulated batch
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """The micro-batches of the next update; counts their targets. What an unfinished update left is dropped. None
-        where a checkpoint of the last step in mid-epoch was resumed: the loop would take one step more."""
+        """The micro-batches of the next update; counts their targets, drops the gradients of an unfinished update.
+
+        There are none if the resumed checkpoint is of the last step, in mid-epoch: the loop would take one step more.
+        """
         if 0 < self.state.max_steps <= self.state.global_step:
             self.control.should_training_stop = True
             return [], None
@@ -194,7 +196,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """Forward and backward of one micro-batch.
 
         Returns:
-            The part of the accumulated batch's loss that this micro-batch brings, a scalar on the device.
+            This micro-batch's part of the accumulated batch's loss, a scalar on the device.
         """
         assert self.engine is not None
         if self._num_micro_batches == 1:
@@ -202,8 +204,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         else:
             inputs, count = with_a_target(inputs, num_targets(self.model, inputs))
             self._target_share = count / self._window_targets
-        # A loss that divides by this is the micro-batch's mean, as it is where `num_items_in_batch` is ignored.
-        # `True` is the user's word that compute_loss divides by the whole accumulated batch.
+        # A loss divided by this number is the micro-batch's mean, as it is if the model ignores `num_items_in_batch`.
+        # `True` says that the user's compute_loss divides by the targets of the whole accumulated batch.
         if getattr(self, "loss_is_scaled_for_ga", None) is True:
             self._target_share, num_items = None, self._window_targets
         else:
@@ -220,7 +222,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return loss if share is None else loss * share
 
     def _backward(self, loss: torch.Tensor, **_: Any) -> None:
-        """In the place of `accelerator.backward`."""
+        """Stands in for `accelerator.backward`."""
         assert self.engine is not None
         if self._target_share is not None:
             loss = loss * self._target_share
@@ -230,13 +232,13 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     # -- the update
 
     def _clip_grad_norm(self, model: Any) -> None:
-        """Nothing: the engine clips inside its step. Private; the loop has no other seam."""
+        """Does nothing: the engine clips inside its step. (Private; the loop has no public hook for it.)"""
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        """Nothing yet: reading the norm each step would wait for the device. `log` adds it. Private, as above."""
+        """Does nothing: reading the norm in each step would wait for the device. `log` adds it. (Private, as above.)"""
 
     def _apply_own_schedule(self) -> None:
-        """Give the engine the learning rates of the scheduler that the user brought."""
+        """Pass the learning rates of the user's scheduler to the engine."""
         assert self.engine is not None
         self.lr_scheduler.optimizer._opt_called = True  # else torch warns that its own optimizer never steps
         rates, groups = self.lr_scheduler.get_last_lr(), self.engine.optimizer.param_groups
@@ -249,12 +251,12 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             group["lr"] = float(rates[min(index, len(rates) - 1)])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As the Trainer, unless `materialise` will read them. Private: the loop calls it before `create_optimizer`."""
+        """As the Trainer, unless `materialise` will read the weights. (Private; called before `create_optimizer`.)"""
         if self._materialise is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As the Trainer; a scheduler that the user brought goes on from where its own optimizer stood. Private."""
+        """As the Trainer. The user's scheduler continues from the rates of its own optimizer. (Private.)"""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.lr_scheduler is self._own_scheduler:
             groups = self.lr_scheduler.optimizer.param_groups
@@ -277,13 +279,12 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return output
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As the Trainer; a full disk is an `OutputError`. Private: the loop has no other seam."""
+        """As the Trainer; a full disk raises `OutputError`. (Private; the loop has no public hook for it.)"""
         with written_to(Path(self.args.output_dir)):
             super()._save_checkpoint(model, trial)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """As the Trainer; a tied weight is not missing when the file has it under its other name. Private: this is the
-        only place that hears of it."""
+        """As the Trainer, but a tied weight is not missing if the file has it under its other name. (Private.)"""
         weights = self.model.state_dict(keep_vars=True)
         loaded = {id(weight) for name, weight in weights.items() if name not in load_result.missing_keys}
         missing = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
@@ -296,7 +297,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             DataError: the loss is NaN or Inf and yet the gradients are not.
         """
         if self.engine is not None and "loss" in logs and "learning_rate" in logs:
-            self._tr_loss.zero_()  # the Trainer subtracts the sum from itself, which leaves a NaN there for ever
+            self._tr_loss.zero_()  # the Trainer subtracts the sum from itself, which would keep a NaN
             grad_norm = self.engine.grad_norm()
             if grad_norm is not None:
                 logs["grad_norm"] = grad_norm
@@ -305,7 +306,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         super().log(logs, *args, **kwargs)
 
     def _explain_loss(self, loss: float) -> None:
-        """Raise `DataError` unless the steps whose loss is not finite were skipped: fp16 overflowed in them."""
+        """Raise `DataError`, unless every step with a loss that is not finite was skipped because fp16 overflowed."""
         assert self.engine is not None
         self.engine.synchronize()
         if any(not record.skipped and not isfinite(record.loss) for record in self.telemetry.records):
@@ -316,7 +317,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer; before any training the model is moved to the device first."""
+        """As the Trainer. Before any training, the model is first moved to the device."""
         if self.engine is None:
             if self._materialise is not None:
                 self._materialise(list(self.model.parameters()))
@@ -324,9 +325,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return super().evaluation_loop(*args, **kwargs)
 
     def close(self) -> None:
-        """Settle and close the engine; the model keeps its trained weights. A later `train()` builds a new engine."""
+        """Finish and close the engine; the model keeps its trained weights. A later `train()` builds a new engine."""
         if self.engine is not None:
-            self._own_compute.close()
+            self._patches.close()
             engine, self.engine, self.optimizer, self.model_wrapped = self.engine, None, None, self.model
             engine.close()
 
@@ -340,7 +341,7 @@ class OffloadSeq2SeqTrainer(OffloadTrainerMixin, Seq2SeqTrainer):
 
 
 class _WrappedModel:
-    """What the Trainer's loop calls as its model: calls go through the engine, all else is the module's."""
+    """The model that the Trainer's loop calls. Calls go through the engine; every other attribute is the module's."""
 
     def __init__(self, module: nn.Module, engine: OffloadEngine | None) -> None:
         self.module = module
@@ -350,8 +351,8 @@ class _WrappedModel:
         call = self.engine or self.module
         if torch.is_grad_enabled() or getattr(self.module, "dtype", None) is not torch.bfloat16:
             return call(*args, **kwargs)
-        # A loss in bf16 has three digits: too few to tell two checkpoints apart. Autocast takes the loss alone in fp32
-        # here, since the weights are bf16 already.
+        # A loss in bf16 has three digits, too few to tell two checkpoints apart. The weights are bf16 already, so
+        # autocast changes the loss alone, to fp32.
         with torch.autocast(next(self.module.parameters()).device.type, torch.bfloat16):
             return call(*args, **kwargs)
 
@@ -359,15 +360,15 @@ class _WrappedModel:
         return getattr(self.module, name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the engine takes gradients as they come."""
+        """Does nothing: the engine takes each gradient as it is computed."""
 
     def to(self, *args: Any, **kwargs: Any) -> _WrappedModel:
-        """Itself: the engine decides where weights live and in which dtype."""
+        """Returns itself: the engine decides on the device and dtype of weights."""
         return self
 
 
 def _take_loss_in_fp32(model: Any) -> RemovableHandle:
-    """Give the loss fp32 logits: bf16 has three digits, and fp16 holds no scaled loss's gradient (the scale)."""
+    """Give the loss fp32 logits: bf16 has three digits, and the gradient of a scaled loss overflows fp16."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
     def to_fp32(module: nn.Module, args: Any, logits: Any) -> Any:

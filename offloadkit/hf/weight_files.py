@@ -1,8 +1,8 @@
-"""Weights on their way from a checkpoint's files to where they are trained, one parameter after the other.
+"""Reads weights from a checkpoint's files to where they are trained, one parameter after the other.
 
-`read_lazily` lets transformers do all of its loading (finding and fetching files, names, dtypes, tied weights, report
-of missing ones) with tensors that have no memory: they remember which stored tensor they stand for. The values are read
-when the engine asks for them, in pieces, so that beside the engine's memory there is never more than a flat layer.
+`read_lazily` lets transformers do its loading (finding and fetching files, names, dtypes, tied weights, the report of
+missing ones) with tensors that have no memory. Each remembers which stored tensor it stands for. The values are read in
+pieces when the engine asks for them, so that beside the engine's memory there is never more than a flat layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PIECE_BYTES = 128 * 2**20
-"""Bytes of a file that are mapped into memory at a time."""
+"""Bytes of a file that are mapped into memory at once."""
 
 
 class ConversionNeededError(Exception):
@@ -34,7 +34,7 @@ class ConversionNeededError(Exception):
 
 
 def become(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Give a parameter without memory the memory of `value`; it stays the object that modules and groups hold."""
+    """Give a parameter without memory the memory of `value`. It stays the object that modules and groups hold."""
     real = nn.Parameter(value, requires_grad=parameter.requires_grad)
     real.__dict__.update(parameter.__dict__)
     swap: Any = torch.utils.swap_tensors  # typed in some releases of torch only
@@ -42,7 +42,7 @@ def become(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 class ByteBar:
-    """A progress bar in bytes that appears with the first byte and goes with the last."""
+    """A progress bar in bytes that appears with the first byte and closes with the last."""
 
     def __init__(self, title: str, total: int) -> None:
         self._title, self._total, self._done = title, total, 0
@@ -62,12 +62,12 @@ class ByteBar:
 
 
 class _File:
-    """A safetensors or .bin file. What was mapped of it is let go of once `PIECE_BYTES` were read."""
+    """A safetensors or .bin file. Its mapping is released after every `PIECE_BYTES` that were read."""
 
     def __init__(self, path: str) -> None:
         """
         Raises:
-            ConversionNeededError: a .bin older than torch 1.6, which cannot be mapped.
+            ConversionNeededError: the file is a .bin older than torch 1.6, which cannot be mapped.
         """
         self._path = path
         self._is_safetensors = path.endswith(".safetensors")
@@ -116,9 +116,9 @@ def _begins_as_zip(path: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Stored:
-    """One tensor of a file, in the place that transformers has for a safetensors slice.
+    """One tensor of a file, used where transformers expects a safetensors slice.
 
-    `[...]` reads a slice, and `.to` moves and casts what was read: here a parameter comes from it that has no memory.
+    There `[...]` reads a slice, and `.to` moves and casts it. Here `.to` returns a parameter without memory.
     """
 
     file: _File
@@ -152,8 +152,7 @@ class _Stored:
             yield self.file.read(self.name, rows, (rows.stop - begin) * row_bytes)
 
     def value(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values as `dtype` on the CPU. As with `from_pretrained`, what needs no cast is a view of the file, read
-        when it is first used."""
+        """The values as `dtype` on the CPU. As in `from_pretrained`, without a cast they are a view of the file."""
         if dtype == self.dtype:
             return self.file.read(self.name, None, self.num_bytes)
         value = torch.empty(self.shape, dtype=dtype)
@@ -174,7 +173,7 @@ class WeightFiles:
         self._bar: ByteBar | None = None
 
     def materialise(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Read those of `parameters` that have no memory yet; a `Materialise`.
+        """Read those of `parameters` that have no memory yet. This is a `Materialise`.
 
         Raises:
             ModelError: a file is gone or broken.
@@ -194,7 +193,7 @@ class WeightFiles:
     def place(
         self, model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None, config: Any
     ) -> Any:
-        """In the place of `PreTrainedModel._load_pretrained_model`: nothing is read but names, shapes and buffers.
+        """Stands in for `PreTrainedModel._load_pretrained_model`, but reads names, shapes and buffers only.
 
         Raises:
             ConversionNeededError: the stored tensors are not the model's parameters.
@@ -222,19 +221,21 @@ class WeightFiles:
         return info, offloaded
 
     def _read_buffers(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Make the buffers that were in the files buffers again; transformers took them for parameters."""
+        """Register the buffers that were in the files as buffers again; transformers took them for parameters."""
         for name in names:
             path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)
             parameter = module._parameters.pop(attribute, None)
             if parameter is not None:
                 value = self._sources.pop(parameter).value(parameter.dtype)
-                value._is_hf_initialized = True  # type: ignore[attr-defined]  # lest transformers draw it
+                value._is_hf_initialized = True  # type: ignore[attr-defined]  # else transformers would draw it
                 module.register_buffer(attribute, value)
 
     def _decide_ties(self, model: Any, missing: set[str]) -> None:
-        """Tie what the config ties and the files hold once, or twice with the same values, as transformers does; it
-        cannot compare values that are not read yet."""
+        """Tie weights that the config ties and the files hold once, or twice with equal values.
+
+        Transformers decides the same, but cannot compare values that are not read yet.
+        """
         groups: dict[str, list[str]] = {}
         for target, source in model.all_tied_weights_keys.items():
             groups.setdefault(source, [source]).append(target)
@@ -256,15 +257,15 @@ class WeightFiles:
         return all(torch.equal(a.to(one.dtype), b.to(other.dtype)) for a, b in pairs)
 
     def keep(self, model: nn.Module) -> None:
-        """Forget what is no parameter of `model` (tied to another one, or of another shape)."""
+        """Forget stored tensors that belong to no parameter of `model` (tied to another one, or of another shape)."""
         used = set(model.parameters())
         self._sources = {parameter: stored for parameter, stored in self._sources.items() if parameter in used}
 
 
 def read_lazily(source: str, load: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, Materialise]:
-    """A model whose parameters are on the meta device, and what makes them real.
+    """A model with parameters on the meta device, and the function that makes them real.
 
-    Parameters that the files lack are initialised, and real; so are all buffers.
+    Parameters that the files lack are real and initialised. All buffers are real.
 
     Args:
         source: the checkpoint's folder or hub name, for messages.
@@ -283,8 +284,7 @@ def read_lazily(source: str, load: Callable[[], PreTrainedModel]) -> tuple[PreTr
 
 @contextmanager
 def _placing(files: WeightFiles) -> Iterator[None]:
-    """Have `from_pretrained` place weights through `files`. Its loading has no public seam between knowing the files
-    and reading them."""
+    """Let `from_pretrained` place weights through `files`. It has no public hook between finding and reading files."""
     from transformers import PreTrainedModel
 
     seam: Any = PreTrainedModel

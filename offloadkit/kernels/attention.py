@@ -164,6 +164,8 @@ def _attention_backward(
 
 attention = torch.library.custom_op("offloadkit::attention", _attention, mutates_args=())
 attention_backward = torch.library.custom_op("offloadkit::attention_backward", _attention_backward, mutates_args=())
+OPERATIONS = (torch.ops.offloadkit.attention, torch.ops.offloadkit.attention_backward)
+"""What a dispatch mode sees of this attention, forward and backward."""
 
 
 @attention.register_fake

@@ -1,12 +1,5 @@
-"""A training run to look at: `Monitor`, from what telemetry recorded.
+"""A training run to look at: `monitor.Monitor`, from what telemetry recorded.
 
-`history` (records added up), `figures` (what is shown, as numbers), `words`, `svg` and `page` (as text, charts, HTML),
-`notebook` and `terminal` (where it is shown), `stop` (button and interrupt), `monitor` (the thread that draws).
+`figures` holds what is shown, as numbers. `words` and `page` turn it into text and into HTML with charts. `notebook`
+and `terminal` are where it is shown. `monitor` is the thread that draws, with the stop button and the interrupt.
 """
-
-from __future__ import annotations
-
-from offloadkit.monitor.figures import Figures
-from offloadkit.monitor.monitor import Monitor
-
-__all__ = ["Figures", "Monitor"]

@@ -35,13 +35,13 @@ COLOURS = {
     "H2D": VERMILION,
     "D2H": VERMILION,
 }
-"""Of memory's categories, and of the parts of a step; what is busy has the colour of the wait for it."""
+"""Colours of the categories of memory and of the parts of a step. A resource has the colour of the wait for it."""
 
 _WHITE_ON = {BLUE, GREEN, VERMILION, GREY}
 
 
 def colour(name: str) -> str:
-    """Of a category or a part, unknown ones grey."""
+    """Colour of a category or a part; unknown ones are grey."""
     return COLOURS.get(name, GREY)
 
 

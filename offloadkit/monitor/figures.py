@@ -1,4 +1,4 @@
-"""What a monitor shows, as numbers: from the plan and what the records of the steps added up to. Pure arithmetic."""
+"""What a monitor shows, as numbers: computed from the plan and the records of the steps. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Point = tuple[int, float]
 """A step and its loss."""
 
 NUM_RECENT = 20
-"""Steps that a typical one is the mean of."""
+"""Number of steps that a typical step is the mean of."""
 MAX_POINTS = 300
 _MAX_WARM_UP = 5
 _PAUSE = 2.0
-"""A step of more than so many medians had an evaluation or a checkpoint in it."""
+"""A step longer than this many medians is taken to contain an evaluation or a checkpoint."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class LossCurve:
         self._width = 1
 
     def add(self, step: int, loss: float) -> None:
-        """The next step's loss; one that is not finite is left out."""
+        """Add the next step's loss, unless it is not finite."""
         if not math.isfinite(loss):
             return
         new = _Bucket((step, loss), (step, loss), 1, loss)
@@ -96,11 +96,11 @@ class LossCurve:
 
 
 class History:
-    """What the records so far add up to.
+    """Totals of the records so far.
 
     Attributes:
         newest: the newest record.
-        num_steps: how many came.
+        num_steps: how many records there were.
         elapsed_seconds: sum of their steps' wall time.
     """
 
@@ -125,13 +125,13 @@ class History:
         self._recent.append(record)
 
     def mean_step_seconds(self) -> float | None:
-        """Of all steps but the first, which warms up; None before there are two."""
+        """Mean seconds of a step, without the first, which warms up; None before there are two."""
         if self.num_steps < 2:
             return None
         return (self.elapsed_seconds - self._first_seconds) / (self.num_steps - 1)
 
     def typical(self) -> list[StepRecord]:
-        """The newest records without the run's first ones, which warm up, and those with a pause in them."""
+        """The newest records, without the first ones of the run (warm-up) and without those that contain a pause."""
         records = list(self._recent)
         warm_up = min(_MAX_WARM_UP, max(1, self.num_steps // 10)) - (self.num_steps - len(records))
         records = records[min(max(0, warm_up), len(records) - 1) :] if records else []
@@ -148,7 +148,7 @@ class Machine:
     Attributes:
         on_gpu: whether the model computes on a GPU.
         vram_bytes_per_second: None where it is not known.
-        budgets: bytes that this process may have, by tier ("vram", "ram"), with what it has already.
+        budgets: bytes that this process may use, by tier ("vram", "ram"); what it uses already is included.
     """
 
     on_gpu: bool
@@ -165,9 +165,9 @@ class Machine:
 
     @classmethod
     def here(cls) -> Self:
-        """This one, with what is free now. Where its rates were never measured it takes a few hundredths of a second.
+        """This machine with what is free now. If its rates were never measured, that takes some hundredths of a second.
 
-        Whether it computes on a GPU is told by CUDA being in use; on which, by where torch holds most.
+        It computes on a GPU if CUDA is in use: on the GPU where torch holds most memory.
         """
         device = hardware.busiest_device()
         budgets = {"ram": hardware.process_ram_bytes() + hardware.ram_available_bytes()}
@@ -182,9 +182,9 @@ Parts = tuple[tuple[str, float], ...]
 """Names and seconds."""
 
 OTHER = "other"
-"""Measured memory beyond all categories that are known."""
+"""Measured memory that belongs to no known category."""
 _LAST = ("framework", "activations")
-"""Estimated categories: of a measured size they take what the others, which the engine allocates, leave."""
+"""Estimated categories. They share the part of the measured memory that the engine's own allocations leave."""
 _TIERS = {"vram": "VRAM", "ram": "RAM"}
 
 
@@ -195,10 +195,10 @@ class Memory:
     Attributes:
         name: "VRAM" or "RAM".
         parts: bytes by category; they add up to `used`, or to `planned` while nothing was measured.
-        used: what the process really has; None while nothing was measured.
-        budget: what it may have; None where that is not known.
-        planned_whole: whether activations and the framework's own memory are in `planned`, which a plan that was made
-            without a micro-batch leaves out.
+        used: what the process has, measured; None before the first measurement.
+        budget: what it may use; None if that is not known.
+        planned_whole: whether `planned` includes activations and the framework's own memory. A plan that was made
+            without a micro-batch leaves them out.
     """
 
     name: str
@@ -211,13 +211,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A step's seconds over a step's where everything is in VRAM.
+    """How many times as long a step takes as a step with everything in VRAM.
 
     Attributes:
-        step_seconds: of a step here: measured, or the plan's while there was none (`is_planned`).
-        baseline: whether the other step was "measured", or is "predicted" from the computing measured here and an
-            AdamW step in VRAM.
-        parts: seconds that the two differ by, by what they are spent on; one that offloading saves is negative.
+        step_seconds: a step of this run, measured; before the first step the plan's (`is_planned`).
+        baseline: whether the step in VRAM was "measured", or is "predicted" from the compute time measured here
+            plus an AdamW step in VRAM.
+        parts: the difference in seconds, by cause; negative where offloading saves time.
     """
 
     step_seconds: float
@@ -233,15 +233,15 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class Figures:
-    """Everything that is drawn. Times are in seconds, sizes in bytes; None is what is not known (yet).
+    """Everything that is drawn. Times are in seconds, sizes in bytes; None stands for what is not known (yet).
 
     Attributes:
         split: where a typical step's time went; the parts add up to the step's.
-        beside: how long each processor's step and each direction of the bus worked, beside what is in `split`.
-        loss: the running mean's end, or the newest while there is none.
-        loss_curve: at most 300 points that keep the extremes; `loss_trend` is the running mean, of a longer run.
-        eta_seconds: at the mean of all steps so far, evaluations and checkpoints included.
-        why_no_slowdown: what is missing for a slowdown; "" where there is one.
+        beside: seconds that each processor's step and each direction of the bus worked, in parallel to `split`.
+        loss: the end of the running mean; before there is one, the newest loss.
+        loss_curve: at most 300 points that keep the extremes. `loss_trend` is the running mean of a longer run.
+        eta_seconds: time left, by the mean of all steps so far, evaluations and checkpoints included.
+        why_no_slowdown: what is missing to compute the slowdown; "" if there is one.
         num_skipped: steps whose gradients were not finite.
     """
 
@@ -275,8 +275,8 @@ def figures(
     """What there is to show.
 
     Args:
-        machine: that it runs on, where the plan was made without one.
-        baseline_seconds: a step's, measured where everything is in VRAM.
+        machine: the machine it runs on, if the plan was made without one.
+        baseline_seconds: a measured step with everything in VRAM.
     """
     typical = history.typical()
     seconds = mean(typical)
@@ -312,15 +312,15 @@ def figures(
 
 
 def mean(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Mean seconds by phase; a phase that did not occur in a step counts as nothing."""
+    """Mean seconds by phase; a phase that did not occur in a step counts as 0 there."""
     phases = dict.fromkeys(phase for record in records for phase in record.seconds)
     return {phase: sum(record.seconds.get(phase, 0.0) for record in records) / len(records) for phase in phases}
 
 
 def split(seconds: Mapping[str, float]) -> Parts:
-    """Where the time of a step went, from its phases (see `StepRecord`): computing, standing still, and the rest.
+    """Where the time of a step went, from its phases (see `StepRecord`): compute, waiting, and the rest.
 
-    Forward that begins before the last gradient is in RAM waits for the bus first, and for the CPU after it.
+    A forward that begins before the last gradient is in RAM waits for the bus first, then for the CPU.
     """
     if not seconds.get("step"):
         return ()
@@ -352,7 +352,7 @@ _PHASES = (
 
 
 def beside(seconds: Mapping[str, float]) -> Parts:
-    """What worked meanwhile, and how long."""
+    """What worked in parallel to the device, and for how long."""
     names = {"CPU step": "cpu_step", "GPU step": "gpu_step", "H2D": "h2d", "D2H": "d2h"}
     return tuple((name, seconds[phase]) for name, phase in names.items() if phase in seconds)
 
@@ -364,7 +364,7 @@ def _on_gpu(measured: Mapping[str, Mapping[str, int]]) -> bool:
 def memory(
     measured: Mapping[str, Mapping[str, int]] | None, plan: Plan | None, machine: Machine | None = None
 ) -> tuple[Memory, ...]:
-    """VRAM and RAM; only RAM, which both are in, where there is no GPU.
+    """VRAM and RAM; without a GPU only RAM, which then holds both.
 
     Args:
         measured: a record's bytes.
@@ -389,7 +389,7 @@ def memory(
 
 
 def divided(known: Mapping[str, int], used: int) -> dict[str, int]:
-    """`used` bytes by category: what the engine allocates first, then the estimates, the rest is `OTHER`."""
+    """`used` bytes by category: first what the engine allocates, then the estimates; the rest is `OTHER`."""
     parts, left = {}, used
     for name in sorted(known, key=lambda name: _LAST.index(name) if name in _LAST else -1):
         parts[name] = min(known[name], left)
@@ -412,8 +412,8 @@ def slowdown(
 ) -> tuple[Slowdown | None, str]:
     """The slowdown, or why it is not known.
 
-    Predicted, the baseline's step is the computing and the rest measured here, without what is recomputed, and AdamW at
-    the rate of VRAM.
+    A predicted baseline is the compute time measured here without recomputation, plus the rest of the step, plus AdamW
+    at the rate of VRAM.
     """
     step = seconds.get("step")
     if not step:
@@ -440,7 +440,7 @@ def slowdown(
 
 
 def _missing(plan: Plan | None, machine: Machine | None) -> str:
-    """What a baseline cannot be predicted without, and what helps."""
+    """What is missing to predict a baseline, and what to do."""
     if plan is None:
         missing = "without a plan the AdamW step in VRAM cannot be predicted: pass Monitor(engine.plan, ...)"
     elif machine is None:
@@ -453,7 +453,7 @@ def _missing(plan: Plan | None, machine: Machine | None) -> str:
 
 
 def gpu_step_seconds(plan: Plan | None, machine: Machine | None) -> float | None:
-    """AdamW on a GPU that holds all states: its traffic at the rate of VRAM; None where that is not known."""
+    """Seconds of AdamW on a GPU that holds all states: its traffic over VRAM's rate. None if that is not known."""
     if plan is None or machine is None or machine.vram_bytes_per_second is None:
         return None
     traffic = sum(layer.step_bytes(plan.accumulation) for layer in plan.layers)
@@ -461,7 +461,7 @@ def gpu_step_seconds(plan: Plan | None, machine: Machine | None) -> float | None
 
 
 def recomputed_share(plan: Plan | None) -> float:
-    """Share of forward that backward computes once more, taken by the elements of the repeated blocks."""
+    """Fraction of forward that backward recomputes, estimated by the elements of the repeated blocks."""
     if plan is None:
         return 0.0
     blocks = [(layer.numel, where) for layer, where in zip(plan.layers, plan.placements, strict=True) if layer.in_block]

@@ -1,4 +1,4 @@
-"""`Monitor`: hears of each step, and has one thread that draws what it heard a few times a second."""
+"""`Monitor`: receives the record of each step, and draws on a thread of its own a few times a second."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from offloadkit.telemetry import StepRecord, Telemetry
 
 
 class Stop:
-    """Becomes `requested` once, and stays so.
+    """A request to stop. Once made, it stays.
 
     Attributes:
-        heeded: whether somebody has asked yet. Until then an interrupt is a KeyboardInterrupt, as without this.
+        heeded: whether the loop has read `requested` yet. Until then an interrupt raises KeyboardInterrupt as usual.
     """
 
     _active: ClassVar[list[Stop]] = []
@@ -34,21 +34,21 @@ class Stop:
 
     @property
     def requested(self) -> bool:
-        """Whether to stop now; asking is a promise to heed the answer, step for step."""
+        """Whether to stop now. A loop that reads this promises to read it after every step."""
         self.heeded = True
         return self._wished.is_set()
 
     @property
     def wished(self) -> bool:
-        """The same for those who only show it."""
+        """As `requested`, for displays: reading it promises nothing."""
         return self._wished.is_set()
 
     def request(self) -> None:
-        """Stop after the step under way. May be called on any thread."""
+        """Stop after the current step. May be called on any thread."""
         self._wished.set()
 
     def catch_interrupts(self) -> None:
-        """From now on an interrupt is a wish to stop, and a second one breaks off; only the main thread hears them."""
+        """Turn an interrupt into a request to stop; a second one stops at once. Works on the main thread alone."""
         if threading.current_thread() is not threading.main_thread() or self in Stop._active:
             return
         if not Stop._active:
@@ -56,7 +56,7 @@ class Stop:
         Stop._active.append(self)
 
     def let_interrupts_go(self) -> None:
-        """As before."""
+        """Restore what an interrupt did before."""
         if self not in Stop._active:
             return
         Stop._active.remove(self)
@@ -79,7 +79,7 @@ DISPLAYS = ("auto", "notebook", "terminal", "none")
 _SHORTEST, _LONGEST = 0.25, 0.5
 """Seconds between two drawings."""
 _SHARE = 0.003
-"""Of a core's time that drawing may take, as far as the seconds above allow."""
+"""Fraction of a core's time that drawing may take, within the seconds above."""
 
 
 class Display(Protocol):
@@ -96,7 +96,7 @@ class Display(Protocol):
 
 
 class Monitor:
-    """Shows a training run live: memory, time and slowdown, loss; in a notebook or on a terminal.
+    """Shows memory, time, slowdown and loss of a training run live, in a notebook or on a terminal.
 
     with Monitor(engine.plan, engine.telemetry, total_steps=1000) as monitor:
         for batch in batches:
@@ -106,13 +106,13 @@ class Monitor:
                 break
         engine.synchronize()
 
-    It draws on a thread of its own; on the training thread it only keeps each record. Nothing that goes wrong in
-    drawing reaches the training: the reason is printed once.
+    It draws on a thread of its own; on the training thread it only stores each record. An error in drawing never
+    reaches the training: the reason is printed once.
 
     Attributes:
-        telemetry: whose records are drawn.
-        plan, total_steps, baseline_seconds: may be set while it runs; None is not known.
-        steps_before: steps of the run that were done before this attempt at it.
+        telemetry: the source of the records.
+        plan, total_steps, baseline_seconds: may be set while it runs; None if not known.
+        steps_before: steps of the run that were done before this attempt.
     """
 
     def __init__(
@@ -126,17 +126,17 @@ class Monitor:
     ) -> None:
         """
         Args:
-            plan: the engine's. Where it was made without a machine, as an engine makes its own, this one's free memory
-                is the budget, and the rate of its VRAM, measured at `start` in some hundredths of a second if it never
-                was before, predicts the step without offloading.
-            telemetry: what the engine reports to; None makes one, to be given to the engine.
-            total_steps: how many there will be, for the time that is left.
-            baseline_seconds: of a step with everything in VRAM, measured; None: predicted from what is measured here.
-            display: "auto" takes the notebook or the terminal that it runs in, and prints a line now and then
-                elsewhere; "none" shows nothing.
+            plan: the engine's. A plan that an engine makes by itself knows no machine. Then the free memory of this
+                machine is the budget, and the rate of its VRAM predicts the step without offloading. If that rate was
+                never measured, `start` measures it in some hundredths of a second.
+            telemetry: what the engine reports to; None makes one, which you pass to the engine.
+            total_steps: how many steps there will be, to predict the time left.
+            baseline_seconds: a measured step with everything in VRAM; None predicts it from what is measured here.
+            display: "auto" uses the notebook or terminal it runs in, and elsewhere prints a line now and then.
+                "none" shows nothing.
 
         Raises:
-            ConfigError: an argument without a meaning.
+            ConfigError: an argument has no meaning.
         """
         _check(plan, telemetry, total_steps, baseline_seconds, display)
         self.plan, self.telemetry = plan, telemetry or Telemetry()
@@ -160,7 +160,7 @@ class Monitor:
     def stop_requested(self) -> bool:
         """Whether the user wants to stop, by the button or an interrupt: finish, save and end.
 
-        A loop that asks after each step is asked to stop by an interrupt, and broken off only by a second one.
+        If a loop reads this after each step, an interrupt only requests a stop; a second interrupt stops at once.
         """
         return self._stop.requested
 
@@ -170,11 +170,11 @@ class Monitor:
         return self._wanted != "none"
 
     def request_stop(self) -> None:
-        """As the button. May be called on any thread."""
+        """Do what the button does. May be called on any thread."""
         self._stop.request()
 
     def start(self) -> Self:
-        """Begin to show; on the thread that trains."""
+        """Begin to show the run. Call it on the thread that trains."""
         if self._thread is None and not self._ended.is_set():
             self._unsubscribe = self.telemetry.subscribe(self._hear)
             self._stop.catch_interrupts()
@@ -185,10 +185,10 @@ class Monitor:
         return self
 
     def close(self, state: Literal["finished", "stopped", "failed"] | None = None) -> None:
-        """Show the end, and leave the summary. Later calls do nothing.
+        """Show the final state and leave a summary. Later calls do nothing.
 
         Args:
-            state: how it ended; None: "stopped" where that was requested, "closed" where steps are missing to
+            state: how it ended. None means "stopped" if that was requested, "closed" if there were fewer steps than
                 `total_steps`, else "finished".
         """
         if self._ended.is_set():
@@ -231,11 +231,11 @@ class Monitor:
             )
 
     def _hear(self, record: StepRecord) -> None:
-        """Keep a record; all that is done on the thread that trains."""
+        """Store a record; nothing else is done on the thread that trains."""
         self._new.append(record)
 
     def _look_at_the_machine(self) -> None:
-        """Where the plan was made without one."""
+        """Measure this machine if the plan was made without one."""
         if Machine.of(self.plan) is None:
             try:
                 self._machine = Machine.here()
@@ -271,7 +271,7 @@ class Monitor:
         return TerminalDisplay() if sys.stdout.isatty() else LogLines()
 
     def _refresh(self) -> None:
-        """What the thread does: draw when there is something new."""
+        """The drawing thread: draw when there is something new."""
         pause, shown = _SHORTEST, self._present_state()
         while not self._ended.wait(pause):
             if not self._new and self._present_state() == shown:
@@ -287,7 +287,7 @@ class Monitor:
             display.update(drawn, heeded=self._stop.heeded or self._history.num_steps < 3)
 
     def _try(self, draw: Callable[[], None]) -> None:
-        """Draw; what goes wrong is said, and nothing is drawn from then on."""
+        """Draw. After an error, say it and draw nothing any more."""
         try:
             draw()
         except Exception as error:
@@ -318,5 +318,5 @@ def can_be_drawn() -> bool:
 
 
 def _say(reason: str) -> None:
-    """To stderr: a warning may have been made an error, which would stop the training."""
+    """Print to stderr. A warning could be turned into an error, which would stop the training."""
     print(f"offloadkit.Monitor: {reason}. The training goes on.", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
 """The monitor in a notebook: one HTML widget and a button, both of ipywidgets' core (7.7 and 8).
 
-At the end the widgets give way to plain HTML, which stays in the saved notebook. ipykernel handles what widgets send
-between cells. While a cell runs, only a front end with subshells (JupyterLab 4.4, ipykernel 7) gets a click through;
-elsewhere the button says so and the kernel's interrupt does the same.
+At the end plain HTML replaces the widgets and stays in the saved notebook. ipykernel handles messages of widgets
+between cells. While a cell runs, a click arrives only with subshells (JupyterLab 4.4, ipykernel 7). Elsewhere the
+button says so, and the kernel's interrupt does the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNHEEDED = "This loop does not ask for stop_requested: an interrupt (■) break
 
 
 def running_shell() -> Any:
-    """The IPython shell of the notebook that this runs in; None elsewhere."""
+    """The IPython shell of the notebook that this code runs in; None elsewhere."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell if getattr(shell, "kernel", None) is not None else None
@@ -75,7 +75,7 @@ class NotebookDisplay:
             self._say("Stop and save", works=works)
 
     def close(self, figures: Figures) -> None:
-        """Put the static summary in the widgets' place, and let go of them."""
+        """Replace the widgets by the static summary, and release them."""
         summary = {"text/html": page(figures, self._ident), "text/plain": words.summary(figures)}
         _publish(summary, self._ident, update=True)
         for widget in (self._box, self._html, self._button):
@@ -90,7 +90,7 @@ class NotebookDisplay:
             self._button.disabled = not works
 
     def _button_works(self, heeded: bool) -> tuple[str, bool]:
-        """What to say of the button, and whether it may be pressed."""
+        """The button's text, and whether it may be pressed."""
         if not heeded:
             return _UNHEEDED, False
         threads = getattr(self._kernel, "shell_channel_thread", None)
@@ -104,7 +104,7 @@ class NotebookDisplay:
 
 
 def _publish(bundle: dict[str, Any], ident: str, *, update: bool = False) -> None:
-    """An output of the running cell, by MIME type; or a new content for the one that was published as `ident`."""
+    """Publish an output of the running cell, by MIME type, or new content for the output published as `ident`."""
     import IPython.display
 
     display: Any = IPython.display.display

@@ -1,4 +1,4 @@
-"""The figures as a piece of HTML with inline SVG: no script, nothing fetched, light and dark as the notebook is."""
+"""The figures as HTML with inline SVG: no script, nothing fetched, in the notebook's light or dark theme."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from offloadkit.units import format_bytes, format_seconds
 
 WIDTH = 600
 _LEFT = 84
-"""Where the bars of the step begin, right of their names."""
+"""x at which the bars of the step begin, right of their names."""
 _FAR = 3.0
-"""A budget of more than so many times what is used would squeeze the bar: it is named at the edge."""
+"""A budget of more than this many times what is used would squeeze the bar; it is named at the edge instead."""
 
 
 def chart(height: int, title: str, description: str, content: str, ident: str) -> str:
@@ -33,16 +33,16 @@ def chart(height: int, title: str, description: str, content: str, ident: str) -
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", faint: bool = False, extra: str = "") -> str:
-    """Words on one line, `y` at their foot."""
+    """Text on one line with its baseline at `y`."""
     opacity = ' opacity="0.75"' if faint else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{opacity}{extra}>{escape(words)}</text>'
 
 
 def stack(x: float, y: float, scale: float, height: float, parts: Sequence[tuple[str, float, str]], hatch: str) -> str:
-    """Segments side by side, numbered from 1 where there is room.
+    """Segments side by side, numbered from 1 where the number fits.
 
     Args:
-        scale: units of width a unit of the parts.
+        scale: SVG units for one unit of the parts.
         parts: name, size, and the size in words.
         hatch: id of the pattern that `OTHER` is drawn with.
     """
@@ -104,12 +104,12 @@ def _mark(x: float, top: float, bottom: float, label: str, foot: float, *, dashe
 
 
 def _beside(x: float, foot: float, label: str) -> str:
-    """A label on the side of `x` that has room."""
+    """A label on the side of `x` where it fits."""
     return text(x - 8, foot, label, anchor="end") if x > WIDTH / 2 else text(x + 8, foot, label)
 
 
 def step_chart(split: Parts, beside: Parts, ident: str) -> str:
-    """One step from left to right: what the device did and waited for, and below what was busy meanwhile."""
+    """One step from left to right: what the device did and waited for; below it, what was busy in parallel."""
     total = sum(seconds for _, seconds in split)
     scale = (WIDTH - _LEFT) / max(total, 1e-12)
     timed = [(name, seconds, format_seconds(seconds)) for name, seconds in split]
@@ -140,7 +140,7 @@ def _fill(ink: str) -> str:
 
 
 def loss_chart(figures: Figures, ident: str, height: int = 150) -> str:
-    """Loss by step: what was recorded, thin, and its running mean."""
+    """Loss by step: the recorded losses as a thin line, and their running mean."""
     points = figures.loss_curve
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     room = (high - low or abs(high) or 1.0) * 0.06

@@ -1,4 +1,4 @@
-"""The monitor on a terminal: the same figures in a few lines that are redrawn; lines for a log where none can be."""
+"""The monitor on a terminal: the same figures in a few lines that are redrawn. Elsewhere: a line for a log at times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LINE_SECONDS = 30.0
 
 
 class TerminalDisplay:
-    """Redraws itself in place; what is printed meanwhile goes above it."""
+    """Redraws itself in place; other prints appear above it."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -45,7 +45,7 @@ class TerminalDisplay:
 
 
 class LogLines:
-    """A line now and then, where nothing can be redrawn."""
+    """Prints a line now and then, where nothing can be redrawn."""
 
     def __init__(self) -> None:
         self._next = 0.0
@@ -54,7 +54,7 @@ class LogLines:
         """Nothing yet."""
 
     def update(self, figures: Figures, *, heeded: bool) -> None:
-        """Print a line when the last one is long past."""
+        """Print a line if the last one was long ago."""
         if figures.steps_done and time.monotonic() >= self._next:
             self._next = time.monotonic() + _LINE_SECONDS
             print(words.line(figures), flush=True)
@@ -65,7 +65,7 @@ class LogLines:
 
 
 def view(figures: Figures, width: int) -> Group:
-    """Some twenty lines of at most `width` columns."""
+    """About twenty lines of at most `width` columns."""
     room = max(20, min(width, 100) - _NAME)
     lines = [_head(figures), *_key_figures(figures, width)]
     for tier in figures.memory:
@@ -99,7 +99,7 @@ def _key_figures(figures: Figures, width: int) -> list[Text]:
 
 
 def _memory(tier: Memory, room: int) -> list[Text]:
-    """The bar, with the budget's line through it and the plan's mark below; a budget far away is an arrow there."""
+    """The bar, with the budget's line through it and the plan's mark below. A budget far away becomes an arrow."""
     most = max(tier.used or 0, tier.planned, 1)
     far = tier.budget is not None and tier.budget > 3 * most
     full = most if tier.budget is None or far else max(most, tier.budget)
@@ -121,12 +121,12 @@ def _memory(tier: Memory, room: int) -> list[Text]:
 
 
 def _wrapped(said: str, room: int) -> list[str]:
-    """Lines that end before a name and its number, not between them."""
+    """Break lines before a name, never between a name and its number."""
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in textwrap.wrap(words.unbroken(said), room)]
 
 
 def _column(size: int, full: int, room: int) -> int:
-    """Where a bar of `size` ends."""
+    """Column at which a bar of `size` ends."""
     return max(1, min(room, round(room * size / full))) - 1
 
 
@@ -135,7 +135,7 @@ def _named(name: str, content: Text) -> Text:
 
 
 def _bar(parts: Iterable[tuple[str, float]], full: float, room: int) -> Text:
-    """Numbered segments; what is left of `full` is dotted."""
+    """Numbered segments; the rest up to `full` is dotted."""
     text, filled, drawn = Text(), 0.0, 0
     for number, (name, size) in enumerate(parts, 1):
         filled += size
@@ -155,7 +155,7 @@ def _legend(parts: Iterable[tuple[str, float, str]], room: int) -> list[Text]:
 
 
 def _in_lines(entries: Iterable[Text], room: int) -> list[Text]:
-    """Side by side, as many as a line of `room` columns takes."""
+    """Items side by side, as many as fit in a line of `room` columns."""
     lines: list[Text] = []
     for entry in entries:
         if lines and len(lines[-1]) + 3 + len(entry) <= room:

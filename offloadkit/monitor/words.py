@@ -29,7 +29,7 @@ def duration(seconds: float) -> str:
 
 
 def unbroken(words: str) -> str:
-    """With no-break spaces before numbers and units: a line does not end between "D2H", "65.2" and "ms"."""
+    """The text with no-break spaces before numbers and units: no line ends between "D2H", "65.2" and "ms"."""
     return re.sub(r" (?=[+−]?\d|(?:ms|s|[KMG]iB)\b)", "\N{NO-BREAK SPACE}", words)
 
 
@@ -40,7 +40,7 @@ def progress(figures: Figures) -> str:
 
 
 def tiles(figures: Figures) -> list[tuple[str, str, str]]:
-    """The key figures: name, value, and what is to be known of it."""
+    """The key figures: name, value, and a remark."""
     slow = figures.slowdown
     skipped = f"{figures.num_skipped} skipped" if figures.num_skipped else ""
     basis = "" if slow is None else "as planned" if slow.is_planned else f"{slow.baseline} baseline"
@@ -63,7 +63,7 @@ def tiles(figures: Figures) -> list[tuple[str, str, str]]:
 
 
 def slowdown(figures: Figures) -> str:
-    """What a step costs more than one without offloading, what of that is measured, and what it is made of."""
+    """How much longer a step takes than one without offloading, whether that is measured, and where it goes."""
     slow = figures.slowdown
     if slow is None:
         return f"Slowdown not known: {figures.why_no_slowdown}."
@@ -89,7 +89,7 @@ def memory(tier: Memory, planned_mark: str = "", budget_mark: str = "") -> str:
 
 
 def planned(tier: Memory, words: str) -> str:
-    """The words, with what is not in the number."""
+    """The memory in words, with what the number does not include."""
     return words if tier.planned_whole else f"{words} without activations and framework"
 
 
@@ -111,7 +111,7 @@ def line(figures: Figures) -> str:
 
 
 def summary(figures: Figures) -> str:
-    """Several lines of plain text: what stays where no picture can be shown."""
+    """Several lines of plain text, for where no picture can be shown."""
     ended = "closed at " if figures.state == "closed" else f"{STATES[figures.state]}: "
     lines = [ended + line(figures), slowdown(figures)]
     if figures.split:

@@ -28,7 +28,8 @@ def main() -> None:
 
 def read(what: str, name: str) -> dict[str, Any]:
     from offloadkit.hf.data import load_dataset_like
-    from offloadkit.hf.models import build_model, load_model, load_tokenizer
+    from offloadkit.hf.source import resolve
+    from tests.hf.tiny import build_model, load_model
 
     if what == "lazy model":
         model, materialise = build_model(name)
@@ -40,7 +41,7 @@ def read(what: str, name: str) -> dict[str, Any]:
         threads = [thread.name for thread in threading.enumerate() if "conversion" in thread.name]
         return {"weights": {key: digest(value) for key, value in state.items()}, "threads": threads}
     if what == "tokenizer":
-        return {"ids": load_tokenizer(name)("the cat")["input_ids"]}
+        return {"ids": resolve(name).load_tokenizer()("the cat")["input_ids"]}
     return {"rows": load_dataset_like(name).to_list()}
 
 

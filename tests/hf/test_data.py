@@ -15,7 +15,7 @@ from transformers import ByT5Tokenizer
 
 from offloadkit.errors import DataError
 from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
-from offloadkit.hf.models import load_tokenizer
+from offloadkit.hf.source import resolve
 from tests.hf import tiny
 
 PAIRS = [{"input": "one", "target": "1"}, {"input": "eleven", "target": "11"}]
@@ -103,7 +103,7 @@ def test_default_length_is_512_and_128_or_the_models_limit() -> None:
 
 
 def test_text_is_learned_with_an_end_token_even_where_it_is_the_padding() -> None:
-    tokenizer = load_tokenizer("unused", tiny.word_tokenizer(pad_token=None))
+    tokenizer = resolve("unused").load_tokenizer(tiny.word_tokenizer(pad_token=None))
     data = prepared([{"text": "the cat sat"}, {"text": "hello"}], tokenizer, LLAMA)
     assert data.task == "causal"
     assert data.dataset[0]["input_ids"] == data.dataset[0]["labels"] == [1, 4, 6, 8, 2]
@@ -191,7 +191,7 @@ def test_task_overrides_what_the_columns_suggest() -> None:
         prepared(rows, WORDS, T5, task="seq2seq")
 
 
-def test_tokenised_rows_are_taken_as_they_are() -> None:
+def test_tokenized_rows_are_taken_as_they_are() -> None:
     rows = [
         {"input_ids": [5, 6, 1], "labels": [7, -100, 1], "decoder_input_ids": [0, 7, 9]},
         {"input_ids": [5, 1], "labels": [1], "decoder_input_ids": [0]},
@@ -204,14 +204,14 @@ def test_tokenised_rows_are_taken_as_they_are() -> None:
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
 
 
-def test_tokenised_rows_of_a_causal_model_need_no_labels() -> None:
+def test_tokenized_rows_of_a_causal_model_need_no_labels() -> None:
     data = prepared([{"input_ids": [1, 4, 6]}], WORDS, LLAMA)
     assert (data.task, data.dataset[0]["labels"]) == ("causal", [1, 4, 6])
     with pytest.raises(DataError, match="needs `labels` beside `input_ids`"):
         prepared([{"input_ids": [1, 4, 6]}], BYTES, T5)
 
 
-def test_tokenised_rows_with_one_label_each_are_classification() -> None:
+def test_tokenized_rows_with_one_label_each_are_classification() -> None:
     data = prepared([{"input_ids": [4], "labels": 0}, {"input_ids": [5, 6], "labels": 1}], WORDS, BERT)
     assert (data.task, data.dataset["labels"][:]) == ("classification", [0, 1])
 
@@ -290,7 +290,7 @@ def test_text_that_the_tokenizer_mostly_does_not_know_is_refused(texts: list[str
     if share is None:
         assert len(prepared(rows, WORDS, LLAMA).dataset) == 2
         return
-    with pytest.raises(DataError, match=f"does not know {share} of the tokens in 'input_ids' .*pass tokenizer="):
+    with pytest.raises(DataError, match=f"does not know {share} of the tokens in 'input_ids' .*[Pp]ass tokenizer="):
         prepared(rows, WORDS, LLAMA)
 
 

@@ -19,11 +19,11 @@ from transformers import GPT2Config, LlamaForCausalLM, MixtralConfig, PreTrained
 
 from offloadkit.errors import ModelError
 from offloadkit.hf import weight_files
-from offloadkit.hf.models import build_model, load_model
 from tests.hf import tiny
 from tests.hf.hub_client import digest
 from tests.hf.hub_server import Hub, Repository
 from tests.hf.test_hub import Ask, ask, hub
+from tests.hf.tiny import build_model, load_model
 
 __all__ = ["ask", "hub"]
 """Fixtures."""
@@ -335,7 +335,7 @@ LOAD = """
 import json, sys
 from pathlib import Path
 import torch
-from offloadkit.hf.models import build_model
+from tests.hf.tiny import build_model
 
 def status(field):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field + ":"))

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.finetuning import finetune
-from offloadkit.hf.models import build_model, load_model
 from offloadkit.hf.trainer import OffloadTrainer
 from tests.hf import tiny
+from tests.hf.tiny import build_model, load_model
 from tests.hf.training import arguments, causal_rows
 
 CONFIGS: dict[str, Any] = {

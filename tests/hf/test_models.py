@@ -23,8 +23,11 @@ from transformers import (
     ViTConfig,
 )
 
+import offloadkit
 from offloadkit.errors import ConfigError, ModelError, ModelNotFoundError
-from offloadkit.hf.models import PRESETS, infer_task, load_config, load_model, load_tokenizer, meta_model
+from offloadkit.hf.hub import PRESETS
+from offloadkit.hf.load import infer_task
+from offloadkit.hf.source import resolve
 from tests.hf import tiny
 
 PARAMETERS = {
@@ -44,7 +47,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_preset_has_the_parameters_of_the_checkpoint(name: str) -> None:
-    model = meta_model(load_config(name, init="random"))
+    model = resolve(name, init="random").on_meta
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.config.vocab_size == 32_128
@@ -64,7 +67,7 @@ def test_preset_aliases_lead_to_the_name_on_the_hub() -> None:
 
 
 def test_v1_0_ties_its_head_and_v1_1_does_not() -> None:
-    old, new = (meta_model(load_config(name, init="random")) for name in ("t5-small", "flan-t5-small"))
+    old, new = (resolve(name, init="random").on_meta for name in ("t5-small", "flan-t5-small"))
     assert isinstance(old, T5ForConditionalGeneration)
     assert isinstance(new, T5ForConditionalGeneration)
     assert old.lm_head.weight is old.shared.weight
@@ -84,7 +87,7 @@ def test_random_model_has_one_dtype_everywhere_and_comes_again_with_the_seed(
     drawn = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        drawn.append(load_model(folder, init="random", dtype=dtype).state_dict())
+        drawn.append(tiny.load_model(folder, init="random", dtype=dtype).state_dict())
     assert {value.dtype for value in drawn[0].values()} == {dtype}
     assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
     assert not torch.equal(drawn[0]["shared.weight"], drawn[2]["shared.weight"])
@@ -114,7 +117,7 @@ def test_a_models_module_is_not_imported_on_the_meta_device() -> None:
 def test_random_weights_are_spread_as_t5_spreads_them(tmp_path: Path) -> None:
     config = tiny.t5_v1_1_config(d_model=64, d_kv=16, num_heads=4, d_ff=128, vocab_size=2048)
     torch.manual_seed(0)
-    model = load_model(tiny.save_config(config, tmp_path), init="random")
+    model = tiny.load_model(tiny.save_config(config, tmp_path), init="random")
     spread = {name: value.std().item() for name, value in model.state_dict().items()}
     attention = "encoder.block.0.layer.0.SelfAttention"
     assert spread["shared.weight"] == pytest.approx(1.0, rel=0.05)
@@ -127,11 +130,11 @@ def test_random_weights_are_spread_as_t5_spreads_them(tmp_path: Path) -> None:
 
 
 def test_head_of_its_own_survives_tying_saving_and_reading(tmp_path: Path) -> None:
-    model = load_model(tiny.save_config(tiny.t5_v1_1_config(), tmp_path / "config"), init="random")
+    model = tiny.load_model(tiny.save_config(tiny.t5_v1_1_config(), tmp_path / "config"), init="random")
     model.tie_weights()
     model.save_pretrained(tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["tie_word_embeddings"] is False
-    again = load_model(tmp_path / "model", progress=False)
+    again = tiny.load_model(tmp_path / "model", progress=False)
     again.tie_weights()
     assert isinstance(again, T5ForConditionalGeneration)
     assert again.lm_head.weight is not again.shared.weight
@@ -142,7 +145,7 @@ def test_head_of_its_own_survives_tying_saving_and_reading(tmp_path: Path) -> No
 
 def test_generation_starts_with_the_pad_token(tmp_path: Path) -> None:
     folder = tiny.save_config(tiny.t5_config(decoder_start_token_id=None), tmp_path)
-    model = load_model(folder, init="random")
+    model = tiny.load_model(folder, init="random")
     generation = model.generation_config
     assert (generation.decoder_start_token_id, generation.pad_token_id, generation.eos_token_id) == (0, 0, 1)
     assert model.generate(torch.tensor([[5, 6, 1]]), max_new_tokens=3)[0, 0] == 0  # type: ignore[operator]
@@ -150,7 +153,7 @@ def test_generation_starts_with_the_pad_token(tmp_path: Path) -> None:
 
 def test_causal_model_without_a_pad_token_pads_with_its_end_token(tmp_path: Path) -> None:
     folder = tiny.save_config(tiny.llama_config(pad_token_id=None), tmp_path)
-    assert load_model(folder, init="random").generation_config.pad_token_id == 2
+    assert tiny.load_model(folder, init="random").generation_config.pad_token_id == 2
 
 
 @pytest.mark.parametrize("form", ["one file", "sharded", "bin"])
@@ -158,17 +161,18 @@ def test_causal_model_without_a_pad_token_pads_with_its_end_token(tmp_path: Path
 def test_folder_gives_back_the_weights_in_the_dtype_asked_for(
     tmp_path: Path, form: str, dtype: torch.dtype | None
 ) -> None:
-    model = load_model(tiny.save_config(tiny.t5_config(), tmp_path), init="random", dtype=torch.bfloat16)
+    model = tiny.load_model(tiny.save_config(tiny.t5_config(), tmp_path), init="random", dtype=torch.bfloat16)
     save_as(model, tmp_path, form)
-    loaded = load_model(tmp_path, dtype=dtype, progress=False)
+    loaded = tiny.load_model(tmp_path, dtype=dtype, progress=False)
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype or torch.bfloat16}
     assert not loaded.training
     assert_same_weights(model, loaded)
 
 
 def test_loading_leaves_no_hooks_on_the_model(tmp_path: Path) -> None:
-    load_model(tiny.save_config(tiny.llama_config(), tmp_path / "a"), init="random").save_pretrained(tmp_path / "b")
-    model = load_model(tmp_path / "b", progress=False)
+    folder = tiny.save_config(tiny.llama_config(), tmp_path / "a")
+    tiny.load_model(folder, init="random").save_pretrained(tmp_path / "b")
+    model = tiny.load_model(tmp_path / "b", progress=False)
     assert not hasattr(model, "hf_device_map")
     assert not any(hasattr(module, "_hf_hook") or module._forward_pre_hooks for module in model.modules())
 
@@ -178,10 +182,10 @@ def test_loading_makes_no_second_copy_in_ram(tmp_path: Path) -> None:
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("needs Linux's /proc/self/clear_refs to start a new peak")
     config = tiny.llama_config(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=64)
-    load_model(tiny.save_config(config, tmp_path / "a"), init="random").save_pretrained(tmp_path / "b")
+    tiny.load_model(tiny.save_config(config, tmp_path / "a"), init="random").save_pretrained(tmp_path / "b")
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes("VmHWM")
-    model = load_model(tmp_path / "b", dtype=torch.bfloat16, progress=False)
+    model = tiny.load_model(tmp_path / "b", dtype=torch.bfloat16, progress=False)
     peak = resident_bytes("VmHWM") - before
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     assert peak < 7 * num_parameters
@@ -196,7 +200,7 @@ def test_bin_checkpoint_that_holds_code_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "pytorch_model.bin").open("wb") as file:
         pickle.dump({"shared.weight": Code()}, file, protocol=2)
     with pytest.raises(ModelError, match="cannot be read"):
-        load_model(tmp_path, progress=False)
+        tiny.load_model(tmp_path, progress=False)
     assert not (tmp_path / "executed").exists()
 
 
@@ -206,7 +210,7 @@ def test_broken_weight_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"the weight file .*model\.safetensors of .* cannot be read .* Put a whole copy"
     ):
-        load_model(tmp_path, progress=False)
+        tiny.load_model(tmp_path, progress=False)
 
 
 def test_folder_without_weights_says_so(tmp_path: Path) -> None:
@@ -214,25 +218,25 @@ def test_folder_without_weights_says_so(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"has no weights: init=\"random\" \(--random-weights\) draws some.*no file named"
     ):
-        load_model(tmp_path, progress=False)
+        tiny.load_model(tmp_path, progress=False)
 
 
 def test_folder_without_config_points_at_the_folders_in_it(tmp_path: Path) -> None:
     tiny.save_config(tiny.t5_config(), tmp_path / "checkpoint-7")
     with pytest.raises(ModelNotFoundError, match=r"no config.json.*checkpoint-7"):
-        load_model(tmp_path)
+        tiny.load_model(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["./no/such/folder", "no/such/folder", "", Path("t5-small-here")])
 def test_missing_folder_is_not_looked_up_on_the_hub(name: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offloadkit.hf.models.where_to_look", lambda source: pytest.fail("asked the hub"))
+    monkeypatch.setattr("offloadkit.hf.source.where_to_look", lambda source: pytest.fail("asked the hub"))
     with pytest.raises(ModelNotFoundError, match=r"there is no such folder.*save_pretrained"):
-        load_model(name)
+        tiny.load_model(name)
 
 
 def test_model_instance_is_converted_in_place(tmp_path: Path) -> None:
     model = T5ForConditionalGeneration(tiny.t5_config())
-    taken = load_model(model, dtype=torch.bfloat16, task="seq2seq")
+    taken = tiny.load_model(model, dtype=torch.bfloat16, task="seq2seq")
     assert taken is model
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.lm_head.weight is model.shared.weight
@@ -241,30 +245,40 @@ def test_model_instance_is_converted_in_place(tmp_path: Path) -> None:
 def test_model_instance_with_another_head_is_refused() -> None:
     model = AutoModelForSequenceClassification.from_config(tiny.bert_config(num_labels=3))
     with pytest.raises(ModelError, match="does not do 'causal'"):
-        load_model(model, task="causal")
+        tiny.load_model(model, task="causal")
     with pytest.raises(ModelError, match="3 labels apart and the dataset has 5"):
-        load_model(model, task="classification", num_labels=5)
+        tiny.load_model(model, task="classification", num_labels=5)
 
 
 def test_labels_of_a_model_instance_get_names_where_they_have_none() -> None:
     names = {0: "bad", 1: "good"}
     unnamed = AutoModelForSequenceClassification.from_config(tiny.bert_config(num_labels=2))
-    assert load_model(unnamed, task="classification", id2label=names).config.id2label == names
+    assert tiny.load_model(unnamed, task="classification", id2label=names).config.id2label == names
     assert unnamed.config.label2id == {"bad": 0, "good": 1}
     named = AutoModelForSequenceClassification.from_config(tiny.bert_config(id2label={0: "no", 1: "yes"}))
-    assert load_model(named, task="classification", id2label=names).config.id2label == {0: "no", 1: "yes"}
+    assert tiny.load_model(named, task="classification", id2label=names).config.id2label == {0: "no", 1: "yes"}
 
 
 def test_a_decoder_that_does_not_know_how_to_begin_is_told_of() -> None:
     config = tiny.t5_config()
     config.decoder_start_token_id = None
     with pytest.raises(ModelError, match=r"set model\.config\.decoder_start_token_id"):
-        load_model(T5ForConditionalGeneration(config))
+        tiny.load_model(T5ForConditionalGeneration(config))
+
+
+def test_a_folder_whose_decoder_does_not_know_how_to_begin_is_refused_before_training(tmp_path: Path) -> None:
+    folder = tiny.save_config(tiny.t5_config(decoder_start_token_id=None), tmp_path / "model")
+    said = r"the config of '.*model' has no decoder_start_token_id.*set decoder_start_token_id in .*config\.json"
+    with pytest.raises(ModelError, match=said):
+        offloadkit.plan(folder)
+    rows, options = [{"input": "a", "target": "b"}], {"init": "random", "tokenizer": "byte", "use_cpu": True}
+    with pytest.raises(ModelError, match=said):
+        offloadkit.finetune(folder, rows, output_dir=tmp_path / "out", **options)
 
 
 def test_plain_module_is_sent_to_the_engine() -> None:
     with pytest.raises(ModelError, match="OffloadEngine"):
-        load_model(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+        tiny.load_model(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -287,29 +301,30 @@ def test_model_for_none_of_the_tasks_is_refused() -> None:
         infer_task(ViTConfig())
 
 
-def test_task_without_a_head_names_the_one_there_is() -> None:
+def test_task_without_a_head_names_the_one_there_is(tmp_path: Path) -> None:
+    folder = tiny.save_config(tiny.t5_config(), tmp_path)
     with pytest.raises(ModelError, match="no model for task 'causal'; it can be trained as 'seq2seq'"):
-        meta_model(tiny.t5_config(), "causal")
+        _ = tiny.source_of(folder, task="causal").on_meta
     with pytest.raises(ConfigError, match="task must be one of"):
-        meta_model(tiny.t5_config(), "translation")  # type: ignore[arg-type]
+        _ = resolve(folder, task="translation").on_meta  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="init must be"):
-        load_model("t5-small", init="zeros")
+        tiny.load_model("t5-small", init="zeros")
 
 
 @pytest.mark.parametrize("init", ["random", "pretrained"])
 def test_classification_head_has_the_labels(tmp_path: Path, init: str) -> None:
     labels = {0: "bad", 1: "good", 2: "odd"}
-    load_model(tiny.save_config(tiny.bert_config(), tmp_path), init="random", task="classification").save_pretrained(
-        tmp_path
-    )
-    model = load_model(tmp_path, init=init, task="classification", id2label=labels, progress=False)
+    tiny.load_model(
+        tiny.save_config(tiny.bert_config(), tmp_path), init="random", task="classification"
+    ).save_pretrained(tmp_path)
+    model = tiny.load_model(tmp_path, init=init, task="classification", id2label=labels, progress=False)
     assert model.config.num_labels == 3
     assert model.config.label2id == {"bad": 0, "good": 1, "odd": 2}
     assert model(input_ids=torch.tensor([[1, 2]])).logits.shape == (1, 3)
 
 
 def test_byte_tokenizer_needs_no_files() -> None:
-    tokenizer = load_tokenizer("t5-small", "byte")
+    tokenizer = resolve("t5-small").load_tokenizer("byte")
     assert isinstance(tokenizer, ByT5Tokenizer)
     assert tokenizer("A")["input_ids"] == [68, 1]
 
@@ -317,20 +332,20 @@ def test_byte_tokenizer_needs_no_files() -> None:
 def test_tokenizer_is_the_models_own_and_can_pad(tmp_path: Path) -> None:
     tiny.save_config(tiny.llama_config(), tmp_path)
     tiny.word_tokenizer(pad_token=None).save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = resolve(tmp_path).load_tokenizer()
     assert tokenizer("the cat")["input_ids"] == [1, 4, 6]
     assert tokenizer.pad_token == "</s>"
-    assert load_tokenizer(tmp_path, tokenizer) is tokenizer
+    assert resolve(tmp_path).load_tokenizer(tokenizer) is tokenizer
     model = AutoModelForCausalLM.from_config(tiny.llama_config())
     model.config.name_or_path = model.name_or_path = str(tmp_path)
-    assert load_tokenizer(model)("the cat")["input_ids"] == [1, 4, 6]
+    assert resolve(model).load_tokenizer()("the cat")["input_ids"] == [1, 4, 6]
 
 
 def test_missing_tokenizer_says_what_to_pass(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="pass tokenizer="):
-        load_tokenizer(tiny.save_config(tiny.llama_config(), tmp_path))
+        resolve(tiny.save_config(tiny.llama_config(), tmp_path)).load_tokenizer()
     with pytest.raises(ModelError, match="pass tokenizer="):
-        load_tokenizer(AutoModelForSeq2SeqLM.from_config(tiny.t5_config()))
+        resolve(AutoModelForSeq2SeqLM.from_config(tiny.t5_config())).load_tokenizer()
 
 
 @pytest.mark.parametrize("config", [tiny.t5_config(), tiny.bert_config()])
@@ -343,9 +358,9 @@ def test_folder_without_a_vocabulary_is_refused_where_transformers_makes_an_empt
     if settings:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match=r"no tokenizer files.* pass tokenizer= .*'byte'"):
-        load_tokenizer(folder)
+        resolve(folder).load_tokenizer()
     ByT5Tokenizer().save_pretrained(folder)
-    assert load_tokenizer(folder)("A")["input_ids"] == [68, 1]
+    assert resolve(folder).load_tokenizer()("A")["input_ids"] == [68, 1]
 
 
 def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
@@ -379,9 +394,9 @@ def attention_of(model: torch.nn.Module) -> set[str]:
 
 
 def test_t5_gets_eager_attention_in_all_its_layers_and_a_model_given_keeps_its_own(tmp_path: Path) -> None:
-    fresh = load_model("t5-small", init="random", device="meta")
+    fresh = tiny.load_model("t5-small", init="random", device="meta")
     assert attention_of(fresh) == {"eager"}
     given = T5ForConditionalGeneration(tiny.t5_config(attn_implementation="sdpa"))
     given.save_pretrained(tmp_path)
-    assert attention_of(load_model(tmp_path)) == {"eager"}
-    assert attention_of(load_model(given)) == {"sdpa"}
+    assert attention_of(tiny.load_model(tmp_path)) == {"eager"}
+    assert attention_of(tiny.load_model(given)) == {"sdpa"}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from transformers import ByT5Tokenizer
 
 from offloadkit.errors import DataError
 from offloadkit.hf.data import load_dataset_like, prepare
-from offloadkit.hf.models import load_tokenizer
 from tests.hf import tiny
 
 
@@ -64,9 +64,7 @@ def test_numbers_in_a_csv_file_are_the_text_that_was_written_and_labels_stay_num
 def test_a_number_where_text_belongs_says_how_to_write_it(value: Any, message: str, tmp_path: Path) -> None:
     rows = [{"input": "b", "target": value}]
     with pytest.raises(DataError, match=message):
-        prepare(
-            load_dataset_like(written(tmp_path / "data.jsonl", rows)), load_tokenizer("byte", "byte"), tiny.t5_config()
-        )
+        prepare(load_dataset_like(written(tmp_path / "data.jsonl", rows)), ByT5Tokenizer(), tiny.t5_config())
 
 
 def test_messages_keep_what_differs_from_one_to_the_next(tmp_path: Path) -> None:
@@ -76,7 +74,7 @@ def test_messages_keep_what_differs_from_one_to_the_next(tmp_path: Path) -> None
         {"messages": [{"role": "user", "content": "1999-05-03", "call": {"day": 3}}]},
         {"messages": [{"role": "user", "content": "hello", "call": {"name": "x"}}, {"role": "tool", "content": "a"}]},
     ]
-    words = load_tokenizer("byte", "byte")
+    words = ByT5Tokenizer()
     words.chat_template = template
     data = prepare(load_dataset_like(written(tmp_path / "data.jsonl", rows)), words, tiny.llama_config(vocab_size=384))
     texts = [words.decode(ids) for ids in data.dataset["input_ids"]]

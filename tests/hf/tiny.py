@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast, T5Config
+from transformers import BertConfig, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, T5Config
+
+from offloadkit.hf.source import ModelSource, resolve
+from offloadkit.hf.weight_files import Materialise
 
 WORDS = [
     "the",
@@ -95,3 +98,20 @@ def word_tokenizer(*, chat_template: str | None = None, pad_token: str | None = 
 def save_config(config: Any, folder: Path) -> Path:
     config.save_pretrained(folder)
     return folder
+
+
+def load_model(model: Any, *, progress: bool = False, dtype: Any = None, device: str = "cpu", **how: Any) -> Any:
+    """A model by name, folder or instance, with its weights. `how`: init, task, id2label, num_labels."""
+    return source_of(model, **how).load(dtype=dtype, device=device, progress=progress)
+
+
+def build_model(model: Any, *, dtype: Any = None, **how: Any) -> tuple[PreTrainedModel, Materialise | None]:
+    """The same without memory, and what makes its parameters real."""
+    return source_of(model, **how).load_lazily(dtype=dtype)
+
+
+def source_of(model: Any, *, num_labels: int = 0, **how: Any) -> ModelSource:
+    task, id2label = how.pop("task", None), how.pop("id2label", None)
+    source = resolve(model, **how)
+    labels = id2label or {index: f"LABEL_{index}" for index in range(num_labels)} or None
+    return source.for_rows(task, labels) if task else source

@@ -17,10 +17,10 @@ from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError
-from offloadkit.monitor import Monitor, words
 from offloadkit.monitor import monitor as monitor_module
+from offloadkit.monitor import words
 from offloadkit.monitor.figures import Figures, Machine
-from offloadkit.monitor.monitor import Stop
+from offloadkit.monitor.monitor import Monitor, Stop
 from offloadkit.monitor.terminal import TerminalDisplay
 from offloadkit.planner import make_plan
 from tests.models import TinyLM, tokens

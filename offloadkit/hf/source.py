@@ -1,0 +1,368 @@
+"""What a user may call a model (a preset, a folder, a hub name, a model in memory), looked up once: `resolve(model)`.
+
+Every door of the package resolves its model first. Everything below takes the `ModelSource`: the config, the task, the
+model without memory for a plan, the weights and the tokenizer all come from there.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import reprlib
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
+
+from offloadkit.errors import ConfigError, ModelError
+from offloadkit.hf.hub import PRESETS, check_folder, locate, readable_hub_errors, where_to_look
+from offloadkit.hf.load import (
+    Task,
+    auto_class_of,
+    build,
+    completed,
+    draw_lazily,
+    fill,
+    infer_task,
+    read,
+    read_lazily_or_now,
+)
+from offloadkit.hf.patches import choose_attention
+from offloadkit.hf.quiet import progress_bars
+from offloadkit.hf.weight_files import Materialise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Init = Literal["pretrained", "random"]
+"""Where weights come from: a checkpoint, or HuggingFace's own initialisation."""
+
+
+class ModelSource:
+    """One model: what it is, how large it is, and where its weights and its tokenizer come from.
+
+    Nothing is read when it is made. What is read later is read once and kept.
+
+    Attributes:
+        given: the name or folder as the user wrote it, or the model in memory.
+        init: "random" draws HuggingFace's initial weights instead of reading a checkpoint's.
+    """
+
+    given: str | PreTrainedModel
+    init: Init
+
+    def __init__(self, given: str | PreTrainedModel, location: str, init: Init, task: Task | None) -> None:
+        """Use `resolve`.
+
+        Args:
+            location: the folder or hub name that files are read from; "" for a model in memory.
+            task: which head the model gets; None: the one that its architecture names.
+        """
+        self.given, self.init = given, init
+        self._location, self._task = location, task
+        self._id2label: dict[int, str] | None = None
+
+    # -- what it is
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """The model in memory; None for a name."""
+        return None if isinstance(self.given, str) else self.given
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """The architecture; a name on the hub needs a download. No weights are read.
+
+        Raises:
+            ModelNotFoundError, ModelAccessError, DownloadError, ModelError: see `readable_hub_errors`.
+        """
+        if self.model is not None:
+            return self.model.config
+        if self._preset_config is not None and self.init == "random":
+            return self._preset_config
+        from transformers import AutoConfig
+
+        check_folder(self._location)
+        with readable_hub_errors(self._location):
+            read_config = AutoConfig.from_pretrained(self._location, **where_to_look(self._location))
+        return cast("PreTrainedConfig", read_config)
+
+    @cached_property
+    def _preset_config(self) -> PreTrainedConfig | None:
+        """A preset's architecture from this package. A folder goes before a preset of the same name."""
+        from transformers import T5Config
+
+        is_preset = self.given in PRESETS if isinstance(self.given, str) else False
+        if not is_preset or os.path.isdir(self._location):
+            return None
+        return T5Config(**PRESETS[str(self.given)].config_values())
+
+    @property
+    def task(self) -> Task:
+        """What the model learns; by the config where nobody said.
+
+        Raises:
+            ModelError: the architecture was made for no task that can be trained.
+        """
+        return self._task or infer_task(self._preset_config or self.config)
+
+    def for_rows(self, task: Task, id2label: dict[int, str] | None) -> ModelSource:
+        """The same model with the head that the rows of a dataset need.
+
+        Args:
+            task: what the rows teach.
+            id2label: the name of each class id in classification.
+
+        Raises:
+            ModelError: a model in memory has another head.
+        """
+        other = copy.copy(self)
+        other._task, other._id2label = task, id2label
+        if self.model is not None:
+            _check_head(self.model, task, id2label)
+        elif task != self.task or id2label is not None:
+            other.__dict__.pop("on_meta", None)
+        return other
+
+    def training_config(self, config: PreTrainedConfig | None = None) -> PreTrainedConfig:
+        """A copy of the config (or of `config`) with the labels of the rows and the attention that training uses."""
+        config = copy.deepcopy(config or self.config)
+        _set_labels(config, self._id2label)
+        choose_attention(config)
+        return config
+
+    @cached_property
+    def on_meta(self) -> PreTrainedModel:
+        """The model on the meta device: modules, shapes and tied weights, no numbers. Whoever changes it, undoes that.
+
+        A preset's shape comes from this package, so that a plan needs no network.
+
+        Raises:
+            ModelError: the architecture has no head for the task, or its decoder has no first token.
+        """
+        if self.model is not None:
+            return cast("PreTrainedModel", _without_memory(self.model))
+        config = self.training_config(self._preset_config)
+        _check_decoder(config, f"the config of {self.given!r}", f"decoder_start_token_id in {self.given}'s config.json")
+        return build(config, self.task, None, torch.device("meta"))
+
+    # -- its weights
+
+    def load(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", progress: bool = True
+    ) -> PreTrainedModel:
+        """The model in evaluation mode with its parameters on `device`: put there one by one, never two copies in RAM.
+
+        A model in memory is converted in place, not copied. Random weights are seeded by torch's generator.
+
+        Args:
+            dtype: of all floating-point parameters; None keeps the checkpoint's (random: the config's, else fp32).
+            progress: show bars while files are fetched and read.
+
+        Raises:
+            ModelError: the architecture has no head for the task, or the weights cannot be read.
+            ModelNotFoundError, ModelAccessError, DownloadError: see `readable_hub_errors`.
+        """
+        device = torch.device(device)
+        if self.model is not None:
+            return _take_over(self.model, dtype, device, self._id2label)
+        config, task = self.training_config(), self._task or infer_task(self.config)
+        if self.init == "pretrained":
+            model = read(self._location, config, task, dtype, device, progress)
+        elif device.type == "meta":
+            model = build(config, task, dtype, device)
+        else:
+            model, materialise = draw_lazily(config, task, dtype)
+            with progress_bars(progress):
+                fill(model, materialise, device)
+        return completed(model)
+
+    def load_lazily(self, *, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, Materialise | None]:
+        """As `load` of a name, but with parameters on the meta device, and the function that makes them real.
+
+        Files are fetched and opened here. Values are read, or drawn, when they are asked for. What a checkpoint lacks
+        (a new classification head) and all buffers are real already.
+
+        Returns:
+            The model, and a function of its parameters; None where all of them are real already. That is so for a
+            checkpoint that transformers converts while reading: quantised, experts stored one by one, a .bin older than
+            torch 1.6. It is also so for a model whose `_init_weights` does not set everything.
+
+        Raises:
+            As `load`; the function raises `ModelError` for a file that is gone or broken by then.
+        """
+        config, task = self.training_config(), self._task or infer_task(self.config)
+        materialise: Materialise | None
+        if self.init == "random":
+            model, materialise = draw_lazily(config, task, dtype)
+        else:
+            model, materialise = read_lazily_or_now(self._location, config, task, dtype)
+        return completed(model), materialise
+
+    # -- its tokenizer
+
+    def load_tokenizer(
+        self, tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None
+    ) -> PreTrainedTokenizerBase:
+        """The model's own tokenizer, or the one given; it has a padding token when it comes back.
+
+        Args:
+            tokenizer: a tokenizer, its hub name or folder, or "byte" for ByT5's (one token a byte, 384 ids, needs no
+                files: for models with random weights). None: the model's own.
+
+        Raises:
+            ModelError: there is none, or it has neither a padding nor an end token.
+            ModelNotFoundError, ModelAccessError, DownloadError: see `readable_hub_errors`.
+        """
+        from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
+
+        if tokenizer is None:
+            tokenizer = self._tokenizer_name
+            if not tokenizer:
+                raise ModelError("a model made in memory has no tokenizer of its own: pass tokenizer=")
+        if isinstance(tokenizer, str) and tokenizer == "byte":
+            return cast("PreTrainedTokenizerBase", ByT5Tokenizer())
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            tokenizer = _read_tokenizer(locate(tokenizer))
+        if tokenizer.pad_token is None:
+            if tokenizer.eos_token is None:
+                raise ModelError(
+                    "the tokenizer has neither pad_token nor eos_token: set tokenizer.pad_token to one it knows"
+                )
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    @property
+    def _tokenizer_name(self) -> str:
+        """Where the model's own tokenizer is looked for; "" where nobody knows."""
+        return self.given if isinstance(self.given, str) else cast(str, getattr(self.given, "name_or_path", ""))
+
+    def needs_no_hub(self, tokenizer: Any) -> bool:
+        """Whether the config, and the `tokenizer` that `load_tokenizer` takes, are read without a download."""
+        drawn = self.init == "random" and self._preset_config is not None
+        if self.model is None and not drawn and not os.path.isdir(self._location):
+            return False
+        if tokenizer is None:
+            tokenizer = self._tokenizer_name or None
+        is_name = isinstance(tokenizer, str | os.PathLike) and tokenizer != "byte"
+        return not is_name or _is_folder(tokenizer)
+
+
+def resolve(
+    model: str | os.PathLike[str] | PreTrainedModel, *, init: str = "pretrained", task: Task | None = None
+) -> ModelSource:
+    """Look up what `model` means; nothing is read or fetched yet.
+
+    Args:
+        model: a preset ("t5-3b"), a folder that `save_pretrained` wrote, a hub name, or a HuggingFace model.
+        init: "pretrained" or "random"; see `ModelSource`.
+        task: "seq2seq", "causal" or "classification"; None: what the architecture was made for.
+
+    Raises:
+        ConfigError: `init` is neither.
+        ModelNotFoundError: it can only be a folder, and there is none.
+        ModelError: it is neither a name, nor a path, nor a HuggingFace model; or its decoder has no first token.
+    """
+    if init not in ("pretrained", "random"):
+        raise ConfigError(f"init must be 'pretrained' or 'random', got {init!r}")
+    if isinstance(model, str | os.PathLike):
+        return ModelSource(os.fspath(model), locate(model), cast(Init, init), task)
+    from transformers import PreTrainedModel
+
+    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"a {type(model).__name__} is not a HuggingFace model: train it with offloadkit.OffloadEngine, which takes "
+            "any torch.nn.Module"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"{reprlib.repr(model)} is no model: pass a hub name, a preset, a folder, or a HuggingFace model"
+        )
+    _check_decoder(model.config, f"the config of this {type(model).__name__}", "model.config.decoder_start_token_id")
+    return ModelSource(model, "", cast(Init, init), task)
+
+
+def _check_decoder(config: Any, of: str, field: str) -> None:
+    """Raise `ModelError` for an encoder-decoder that cannot make decoder inputs from labels."""
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        raise ModelError(
+            f"{of} has no decoder_start_token_id, the token that its decoder begins with: set {field} (T5's is its pad "
+            "token, 0)"
+        )
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """A copy on the meta device: the same modules and tied weights, no numbers."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def _set_labels(config: PreTrainedConfig, id2label: dict[int, str] | None) -> None:
+    if id2label is not None:
+        config.id2label = dict(id2label)
+        config.label2id = {label: index for index, label in id2label.items()}
+
+
+def _check_head(model: Any, task: Task, id2label: dict[int, str] | None) -> None:
+    """Raise `ModelError` for a model in memory that cannot learn the task, or has another number of labels."""
+    config: Any = model.config
+    if not isinstance(model, tuple(auto_class_of(config, task)._model_mapping.values())):
+        raise ModelError(f"a {type(model).__name__} does not do {task!r}: pass a model with that head, or its name")
+    if task == "classification" and id2label and config.num_labels != len(id2label):
+        raise ModelError(
+            f"the model tells {config.num_labels} labels apart and the dataset has {len(id2label)}: "
+            f"load it with num_labels={len(id2label)}"
+        )
+
+
+def _take_over(
+    model: Any, dtype: torch.dtype | None, device: torch.device, id2label: dict[int, str] | None
+) -> PreTrainedModel:
+    """A model that the user made, moved and converted in place; labels that have no names yet get them."""
+    if id2label and all(name == f"LABEL_{index}" for index, name in model.config.id2label.items()):
+        _set_labels(model.config, id2label)
+    return cast("PreTrainedModel", model.to(device=device, dtype=dtype))
+
+
+def _read_tokenizer(location: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or a hub name, once it is known to have a vocabulary."""
+    from transformers import AutoTokenizer
+
+    try:
+        with readable_hub_errors(location, kind="tokenizer"):
+            tokenizer = cast(
+                "PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(location, **where_to_look(location))
+            )
+    except (ModelError, TypeError) as error:
+        if type(error) not in (ModelError, TypeError):
+            raise
+        raise ModelError(
+            f"no tokenizer can be loaded from {location!r}: pass tokenizer= a name, a folder, a tokenizer, or 'byte' "
+            f"({error})"
+        ) from error
+    _check_vocabulary(tokenizer, location)
+    return tokenizer
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, location: str) -> None:
+    """Raise `ModelError` for a tokenizer that knows special tokens alone (T5's knows the word boundary too).
+
+    Transformers makes one where it finds no tokenizer files, and then every word becomes the unknown token.
+    """
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if len(set(tokenizer.get_vocab()) - special) < 2:
+        raise ModelError(
+            f"{location!r} has no tokenizer files, or not all of them: without these transformers makes an empty "
+            f"{type(tokenizer).__name__}, to which every word is unknown. Put them there, or pass tokenizer= the name "
+            "or folder of the tokenizer that the model was trained with, or 'byte' for a model with random weights"
+        )
+
+
+def _is_folder(name: str | os.PathLike[str]) -> bool:
+    return bool(os.fspath(name)) and os.path.isdir(os.path.expanduser(name))

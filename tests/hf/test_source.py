@@ -1,0 +1,103 @@
+"""A model is looked up once: what it is read from, what is kept, and what a family's entry decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, ByT5Tokenizer
+
+import offloadkit
+from offloadkit.config import OffloadConfig
+from offloadkit.hf import patches, source
+from offloadkit.hf.patches import Family
+from offloadkit.hf.source import resolve
+from offloadkit.planning import plan_source
+from tests.hf import tiny
+
+PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(4)]
+SIZE: dict[str, Any] = {"batch_size": 2, "max_input_length": 8, "max_target_length": 4, "device": None}
+
+
+def test_training_by_name_reads_the_config_once_and_builds_the_planned_model_once(
+    one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.save_config(tiny.t5_config(), tmp_path / "model")
+    ByT5Tokenizer().save_pretrained(folder)
+    calls: list[str] = []
+
+    def counted(name: str, function: Any) -> Any:
+        return lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1]
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", counted("config", AutoConfig.from_pretrained))
+    monkeypatch.setattr(source, "build", counted("on meta", source.build))
+    monkeypatch.setattr("offloadkit.finetuning.on_hub", lambda data: True)  # then there are two plans
+    options: dict[str, Any] = {"max_steps": 1, "batch_size": 2, "use_cpu": True, "save_strategy": "no"}
+    offloadkit.finetune(folder, PAIRS, init="random", tokenizer="byte", output_dir=tmp_path / "out", **options)
+    assert sorted(calls) == ["config", "on meta"]
+
+
+def test_a_plan_leaves_the_model_that_it_was_made_from_unchanged() -> None:
+    found = resolve("t5-small", init="random")
+    config = OffloadConfig(vram="4GiB", ram="8GiB")
+    first = plan_source(found, config, **SIZE)
+    model: Any = found.on_meta
+    assert "forward" not in vars(model.lm_head)
+    assert not any("forward" in vars(module) or "compute_bias" in vars(module) for module in model.modules())
+    assert model.config.use_cache
+    assert model.config._attn_implementation == "eager"
+    assert plan_source(found, config, **SIZE) == first
+    other = plan_source(found, OffloadConfig(vram="4GiB", ram="8GiB", working_dtype="fp32"), **SIZE)
+    assert {layer.dtype for layer in other.layers} == {"fp32"}
+    assert plan_source(found, config, **SIZE) == first
+
+
+def test_rows_change_the_head_and_not_what_was_read(tmp_path: Path) -> None:
+    found = resolve(tiny.save_config(tiny.bert_config(), tmp_path), init="random")
+    two = found.on_meta.config.num_labels
+    three = found.for_rows("classification", {0: "a", 1: "b", 2: "c"})
+    assert (two, three.on_meta.config.num_labels) == (2, 3)
+    assert three.config is found.config
+    assert found.config.num_labels == 2
+    causal = resolve(tiny.save_config(tiny.llama_config(), tmp_path / "causal"), init="random")
+    shown = causal.on_meta
+    assert causal.for_rows("causal", None).on_meta is shown
+
+
+def test_the_attention_of_a_family_follows_from_its_entry_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.save_config(tiny.llama_config(), tmp_path)
+
+    def attentions() -> set[str]:
+        found = resolve(folder, init="random")
+        models: list[Any] = [found.on_meta, found.load(progress=False)]
+        return {model.config._attn_implementation for model in models}
+
+    assert attentions() == {"sdpa"}
+    monkeypatch.setattr(patches, "FAMILIES", (*patches.FAMILIES, Family(model_types=("llama",), attention="eager")))
+    assert attentions() == {"eager"}
+
+
+def test_an_attention_of_ours_is_one_that_a_family_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.longt5.modeling_longt5 import LongT5Attention
+    from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
+
+    named = {name for family in patches.FAMILIES for name in family.biased_attention}
+    assert {"T5Attention", "LongT5Attention", "UdopAttention"} <= named
+    own = [patches._own_attention(kind) is not None for kind in (T5Attention, LongT5Attention, T5LayerNorm)]
+    assert own == [True, True, False]
+    patches._own_attention.cache_clear()
+    monkeypatch.setattr(patches, "FAMILIES", ())
+    assert patches._own_attention(T5Attention) is None
+    patches._own_attention.cache_clear()
+
+
+def test_a_model_in_memory_is_not_read_again() -> None:
+    model = tiny.load_model("t5-small", init="random", device="meta")
+    found = resolve(model)
+    assert found.model is model
+    assert found.config is model.config
+    assert found.on_meta is not model
+    assert found.on_meta is found.on_meta
