@@ -95,6 +95,7 @@ def test_one_name_steps_wherever_the_layer_lies(monkeypatch: pytest.MonkeyPatch)
     assert steps == ["cpu", "gpu", "reference"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_triton_kernel_interpreted_on_the_cpu_equals_the_reference() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
