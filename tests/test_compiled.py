@@ -121,7 +121,7 @@ def mixed(kind: str) -> Plan:
     [
         ("lm", (7, 7, 7), ["4 x Residual"]),
         ("llama", (7, 5, 7), ["3 x LlamaDecoderLayer", "3 x LlamaDecoderLayer"]),
-        ("t5", (7, 7), ["1 x T5Block", "1 x T5Block"]),
+        pytest.param("t5", (7, 7), ["1 x T5Block", "1 x T5Block"], marks=pytest.mark.slow),
     ],
 )
 def test_equal_blocks_share_one_graph_and_no_placement_changes_a_number(
