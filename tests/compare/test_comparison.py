@@ -32,6 +32,7 @@ def never(task: dict[str, Any]) -> dict[str, Any]:
     raise AssertionError(f"run again: {task}")
 
 
+@pytest.mark.slow
 def test_each_engine_runs_in_a_process_of_its_own_and_its_row_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: Answers, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +64,7 @@ def test_each_engine_runs_in_a_process_of_its_own_and_its_row_is_kept(
         compare(("t5-tiny",), **{**TINY, "batch_size": 3}, output_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_limit_of_ram_keeps_the_plan_out_and_kills_the_others(tmp_path: Path) -> None:
     result = compare(("t5-tiny",), ("baseline", "offloadkit"), **TINY, ram="90MiB", output_dir=tmp_path)
     baseline, ours = result.rows

@@ -31,6 +31,7 @@ def never(task: Task) -> dict[str, Any]:
     raise AssertionError(f"run again: {task}")
 
 
+@pytest.mark.slow
 def test_sizes_are_timed_and_the_largest_is_tried(
     tmp_path: Path, in_this_process: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
