@@ -15,7 +15,7 @@ import offloadkit
 from offloadkit import Monitor
 from offloadkit.engines import baseline, forecast, runner
 from offloadkit.hf.data import PreparedData
-from tests.compare.made_up import GIB, T5_3B
+from tests.comparing.made_up import GIB, T5_3B
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]
 PLAIN = {"status": "measured", "step_seconds": 0.25, "vram_bytes": 0, "peak_ram_bytes": GIB}

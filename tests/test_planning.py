@@ -19,7 +19,7 @@ from offloadkit import OffloadConfig, planning
 from offloadkit.cli import app
 from offloadkit.errors import ConfigError, DoesNotFitError
 from offloadkit.planner.plan import nearest_fits
-from tests.plan_machines import GIB, H200
+from tests.planner.machines import GIB, H200
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(8)]
 

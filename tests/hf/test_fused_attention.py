@@ -38,10 +38,10 @@ from offloadkit.kernels import attention as attention_op
 from offloadkit.offload import compile as compiled_blocks
 from offloadkit.tracing import trace_micro_batch
 from tests.hf import emulated_attention
-from tests.hf.attention_reference import MASKED, check, fused, inputs, is_kept, with_gradients
 from tests.hf.tiny import llama_config, t5_config
+from tests.kernels.attention_reference import MASKED, check, fused, inputs, is_kept, with_gradients
 
-INTERPRETED = "from tests.hf.interpreted_attention import main; main()"
+INTERPRETED = "from tests.kernels.interpreted_attention import main; main()"
 SHAPE = {"d_model": 64, "d_kv": 16, "num_heads": 4, "num_layers": 3, "attn_implementation": "eager"}
 
 

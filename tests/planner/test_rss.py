@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 DRAWN_IN_THE_HEAP = """
 import json, torch

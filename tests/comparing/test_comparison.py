@@ -15,8 +15,8 @@ from offloadkit.comparing import comparison
 from offloadkit.comparing.comparison import Comparison, compare
 from offloadkit.engines import forecast, runner
 from offloadkit.errors import ConfigError, ModelNotFoundError, OutputError
-from tests.compare import made_up
-from tests.compare.made_up import GIB, T5_3B, bar, no_bar
+from tests.comparing import made_up
+from tests.comparing.made_up import GIB, T5_3B, bar, no_bar
 
 TINY: dict[str, Any] = {
     "num_samples": 64,

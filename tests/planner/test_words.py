@@ -11,7 +11,7 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hardware import Hardware
 from offloadkit.planner import MicroBatch, Plan, make_plan
 from offloadkit.units import format_bytes, format_seconds
-from tests.plan_machines import H200, TWO_CORES, shape, stage
+from tests.planner.machines import H200, TWO_CORES, shape, stage
 
 IN_RAM = Placement()
 THROUGH_VRAM = Placement(gradients="vram", step="gpu")

@@ -9,7 +9,7 @@ import offloadkit
 from offloadkit import planning
 from offloadkit.errors import DoesNotFitError
 from offloadkit.planner import Plan
-from tests.plan_machines import GIB, T4
+from tests.planner.machines import GIB, T4
 
 D_MODEL, D_FF, NUM_BLOCKS = 768, 3072, 24
 """Of t5-base."""

@@ -24,7 +24,7 @@ from tests.optim.states import DTYPES, PRECISIONS, assert_same_bits, clone, make
 
 SCALARS = adamw_scalars(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=3)
 
-INTERPRETED = "from tests.optim.interpreted import main; main()"
+INTERPRETED = "from tests.kernels.interpreted import main; main()"
 
 
 class BrokenKernel:

@@ -19,7 +19,7 @@ from offloadkit.engines import baseline, forecast, runner
 from offloadkit.engines.work import config_of
 from offloadkit.errors import ConfigError, DataError, ModelError, OutputError
 from offloadkit.hf.data import load_dataset_like
-from tests.compare.made_up import GIB, at_batch
+from tests.comparing.made_up import GIB, at_batch
 
 Task = dict[str, Any]
 Answers = Callable[[Callable[[Task], dict[str, Any]]], list[Task]]

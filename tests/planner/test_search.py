@@ -13,7 +13,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.planner import LayerShape, MicroBatch, Pass, Plan, make_plan
 from offloadkit.planner.search import Counts, Search
 from offloadkit.planner.seconds import StepModel
-from tests.plan_machines import GIB, H200, LLAMA_8B, LLAMA_70B, TWO_CORES, llama, shape, stage, t5_3b
+from tests.planner.machines import GIB, H200, LLAMA_8B, LLAMA_70B, TWO_CORES, llama, shape, stage, t5_3b
 
 Model = tuple[list[LayerShape], MicroBatch]
 
