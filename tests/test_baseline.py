@@ -15,7 +15,7 @@ import offloadkit
 from offloadkit import Monitor
 from offloadkit.engines import baseline, forecast, runner
 from offloadkit.hf.data import PreparedData
-from tests.compare.made_up import GIB, T5_3B
+from tests.comparing.made_up import GIB, T5_3B
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]
 PLAIN = {"status": "measured", "step_seconds": 0.25, "vram_bytes": 0, "peak_ram_bytes": GIB}
@@ -122,6 +122,7 @@ def test_what_does_not_fit_without_offloading_is_predicted_and_says_what_it_need
     assert monitors[0].baseline_seconds is None
 
 
+@pytest.mark.slow
 def test_a_fresh_process_measures_a_model_that_was_handed_over(monitors: list[Monitor]) -> None:
     finetune(t5(), baseline="measure")
     assert 0 < (monitors[0].baseline_seconds or 0) < 5

@@ -19,7 +19,7 @@ from offloadkit import OffloadConfig
 from offloadkit.cli import app
 from offloadkit.comparing import comparison, sweeping
 from offloadkit.engines import forecast, runner
-from tests.compare.made_up import T5_3B
+from tests.comparing.made_up import T5_3B
 
 
 def run(*arguments: str) -> Result:

@@ -58,6 +58,7 @@ def test_slashes_are_unambiguous() -> None:
         assert first > 1000 or max(first, second) > 12
 
 
+@pytest.mark.slow
 def test_a_short_demo_shows_itself_and_leaves_a_model_and_a_summary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

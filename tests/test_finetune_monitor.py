@@ -165,7 +165,7 @@ def test_switches_without_a_meaning_are_refused(by_name: str, options: dict[str,
 # -- stopping, and going on
 
 
-@pytest.mark.parametrize("step", [2, 3, 4])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("often", [{}, {"save_strategy": "epoch", "eval_strategy": "epoch"}])
 def test_an_interrupt_finishes_the_step_and_resume_gives_the_weights_of_a_run_that_was_not_interrupted(
     step: int,
@@ -332,6 +332,7 @@ def test_an_error_in_mid_run_releases_everything_though_somebody_keeps_it(
     assert models() <= before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_an_error", [False, True])
 def test_a_cell_that_runs_ten_times_ends_with_the_memory_and_the_threads_of_the_first(
     with_an_error: bool, by_name: str, watched: Watched, monkeypatch: pytest.MonkeyPatch

@@ -112,6 +112,7 @@ def test_overflow_under_a_fixed_scale_is_an_error(device: str) -> None:
             engine.synchronize()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [t5_config, t5_v1_1_config])
 def test_t5_learns_as_in_fp32(device: str, config: Any) -> None:
     """300 steps: no NaN, and the last losses within 5 % of fp32's; `wo` stays fp32."""

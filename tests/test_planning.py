@@ -19,7 +19,7 @@ from offloadkit import OffloadConfig, planning
 from offloadkit.cli import app
 from offloadkit.errors import ConfigError, DoesNotFitError
 from offloadkit.planner.plan import nearest_fits
-from tests.plan_machines import GIB, H200
+from tests.planner.machines import GIB, H200
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(8)]
 
@@ -88,6 +88,7 @@ def test_the_batch_size_is_chosen_before_what_lives_where() -> None:
     assert rows[0] < rows[-1] == 32
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_batch_it_is_for() -> None:
     made = offloadkit.plan("t5-base", vram="3GiB", ram="30GiB", gradient_accumulation=2)
     facts = made.to_dict()
@@ -207,6 +208,7 @@ def test_a_gpu_without_native_bf16_is_planned_for_in_fp16(monkeypatch: pytest.Mo
     assert offloadkit.plan("t5-small", device=torch.device("cuda", 0)).layers[0].dtype == "fp16"
 
 
+@pytest.mark.slow
 def test_a_refusal_proposes_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     disk = SimpleNamespace(total=500 * GIB, used=0, free=500 * GIB)
     monkeypatch.setattr(planning.shutil, "disk_usage", lambda folder: disk)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sysconfig
+import email
 from pathlib import Path
 
 import pytest
@@ -39,10 +39,10 @@ def test_a_pair_is_the_source_without_its_docstring_and_the_docstrings_first_lin
     assert pair.file == "trees.py"
 
 
-def test_the_standard_library_gives_thousands_of_pairs_and_none_is_on_both_sides() -> None:
-    train, held_out = split(list(docstring_pairs(Path(sysconfig.get_paths()["stdlib"]))))
-    assert len(train) > 2000
-    assert len(held_out) > 100
+def test_no_pair_of_a_package_is_on_both_sides() -> None:
+    train, held_out = split(list(docstring_pairs(Path(email.__file__).parent)))
+    assert len(train) > 100
+    assert len(held_out) > 10
     assert {pair.file for pair in train}.isdisjoint(pair.file for pair in held_out)
     assert {pair.input for pair in train}.isdisjoint(pair.input for pair in held_out)
     assert {pair.target for pair in train}.isdisjoint(pair.target for pair in held_out)

@@ -94,13 +94,15 @@ def full_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     ("how", "number", "in_backward", "finished"),
     [
         pytest.param("handed over", 0, False, 0, id="handed over, first"),
-        pytest.param("handed over", 1, True, 0, id="handed over, first window"),
+        pytest.param("handed over", 1, True, 0, id="handed over, first window", marks=pytest.mark.slow),
         pytest.param("handed over", 4, False, 2, id="handed over, last of an epoch"),
-        pytest.param("handed over", 5, False, 3, id="handed over, first of an epoch"),
-        pytest.param("handed over", 8, True, 4, id="handed over, mid-epoch"),
-        pytest.param("by name", 0, False, 0, id="by name, first"),
+        pytest.param("handed over", 5, False, 3, id="handed over, first of an epoch", marks=pytest.mark.slow),
+        pytest.param("handed over", 8, True, 4, id="handed over, mid-epoch", marks=pytest.mark.slow),
+        pytest.param("by name", 0, False, 0, id="by name, first", marks=pytest.mark.slow),
         pytest.param("by name", 8, True, 4, id="by name, mid-epoch"),
-        pytest.param("by name, ignore_data_skip", 8, True, 4, id="by name, data not to be skipped"),
+        pytest.param(
+            "by name, ignore_data_skip", 8, True, 4, id="by name, data not to be skipped", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_weights_are_those_of_a_run_with_enough_memory(

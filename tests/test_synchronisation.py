@@ -22,8 +22,8 @@ from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import Plan, possible, tier_bytes
 from offloadkit.planner import layout as shapes
 from tests.models import TinyLM, tokens
+from tests.offload.test_placements import PLACEMENTS
 from tests.synchronisations import Synchronisation, of_the_callers, synchronisations
-from tests.test_placements import PLACEMENTS
 
 NUM_WARM, NUM_COUNTED = 3, 3
 """Steps: in the first ones memory is pinned, and what runs after what is learnt."""

@@ -12,8 +12,8 @@ import offloadkit
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hf.patches import fuse
 from offloadkit.kernels import attention as attention_op
-from tests.hf.attention_reference import check, fused, inputs
 from tests.hf.tiny import t5_config
+from tests.kernels.attention_reference import check, fused, inputs
 
 MASKS = [("none", 0.0), ("keys", 0.1), ("pairs", 0.0), ("a whole row", 0.3), ("the first half, -inf", 0.6)]
 SHAPES = [(2, 4, 512, 512, 64), (2, 2, 128, 512, 128), (3, 4, 77, 130, 32), (2, 2, 16, 200, 16)]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.hf.attention_reference import is_kept
+from tests.kernels.attention_reference import is_kept
 
 
 class _Kernel:

@@ -38,10 +38,10 @@ from offloadkit.kernels import attention as attention_op
 from offloadkit.offload import compile as compiled_blocks
 from offloadkit.tracing import trace_micro_batch
 from tests.hf import emulated_attention
-from tests.hf.attention_reference import MASKED, check, fused, inputs, is_kept, with_gradients
 from tests.hf.tiny import llama_config, t5_config
+from tests.kernels.attention_reference import MASKED, check, fused, inputs, is_kept, with_gradients
 
-INTERPRETED = "from tests.hf.interpreted_attention import main; main()"
+INTERPRETED = "from tests.kernels.interpreted_attention import main; main()"
 SHAPE = {"d_model": 64, "d_kv": 16, "num_heads": 4, "num_layers": 3, "attn_implementation": "eager"}
 
 
@@ -54,6 +54,7 @@ def batch(rows: int = 2, tokens: int = 24, device: str = "cpu") -> dict[str, tor
     return {"input_ids": ids, "labels": ids[:, :20].clone()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(
     tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4),
@@ -342,7 +343,7 @@ PLACEMENTS = (
 
 
 @pytest.mark.usefixtures("emulated", "one_thread")
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_placement_changes_a_number_and_dropped_weights_are_found_again(compiled: bool) -> None:
     losses, weights = trained(Placement(), compiled=compiled)
     for placement in PLACEMENTS[::3] if compiled else PLACEMENTS:  # compiling takes its time

@@ -357,6 +357,7 @@ print(json.dumps({"excess": excess, "largest": largest, "slabs": slabs}))
 """Takes layers over as the engine does, into bf16; prints the bytes beside what is taken over, at worst."""
 
 
+@pytest.mark.slow
 def test_peak_of_loading_half_a_billion_parameters_is_the_slabs_and_one_layer(tmp_path: Path) -> None:
     if not Path("/proc/self/status").exists():
         pytest.skip("needs Linux's /proc/self/status")

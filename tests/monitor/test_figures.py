@@ -24,7 +24,7 @@ from offloadkit.monitor.figures import (
 )
 from offloadkit.planner import MicroBatch, Plan, make_plan
 from tests.monitor.records import BYTES, GIB, SECONDS, record
-from tests.plan_machines import H200, shape, stage
+from tests.planner.machines import H200, shape, stage
 
 
 def history(*records: object) -> History:

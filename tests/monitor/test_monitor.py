@@ -25,7 +25,7 @@ from offloadkit.monitor.terminal import TerminalDisplay
 from offloadkit.planner import make_plan
 from tests.models import TinyLM, tokens
 from tests.monitor.records import GIB, record
-from tests.plan_machines import H200, shape
+from tests.planner.machines import H200, shape
 
 
 def threads() -> list[str]:

@@ -26,6 +26,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 LAB = shutil.which("jupyter-lab", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
     pytest.mark.skipif(LAB is None, reason="needs JupyterLab: pip install -e '.[dev]'"),
 ]

@@ -17,6 +17,8 @@ pytest.importorskip("ipykernel")
 
 from tests.notebooks.kernels import NOTEBOOKS, environment, kernel_folder  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def notebook(path: Path, *sources: str) -> Path:
     """One whose cells hold an earlier run's output."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,30 +16,21 @@ pytest.importorskip("ipykernel")
 
 from tests.notebooks.kernels import NAMES, NOTEBOOKS, Watched, kernel_folder, shown_losses  # noqa: E402
 
-NUM_AT_ONCE = 2
-"""Notebooks that run beside each other: most of their time is importing, on one core."""
+Execute = Callable[[str], Watched]
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Watched]:
-    """All of them, each in a folder of its own."""
-    folder = tmp_path_factory.mktemp("notebooks")
-    clients = {name: Watched(NOTEBOOKS / f"{name}.ipynb", folder / name) for name in NAMES}
+@pytest.fixture
+def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Execute:
+    """Runs the notebook of this name in a folder of its own, in which it writes nothing but what it says."""
+    monkeypatch.setenv("JUPYTER_PATH", str(kernel_folder(tmp_path / "jupyter")))
 
-    async def run_all() -> None:
-        places = asyncio.Semaphore(NUM_AT_ONCE)
+    def run(name: str) -> Watched:
+        ran = Watched(NOTEBOOKS / f"{name}.ipynb", tmp_path / name)
+        ran.execute()
+        assert all(path.name.startswith("offloadkit-") for path in (tmp_path / name).iterdir())
+        return ran
 
-        async def run(client: Watched) -> None:
-            async with places:
-                await client.async_execute()
-
-        longest_first = sorted(clients, key=lambda name: name not in ("03_batch_size", "02_the_blog_chart"))
-        await asyncio.gather(*(run(clients[name]) for name in longest_first))
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("JUPYTER_PATH", str(kernel_folder(folder / "jupyter")))
-        asyncio.run(run_all())
-    return clients
+    return run
 
 
 def test_there_are_five() -> None:
@@ -60,8 +51,9 @@ def test_a_notebook_is_valid_begins_with_the_same_installation_and_keeps_no_bars
     assert not any(output["output_type"] == "error" for output in outputs)
 
 
-def test_finetune_is_planned_watched_tried_and_saved(executed: dict[str, Watched]) -> None:
-    ran = executed["01_finetune_t5"]
+@pytest.mark.slow
+def test_finetune_is_planned_watched_tried_and_saved(execute: Execute) -> None:
+    ran = execute("01_finetune_t5")
     assert "968,704 parameters" in ran.text("plan")
     assert len(set(ran.values)) >= 3, "the monitor was drawn while it trained"
     losses = shown_losses(ran.values)
@@ -79,8 +71,9 @@ def test_finetune_is_planned_watched_tried_and_saved(executed: dict[str, Watched
     assert "writes the same: True" in ran.text("save")
 
 
-def test_the_blog_chart_has_a_row_for_each_engine(executed: dict[str, Watched]) -> None:
-    ran = executed["02_the_blog_chart"]
+@pytest.mark.slow
+def test_the_blog_chart_has_a_row_for_each_engine(execute: Execute) -> None:
+    ran = execute("02_the_blog_chart")
     rows = re.findall(r"<tr>(.*?)</tr>", ran.data("table", "text/html"))
     cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
     assert [row[:2] for row in cells[1:3]] == [["t5-tiny", "all on the GPU"], ["t5-tiny", "offloadkit"]]
@@ -95,8 +88,9 @@ def test_the_blog_chart_has_a_row_for_each_engine(executed: dict[str, Watched]) 
         assert f"<!-- {shown}" in chart or f", {shown} -->" in chart, shown
 
 
-def test_the_sweep_names_the_knee_and_what_bounds_each_side(executed: dict[str, Watched]) -> None:
-    ran = executed["03_batch_size"]
+@pytest.mark.slow
+def test_the_sweep_names_the_knee_and_what_bounds_each_side(execute: Execute) -> None:
+    ran = execute("03_batch_size")
     words = ran.text("table")
     assert re.search(r"^ +1 +1 +[\d.]+ ms", words, re.MULTILINE)
     assert re.search(r"^ +8 +1 +[\d.]+ ms", words, re.MULTILINE)
@@ -110,8 +104,9 @@ def test_the_sweep_names_the_knee_and_what_bounds_each_side(executed: dict[str, 
     assert "held-out loss" in ran.data("learn-chart", "image/svg+xml")
 
 
-def test_a_step_its_memory_and_its_master_weights_are_shown(executed: dict[str, Watched]) -> None:
-    ran = executed["04_how_offloading_works"]
+@pytest.mark.slow
+def test_a_step_its_memory_and_its_master_weights_are_shown(execute: Execute) -> None:
+    ran = execute("04_how_offloading_works")
     for cell in ("timeline", "memory"):
         assert num_colours(ran.data(cell, "image/png")) > 50, f"{cell} is drawn"
     assert {"'forward'", "'cpu_step'", "'d2h'"} <= set(re.findall(r"'\w+'", ran.text("train")))
@@ -126,8 +121,9 @@ def test_a_step_its_memory_and_its_master_weights_are_shown(executed: dict[str, 
     assert re.search(r"moves [1-6] of these 6 masters, and\n0 of the 6 bf16 weights", split)
 
 
-def test_a_plain_module_learns_and_is_timed_every_ten_steps(executed: dict[str, Watched]) -> None:
-    ran = executed["05_your_own_module"]
+@pytest.mark.slow
+def test_a_plain_module_learns_and_is_timed_every_ten_steps(execute: Execute) -> None:
+    ran = execute("05_your_own_module")
     lines = re.findall(r"^step +(\d+)  loss (\d\.\d+) +([\d.]+) ms a step$", ran.text("loop"), re.MULTILINE)
     assert [int(step) for step, _, _ in lines] == [10, 20, 30, 40]
     assert all(float(milliseconds) > 0.1 for _, _, milliseconds in lines)
@@ -142,9 +138,3 @@ def num_colours(png: str) -> int:
 
     pixels = imread(io.BytesIO(base64.b64decode(png)), format="png").reshape(-1, 4)
     return len({tuple(pixel) for pixel in pixels[::7].tolist()})
-
-
-def test_nothing_is_written_beside_the_notebook_but_what_it_says(executed: dict[str, Watched]) -> None:
-    for name, ran in executed.items():
-        folder = Path(ran.resources["metadata"]["path"])
-        assert all(path.name.startswith("offloadkit-") for path in folder.iterdir()), name

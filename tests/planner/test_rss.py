@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 DRAWN_IN_THE_HEAP = """
 import json, torch
@@ -43,6 +43,7 @@ def as_many_threads_as_for_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and trims glibc's heap")
 def test_loading_leaves_no_holes_in_the_heap() -> None:
     """192 MiB of matrices of 4 MiB, drawn in the heap: without trimming, the larger part of them stays resident."""
@@ -61,6 +62,7 @@ def printed(*arguments: str) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and trims glibc's heap")
 def test_a_run_takes_the_ram_that_its_plan_says(tmp_path: Path) -> None:
     """The committed table has it for half a billion parameters, within 5 %; these are 0.14 billion."""
@@ -70,6 +72,7 @@ def test_a_run_takes_the_ram_that_its_plan_says(tmp_path: Path) -> None:
     assert abs(planned / peak - 1) < 0.08
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_head_and_loss_in_chunks_add_less_ram() -> None:
     """256 rows of logits are 125 MiB in fp32; the model's own loss holds three such arrays."""

@@ -10,7 +10,7 @@ import pytest
 from offloadkit.comparing.knee import Knee, measured_knee, predicted_knee, reads_weights
 from offloadkit.comparing.sweeping import Sweep
 from offloadkit.engines.forecast import Forecast
-from tests.compare.made_up import ENVIRONMENT, GIB, T5_3B, at_batch
+from tests.comparing.made_up import ENVIRONMENT, GIB, T5_3B, at_batch
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 

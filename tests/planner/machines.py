@@ -48,6 +48,35 @@ H200 = Hardware(
 TWO_CORES = replace(H200, num_cores=2, cpu_adamw_bytes_per_second=58.7e9 * 208 / 191)
 """The same with the process bound to two cores (case cpu-adamw of benchmarks/results.csv)."""
 
+T4 = Hardware(
+    device="cuda:0",
+    gpu_name="Tesla T4",
+    compute_capability=(7, 5),
+    supports_bf16=False,
+    can_pin=True,
+    vram_total_bytes=15 * GIB,
+    vram_free_bytes=int(14.8 * GIB),
+    vram_context_bytes=int(0.12 * GIB),
+    ram_total_bytes=int(12.7 * GIB),
+    ram_available_bytes=12 * GIB,
+    cpu_name="2 cores",
+    num_cores=2,
+    h2d_bytes_per_second=6e9,
+    d2h_bytes_per_second=6e9,
+    both_bytes_per_second=10e9,
+    dram_bytes_per_second=15e9,
+    cpu_adamw_bytes_per_second=12e9,
+    cpu_compact_bytes_per_second=12e9,
+    cpu_tiny_bytes_per_second=6e9,
+    cpu_and_bus_bytes_per_second=15e9,
+    vram_bytes_per_second=240e9,
+    launch_seconds=8e-6,
+    bf16_flops_per_second=2e12,
+    fp16_flops_per_second=25e12,
+    fp32_flops_per_second=4e12,
+)
+"""Colab's free machine. Its rates are guesses: none is measured."""
+
 
 def shape(name: str = "block.0", numel: int = 1024, **changes: Any) -> LayerShape:
     """A flat layer of a repeated block, bf16, nothing tied."""

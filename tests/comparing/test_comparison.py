@@ -15,8 +15,8 @@ from offloadkit.comparing import comparison
 from offloadkit.comparing.comparison import Comparison, compare
 from offloadkit.engines import forecast, runner
 from offloadkit.errors import ConfigError, ModelNotFoundError, OutputError
-from tests.compare import made_up
-from tests.compare.made_up import GIB, T5_3B, bar, no_bar
+from tests.comparing import made_up
+from tests.comparing.made_up import GIB, T5_3B, bar, no_bar
 
 TINY: dict[str, Any] = {
     "num_samples": 64,
@@ -32,6 +32,7 @@ def never(task: dict[str, Any]) -> dict[str, Any]:
     raise AssertionError(f"run again: {task}")
 
 
+@pytest.mark.slow
 def test_each_engine_runs_in_a_process_of_its_own_and_its_row_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: Answers, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +64,7 @@ def test_each_engine_runs_in_a_process_of_its_own_and_its_row_is_kept(
         compare(("t5-tiny",), **{**TINY, "batch_size": 3}, output_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_limit_of_ram_keeps_the_plan_out_and_kills_the_others(tmp_path: Path) -> None:
     result = compare(("t5-tiny",), ("baseline", "offloadkit"), **TINY, ram="90MiB", output_dir=tmp_path)
     baseline, ours = result.rows

@@ -75,6 +75,7 @@ def test_fp16_stays_within_its_bound_without_a_nan(losses: list[float], verdict:
     assert half["relative"] == pytest.approx(losses[-1] / 2 - 1)
 
 
+@pytest.mark.slow
 def test_a_training_that_learns_less_is_told_apart() -> None:
     """Real trainings: `tiny` for a quarter of the steps, `compact` for as many as `exact`."""
     rows = [
@@ -99,6 +100,7 @@ def test_the_demo_task_counts_dates_that_are_right() -> None:
     assert found["held_out_loss"] < found["first_loss"]
 
 
+@pytest.mark.slow
 def test_the_command_trains_side_by_side_and_writes_a_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +118,7 @@ def test_the_command_trains_side_by_side_and_writes_a_result(
     assert "difference_in_sds" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_fp16_is_set_beside_fp32_and_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results.csv"
     command = ["fp16", "--task", "t5 v1.1", "--tiny", "--steps", "8", "--jobs", "1", "--out", str(out)]

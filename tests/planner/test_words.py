@@ -11,7 +11,7 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hardware import Hardware
 from offloadkit.planner import MicroBatch, Plan, make_plan
 from offloadkit.units import format_bytes, format_seconds
-from tests.plan_machines import H200, TWO_CORES, shape, stage
+from tests.planner.machines import H200, TWO_CORES, shape, stage
 
 IN_RAM = Placement()
 THROUGH_VRAM = Placement(gradients="vram", step="gpu")
@@ -33,6 +33,7 @@ def test_who_steps_is_said_where_states_are_in_ram() -> None:
     assert "gradients" not in str(plan(placement=IN_RAM)).split("working weights  ")[0]
 
 
+@pytest.mark.slow
 def test_both_steppers_have_a_line_each() -> None:
     """Where DRAM has more to give than the cores take: else the CPU steps them all."""
     made = plan(replace(H200, cpu_and_bus_bytes_per_second=300e9), vram="8GiB", ram="120GiB")

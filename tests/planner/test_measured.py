@@ -17,7 +17,7 @@ from benchmarks.table import Row
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.planner import make_plan
 from offloadkit.planner.search import Counts, Search
-from tests.plan_machines import GIB, H200, TWO_CORES, t5_3b
+from tests.planner.machines import GIB, H200, TWO_CORES, t5_3b
 
 ROWS = [row for row in table.read() if row["status"] == "measured" and row["engine"] in OURS]
 ONE_PLACEMENT = {

@@ -9,7 +9,7 @@ import pytest
 from offloadkit.config import Placement
 from offloadkit.planner import layout as shapes
 from offloadkit.planner import step_buffer_bytes, tier_bytes
-from tests.plan_machines import shape
+from tests.planner.machines import shape
 
 LEAST_RAM = Placement(gradients="vram", step="gpu")
 EITHER = Placement(step="gpu")

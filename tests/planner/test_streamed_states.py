@@ -17,8 +17,8 @@ from offloadkit.planner.seconds import (
     StepModel,
     both_ways,
 )
-from tests.plan_machines import shape, stage
-from tests.test_plan_seconds import LARGE, machine, model
+from tests.planner.machines import shape, stage
+from tests.planner.test_seconds import LARGE, machine, model
 
 ON_CPU = Placement()
 ON_GPU = Placement(step="gpu")

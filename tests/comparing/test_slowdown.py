@@ -11,7 +11,7 @@ import pytest
 from offloadkit.comparing.slowdown import Slowdown, measure_slowdown
 from offloadkit.engines import forecast
 from offloadkit.errors import ConfigError, DoesNotFitError, OffloadkitError
-from tests.compare.made_up import GIB, T5_3B
+from tests.comparing.made_up import GIB, T5_3B
 
 Task = dict[str, Any]
 Answers = Callable[[Callable[[Task], dict[str, Any]]], list[Task]]

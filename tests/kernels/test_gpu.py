@@ -24,7 +24,7 @@ from tests.optim.states import DTYPES, PRECISIONS, assert_same_bits, clone, make
 
 SCALARS = adamw_scalars(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=3)
 
-INTERPRETED = "from tests.optim.interpreted import main; main()"
+INTERPRETED = "from tests.kernels.interpreted import main; main()"
 
 
 class BrokenKernel:
@@ -95,6 +95,7 @@ def test_one_name_steps_wherever_the_layer_lies(monkeypatch: pytest.MonkeyPatch)
     assert steps == ["cpu", "gpu", "reference"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_triton_kernel_interpreted_on_the_cpu_equals_the_reference() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}

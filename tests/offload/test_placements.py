@@ -1,12 +1,16 @@
-"""The plan changes where numbers live, never what they are: every combination of placements gives the same weights."""
+"""The plan changes where numbers live, never what they are: every combination of placements gives the same weights.
+
+In few steps every two values of a placement's fields are together once; the slow tests take every placement, for long.
+"""
 
 from __future__ import annotations
 
 import copy
 import random
 import weakref
-from dataclasses import replace
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -36,6 +40,23 @@ PLACEMENTS = [
     *(Placement(weights=w, gradients=g, step="gpu") for w, g in product(("vram", "ram"), repeat=2)),  # type: ignore[arg-type]
     *(Placement(gradients="vram", states="vram", step="gpu", activations=a) for a in ACTIVATIONS),  # type: ignore[arg-type]
 ]
+
+
+def pairwise(placements: Sequence[Placement]) -> list[Placement]:
+    """Few of them, in which all pairs of values are that are in any of them."""
+
+    def pairs(placement: Placement) -> set[Any]:
+        return set(combinations(enumerate(astuple(placement)), 2))
+
+    missing = set().union(*map(pairs, placements))
+    chosen = []
+    while missing:
+        chosen.append(max(placements, key=lambda placement: len(pairs(placement) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+FEW = pairwise(PLACEMENTS)
 
 
 @pytest.fixture(autouse=True)
@@ -113,14 +134,26 @@ def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
     assert all(bool(numbers.isfinite().all()) for numbers in found.values())
 
 
+def check_placements(
+    placements: Sequence[Placement], kind: str, device: str, steps: int, accumulation: int, *more: Any
+) -> None:
+    expected = trained(kind, device, steps, None, accumulation, *more)
+    for placement in placements:
+        assert_equal(expected, trained(kind, device, steps, placement, accumulation, *more), placement)
+
+
+@pytest.mark.parametrize(("kind", "accumulation"), [("t5", 2), ("llama", 1)])
+def test_no_two_values_of_a_placement_change_a_number(kind: str, accumulation: int) -> None:
+    check_placements(FEW, kind, "cpu", 4 // accumulation, accumulation)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("kind", ["t5", "llama"])
 def test_no_placement_changes_a_number(kind: str, accumulation: int, device: str) -> None:
     steps = {"cpu": 20, "cuda": 50}[device] if accumulation == 1 else {"cpu": 3, "cuda": 5}[device]
-    expected = trained(kind, device, steps, None, accumulation)
-    for placement in PLACEMENTS:
-        assert_equal(expected, trained(kind, device, steps, placement, accumulation), placement)
+    check_placements(PLACEMENTS, kind, device, steps, accumulation)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -137,22 +170,30 @@ def test_no_mixture_of_placements_changes_a_number(seed: int, device: str) -> No
     draw = random.Random(seed)
     placements = tuple(possible(draw.choice(PLACEMENTS), layer) for layer in base.layers)
     mixed = replace(base, placements=placements, tiers=tier_bytes(base.layers, placements, accumulation))
-    expected = trained(kind, device, 20, None, accumulation, dtype)
-    assert_equal(expected, trained(kind, device, 20, mixed, accumulation, dtype), placements)
+    steps = {"cpu": 6, "cuda": 20}[device]
+    expected = trained(kind, device, steps, None, accumulation, dtype)
+    assert_equal(expected, trained(kind, device, steps, mixed, accumulation, dtype), placements)
 
 
+AT_OTHER_PRECISIONS = (
+    PLACEMENTS[-1],
+    PLACEMENTS[-3],
+    Placement(weights="ram"),
+    Placement("ram", activations="offload"),
+)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("compact", "bf16"), ("tiny", "fp16"), ("tiny", "fp32")])
+def test_placements_change_no_number_at_another_precision(precision: str, dtype: str) -> None:
+    check_placements(AT_OTHER_PRECISIONS, "t5", "cpu", 3, 1, dtype, precision)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("precision", ["compact", "tiny"])
-def test_placements_change_no_number_at_other_precisions(precision: str, dtype: str, device: str) -> None:
-    expected = trained("t5", device, 20, None, 1, dtype, precision)
-    for placement in (
-        PLACEMENTS[-1],
-        PLACEMENTS[-3],
-        Placement(weights="ram"),
-        Placement("ram", activations="offload"),
-    ):
-        assert_equal(expected, trained("t5", device, 20, placement, 1, dtype, precision), placement)
+def test_placements_change_no_number_at_any_precision(precision: str, dtype: str, device: str) -> None:
+    check_placements(AT_OTHER_PRECISIONS, "t5", device, 20, 1, dtype, precision)
 
 
 def test_offloaded_inputs_are_let_go() -> None:

@@ -27,7 +27,7 @@ from offloadkit.planner.seconds import (
     StepModel,
     pass_seconds,
 )
-from tests.plan_machines import H200, shape, stage
+from tests.planner.machines import H200, shape, stage
 
 N = 10**6
 """Elements of a layer."""

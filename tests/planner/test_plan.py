@@ -11,7 +11,7 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.errors import ConfigError
 from offloadkit.planner import MicroBatch, make_plan, possible, tier_bytes
 from offloadkit.planner.layout import ALLOCATOR_BYTES, FRAMEWORK_RAM_BYTES, activations, run_bytes
-from tests.plan_machines import H200, shape, stage
+from tests.planner.machines import H200, shape, stage
 
 IN_RAM = Placement()
 IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", step="gpu")

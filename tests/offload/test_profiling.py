@@ -22,7 +22,7 @@ from offloadkit.offload import profiling
 from offloadkit.offload.profiling import BACKWARD, UPDATE, bound, breakdown
 from offloadkit.telemetry import StepRecord
 from tests.models import TinyLM, tokens
-from tests.plan_machines import H200
+from tests.planner.machines import H200
 
 FAST = replace(
     H200,
