@@ -258,7 +258,7 @@ def chart(rows: Sequence[Row]) -> Iterator[str]:
     )
     yield f"![T5-3B, {case.shape} tokens a step: {bars}](docs/{CHART.name})"
     yield ""
-    origins = dict.fromkeys(_origin(row) for _, row in shown)
+    origins = dict.fromkeys(_origin(row | {"commit": None}) for _, row in shown)
     yield f"T5-3B, exact AdamW, {case.shape} tokens a step. {'; '.join(origins)}. [All results](docs/results.md)"
 
 
