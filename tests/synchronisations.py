@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit.device.streams import CopyStream, Event
+from offloadkit.device.streams import CopyStream, CudaEvent, Event
 
-_CALLS: dict[str, Any] = {
-    "Event": Event,
-    "CopyStream": CopyStream,
-    "torch.cuda": torch.cuda,
-    "torch.cuda.Stream": torch.cuda.Stream,
-    "torch.cuda.Event": torch.cuda.Event,
-}
+_CALLS: list[tuple[str, Any]] = [
+    ("Event", Event),
+    ("Event", CudaEvent),
+    ("CopyStream", CopyStream),
+    ("torch.cuda", torch.cuda),
+    ("torch.cuda.Stream", torch.cuda.Stream),
+    ("torch.cuda.Event", torch.cuda.Event),
+]
 """Whose `synchronize` is noted."""
 _WORDS = "called a synchronizing CUDA operation"
 """Of torch's sync debug mode."""
@@ -75,7 +76,7 @@ def synchronisations() -> Iterator[list[Synchronisation]]:
             show(message, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        for name, owner in _CALLS.items():
+        for name, owner in _CALLS:
             patch.setattr(owner, "synchronize", noted(owner.synchronize, f"{name}.synchronize"))
         warnings.filterwarnings("always", message=_WORDS)
         warnings.showwarning = shown

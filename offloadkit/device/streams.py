@@ -1,16 +1,16 @@
-"""Copy streams and events, the same words with and without a GPU, and what the compute stream waited for.
+"""Copy streams, events, and what the compute stream waited for: the same words with and without a GPU.
 
-On a CUDA device these are CUDA streams and events. On the CPU every operation is done when it is asked for, so that an
-event is a mark in time and waiting for it does nothing.
+A backend makes the streams of a device. On CUDA these are CUDA's. On the CPU every operation is done when it is asked
+for, so an event is a mark in time and waiting for it does nothing. Tests bring backends of their own.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
@@ -18,36 +18,124 @@ from offloadkit.device import trace
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""(into, source): contiguous tensors of one dtype and size."""
+
 
 class Event:
-    """A recorded point in a stream's work."""
+    """A recorded point in a stream's work; without a GPU the work is done."""
 
-    def __init__(self, stream: torch.cuda.Stream | None, timing: bool = False) -> None:
+    def __init__(self) -> None:
         self._seconds = time.perf_counter()
-        self._event: Any = None
-        if stream is not None:
-            self._event = _cuda.Event(enable_timing=timing)
-            self._event.record(stream)
 
     def done(self) -> bool:
         """Whether the work before this point is finished; does not wait."""
-        return self._event is None or bool(self._event.query())
+        return True
 
     def synchronize(self) -> None:
         """Block the calling thread until the work before this point is finished."""
-        if self._event is not None:
-            self._event.synchronize()
 
     def seconds_since(self, earlier: Event) -> float:
-        """Device seconds between two finished events recorded with `timing`."""
-        if self._event is None or earlier._event is None:
-            return self._seconds - earlier._seconds
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
+        """Device seconds between two finished events of one stream, recorded with `timing`."""
+        return self._seconds - earlier._seconds
 
-    def delay(self, stream: torch.cuda.Stream | None) -> None:
-        """Let `stream` wait for this point before its next work; the calling thread does not wait."""
-        if self._event is not None and stream is not None:
-            stream.wait_event(self._event)
+
+class Stream:
+    """A queue of device work; without a GPU the work is done by the calling thread, at once."""
+
+    def copy(self, pairs: Pairs) -> None:
+        """Not by a torch operation: those of a second thread start an OpenMP team of their own, beside which the main
+        thread's forward and backward take a third longer."""
+        for into, source in pairs:
+            ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Call `work`; the device operations that it starts go to this stream."""
+        work()
+
+    def record(self, timing: bool = False) -> Event:
+        """Mark the end of the work asked for so far."""
+        return Event()
+
+    def wait(self, event: Event) -> None:
+        """Later work starts after `event`; the calling thread does not wait."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the work asked for so far is done."""
+
+
+class CudaEvent(Event):
+    """A recorded point of a CUDA stream."""
+
+    def __init__(self, stream: torch.cuda.Stream, timing: bool) -> None:
+        self.event: Any = _cuda.Event(enable_timing=timing)
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CudaEvent)
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+class _CudaStream(Stream):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def copy(self, pairs: Pairs) -> None:
+        with torch.cuda.stream(self._stream):
+            for into, source in pairs:
+                into.copy_(source, non_blocking=True)
+
+    def run(self, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def record(self, timing: bool = False) -> Event:
+        return CudaEvent(self._stream, timing)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self._stream.wait_event(event.event)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+class Backend(Protocol):
+    """Makes the streams of one kind of device."""
+
+    def stream(self, device: torch.device, urgent: bool) -> Stream:
+        """A new stream; kernels of an `urgent` one go before those of others that were not begun."""
+
+    def compute(self, device: torch.device) -> Stream:
+        """The stream on which the calling thread's model code runs."""
+
+
+class _Immediate:
+    _only = Stream()
+
+    def stream(self, device: torch.device, urgent: bool) -> Stream:
+        return self._only
+
+    def compute(self, device: torch.device) -> Stream:
+        return self._only
+
+
+class _Cuda:
+    def stream(self, device: torch.device, urgent: bool) -> Stream:
+        return _CudaStream(_cuda.Stream(device, -1 if urgent else 0))
+
+    def compute(self, device: torch.device) -> Stream:
+        return _CudaStream(torch.cuda.current_stream(device))
+
+
+backends: dict[str, Backend] = {"cpu": _Immediate(), "cuda": _Cuda()}
+"""By type of device."""
 
 
 class BusyTime:
@@ -97,26 +185,24 @@ class CopyStream:
             urgent: its kernels go before those of other streams that were not begun.
         """
         self.track = track
-        priority = -1 if urgent else 0
-        self.stream: torch.cuda.Stream | None = _cuda.Stream(device, priority) if device.type == "cuda" else None
+        self._stream = backends[device.type].stream(device, urgent)
         self._busy = BusyTime()
 
     def wait(self, event: Event) -> None:
         """Later copies start after `event`."""
-        event.delay(self.stream)
+        self._stream.wait(event)
 
     def synchronize(self) -> None:
         """Block the calling thread until the copies asked for so far are done: their memory may go."""
-        if self.stream is not None:
-            self.stream.synchronize()
+        self._stream.synchronize()
 
     def record(self, timing: bool = False) -> Event:
         """Mark the end of the copies asked for so far."""
-        return Event(self.stream, timing)
+        return self._stream.record(timing)
 
-    def as_current(self) -> AbstractContextManager[Any]:
-        """While it is open, the calling thread's device work goes to this stream."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+    def run(self, work: Callable[[], object]) -> None:
+        """Call `work`; the device operations that it starts go to this stream."""
+        self._stream.run(work)
 
     def take_busy(self) -> BusyTime:
         """How long the `timed` copies asked for since the last call take."""
@@ -132,14 +218,12 @@ class CopyStream:
         if timed or trace.active() is not None:
             self.copy_all([(into, source)], name, timed=timed)
         else:
-            self._put([(into, source)])
+            self._stream.copy([(into, source)])
 
-    def copy_all(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], name: str = "", *, timed: bool = True
-    ) -> Event:
+    def copy_all(self, pairs: Pairs, name: str = "", *, timed: bool = True) -> Event:
         """`copy` of (into, source) pairs, timed as one; returns their end."""
         began = self.record(timing=True)
-        self._put(pairs)
+        self._stream.copy(pairs)
         ended = self.record(timing=True)
         if timed:
             self._busy.add(began, ended)
@@ -157,26 +241,10 @@ class CopyStream:
         if tracing is not None:
             tracing.device(self.track, name, began, self.record(timing=True))
 
-    def _put(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Without a GPU not by a torch operation: those of a second thread start an OpenMP team of their own, beside
-        which the main thread's forward and backward take a third longer."""
-        if self.stream is None:
-            for into, source in pairs:
-                ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
-            return
-        with torch.cuda.stream(self.stream):
-            for into, source in pairs:
-                into.copy_(source, non_blocking=True)
-
-
-def compute_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream on which the calling thread's model code runs."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
 
 def record_compute(device: torch.device, timing: bool = False) -> Event:
     """Mark the end of the compute stream's work so far."""
-    return Event(compute_stream(device), timing)
+    return backends[device.type].compute(device).record(timing)
 
 
 class Waits:
@@ -208,7 +276,7 @@ class Waits:
         if event.done():
             return
         began = self._begin()
-        event.delay(compute_stream(self._device))
+        backends[self._device.type].compute(self._device).wait(event)
         self._end(began, what)
 
     def take(self) -> dict[str, BusyTime]:

@@ -204,8 +204,7 @@ class StateRing:
         own = here["gradient"] if gradient is None else gradient[chunk.start : chunk.start + chunk.numel]
         assert buffer.arrived is not None
         stream.wait(buffer.arrived)
-        with stream.as_current():
-            optimizer_step(state, own, segments, grad_scale)
+        stream.run(lambda: optimizer_step(state, own, segments, grad_scale))
         self._stepped = stepped = stream.record()
         self._under_way.append(stepped)
         self.d2h.wait(stepped)
@@ -213,8 +212,7 @@ class StateRing:
         drained = self.d2h.copy_all(stepped_parts, layer.name)
         buffer.free = drained
         if self.fill_with_nan:
-            with self.d2h.as_current():
-                buffer.memory.fill_(255)
+            self.d2h.run(lambda: buffer.memory.fill_(255))
             buffer.free = self.d2h.record()
         return drained
 

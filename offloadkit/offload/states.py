@@ -225,8 +225,8 @@ class LayerState:
             stream.wait(self.uploaded)
         passing, streamed = self._passing, self.weights if isinstance(self.weights, StreamedWeights) else None
         if passing is None:
-            with stream.as_current():
-                optimizer_step(self.flat, self.gradient.kept, segments, grad_scale)
+            gradient = self.gradient.kept
+            stream.run(lambda: optimizer_step(self.flat, gradient, segments, grad_scale))
             self.uploaded = stream.record()
             return
         assert self.ring is not None

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.device.streams import CopyStream, Event
+from offloadkit.device.streams import CopyStream, Event, Waits
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import EngineStateError
 from offloadkit.offload import state_ring, states, update
@@ -314,14 +315,13 @@ def test_random_delays_on_threads_and_streams_change_no_number(
         def later(*args: Any, **options: Any) -> Any:
             pause()
             stream = next((arg for arg in args if isinstance(arg, CopyStream)), None)
-            if stream is not None and stream.stream is not None and draw.random() < 0.1:
-                with stream.as_current():
-                    torch.cuda._sleep(int(draw.random() * 500_000))
+            if stream is not None and device == "cuda" and draw.random() < 0.1:
+                stream.run(lambda: torch.cuda._sleep(int(draw.random() * 500_000)))
             return real(*args, **options)
 
         return later
 
-    for owner, name in ((CopyStream, "copy"), (CopyStream, "copy_all"), (update.LayerState, "step"), (Event, "delay")):
+    for owner, name in ((CopyStream, "copy"), (CopyStream, "copy_all"), (update.LayerState, "step"), (Waits, "delay")):
         monkeypatch.setattr(owner, name, late(getattr(owner, name)))
     monkeypatch.setattr(StepBalancer, "correct", at_random(1))
     assert_equal(expected, trained(device, steps, plan, depth=depth, **options), plan.placements)
@@ -336,14 +336,9 @@ def test_streams_that_run_late_change_no_number(seed: int, accumulation: int, mo
     expected = trained("cpu", 8, depth=depth, **options)
     random.Random(seed).shuffle(placements)
     plan = mixed(OffloadConfig(**options), placements, depth)
-    monkeypatch.setattr(StateRing, "fill_with_nan", False)  # which is no operation of a stream here
     monkeypatch.setattr(StepBalancer, "correct", at_random(seed))
-    simulation = Simulation(monkeypatch, seed=seed, longest=1e-3)
-    try:
+    with Simulation(seed=seed, longest=1e-3).running() as simulation:
         assert_equal(expected, trained("cpu", 8, plan, depth=depth, **options), placements)
-    finally:
-        simulation.close()
-    assert simulation.errors == []
     assert simulation.num_operations > 1000
 
 
@@ -351,7 +346,6 @@ def test_streams_that_run_late_change_no_number(seed: int, accumulation: int, mo
 def test_what_is_still_on_its_way_to_ram_is_waited_for(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk in all, which the next step fetches before anything else; and weights that are saved at once."""
     monkeypatch.setattr(shapes, "STEP_CHUNK", 1 << 23)
-    monkeypatch.setattr(StateRing, "fill_with_nan", False)
     config, part = OffloadConfig(learning_rate=1e-2), "blocks.1"
     plan = mixed(config, [IN_VRAM])
     placements = tuple(
@@ -359,10 +353,12 @@ def test_what_is_still_on_its_way_to_ram_is_waited_for(placement: Placement, mon
     )
     plan = replace(plan, placements=placements, tiers=tier_bytes(plan.layers, placements, 1))
     results: list[list[torch.Tensor]] = []
-    for is_late in (False, True):
-        simulation = Simulation(monkeypatch, seed=0, longest=0.0) if is_late else None
+    for simulation in (None, Simulation(seed=0, longest=0.0)):
         saved: list[torch.Tensor] = []
-        with OffloadEngine(lm().eval(), config, device="cpu", plan=plan) as engine:
+        with (
+            nullcontext() if simulation is None else simulation.running(),
+            OffloadEngine(lm().eval(), config, device="cpu", plan=plan) as engine,
+        ):
             for step, batch in enumerate(tokens(12)):
                 engine.backward(engine(batch))
                 engine.step()
@@ -374,9 +370,6 @@ def test_what_is_still_on_its_way_to_ram_is_waited_for(placement: Placement, mon
                     saved += [tensor.clone() for tensor in engine.module.get_submodule(part).state_dict().values()]
             saved += numbers(engine).values()
         results.append(saved)
-        if simulation is not None:
-            simulation.close()
-            assert simulation.errors == []
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 

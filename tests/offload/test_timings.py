@@ -112,7 +112,7 @@ def test_outside_of_forward_and_backward_no_wait_is_timed() -> None:
 def test_an_event_that_is_past_is_waited_for_without_marks() -> None:
     waits = Waits(torch.device("cpu"))
     with waits.during("backward"):
-        waits.delay(Event(None))
+        waits.delay(Event())
     assert waits.take() == {}
 
 
