@@ -160,7 +160,7 @@ class _Buffer:
     arrived: Event | None = None
     """The end of the copy of these weights."""
     released: Event | None = None
-    """The end of the compute stream's work with it. None while it is in use, and before its first use."""
+    """The end of the compute stream's work with it. None while it is in use. At first: the memory is made."""
     last_use: int = 0
     """Number of the ring's use at which it was last used."""
     _parts: dict[StreamedBlock, list[tuple[StreamedWeights, torch.Tensor]]] = field(default_factory=dict)
@@ -208,7 +208,8 @@ class WeightRing:
         self._address, self._num_bytes, self._size = self._memory.data_ptr(), num_buffers * size, size
         self._as_dtype: dict[torch.dtype, torch.Tensor] = {}
         starts = range(0, num_buffers * size, size)
-        self._buffers = [_Buffer(self._memory[start : start + size], start) for start in starts]
+        made = record_compute(device)
+        self._buffers = [_Buffer(self._memory[start : start + size], start, released=made) for start in starts]
         self.h2d = CopyStream(device, "H2D")
         self._current: _Buffer | None = None
         self._successor: dict[tuple[bool, StreamedBlock], StreamedBlock] = {}

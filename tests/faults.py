@@ -1,0 +1,367 @@
+"""Small faults, put in one at a time: which of them do the tests see?
+
+    python tests/faults.py                 draw 60, try them in two processes, report
+    python tests/faults.py --list          show them
+    python tests/faults.py --only 7        try one, and show the tests' output
+
+The draw is decided by the seed and the files' text. It covers optim, offload, planner and kernels alike, and in each of
+these every kind of fault alike. Results are kept in a folder, so that an interrupted run goes on where it was; a fault
+is tried again when its file, or the tests, changed. A fault is seen if a test fails, or does not end in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+SEED = 2026
+NUM_FAULTS = 60
+LEAST_SEEN = 54
+SECONDS = 420
+"""For the tests of one fault."""
+ROOT = Path(__file__).parent.parent
+ROOMS = ("optim", "offload", "planner", "kernels")
+
+EQUIVALENT: dict[str, str] = {}
+"""By a fault's key: why no test can see it. It still counts among the 60, and is not replaced by another."""
+
+STEP = ["tests/optim", "tests/test_waits.py", "tests/test_fp16.py", "tests/test_streamed_states.py"]
+ENGINE = [
+    "tests/test_waits.py", "tests/offload", "tests/test_engine_waits.py", "tests/test_engine_errors.py",
+    "tests/test_streaming.py", "tests/test_engine_life.py", "tests/test_disk.py", "tests/test_fp16.py",
+    "tests/test_placements.py", "tests/test_engine.py", "tests/test_streamed_states.py",
+]  # fmt: skip
+PLAN = [
+    "tests/test_plan.py", "tests/test_plan_search.py", "tests/test_plan_seconds.py", "tests/test_plan_measured.py",
+    "tests/test_plan_streamed_states.py", "tests/test_plan_step_buffers.py", "tests/test_plan_words.py",
+    "tests/test_placements.py", "tests/test_planning.py", "tests/test_micro_batch.py",
+]  # fmt: skip
+TESTS: dict[str, list[str]] = {
+    "optim": STEP,
+    "offload": ENGINE,
+    "planner": PLAN,
+    "kernels": STEP,
+    "optim/table.py": [*STEP, *PLAN],
+    "optim/torch_optimizer.py": ["tests/optim", "tests/test_engine_life.py", "tests/test_engine.py"],
+    "offload/compile.py": ["tests/test_compiled.py"],
+    "offload/records.py": ["tests/offload/test_timings.py", "tests/test_telemetry.py", *ENGINE],
+    "offload/profiling.py": ["tests/test_profiling.py"],
+    "offload/shortage.py": ["tests/offload/test_ram_watch.py", "tests/test_shortage.py", "tests/test_retry_leaner.py"],
+    "offload/recompute.py": ["tests/offload/test_recomputation.py", *ENGINE],
+    "offload/layers.py": [*ENGINE, "tests/test_plan.py", "tests/test_planning.py"],
+    "planner/layout.py": [*PLAN, "tests/optim/test_table.py", "tests/test_streamed_states.py"],
+    "kernels/attention.py": ["tests/hf/test_fused_attention.py"],
+    "kernels/attention_triton.py": ["tests/hf/test_fused_attention.py"],
+    "kernels/linear_cross_entropy.py": ["tests/hf/test_chunked_loss.py"],
+}
+"""Which tests are asked, by room, or by file where that has others."""
+
+
+class Fault(NamedTuple):
+    """`old` at offset `start` of a file becomes `new`."""
+
+    path: str
+    kind: str
+    start: int
+    old: str
+    new: str
+
+    @property
+    def key(self) -> str:
+        """Its name, as long as the line, and those like it before, stay."""
+        text = (ROOT / self.path).read_text()
+        before = text[: self.start]
+        line = text[before.rfind("\n") + 1 :].split("\n", 1)[0]
+        column, same = self.start - before.rfind("\n") - 1, before.count(f"\n{line}\n")
+        words = f"{self.path}|{line.strip()}|{column - len(line) + len(line.lstrip())}|{same}|{self.new}"
+        return hashlib.sha256(words.encode()).hexdigest()[:10]
+
+    def mutated(self) -> str:
+        text = (ROOT / self.path).read_text()
+        assert text[self.start :].startswith(self.old)
+        return text[: self.start] + self.new + text[self.start + len(self.old) :]
+
+    def diff(self) -> str:
+        old, new = (ROOT / self.path).read_text().splitlines(), self.mutated().splitlines()
+        return "\n".join(difflib.unified_diff(old, new, self.path, self.kind, lineterm="", n=1))
+
+    def tests(self) -> list[str]:
+        name = self.path.removeprefix("offloadkit/")
+        wanted = TESTS.get(name) or TESTS[name.split("/")[0]]
+        return [path for path in dict.fromkeys(wanted) if (ROOT / path).exists()]
+
+
+# ---- Python ------------------------------------------------------------------------------------------------------
+
+_COMPARED = {
+    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+}  # fmt: skip
+_COMPUTED = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.FloorDiv: ("//", "%")}
+_RENAMED = {"min": "max", "max": "min", "any": "all", "all": "any", "amax": "amin", "floor": "ceil", "ceil": "floor"}
+
+
+_IN_EITHER_ORDER = ("min", "max", "minimum", "maximum", "isinstance", "getattr", "hasattr", "setattr", "cast")
+"""Or a type error in every call."""
+
+
+class _Finder:
+    """All faults of one Python file."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self._path, self._text = path, text
+        self._starts = [0]
+        for line in text.splitlines(keepends=True):
+            self._starts.append(self._starts[-1] + len(line))
+        self._lines = text.splitlines(keepends=True)
+        self.found: list[Fault] = []
+        self._look(ast.parse(text))
+
+    def _at(self, line: int, column: int) -> int:
+        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
+
+    def _span(self, node: Any) -> tuple[int, int]:
+        return self._at(node.lineno, node.col_offset), self._at(node.end_lineno, node.end_col_offset)
+
+    def _add(self, kind: str, start: int, end: int, new: str) -> None:
+        self.found.append(Fault(self._path, kind, start, self._text[start:end], new))
+
+    def _between(self, kind: str, left: Any, right: Any, old: str, new: str) -> None:
+        start, end = self._span(left)[1], self._span(right)[0]
+        match = re.search(rf"(?<![\w*/<>=!]){re.escape(old)}(?![\w*/<>=])", self._text[start:end])
+        if match:
+            self._add(kind, start + match.start(), start + match.end(), new)
+
+    def _look(self, node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr):
+                continue
+            if isinstance(child, ast.arg) or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+                continue
+            if isinstance(node, ast.AnnAssign) and child is node.annotation:
+                continue
+            if isinstance(node, ast.FunctionDef) and (child is node.returns or child in node.decorator_list):
+                continue
+            if isinstance(node, ast.ClassDef) and child in node.decorator_list:
+                continue
+            self._try(child)
+            self._look(child)
+
+    def _try(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            old, new = _COMPARED[type(node.ops[0])]
+            self._between("comparison", node.left, node.comparators[0], old, new)
+        elif isinstance(node, ast.BoolOp):
+            old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
+            self._between("and/or", node.values[0], node.values[1], old, new)
+        elif isinstance(node, ast.BinOp) and type(node.op) in _COMPUTED:
+            self._between("arithmetic", node.left, node.right, *_COMPUTED[type(node.op)])
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            start, _ = self._span(node)
+            self._add("not", start, start + len("not "), "")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            self._add("constant", *self._span(node), str(not node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+            self._add("constant", *self._span(node), str(node.value + 1))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, float):
+            self._add("constant", *self._span(node), repr(node.value * 2 or 1.0))
+        elif (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)) or isinstance(node, ast.AugAssign):
+            self._add("statement", *self._span(node), "pass")
+        elif isinstance(node, ast.Call):
+            self._try_call(node)
+
+    def _try_call(self, node: ast.Call) -> None:
+        name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        if name in _RENAMED:
+            end = self._span(node.func)[1]
+            self._add("min/max", end - len(name), end, _RENAMED[name])
+        plain = (ast.Name, ast.Attribute, ast.Constant, ast.Subscript)
+        if len(node.args) >= 2 and all(isinstance(argument, plain) for argument in node.args[:2]):
+            (first, first_end), (second, second_end) = (self._span(argument) for argument in node.args[:2])
+            one, other = self._text[first:first_end], self._text[second:second_end]
+            if one != other and name not in _IN_EITHER_ORDER:
+                self._add("arguments", first, second_end, other + self._text[first_end:second] + one)
+
+
+# ---- C -------------------------------------------------------------------------------------------------------------
+
+_IN_C = [
+    ("comparison", r"(?<=\w )<(?= \w)", "<="), ("comparison", r"(?<= )<=(?= )", "<"),
+    ("comparison", r"(?<= )>(?= )", ">="),
+    ("comparison", r"(?<= )==(?= )", "!="), ("comparison", r"(?<= )!=(?= )", "=="), ("and/or", r"&&", "||"),
+    ("and/or", r"\|\|", "&&"), ("arithmetic", r"(?<= )\+(?= )", "-"), ("arithmetic", r"(?<= )-(?= )", "+"),
+    ("arithmetic", r"(?<=\w )\*(?= \w)", "+"), ("shift", r"(?<= )>>(?= )", "<<"), ("shift", r"(?<= )<<(?= )", ">>"),
+    ("constant", r"(?<![\w.#x])\d+(?=[\s;,)\]])", "+1"),
+]  # fmt: skip
+
+
+def _faults_of_c(path: str, text: str) -> list[Fault]:
+    blank = re.sub(r"/\*.*?\*/|//[^\n]*|\"[^\"\n]*\"|^\s*#[^\n]*", lambda m: " " * len(m[0]), text, flags=re.S | re.M)
+    found = []
+    for kind, pattern, new in _IN_C:
+        for match in re.finditer(pattern, blank):
+            becomes = str(int(match[0]) + 1) if new == "+1" else new
+            found.append(Fault(path, kind, match.start(), match[0], becomes))
+    statement = r"(?m)^ +(?P<s>[\w\[\]>.-]+(?:\([^;{}\n]*\)| [-+*/|^&]= [^;\n]*);)$"
+    matches = re.finditer(statement, blank)
+    return found + [Fault(path, "statement", match.start("s"), match["s"], ";") for match in matches]
+
+
+# ---- the draw --------------------------------------------------------------------------------------------------------
+
+
+def candidates(room: str) -> dict[str, list[Fault]]:
+    """All faults of a room, by kind."""
+    by_kind: dict[str, list[Fault]] = {}
+    for path in sorted((ROOT / "offloadkit" / room).iterdir()):
+        name, is_python = str(path.relative_to(ROOT)), path.suffix == ".py"
+        if is_python or path.suffix in (".c", ".h"):
+            text = path.read_text()
+            for fault in _Finder(name, text).found if is_python else _faults_of_c(name, text):
+                by_kind.setdefault(fault.kind, []).append(fault)
+    return by_kind
+
+
+def drawn(seed: int = SEED, num: int = NUM_FAULTS) -> list[Fault]:
+    """The same faults for the same files: a room in turn, a kind by chance, one of that kind by chance."""
+    draw, rooms, found = random.Random(seed), {room: candidates(room) for room in ROOMS}, list[Fault]()
+    while len(found) < num:
+        of_room = rooms[ROOMS[len(found) % len(ROOMS)]]
+        fault = draw.choice(of_room[draw.choice(sorted(of_room))])
+        if fault not in found:
+            found.append(fault)
+    return found
+
+
+# ---- trying them -----------------------------------------------------------------------------------------------------
+
+
+def _copy_tree(into: Path) -> Path:
+    files = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).split("\n")
+    compiled = [str(path.relative_to(ROOT)) for path in (ROOT / "offloadkit/kernels").glob("*.so")]
+    for name in filter(None, [*files, *compiled]):
+        if (ROOT / name).is_file():
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, into / name)
+    return into
+
+
+def _run_tests(tree: Path, tests: list[str], *, show: bool) -> dict[str, Any]:
+    """Whether they fail, and how."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=line", *tests]
+    out: Any = None if show else subprocess.PIPE
+    process = subprocess.Popen(
+        command, cwd=tree, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return {"seen": True, "by": f"no end after {SECONDS} s"}
+    lines = [line for line in (output or "").splitlines() if line.startswith(("FAILED", "ERROR", "E "))]
+    return {"seen": process.returncode != 0, "by": lines[-1][:200] if lines else ""}
+
+
+def try_fault(fault: Fault, tree: Path, *, show: bool = False) -> dict[str, Any]:
+    """Put it into the copy `tree`, run the tests, and take it out."""
+    file, is_c = tree / fault.path, not fault.path.endswith(".py")
+    file.write_text(fault.mutated())
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
+    try:
+        if is_c and subprocess.run(build, cwd=tree, capture_output=True, check=False).returncode:
+            return {"seen": True, "by": "it does not compile"}
+        return _run_tests(tree, fault.tests(), show=show)
+    finally:
+        shutil.copy2(ROOT / fault.path, file)
+        if is_c:
+            for compiled in (ROOT / "offloadkit/kernels").glob("*.so"):
+                shutil.copy2(compiled, tree / compiled.relative_to(ROOT))
+
+
+def _digest() -> str:
+    """Of all code and tests: a result is of these."""
+    paths = sorted(path for folder in ("offloadkit", "tests") for path in (ROOT / folder).rglob("*") if path.is_file())
+    texts = (path.read_bytes() for path in paths if path.suffix in (".py", ".c", ".h") and path != Path(__file__))
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+
+
+def _attempts(faults: list[Fault], results: Path, processes: int) -> Iterator[tuple[Fault, dict[str, Any]]]:
+    """Each fault and its result, in order; what is in the file `results` is not tried again."""
+    known: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for number in range(processes):
+            trees.put(_copy_tree(Path(folder) / str(number)))
+
+        def result(fault: Fault) -> dict[str, Any]:
+            if fault.key not in known:
+                tree = trees.get()
+                try:
+                    known[fault.key] = try_fault(fault, tree)
+                    results.write_text(json.dumps(known, indent=1))
+                finally:
+                    trees.put(tree)
+            found: dict[str, Any] = known[fault.key]
+            return found
+
+        yield from zip(faults, pool.map(result, faults), strict=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="show the faults")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="try these, and show the tests' output")
+    parser.add_argument("--first", type=int, default=NUM_FAULTS, metavar="N", help="try the first N")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "offloadkit-faults")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    faults = drawn(options.seed)
+    if options.list:
+        for number, fault in enumerate(faults):
+            print(f"{number} {fault.key} {EQUIVALENT.get(fault.key, '')}\n{fault.diff()}\n")
+        return
+    if options.only:
+        with tempfile.TemporaryDirectory() as folder:
+            for number in options.only:
+                print(faults[number].diff(), flush=True)
+                print(try_fault(faults[number], _copy_tree(Path(folder) / str(number)), show=True))
+        return
+    options.results.mkdir(parents=True, exist_ok=True)
+    num_seen, chosen = 0, faults[: options.first]
+    attempts = _attempts(chosen, options.results / f"{_digest()}.json", options.processes)
+    for number, (fault, result) in enumerate(attempts):
+        num_seen += result["seen"]
+        word = (
+            "seen"
+            if result["seen"]
+            else f"EQUIVALENT: {EQUIVALENT[fault.key]}"
+            if fault.key in EQUIVALENT
+            else "UNSEEN"
+        )
+        print(f"{number} {fault.key} {word} {result['by']}\n{fault.diff()}\n", flush=True)
+    print(f"{num_seen} of {len(chosen)} seen; at least {LEAST_SEEN} of {NUM_FAULTS} are to be")
+    sys.exit(num_seen < LEAST_SEEN * len(chosen) / NUM_FAULTS)
+
+
+if __name__ == "__main__":
+    main()
