@@ -224,7 +224,7 @@ class Watched:
         touched = {self._in_ram(tensor) for tensor in (*reads, *writes) if tensor.numel()}
         on_host = touched == {True} or (threading.get_ident() != self._main and self._stream_of_kernel() is None)
         actor = self.host() if on_host else (self._stream_of_kernel() or self._compute).asked()
-        self.note(actor, reads, [*writes, *made])
+        self.note(actor, reads, [*writes, *(() if on_host else made)])
         if len(touched) == 2 or blocks:
             self.host().learn(actor.tell())
 
@@ -330,7 +330,7 @@ class Watched:
     # ---- races ---------------------------------------------------------------------------------------------------
 
     def races(self) -> set[tuple[str, str]]:
-        """The pairs of places in the code whose accesses race, the earlier in the log first."""
+        """The pairs of functions whose accesses race, the earlier in the log first."""
         shared = sorted({edge for a in self.log if a.actor != self._compute.actor.number for edge in (a.first, a.end)})
         borders = np.array(shared)
         last: dict[int, Access] = {}
@@ -351,7 +351,7 @@ class Watched:
         return found
 
     def _said(self, access: Access) -> str:
-        return f"{self._actors[access.actor].name} {'writes' if access.writes else 'reads'} at {access.where}"
+        return f"{self._actors[access.actor].name} {'writes' if access.writes else 'reads'} in {access.where}"
 
 
 def _tensors(given: Any) -> Iterator[torch.Tensor]:
@@ -368,12 +368,12 @@ def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _caller() -> str:
-    """The innermost line of `offload/`."""
+    """The innermost function of `offload/`."""
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
         if "/offload/" in path and path.startswith(str(PACKAGE)):
-            return f"{Path(path).name}:{frame.f_lineno}"
+            return f"{Path(path).stem}.{frame.f_code.co_qualname}"
         frame = frame.f_back  # type: ignore[assignment]
     return "the model"
 
@@ -388,6 +388,9 @@ class Wait(NamedTuple):
     function: str
     words: str
     event: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.function}: {self.words} {self.event}".rstrip()
 
 
 def waits() -> list[Wait]:

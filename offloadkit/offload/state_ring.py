@@ -25,7 +25,7 @@ from typing import ClassVar
 
 import torch
 
-from offloadkit.device.streams import CopyStream, Event
+from offloadkit.device.streams import CopyStream, Event, record_compute
 from offloadkit.kernels.dispatch import optimizer_step
 from offloadkit.optim.table import FlatState, Segment, aligned
 from offloadkit.planner import chunk_numel
@@ -101,7 +101,7 @@ class _Buffer:
     memory: torch.Tensor
     views: dict[_Layout, dict[str, torch.Tensor]]
     free: Event | None = None
-    """What it held is in RAM again."""
+    """The memory is made, or what it held is in RAM again."""
     arrived: Event | None = None
 
     def parts(self, chunk: _Chunk) -> dict[str, torch.Tensor]:
@@ -129,7 +129,8 @@ class StateRing:
         """
         self.h2d, self.d2h = CopyStream(device, "H2D"), CopyStream(device, "D2H")
         memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
-        self._buffers = [_Buffer(memory, {}) for memory in memories]
+        made = record_compute(device)
+        self._buffers = [_Buffer(memory, {}, free=made) for memory in memories]
         self._num_fetched = 0
         self._ahead: deque[tuple[_Chunk, _Buffer]] = deque()
         self._under_way: deque[Event] = deque()
