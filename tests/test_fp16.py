@@ -52,6 +52,29 @@ def test_the_dynamic_scale_follows_the_overflows() -> None:
     assert not scale.can_fall
 
 
+def test_overflows_are_borne_again_only_after_the_scale_rose() -> None:
+    scale = LossScale("dynamic")
+    for overflow in (True, *[False] * (loss_scale.WINDOW - 1), True):
+        scale.update(overflow=overflow)
+    assert scale.scale == loss_scale.START / 2, "good steps alone give no patience back"
+    for overflow in (*[False] * loss_scale.WINDOW, True):
+        scale.update(overflow=overflow)
+    assert scale.scale == loss_scale.START, "the first overflow after a rise is borne"
+    scale.update(overflow=True)
+    assert scale.scale == loss_scale.START / 2
+
+
+@pytest.mark.parametrize("before", [[True], [False] * (loss_scale.WINDOW - 1)], ids=["impatient", "about to rise"])
+def test_a_loaded_scale_goes_on_as_the_saved_one(before: list[bool]) -> None:
+    saved, loaded = LossScale("dynamic"), LossScale("dynamic")
+    for overflow in before:
+        saved.update(overflow=overflow)
+    loaded.load_state_dict(saved.state_dict())
+    for scale in (saved, loaded):
+        scale.update(overflow=before[0])
+        assert scale.scale == loss_scale.START * (0.5 if before[0] else 2)
+
+
 def test_a_fixed_scale_stays() -> None:
     scale = LossScale(128.0)
     scale.update(overflow=True)

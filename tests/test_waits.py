@@ -96,12 +96,12 @@ def closed_after_backward() -> None:
 
 
 class Twice(TinyLM):
-    """Runs its blocks, a large one and a small one, twice, recomputed by torch's older checkpointing, whose backward
+    """Runs its blocks twice, recomputed by torch's older checkpointing, whose backward
     brings a gradient for each."""
 
-    def __init__(self) -> None:
+    def __init__(self, *hidden: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Residual(65, 1027), Residual(65, 3)])
+        self.blocks = nn.ModuleList([Residual(65, size) for size in hidden])
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         x = self.embed(batch)
@@ -111,8 +111,8 @@ class Twice(TinyLM):
 
 
 def used_twice() -> None:
-    """A block's gradient comes again after it was sent."""
-    with OffloadEngine(Twice(), OffloadConfig(placement=Placement()), device="cpu") as engine:
+    """A small block's gradient, which has a bucket of its own, comes again after it was sent."""
+    with OffloadEngine(Twice(1027, 3), OffloadConfig(placement=Placement()), device="cpu") as engine:
         train(engine, tokens(3))
 
 

@@ -183,6 +183,20 @@ def test_rounding_of_the_heads_gradients(scale: float, dtype: torch.dtype) -> No
         assert float((mine - true).norm()) <= 1.2 * float((theirs - true).norm())
 
 
+@pytest.mark.parametrize("shape", [(), (VOCAB,)], ids=["one number", "one a token"])
+def test_a_learned_scale_of_the_logits_gets_its_gradient(shape: tuple[int, ...]) -> None:
+    """As CLIP's logit_scale."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(36, 16, generator=generator), torch.randn(VOCAB, 16, generator=generator)
+    target = torch.randint(0, VOCAB, (36,), generator=generator)
+    found = []
+    for logits in (Logits(hidden, weight, None, chunk_elements=CHUNK), F.linear(hidden, weight)):
+        scale = torch.full(shape, 0.7, requires_grad=True)
+        F.cross_entropy(logits * scale, target).backward()
+        found.append(scale.grad)
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_num_items_in_batch_divides_the_sum() -> None:
     model = make("llama")
     inputs = {**batch(), "num_items_in_batch": torch.tensor(7)}

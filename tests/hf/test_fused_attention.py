@@ -353,6 +353,20 @@ def test_no_placement_changes_a_number_and_dropped_weights_are_found_again(compi
 
 
 @pytest.mark.usefixtures("emulated", "one_thread")
+def test_every_layer_and_step_drops_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    kernel = emulated_attention.KERNELS.forward
+
+    def forward(*given: Any, **constants: Any) -> None:
+        seeds.append(int(given[5]))
+        kernel._run(*given, **constants)
+
+    monkeypatch.setattr(emulated_attention.KERNELS, "forward", emulated_attention._Kernel(forward))
+    trained(Placement())
+    assert len(set(seeds)) == len(seeds) > 2 * SHAPE["num_layers"]
+
+
+@pytest.mark.usefixtures("emulated", "one_thread")
 def test_a_model_learns_as_with_its_own_attention() -> None:
     mine, own = (trained(Placement(), fused=fused, dropout=0.0)[0] for fused in (True, False))
     assert not torch.equal(mine, own)

@@ -219,6 +219,23 @@ def test_a_scheduler_of_the_users_sets_the_learning_rates(tmp_path: Path) -> Non
     assert len(rates) >= 2
 
 
+def test_a_scheduler_of_the_users_goes_on_where_a_resumed_run_was(tmp_path: Path) -> None:
+    def scheduled() -> dict[str, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=4e-3)
+        return {"optimizers": (None, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))}
+
+    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = train(tmp_path / "whole", t5(), seq2seq_rows(), more=scheduled(), **options)
+    resumed = OffloadSeq2SeqTrainer(
+        model=t5(), args=arguments(tmp_path / "resumed", **options), train_dataset=seq2seq_rows(), **scheduled()
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for trainer, num in ((whole, 4), (resumed, 2)):
+        trainer.engine.synchronize()
+        rates = [record.learning_rate for record in trainer.engine.telemetry.records]
+        assert rates == pytest.approx([4e-3, 2e-3, 1e-3, 5e-4][-num:])
+
+
 def test_the_scheduler_of_the_arguments_sets_the_learning_rates(tmp_path: Path) -> None:
     trainer = train(tmp_path, t5(), seq2seq_rows(), lr_scheduler_type="linear", warmup_steps=1, max_steps=4)
     trainer.engine.synchronize()
