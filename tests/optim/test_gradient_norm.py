@@ -41,6 +41,12 @@ def reference_sums_of(gradient: torch.Tensor, blocks: torch.Tensor) -> torch.Ten
     return out
 
 
+def test_without_the_c_kernel_the_reference_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    gradient, blocks = make_gradient(torch.float32, 150_000), norm_blocks([(3, 140_000)])
+    assert_same_array_bits(sums_of(gradient, blocks), reference_sums_of(gradient, blocks))
+
+
 def plain_python_sum(gradient: torch.Tensor, start: int, length: int) -> float:
     """The definition, word for word: squares, zero padding, adjacent rows, adjacent columns."""
     squares = [value * value for value in gradient[start : start + length].double().tolist()]
