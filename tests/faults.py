@@ -41,18 +41,13 @@ ROOMS = ("optim", "offload", "planner", "kernels")
 EQUIVALENT: dict[str, str] = {}
 """By a fault's key: why no test can see it. It still counts among the 60, and is not replaced by another."""
 
-CHANGES = "tests/test_streamed_states.py::test_layers_may_change_the_processor_before_every_step"
-STEP = ["tests/optim", "tests/test_fp16.py", CHANGES]
+CHANGES = "tests/offload/test_state_ring.py::test_layers_may_change_the_processor_before_every_step"
+STEP = ["tests/optim", "tests/kernels", "tests/offload/test_rounded_states.py", "tests/test_fp16.py", CHANGES]
 ENGINE = [
-    "tests/offload", "tests/test_engine_waits.py", "tests/test_engine_errors.py", "tests/test_disk.py",
-    "tests/test_engine_life.py", "tests/test_streaming.py", "tests/test_fp16.py", "tests/test_waits.py", CHANGES,
-    "tests/test_engine.py", "tests/test_placements.py",
+    "tests/test_engine_waits.py", "tests/test_engine_errors.py", "tests/test_engine_life.py", "tests/device",
+    "tests/test_fp16.py", "tests/test_engine.py", "tests/offload", "tests/test_synchronisation.py",
 ]  # fmt: skip
-PLAN = [
-    "tests/test_plan.py", "tests/test_plan_search.py", "tests/test_plan_seconds.py", "tests/test_plan_measured.py",
-    "tests/test_plan_streamed_states.py", "tests/test_plan_step_buffers.py", "tests/test_plan_words.py",
-    "tests/test_placements.py", "tests/test_planning.py", "tests/test_micro_batch.py",
-]  # fmt: skip
+PLAN = ["tests/planner", "tests/test_planning.py", "tests/test_tracing.py", "tests/offload/test_placements.py"]
 TESTS: dict[str, list[str]] = {
     "optim": STEP,
     "offload": ENGINE,
@@ -60,12 +55,14 @@ TESTS: dict[str, list[str]] = {
     "kernels": STEP,
     "optim/table.py": [*STEP, *PLAN],
     "optim/torch_optimizer.py": ["tests/optim", "tests/test_engine_life.py", "tests/test_engine.py"],
-    "offload/compile.py": ["tests/test_compiled.py"],
+    "offload/compile.py": ["tests/offload/test_compile.py"],
     "offload/records.py": ["tests/offload/test_timings.py", "tests/test_telemetry.py", *ENGINE],
-    "offload/profiling.py": ["tests/test_profiling.py"],
-    "offload/shortage.py": ["tests/offload/test_ram_watch.py", "tests/test_shortage.py", "tests/test_retry_leaner.py"],
-    "offload/recompute.py": ["tests/offload/test_recomputation.py", *ENGINE],
-    "offload/layers.py": [*ENGINE, "tests/test_plan.py", "tests/test_planning.py"],
+    "offload/profiling.py": ["tests/offload/test_profiling.py"],
+    "offload/shortage.py": [
+        *(f"tests/offload/test_{of}.py" for of in ("ram_watch", "shortage")),
+        "tests/test_retry_leaner.py",
+    ],
+    "offload/layers.py": [*ENGINE, "tests/planner/test_plan.py", "tests/test_planning.py"],
     "planner/layout.py": [*PLAN, "tests/optim/test_table.py", CHANGES],
     "kernels/attention.py": ["tests/hf/test_fused_attention.py"],
     "kernels/attention_triton.py": ["tests/hf/test_fused_attention.py"],

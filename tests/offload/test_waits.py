@@ -30,8 +30,8 @@ from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import layout, possible, tier_bytes
 from tests.happens_before import Wait, Watched, waits, without
 from tests.models import Residual, TinyLM, tokens, train
+from tests.offload.test_state_ring import EVERYWHERE, IN_VRAM, LEAST_RAM, at_random, mixed, numbers, trained
 from tests.test_engine_waits import EmbedsByHand
-from tests.test_streamed_states import EVERYWHERE, IN_VRAM, LEAST_RAM, at_random, mixed, numbers, trained
 
 DEPTH = len(EVERYWHERE) - 1
 

@@ -10,7 +10,7 @@ import torch
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from tests.models import Twin, tokens
-from tests.test_waits import Twice
+from tests.offload.test_waits import Twice
 
 
 @pytest.mark.usefixtures("one_thread")
