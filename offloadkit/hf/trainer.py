@@ -80,9 +80,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             raise ConfigError(
-                "offloadkit steps with its own optimizers and takes none. Choose one by `optim`. Leave `optimizers` "
-                "and `optimizer_cls_and_kwargs` out, and set learning_rate, adam_beta1, adam_beta2, adam_epsilon and "
-                "weight_decay in TrainingArguments. optimizers=(None, scheduler) may bring a scheduler"
+                "offloadkit steps with optimizers of its own, chosen by `optim`, and takes no optimizer. Leave "
+                "`optimizers` and `optimizer_cls_and_kwargs` out. Set learning_rate, adam_beta1, adam_beta2, "
+                "adam_epsilon and weight_decay in TrainingArguments. optimizers=(None, scheduler) may bring a scheduler"
             )
         self._own_scheduler = self.lr_scheduler
 
