@@ -15,11 +15,11 @@ from transformers.utils import logging
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError
+from offloadkit.optim.table import trainer_names
 from offloadkit.planner import Dtype
 
 logger = logging.get_logger(__name__)
 
-_OPTIMS = ("adamw_torch", "adamw_torch_fused")
 _OWN_NAMES = {
     "num_train_epochs": "epochs",
     "per_device_train_batch_size": "batch_size",
@@ -97,11 +97,15 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
         "max_grad_norm": args.max_grad_norm or None,
         "gradient_accumulation": args.gradient_accumulation_steps,
     }
+    optimizer = trainer_names().get(_optim(args), "adamw")
+    if optimizer != "adamw":  # which is the arguments' default, and says nothing
+        told["optimizer"] = optimizer
     if args.bf16 or args.fp16:
         told["working_dtype"] = "bf16" if args.bf16 else "fp16"
     if args.gradient_checkpointing:
         told["activation_checkpointing"] = True
-    defaults = {field.name: field.default for field in fields(OffloadConfig)}
+    usual = OffloadConfig(optimizer=offload.optimizer)
+    defaults = {field.name: getattr(usual, field.name) for field in fields(OffloadConfig)} | {"optimizer": "adamw"}
     clashes = [
         f"{name}: {getattr(offload, name)!r} in OffloadConfig, {value!r} by TrainingArguments"
         for name, value in told.items()
@@ -113,6 +117,10 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
             + "\n  ".join(clashes)
         )
     return replace(offload, **told)
+
+
+def _optim(args: TrainingArguments) -> str:
+    return str(getattr(args.optim, "value", args.optim))
 
 
 @contextmanager
@@ -137,9 +145,9 @@ def check_arguments(args: TrainingArguments) -> None:
     refused = {
         "fp16_full_eval=True": (args.fp16_full_eval, "leave it out"),
         "bf16_full_eval=True": (args.bf16_full_eval and not args.bf16, "use it with bf16=True only"),
-        f"optim={str(getattr(args.optim, 'value', args.optim))!r}": (
-            args.optim not in _OPTIMS,
-            f"use one of {', '.join(_OPTIMS)}: the engine steps with its own AdamW",
+        f"optim={_optim(args)!r}": (
+            _optim(args) not in trainer_names(),
+            f"use one of {', '.join(trainer_names())}: the engine steps with its own optimizers",
         ),
         "deepspeed": (args.deepspeed, "leave it out: offloadkit does the offloading"),
         "fsdp": (args.fsdp, "leave it out: offloadkit does the offloading"),

@@ -80,9 +80,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             raise ConfigError(
-                "offloadkit steps with its own AdamW in host memory and takes no optimizer. Leave `optimizers` and "
-                "`optimizer_cls_and_kwargs` out, and set learning_rate, adam_beta1, adam_beta2, adam_epsilon and "
-                "weight_decay in TrainingArguments. optimizers=(None, scheduler) may bring a scheduler"
+                "offloadkit steps with optimizers of its own, chosen by `optim`, and takes no optimizer. Leave "
+                "`optimizers` and `optimizer_cls_and_kwargs` out. Set learning_rate, adam_beta1, adam_beta2, "
+                "adam_epsilon and weight_decay in TrainingArguments. optimizers=(None, scheduler) may bring a scheduler"
             )
         self._own_scheduler = self.lr_scheduler
 
@@ -110,7 +110,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
-        """A torch AdamW that is never stepped: `create_optimizer` reads its parameter groups."""
+        """A torch AdamW that is never stepped, whatever `optim` is: `create_optimizer` reads its parameter groups."""
         return torch.optim.AdamW, {
             "lr": args.learning_rate,
             "betas": (args.adam_beta1, args.adam_beta2),

@@ -154,6 +154,11 @@ NEED_WHOLE_MATRICES = {
 """Optimizers that cannot be cut into chunks of elements, and why."""
 
 
+def trainer_names() -> dict[str, str]:
+    """The optimizers by the names that `TrainingArguments.optim` has for them."""
+    return {known: optimizer.name for optimizer in OPTIMIZERS.values() for known in optimizer.trainer_names}
+
+
 def optimizer_named(name: str) -> Optimizer:
     """
     Raises:

@@ -142,7 +142,7 @@ def check_states(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -
             "the saved master weights have more bits than this run's working weights: go on with the working dtype "
             "that the run was saved with"
         )
-    for name in saved.keys() & own.keys() - {"step"}:
+    for name in sorted(saved.keys() & own.keys() - {"step"}):
         if saved[name].dtype == own[name].dtype:
             continue
         if not (own[name].dtype == torch.float32 and saved[name].is_floating_point()):

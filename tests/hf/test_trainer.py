@@ -205,3 +205,13 @@ class OutOfMemoryInTheLoss(OffloadTrainer):
 def test_a_full_gpu_is_explained_where_the_users_loss_finds_it_too(tmp_path: Path) -> None:
     with pytest.raises(OutOfVramError, match="Planned were"):
         train(tmp_path, t5(), seq2seq_rows(), OutOfMemoryInTheLoss)
+
+
+def test_lion_32bit_trains_with_lion_as_the_config_does(tmp_path: Path) -> None:
+    config = {"offload": OffloadConfig(optimizer="lion")}
+    by_name = train(tmp_path, llama(), causal_rows(), OffloadTrainer, optim="lion_32bit", adam_beta2=0.95)
+    by_config = train(tmp_path, llama(), causal_rows(), OffloadTrainer, config, adam_beta2=0.95)
+    adamw = train(tmp_path, llama(), causal_rows(), OffloadTrainer, adam_beta2=0.95)
+    weights, same, other = (trainer.model.state_dict() for trainer in (by_name, by_config, adamw))
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    assert not torch.equal(weights["lm_head.weight"], other["lm_head.weight"])
