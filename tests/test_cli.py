@@ -108,6 +108,7 @@ def test_train_takes_the_lengths_and_the_dtype_that_plan_takes(monkeypatch: pyte
     assert "working_dtype must be one of" in run("train", "model", "data.jsonl", "--dtype", "int8").stderr
 
 
+@pytest.mark.slow
 def test_a_folder_for_states_on_disk_is_told_to_plan_and_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

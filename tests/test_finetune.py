@@ -373,6 +373,7 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_plan_and_finetune_stay_functions_whatever_is_imported() -> None:
     code = (
         "import offloadkit; from offloadkit.planner import Plan; import offloadkit.finetuning, offloadkit.planning;"

@@ -39,6 +39,7 @@ def test_a_card_that_is_not_here_is_planned_for() -> None:
     assert "more VRAM would keep" in explained
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_so_and_what_would() -> None:
     made = offloadkit.plan("t5-3b", vram="8GiB", ram="30GiB", batch_size=1)
     assert not made.fits

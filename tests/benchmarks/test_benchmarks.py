@@ -59,6 +59,7 @@ def measured(seconds: float, **changes: Any) -> dict[str, Any]:
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_engine_in_a_fresh_process_makes_a_whole_row(tmp_path: Path) -> None:
     out = tmp_path / "results.csv"
     (row,) = run.run(["tiny-ragged"], engines=["offloadkit"], steps=2, out=out, commit="abc", device="cpu")

@@ -110,6 +110,7 @@ def test_the_largest_batch_by_the_plan_is_found_to_an_eighth(monkeypatch: pytest
     assert forecast.largest_batch(work, 64, cpu) is None
 
 
+@pytest.mark.slow
 def test_training_on_own_rows_measures_the_held_out_loss(tmp_path: Path, in_this_process: list[Task]) -> None:
     result = sweep(
         "t5-tiny",

@@ -311,6 +311,7 @@ def test_model_whose_init_weights_forgets_a_parameter_is_built_at_once(
 # ---- from the hub ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dropped_connection_says_that_a_rerun_resumes_and_it_does(hub: Hub, ask: Ask, tmp_path: Path) -> None:
     model = written(CONFIGS["t5"], tmp_path, "sharded")
     repository = hub.add_folder("org/lazy", tmp_path)

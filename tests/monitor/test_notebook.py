@@ -151,6 +151,7 @@ def test_the_button_is_heard_where_the_front_end_sends_it_past_the_running_cell(
     assert int(steps) < 2000
 
 
+@pytest.mark.slow
 def test_ten_runs_leave_no_widgets_behind(kernel: Any) -> None:
     count = """
 from ipywidgets.widgets import widget

@@ -49,7 +49,14 @@ def test_t5_3b_fits_cards_of_every_size(small_batch: Model, vram: int) -> None:
     assert made.total_bytes("ram") <= 42 * GIB
 
 
-@pytest.mark.parametrize(("accumulation", "precision"), [(1, "exact"), (4, "exact"), (1, "compact")])
+@pytest.mark.parametrize(
+    ("accumulation", "precision"),
+    [
+        (1, "exact"),
+        pytest.param(4, "exact", marks=pytest.mark.slow),
+        pytest.param(1, "compact", marks=pytest.mark.slow),
+    ],
+)
 def test_more_vram_is_never_slower(small_batch: Model, accumulation: int, precision: Any) -> None:
     """But for what fits altogether: that is on the GPU altogether, though one CPU step could hide under forward."""
     budgets = [3, 3.5, 4, 5, 6, 8, 12, 16, 20, 28, 36, 44, 64]
@@ -61,6 +68,7 @@ def test_more_vram_is_never_slower(small_batch: Model, accumulation: int, precis
         assert after <= 1.01 * before
 
 
+@pytest.mark.slow
 def test_more_vram_is_never_slower_for_llama(llama_8b: Model) -> None:
     made = [plan(llama_8b, vram=budget * GIB, ram="112GiB") for budget in (10, 12, 16, 20, 24, 32, 48, 64, 96, 128)]
     steps = [one.seconds.step for one in made if one.fits and one.seconds]
