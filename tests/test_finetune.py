@@ -137,6 +137,7 @@ def test_resume_goes_on_from_the_newest_complete_checkpoint(tmp_path: Path) -> N
     assert all(torch.equal(whole[name], weight) for name, weight in result.model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "trainer_state.json", "config.json"]
 )

@@ -86,6 +86,7 @@ def test_rows_that_came_as_tokens_and_are_longer_than_was_planned_are_planned_fo
     assert made == planned(t5, max_input_length=40, max_target_length=30)
 
 
+@pytest.mark.slow
 def test_what_fits_with_the_rows_there_are_is_not_refused(t5: Any) -> None:
     """It would be with the longest rows that are allowed; where rows must be downloaded first, it is."""
     short, long = (planned(t5, **lengths).needs()["ram"] for lengths in (OF_PAIRS, {}))

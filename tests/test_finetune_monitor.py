@@ -222,6 +222,7 @@ def test_a_stopped_run_keeps_its_last_checkpoint_and_a_best_one_where_there_is_o
     assert sorted(int(path.name.split("-")[1]) for path in Path("out").glob("checkpoint-*")) == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "happens"), [(1, "are seen again"), (4, "are left out")])
 def test_resuming_with_another_batch_size_says_what_differs(
     rows: int, happens: str, by_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -238,6 +239,7 @@ def test_resuming_with_another_batch_size_says_what_differs(
     assert line.endswith("batch_size=2 goes on exactly")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [8, 9])
 def test_resuming_what_was_done_already_takes_no_step_and_says_so(
     steps: int, by_name: str, capsys: pytest.CaptureFixture[str]

@@ -148,6 +148,7 @@ def test_unasked_the_error_says_that_it_could_be_tried(full_at: Callable[..., li
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.slow
 def test_where_no_plan_is_leaner_the_error_says_why_and_the_steps_so_far_are_saved(
     full_at: Callable[..., list[int]], tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def test_the_distance_is_in_deviations_of_exact_and_by_seed() -> None:
     assert summary["exact_sd"] == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_a_failed_training_is_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     rows = precisions(exact=[1.0, 1.1])
     rows[-1]["failed"] = "ValueError: what happened"
@@ -93,6 +94,7 @@ def test_a_training_that_learns_less_is_told_apart() -> None:
     assert verdicts(rows)["tiny"] == "NOT within"
 
 
+@pytest.mark.slow
 def test_the_demo_task_counts_dates_that_are_right() -> None:
     found = run_trial(Trial("demo", "tiny", steps=8, tiny=True))
     assert found["train_loss"] < found["first_loss"]

@@ -52,6 +52,7 @@ in_fresh_process({}, timeout=300, ram=None, log=None, module="lasting")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_a_task_ends_with_the_process_that_started_it(how: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "lasting.py").write_text(LASTING)

@@ -32,7 +32,7 @@ from transformers import (
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
 from offloadkit.hf import loss as chunked_loss
-from offloadkit.hf import trainer as trainer_module
+from offloadkit.hf import patches
 from offloadkit.hf.loss import Logits, compute_loss_in_chunks
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
 from tests.hf import training
@@ -349,7 +349,7 @@ def test_training_through_the_engine(name: str, checkpointing: bool, num_chunked
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainers' logits are of more than one chunk, whatever the micro-batch."""
-    monkeypatch.setattr(trainer_module, "compute_loss_in_chunks", partial(compute_loss_in_chunks, chunk_elements=64))
+    monkeypatch.setattr(patches, "compute_loss_in_chunks", partial(compute_loss_in_chunks, chunk_elements=64))
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -371,7 +371,7 @@ def test_however_they_are_accumulated_the_samples_give_the_norm_of_the_models_ow
         split = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 8 // batch_size}
         runs.append(training.train(tmp_path, model(), rows, OffloadSeq2SeqTrainer, **split, **options))
     assert len(num_chunked) == (0 if options else 3 * (1 + 4 + 8))
-    monkeypatch.setattr(trainer_module, "compute_loss_in_chunks", lambda model: lambda: None)
+    monkeypatch.setattr(patches, "compute_loss_in_chunks", lambda model: lambda: None)
     runs.append(training.train(tmp_path, model(), rows, per_device_train_batch_size=8, **options))
     norms, losses = ([training.logged(run, key) for run in runs] for key in ("grad_norm", "loss"))
     for index in range(3):

@@ -342,6 +342,7 @@ PLACEMENTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated", "one_thread")
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_placement_changes_a_number_and_dropped_weights_are_found_again(compiled: bool) -> None:

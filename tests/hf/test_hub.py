@@ -142,6 +142,7 @@ def test_name_that_does_not_exist_says_what_was_tried_and_what_is_close(ask: Ask
         assert part in answer["message"]
 
 
+@pytest.mark.slow
 def test_connection_that_drops_says_that_a_rerun_resumes_and_it_does(
     hub: Hub, ask: Ask, model: T5ForConditionalGeneration, tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ CASES: dict[str, tuple[Callable[[], PreTrainedModel], list[Row], type[Any], dict
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_samples_give_the_same_norm_and_weights_however_they_are_accumulated(
     tmp_path: Path, case: str

@@ -142,6 +142,7 @@ class Clicking(Client):
         self.kc.shell_channel.send(message)
 
 
+@pytest.mark.slow
 def test_the_button_is_heard_where_the_front_end_sends_it_past_the_running_cell(kernel: Any) -> None:
     pytest.importorskip("ipykernel.subshell_manager")
     client = Clicking(kernel, "m = train(4000, pause=0.02)\nprint(m.figures().state, m.figures().steps_done)")

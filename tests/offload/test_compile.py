@@ -273,6 +273,7 @@ def test_afterwards_the_model_is_as_it_was_and_can_go(device: str) -> None:
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_finetune_compiles_and_evaluates_without(
     tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -331,6 +331,7 @@ def test_waits_that_are_never_missed_are_there() -> None:
     assert set(NEVER_MISSED) <= set(waits())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [wait for wait in waits() if wait not in NEVER_MISSED], ids=str)
 def test_a_wait_that_is_gone_is_seen(wait: Wait) -> None:
     name = next((run for run, missed in MISSED_BY.items() if str(wait).startswith(tuple(missed))), "everywhere")

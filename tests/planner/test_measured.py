@@ -137,6 +137,7 @@ def as_placed(case: str) -> tuple[Search, tuple[Placement, ...]]:
     raise AssertionError(f"no placements are these: {number}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*STEPS, *BEFORE])
 def test_what_a_plan_of_its_own_choice_took(case: str) -> None:
     """With the constants of today."""
@@ -161,6 +162,7 @@ CHOSEN = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CHOSEN)
 def test_what_the_plan_chooses_now_is_not_slower(case: str) -> None:
     row = CASES[case]

@@ -49,6 +49,7 @@ def test_t5_3b_fits_cards_of_every_size(small_batch: Model, vram: int) -> None:
     assert made.total_bytes("ram") <= 42 * GIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulation", "precision"),
     [
@@ -83,6 +84,7 @@ def test_a_70b_model_is_planned() -> None:
     assert Counter(where.weights for where in made.placements)["ram"] > 40
 
 
+@pytest.mark.slow
 def test_the_search_counts_bytes_as_the_plan_does(small_batch: Model) -> None:
     for vram in (3, 8, 24, 64):
         made = plan(small_batch, vram=vram * GIB, gradient_accumulation=2)
