@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import io
 import textwrap
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from offloadkit.comparing import words
+from offloadkit.comparing.knee import Knee
 from offloadkit.comparing.words import LABELS, short_reason
-
-if TYPE_CHECKING:
-    from offloadkit.comparing.comparison import Comparison
-    from offloadkit.comparing.sweeping import Sweep
+from offloadkit.engines.forecast import Forecast
 
 COLOURS = {"baseline": "#8c8c8c", "offloadkit": "#0072b2", "deepspeed": "#e69f00"}
 HATCHES = {"baseline": "", "offloadkit": "", "deepspeed": "////"}
@@ -23,6 +22,44 @@ INK, QUIET, LIMIT = "#222222", "#666666", "#d55e00"
 GIB = 1 << 30
 _VALUE_WIDTH = 0.2
 """Of a size's panel: what "9.72" takes."""
+
+
+class Drawable(Protocol):
+    """What every chart asks of a result; see `Comparison` and `Sweep`."""
+
+    @property
+    def rows(self) -> list[dict[str, Any]]: ...
+    @property
+    def num_samples(self) -> int: ...
+    @property
+    def vram(self) -> int | None: ...
+    @property
+    def ram(self) -> int | None: ...
+    @property
+    def title(self) -> str: ...
+
+
+class DrawableComparison(Drawable, Protocol):
+    """What the chart of a comparison asks of it."""
+
+    @property
+    def remarks(self) -> list[str]: ...
+    def row(self, model: str, engine: str) -> dict[str, Any]: ...
+
+
+class DrawableSweep(Drawable, Protocol):
+    """What the chart of a sweep asks of it."""
+
+    @property
+    def forecasts(self) -> Mapping[int, Mapping[int, Forecast]]: ...
+    @property
+    def accumulations(self) -> list[int]: ...
+    @property
+    def sizes(self) -> list[int]: ...
+    def measured(self, accumulation: int, scaling: str = "none") -> dict[int, dict[str, Any]]: ...
+    def knee(self) -> Knee | None: ...
+    def predicted_knee(self) -> Knee | None: ...
+    def explain(self) -> str: ...
 
 
 class Chart(Figure):
@@ -39,7 +76,7 @@ def off_the_edge(figure: Chart) -> None:
     figure.get_layout_engine().set(h_pad=0.1)  # type: ignore[union-attr,call-arg]
 
 
-def comparison_chart(result: Comparison) -> Chart:
+def comparison_chart(result: DrawableComparison) -> Chart:
     """A line of three panels for each model: seconds, VRAM and RAM; the reason in the place of a missing bar."""
     models = list(dict.fromkeys(row["model"] for row in result.rows))
     engines = list(dict.fromkeys(row["engine"] for row in result.rows))
@@ -138,7 +175,7 @@ SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#cc79a7", "D")
 """Colour and marker of each line; after the last comes the first."""
 
 
-def sweep_chart(result: Sweep) -> Chart:
+def sweep_chart(result: DrawableSweep) -> Chart:
     """Step, epoch and VRAM against the batch size; the held-out loss where it was measured; what it means below."""
     learns = any("eval_loss" in row for row in result.rows)
     sentences = [line for text in result.explain().splitlines() for line in textwrap.wrap(text, 165 + 55 * learns)]
@@ -192,7 +229,7 @@ def _seconds_of(line: Any) -> list[float]:
     return [] if line.get_label().startswith(("knee", "predicted:")) or line.get_marker() == "x" else heights
 
 
-def _steps(axes: Axes, result: Sweep) -> None:
+def _steps(axes: Axes, result: DrawableSweep) -> None:
     """Measured and predicted steps, and the knee of the first accumulation."""
     axes.set_title("time of a step", loc="left", fontsize=10, color=INK)
     _lines(axes, result, "step_seconds")
@@ -216,7 +253,7 @@ def _steps(axes: Axes, result: Sweep) -> None:
     _in_durations(axes)
 
 
-def _lines(axes: Axes, result: Sweep, key: str, *, scale: float = 1.0) -> None:
+def _lines(axes: Axes, result: DrawableSweep, key: str, *, scale: float = 1.0) -> None:
     """One line for each accumulation, and, where several were tried, each scaling of the learning rate."""
     scalings = list(dict.fromkeys(row["scaling"] for row in result.rows)) if key == "eval_loss" else ["none"]
     series = [(times, scaling) for times in result.accumulations for scaling in scalings]
@@ -235,7 +272,7 @@ def _lines(axes: Axes, result: Sweep, key: str, *, scale: float = 1.0) -> None:
         _in_durations(axes)
 
 
-def _label(result: Sweep, times: int, scaling: str, key: str) -> str | None:
+def _label(result: DrawableSweep, times: int, scaling: str, key: str) -> str | None:
     parts = []
     if len(result.accumulations) > 1:
         parts.append(f"{times} micro-batch{'es' if times > 1 else ''} a step")
@@ -246,7 +283,7 @@ def _label(result: Sweep, times: int, scaling: str, key: str) -> str | None:
     return ", ".join(parts) or None
 
 
-def _vram(axes: Axes, result: Sweep) -> None:
+def _vram(axes: Axes, result: DrawableSweep) -> None:
     """Peak VRAM, or, without a GPU, RAM."""
     key, name, limit = "vram_bytes", "VRAM", result.vram
     if not any(row.get("vram_bytes") for row in result.rows):
@@ -273,7 +310,7 @@ def _vram(axes: Axes, result: Sweep) -> None:
             )
 
 
-def _losses(axes: Axes, result: Sweep) -> None:
+def _losses(axes: Axes, result: DrawableSweep) -> None:
     samples = next(row["num_samples"] for row in result.rows if "eval_loss" in row)
     axes.set_title(f"held-out loss after {samples:,} samples", loc="left", fontsize=10, color=INK)
     _lines(axes, result, "eval_loss")
