@@ -21,14 +21,12 @@ from torch import Tensor
 
 from offloadkit import hardware
 from offloadkit.optim.reference import step_reference
-from offloadkit.optim.table import FlatState, Segment, check_state
+from offloadkit.optim.table import OPTIMIZERS, FlatState, Segment, check_state
 
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _PRECISIONS = {"exact": 0, "compact": 1, "tiny": 2}
 _MAX_MOMENTS, _MAX_SCALARS = 2, 8
 _LEVELS = ("baseline", "avx2", "avx512")
-_OPTIMIZERS = ("adamw", "lion")
-"""Those with a kernel in C; the others run on torch operations."""
 _NO_LIBRARY = (
     "offloadkit's C kernels are missing or do not load, so the CPU optimizer step runs on torch operations: the same "
     "result, 5 to 20 times slower. To build them, install a C compiler (gcc or clang) and reinstall offloadkit: "
@@ -78,7 +76,11 @@ def _library() -> ctypes.CDLL | None:
         return None
     pointer, c_int, c_int64, c_float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
     signatures: dict[str, tuple[list[Any], Any]] = {
-        **{name: ([pointer, pointer, c_int64, c_float], c_int) for name in _OPTIMIZERS},
+        **{
+            name: ([pointer, pointer, c_int64, c_float], c_int)
+            for name in OPTIMIZERS
+            if hasattr(library, f"offloadkit_{name}")
+        },
         "accumulate": ([c_int, c_int, pointer, pointer, c_int64], None),
         "block_sums": ([c_int, pointer, pointer, c_int64, pointer], None),
         "triad": ([pointer, pointer, c_float, c_int64], None),
@@ -165,7 +167,8 @@ def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segmen
     library, table = _library(), state.table
     if library is None:
         _warn_without_library()
-    if library is None or table.optimizer.name not in _OPTIMIZERS:
+    kernel = getattr(library, table.optimizer.name, None)
+    if kernel is None:
         step_reference(state, gradient, segments, grad_scale)
         return
     some = [
@@ -183,8 +186,7 @@ def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segmen
         _Pointers(*(pointers[name] for name in names)),
         _Pointers(*(pointers.get(f"{name}_scale") for name in names)),
     )
-    function = getattr(library, table.optimizer.name)
-    error = function(ctypes.byref(arrays), (_Segment * len(some))(*some), len(some), grad_scale)
+    error = kernel(ctypes.byref(arrays), (_Segment * len(some))(*some), len(some), grad_scale)
     if error:
         raise MemoryError(os.strerror(error))
 
