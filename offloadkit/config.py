@@ -72,7 +72,8 @@ class OffloadConfig:
 
     betas: tuple[float, float] | None = None
     """Decay of the moments: of exp_avg and exp_avg_sq for AdamW. None: the optimizer's usual ones, (0.9, 0.999) for
-    AdamW and (0.9, 0.99) for Lion."""
+    AdamW and (0.9, 0.99) for Lion. The Trainer and `finetune` take `adam_beta1` and `adam_beta2` of their arguments,
+    for Lion too, as HuggingFace does."""
 
     eps: float = 1e-8
     """Added to the root of exp_avg_sq (AdamW)."""
@@ -130,12 +131,11 @@ class OffloadConfig:
                 raise ConfigError(f"{name} must be a number >= 0, got {value!r}")
         if not isinstance(self.optimizer, str):
             raise ConfigError(f"optimizer must be a name such as 'adamw' or 'lion', got {self.optimizer!r}")
-        if self.betas is None:
-            object.__setattr__(self, "betas", (0.9, 0.99) if self.optimizer == "lion" else (0.9, 0.999))
-        betas = self.betas if isinstance(self.betas, tuple | list) else ()
-        if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
-            raise ConfigError(f"betas must be two numbers in [0, 1), got {self.betas!r}")
-        object.__setattr__(self, "betas", tuple(betas))
+        if self.betas is not None:
+            betas = self.betas if isinstance(self.betas, tuple | list) else ()
+            if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+                raise ConfigError(f"betas must be two numbers in [0, 1), or None; got {self.betas!r}")
+            object.__setattr__(self, "betas", tuple(betas))
         if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigError(f"max_grad_norm must be positive, or None to clip nothing; got {self.max_grad_norm!r}")
         if type(self.gradient_accumulation) is not int or self.gradient_accumulation < 1:

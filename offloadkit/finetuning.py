@@ -60,7 +60,7 @@ from offloadkit.checkpoint.folder import (
     put_in_place,
     writable,
 )
-from offloadkit.config import OffloadConfig
+from offloadkit.config import OffloadConfig, Precision
 from offloadkit.engines.baseline import measured_baseline
 from offloadkit.errors import ConfigError, OutOfVramError, errors_hold_nothing
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
@@ -150,7 +150,7 @@ def finetune(
     batch_size: int | Literal["auto"] = "auto",
     gradient_accumulation: int = 1,
     learning_rate: float | None = None,
-    precision: Literal["exact", "compact", "tiny"] | None = None,
+    precision: Precision | None = None,
     vram: int | str | None = None,
     ram: int | str | None = None,
     compile_blocks: bool | None = None,

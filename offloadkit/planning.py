@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from offloadkit import hardware
-from offloadkit.config import OffloadConfig
+from offloadkit.config import OffloadConfig, Precision
 from offloadkit.device.measure import measure
 from offloadkit.device.state_file import unfit_for_states
 from offloadkit.errors import ConfigError, DoesNotFitError, OutputError
@@ -82,7 +82,7 @@ def plan(
     *,
     vram: int | str | None = None,
     ram: int | str | None = None,
-    precision: Literal["exact", "compact", "tiny"] | None = None,
+    precision: Precision | None = None,
     batch_size: int | Literal["auto"] = "auto",
     max_input_length: int | None = None,
     max_target_length: int | None = None,

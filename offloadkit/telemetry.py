@@ -30,8 +30,8 @@ class StepRecord:
     - "gradient_wait": from step() until the last gradient was in RAM.
     - "gradient_tail": from the end of backward on the device until the last gradient was in RAM.
     - "norm": the gradient norm.
-    - "cpu_step": AdamW on the CPU, and sending the weights.
-    - "gpu_step": AdamW on the device, from the known norm to the last kernel, with the copies it waits for.
+    - "cpu_step": the optimizer step on the CPU, and sending the weights.
+    - "gpu_step": the optimizer step on the device, from the norm to the last kernel, with the copies it waits for.
     - "h2d", "d2h": copies to and from the device.
     - "other": wall time between the end of backward and the next forward (data loading, logging).
     """

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from offloadkit import tracing as micro_batch
+from offloadkit import tracing
 from offloadkit.hf.loss import compute_loss_in_chunks
 from offloadkit.planner import MicroBatch
 from offloadkit.tracing import trace_micro_batch
@@ -157,7 +157,7 @@ def test_blocks_of_one_kind_are_followed_once(monkeypatch: pytest.MonkeyPatch) -
     model, batch = on_meta(t5()), tokens(4, 64, labels=32)
     together = trace_micro_batch(model, batch)
     serial = itertools.count()
-    monkeypatch.setattr(micro_batch, "_kind", lambda *_: next(serial))
+    monkeypatch.setattr(tracing, "_kind", lambda *_: next(serial))
     each = trace_micro_batch(model, batch)
     assert next(serial) == 6
     assert each == together

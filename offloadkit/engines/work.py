@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from offloadkit import hardware
+from offloadkit.config import Precision
 from offloadkit.hf.load import Task, auto_class_of, build, completed, draw_lazily, infer_task
 from offloadkit.hf.patches import choose_attention, fuse
 from offloadkit.hf.source import resolve
@@ -56,7 +57,7 @@ class Work:
     target_length: int
     """Tokens of a row that a separate decoder writes; models without one ignore it. 0 is none."""
     accumulation: int = 1
-    precision: Literal["exact", "compact", "tiny"] = "exact"
+    precision: Precision = "exact"
     """Of offloadkit's optimizer states; the other engines keep fp32."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """Of the working weights; None: what `finetune` takes on this device."""

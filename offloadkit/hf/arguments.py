@@ -104,8 +104,7 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
         told["working_dtype"] = "bf16" if args.bf16 else "fp16"
     if args.gradient_checkpointing:
         told["activation_checkpointing"] = True
-    usual = OffloadConfig(optimizer=offload.optimizer)
-    defaults = {field.name: getattr(usual, field.name) for field in fields(OffloadConfig)} | {"optimizer": "adamw"}
+    defaults = {field.name: field.default for field in fields(OffloadConfig)}
     clashes = [
         f"{name}: {getattr(offload, name)!r} in OffloadConfig, {value!r} by TrainingArguments"
         for name, value in told.items()

@@ -121,7 +121,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """Build the engine over the parameter groups that the Trainer class makes; returns the engine's optimizer.
 
         Raises:
-            ConfigError: the class makes another optimizer than AdamW.
+            ConfigError: the class does not make a plain torch.optim.AdamW, whose groups are taken over.
             ModelError: the model cannot be trained.
         """
         self._before_the_engine.close()
@@ -133,8 +133,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self.optimizer = None
             if type(groups) is not torch.optim.AdamW or groups.defaults["amsgrad"] or groups.defaults["maximize"]:
                 raise ConfigError(
-                    f"{type(self).__name__}.create_optimizer makes {type(groups).__name__}; offloadkit steps with its "
-                    "own AdamW and can take over the groups of a plain torch.optim.AdamW only"
+                    f"{type(self).__name__}.create_optimizer makes {type(groups).__name__}; offloadkit steps with "
+                    "optimizers of its own and can take over the groups of a plain torch.optim.AdamW only"
                 )
             self.engine = OffloadEngine(
                 self.model,

@@ -167,7 +167,7 @@ def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segmen
     library, table = _library(), state.table
     if library is None:
         _warn_without_library()
-    kernel = getattr(library, table.optimizer.name, None)
+    kernel = getattr(library, table.optimizer.name, None) if table.precision in _PRECISIONS else None
     if kernel is None:
         step_reference(state, gradient, segments, grad_scale)
         return
@@ -220,7 +220,7 @@ def accumulate(accumulator: Tensor, gradient: Tensor, *, add: bool) -> None:
 
 
 def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
-    """`gradient_norm.block_sums`, which checks dtypes and shapes, on the CPU; needs the library.
+    """`dispatch.block_sums`, which checks dtypes and shapes, on the CPU; needs the library.
 
     Raises ValueError for a block outside the gradient or longer than 65,536.
     """

@@ -46,7 +46,7 @@ def available() -> bool:
 
 
 def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
-    """`gradient_norm.block_sums`, which checks its arguments, on the gradient's device and current stream."""
+    """`dispatch.block_sums`, which checks its arguments, on the gradient's device and current stream."""
     pieces, at_once = gpu_triton.PIECES, gpu_triton.PIECES_AT_ONCE
     kernels: Any = gpu_triton
     with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
@@ -77,8 +77,8 @@ def _step_compiles(table: StateTable, gradient: torch.dtype) -> bool:
     if gpu_triton is None:
         _warn_without_step("Triton is not installed")
         return False
-    if not hasattr(gpu_triton, table.optimizer.name):
-        _warn_without_step(f"{table.optimizer.name} has no kernel")
+    if not hasattr(gpu_triton, table.optimizer.name) or table.precision not in gpu_triton.PRECISIONS:
+        _warn_without_step(f"{table.optimizer.name} with {table.precision!r} moments has none")
         return False
     device = "cuda" if torch.cuda.is_available() else "cpu"  # the CPU: in Triton's interpreter
 
@@ -101,8 +101,8 @@ def _step_compiles(table: StateTable, gradient: torch.dtype) -> bool:
 @cache
 def _warn_without_step(reason: str) -> None:
     warnings.warn(
-        "Triton could not build the optimizer step's kernel, so the GPU's optimizer step runs on torch operations: the "
-        f"same result, slower. {reason}",
+        "There is no Triton kernel for the optimizer step, so it runs on torch operations on the GPU: the same result, "
+        f"slower. {reason}",
         stacklevel=4,
     )
 

@@ -1,6 +1,6 @@
 """The Triton kernels of the optimizer step and of the gradient norm; imported only where Triton is there.
 
-The step does the operations of `adamw` and `moments` in their order, each rounded once: launched with
+The step does the operations of `adamw`, `lion` and `moments` in their order, each rounded once: launched with
 `enable_fp_fusion=False`, with correctly rounded division and root. The norm's binary trees are spelled out, so that the
 order of additions is the one of `norm`. Rows are added from registers: the elements of one column of a block never
 leave their thread.
@@ -14,6 +14,8 @@ import triton.language as tl
 
 ROWS = 4
 """Rows of 256 elements that one program steps."""
+PRECISIONS = ("exact", "compact", "tiny")
+"""Precisions of moments that the step's kernels know."""
 
 
 @triton.jit
@@ -228,9 +230,6 @@ def lion(
     w = _master(weights, remainder, at, inside) * decay - direction * lr
     _store_master(weights, remainder, at, inside, w)
     tl.store(exp_avg + at, beta2 * m + one_minus_beta2 * g, mask=inside)
-
-
-# mypy: ignore-errors
 
 
 PIECES = 32

@@ -216,7 +216,7 @@ class Slowdown:
     Attributes:
         step_seconds: a step of this run, measured; before the first step the plan's (`is_planned`).
         baseline: whether the step in VRAM was "measured", or is "predicted" from the compute time measured here
-            plus an AdamW step in VRAM.
+            plus an optimizer step in VRAM.
         parts: the difference in seconds, by cause; negative where offloading saves time.
     """
 
@@ -442,7 +442,7 @@ def slowdown(
 def _missing(plan: Plan | None, machine: Machine | None) -> str:
     """What is missing to predict a baseline, and what to do."""
     if plan is None:
-        missing = "without a plan the AdamW step in VRAM cannot be predicted: pass Monitor(engine.plan, ...)"
+        missing = "without a plan the optimizer step in VRAM cannot be predicted: pass Monitor(engine.plan, ...)"
     elif machine is None:
         planned = Machine.of(plan) is not None
         missing = "the plan was made for another device" if planned else "nothing is known of the device"

@@ -163,7 +163,10 @@ def check_plan(plan: Plan, layers: Sequence[FlatLayer], config: OffloadConfig) -
         ConfigError: it was made for another accumulation, recomputation or placement than the config's.
     """
     if list(plan.layers) != [layer.shape() for layer in layers]:
-        raise ModelError("the plan was made for another model, other parameter groups or another working dtype")
+        raise ModelError(
+            "the plan was made for another model, other parameter groups, or another optimizer, precision or working "
+            "dtype"
+        )
     made_for: dict[str, Any] = {"gradient_accumulation": plan.accumulation}
     if plan.basis is not None:
         for name in ("activation_checkpointing", "placement"):

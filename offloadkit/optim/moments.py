@@ -40,8 +40,8 @@ def random_key(seed: int, name: str, step: int) -> int:
 def random_bits(key: int, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """32 random bits for each of the elements first .. first + count of a parameter: int64 [count] of 0 .. 2**32 - 1.
 
-    The lower 16 bits round exp_avg, the upper 16 exp_avg_sq. The hash is lowbias32 (Wellons, "Prospecting for Hash
-    Functions", 2018) of (element + lower half of the key), its state xored with the upper half between the two
+    The lower 16 bits round the first moment, the upper 16 the second. The hash is lowbias32 (Wellons, "Prospecting for
+    Hash Functions", 2018) of (element + lower half of the key), its state xored with the upper half between the two
     multiplications; each 2**32 elements have an upper half of their own.
     """
     elements = torch.arange(first, first + count, dtype=torch.int64, device=device)

@@ -73,7 +73,8 @@ class Moment(NamedTuple):
 
     name: str
     is_signed: bool = True
-    """False: it is never negative, which saves an 8-bit code its sign."""
+    """False: it is never negative, which saves an 8-bit code its sign. The kernels round a signed moment with the lower
+    random bits and one without a sign with the upper ones, so the signed one comes first."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,13 @@ class Optimizer:
     name: str
     moments: tuple[Moment, ...]
     precisions: tuple[Precision, ...]
+    """The largest first: a plan proposes those after the chosen one."""
     scalars: Callable[..., tuple[float, ...]]
     """(lr, betas, eps, weight_decay, step) -> at most 8 floats that fp32 holds exactly. `step` counts from 1."""
     update: Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[float]], None]
     """(master weights, gradient, moments, scalars): one step in place over fp32 tensors of one shape."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Where none are given."""
     trainer_names: tuple[str, ...] = ()
     """What `TrainingArguments.optim` calls it, where that is another name."""
 
@@ -141,7 +145,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             adamw_update,
             trainer_names=("adamw_torch", "adamw_torch_fused"),
         ),
-        Optimizer("lion", (Moment("exp_avg"),), ("exact",), lion_scalars, lion_update, trainer_names=("lion_32bit",)),
+        Optimizer("lion", (Moment("exp_avg"),), ("exact",), lion_scalars, lion_update, (0.9, 0.99), ("lion_32bit",)),
     )
 }
 

@@ -11,6 +11,7 @@ from torch import nn
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError, EngineStateError, ModelError
 from offloadkit.optim.loss_scale import LossScale
+from offloadkit.optim.table import optimizer_named
 
 
 class Run(Protocol):
@@ -39,7 +40,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._run: Run | None = None
         defaults = {
             "lr": config.learning_rate,
-            "betas": config.betas,
+            "betas": config.betas or optimizer_named(config.optimizer).betas,
             "eps": config.eps,
             "weight_decay": config.weight_decay,
         }
@@ -105,7 +106,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Nothing is cast: fp32 moments stay fp32. A state without "remainder" leaves the weights as master weights.
 
         Raises:
-            ValueError: the groups or a tensor's shape differ; nothing is loaded then.
+            ValueError: the groups or a tensor's shape differ.
+            ConfigError: as `check_states`. Nothing is loaded in either case.
         """
         self._engine().synchronize()
         saved_groups = state_dict["param_groups"]
@@ -118,7 +120,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for parameter, index in zip(group["params"], saved["params"], strict=True):
                 state = state_dict["state"].get(index, {})
                 if parameter in self.state:
-                    _check_shapes(parameter, self.state[parameter], state)
+                    _check_shapes(self.state[parameter], state)
                     check_states(self.state[parameter], state)
                     pairs.append((parameter, state))
         for parameter, state in pairs:
@@ -158,9 +160,7 @@ def check_states(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -
         )
 
 
-def _check_shapes(parameter: nn.Parameter, own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
-    for name in saved.keys() & own.keys():
+def _check_shapes(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+    for name in sorted(saved.keys() & own.keys() - {"step"}):
         if saved[name].shape != own[name].shape:
-            raise ValueError(
-                f"saved {name} has shape {tuple(saved[name].shape)}, the parameter {tuple(parameter.shape)}"
-            )
+            raise ValueError(f"saved {name} has shape {tuple(saved[name].shape)}, this run's {tuple(own[name].shape)}")

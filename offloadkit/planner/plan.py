@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
 
-from offloadkit.config import OffloadConfig, Placement
+from offloadkit.config import OffloadConfig, Placement, Precision
 from offloadkit.hardware import Hardware
+from offloadkit.optim.table import optimizer_named
 from offloadkit.planner.layout import DEFAULT_PLACEMENT, LayerShape, activations, choices, possible, run_bytes
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import FEW_CORES, Seconds, StepModel, cpu_step_rate
@@ -475,13 +476,18 @@ def nearest_fits(plan: Plan, most: int = 3) -> list[tuple[str, Plan]]:
     return found
 
 
+def _leaner_precisions(config: OffloadConfig) -> tuple[Precision, ...]:
+    """Those in which the optimizer's moments take fewer bytes."""
+    order = optimizer_named(config.optimizer).precisions
+    return order[order.index(config.precision) + 1 :]
+
+
 def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """The other plans that `nearest_fits` tries, in its order."""
     basis = plan.basis
     if basis is None or basis.hardware is None:
         return
-    order = ("exact", "compact", "tiny")
-    leaner = order[order.index(basis.config.precision) + 1 :]
+    leaner = _leaner_precisions(basis.config)
     for precision in leaner:
         yield f"precision={precision!r}", replanned(plan, precision=precision)
     for words, work in basis.smaller:
@@ -567,7 +573,7 @@ def _limiting(plan: Plan, name: str) -> str:
     else:
         rate = cpu_step_rate(plan.basis.config.precision, machine)
         what = "RAM's bandwidth" if rate > _DRAM_BOUND * machine.dram_bytes_per_second else "the cores' arithmetic"
-    return f"the CPU's AdamW step ({what})"
+    return f"the CPU's optimizer step ({what})"
 
 
 def _help(plan: Plan) -> Iterator[str]:
@@ -584,7 +590,7 @@ def _help(plan: Plan) -> Iterator[str]:
                 more, speed = format_bytes(other.total_bytes(tier) - plan.total_bytes(tier)), step / other.seconds.step
                 yield f"{more} more {TIERS[tier]} would {_changed(plan, other)}: {speed:.3g}x faster"
                 break
-    if plan.basis.config.precision == "exact":
+    if plan.basis.config.precision == "exact" and "compact" in _leaner_precisions(plan.basis.config):
         other = replanned(plan, precision="compact")
         assert other.seconds is not None
         if other.fits and step / other.seconds.step >= _MIN_SPEEDUP:

@@ -1,4 +1,4 @@
-"""`hardware.measure`: what it gives without a GPU, how long it takes, and what it keeps."""
+"""`device.measure.measure`: what it gives without a GPU, how long it takes, and what it keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hardware.measure` on a GPU: in time, within what such a card can do, and with nothing left behind."""
+"""`device.measure.measure` on a GPU: in time, within what such a card can do, and with nothing left behind."""
 
 from __future__ import annotations
 

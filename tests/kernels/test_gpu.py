@@ -49,7 +49,10 @@ def fresh() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("kernels", "words"),
-    [(None, "Triton is not installed"), (SimpleNamespace(adamw=BrokenKernel(), ROWS=4), "Failed to find C compiler")],
+    [
+        (None, "Triton is not installed"),
+        (SimpleNamespace(adamw=BrokenKernel(), ROWS=4, PRECISIONS=PRECISIONS), "Failed to find C compiler"),
+    ],
 )
 def test_without_triton_the_step_is_the_same_and_warns_once(
     fresh: None, monkeypatch: pytest.MonkeyPatch, kernels: Any, words: str
@@ -73,7 +76,7 @@ def test_without_triton_the_step_is_the_same_and_warns_once(
 def test_a_gpu_that_is_full_is_no_broken_compiler(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     state, gradient = make_state(torch.float32, 256), make_gradient(torch.float32, 256)
     full = BrokenKernel(torch.OutOfMemoryError("CUDA out of memory"))
-    monkeypatch.setattr(gpu, "gpu_triton", SimpleNamespace(adamw=full, ROWS=4))
+    monkeypatch.setattr(gpu, "gpu_triton", SimpleNamespace(adamw=full, ROWS=4, PRECISIONS=PRECISIONS))
     for _ in range(2):  # and nothing is concluded from it
         with pytest.raises(torch.OutOfMemoryError):
             gpu.optimizer_step(state, gradient, [Segment(0, 256, SCALARS, 17)], 0.5)

@@ -125,7 +125,7 @@ def test_with_nothing_known_nothing_is_made_up() -> None:
     assert shown.why_no_slowdown == "no step was timed yet"
     without_machine = figures(history(record(1)))
     assert without_machine.slowdown is None
-    assert "without a plan the AdamW step in VRAM cannot be predicted" in without_machine.why_no_slowdown
+    assert "without a plan the optimizer step in VRAM cannot be predicted" in without_machine.why_no_slowdown
 
 
 def engines_plan(**options: Any) -> Plan:
@@ -163,7 +163,7 @@ def test_a_plan_without_a_micro_batch_says_what_it_leaves_out() -> None:
 @pytest.mark.parametrize(
     ("made", "machine", "why"),
     [
-        (None, CARD, "without a plan the AdamW step in VRAM cannot be predicted: pass Monitor(engine.plan, ...)"),
+        (None, CARD, "without a plan the optimizer step in VRAM cannot be predicted: pass Monitor(engine.plan, ...)"),
         (engines_plan(), None, "nothing is known of the device that the engine computes on"),
         (engines_plan(), Machine(False, 5e10), "nothing is known of the device that the engine computes on"),
         (engines_plan(), replace(CARD, vram_bytes_per_second=None), "VRAM is too full to measure how fast it is"),

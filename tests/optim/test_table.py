@@ -126,3 +126,12 @@ def test_it_goes_on_from_a_checkpoint_of_another_placement(tmp_path: Path) -> No
         engine.load_state_dict(torch.load(tmp_path / "saved.pt"))
         trained(engine, 2, first=2)
         assert all(torch.equal(weights, expected[name]) for name, weights in engine.master_weights().items())
+
+
+def test_a_saved_step_may_be_a_plain_number(tmp_path: Path) -> None:
+    with OffloadEngine(Blocks(), config(None, tmp_path, "fp32"), device="cpu") as engine:
+        trained(engine, 1)
+        saved = engine.optimizer.state_dict()
+        saved["state"] = {index: state | {"step": 7} for index, state in saved["state"].items()}
+        engine.optimizer.load_state_dict(saved)
+        assert all(state["step"] == 7 for state in engine.optimizer.state.values())

@@ -43,7 +43,7 @@ H200 = Hardware(
     fp16_flops_per_second=855e12,
     fp32_flops_per_second=51e12,
 )
-"""The host of the first rows of benchmarks/results.csv, as `hardware.measure()` found it."""
+"""The host of the first rows of benchmarks/results.csv, as `measure()` found it."""
 
 TWO_CORES = replace(H200, num_cores=2, cpu_adamw_bytes_per_second=58.7e9 * 208 / 191)
 """The same with the process bound to two cores (case cpu-adamw of benchmarks/results.csv)."""

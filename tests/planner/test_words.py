@@ -58,12 +58,12 @@ def test_both_steppers_have_a_line_each() -> None:
 @pytest.mark.parametrize(
     ("machine", "options", "sentence"),
     [
-        (H200, {"placement": IN_RAM}, "the CPU's AdamW step (RAM's bandwidth) limits the step: it is busy for "),
-        (TWO_CORES, {"placement": IN_RAM}, "the CPU's AdamW step (2 cores) limits the step: it is busy for "),
+        (H200, {"placement": IN_RAM}, "the CPU's optimizer step (RAM's bandwidth) limits the step: it is busy for "),
+        (TWO_CORES, {"placement": IN_RAM}, "the CPU's optimizer step (2 cores) limits the step: it is busy for "),
         (
             H200,
             {"placement": IN_RAM, "precision": "tiny"},
-            "the CPU's AdamW step (the cores' arithmetic) limits the step: it is busy for ",
+            "the CPU's optimizer step (the cores' arithmetic) limits the step: it is busy for ",
         ),
         (
             H200,
@@ -80,7 +80,7 @@ def test_what_limits_together_is_named_together() -> None:
     """The CPU's step and the bus are done at the same time where the GPU has its share."""
     roomy = replace(H200, cpu_and_bus_bytes_per_second=300e9)
     first = plan(roomy, vram="12GiB", ram="120GiB").explain().splitlines()[0]
-    cpu, bus = "the CPU's AdamW step (RAM's bandwidth)", "the bus in both directions"
+    cpu, bus = "the CPU's optimizer step (RAM's bandwidth)", "the bus in both directions"
     rest = "limit the step: they are busy for "
     assert first.startswith((f"{cpu} and {bus} {rest}", f"{bus} and {cpu} {rest}"))  # whichever is busier
 
@@ -119,3 +119,12 @@ def test_bytes_are_never_said_in_powers_of_ten(num_bytes: int, words: str) -> No
 )
 def test_seconds_are_never_said_in_powers_of_ten(seconds: float, words: str) -> None:
     assert format_seconds(seconds) == words
+
+
+def test_a_plan_with_lion_proposes_no_precision_that_lion_does_not_have() -> None:
+    for ram in ("120GiB", "1GiB"):
+        made = plan(optimizer="lion", vram="8GiB", ram=ram)
+        told = made.explain() + made._repr_html_()
+        assert "precision=" not in told
+        assert made.fits == (ram == "120GiB")
+    assert not made.fits
