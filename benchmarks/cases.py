@@ -40,11 +40,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _decoder(4096, 14_336, 32, 32, 8, 128_256, tied=False),
     "llama-2-13b": _decoder(5120, 13_824, 40, 40, 40, 32_000, tied=False),
     "mistral-7b": _decoder(4096, 14_336, 32, 32, 8, 32_000, tied=False) | {"model_type": "mistral"},
-    "qwen2.5-7b": _decoder(3584, 18_944, 28, 28, 4, 152_064, tied=False) | {"model_type": "qwen2"},
-    "bert-large": {"model_type": "bert", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
-    | {"intermediate_size": 4096, "architectures": ["BertForSequenceClassification"]},
 }
 """Shapes of models that are no T5; weights are random."""
+HUB_NAMES = {
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
+    "llama-2-13b": "meta-llama/Llama-2-13b-hf",
+    "mistral-7b": "mistralai/Mistral-7B-v0.1",
+}
+"""What `offloadkit plan` takes for them. T5s go by the names that they have here."""
 _T5_TINY = {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 
 
@@ -58,8 +63,6 @@ def config_of(model: str) -> PreTrainedConfig:
         return AutoConfig.for_model("t5", **preset | tiny, dropout_rate=0.0)
     shape = dict(SHAPES[model])
     kind = shape.pop("model_type")
-    if kind == "bert":
-        return AutoConfig.for_model(kind, **shape, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return AutoConfig.for_model(kind, architectures=[f"{kind.capitalize()}ForCausalLM"], **shape)
 
 
@@ -237,14 +240,15 @@ CASES: dict[str, Case] = {
     "plan-t4-t5-3b": _t5("plan", "t5-3b", 1, 15, precision="compact", on_disk=True, **_T4),
     **_drawn(seed=1, number=6),
     "fit-t5-base": _t5("fit", "t5-base", 8, 4, ram=16),
-    "fit-bert-large": Case("fit", "bert-large", 16, 512, vram=6, ram=16),
     "fit-t5-large": _t5("fit", "t5-large", 8, 6, ram=16),
+    "fit-t4-t5-large": _t5("fit", "t5-large", 4, 14.5, ram=11, dtype="fp16"),
     "fit-llama-1b": _llama("fit", 4, 1024, 8, "llama-3.2-1b", ram=32),
-    "fit-t5-3b": _t5("fit", "t5-3b", 8, 12, ram=64),
-    "fit-llama-3b": _llama("fit", 4, 1024, 12, ram=64),
+    "fit-t5-3b-32": _t5("fit", "t5-3b", 8, 11.5, ram=28, precision="compact"),
+    "fit-t5-3b-24": _t5("fit", "t5-3b", 8, 23.5, ram=58),
+    "fit-llama-3b-32": _llama("fit", 4, 1024, 11.5, ram=28, precision="compact"),
+    "fit-llama-3b-24": _llama("fit", 4, 1024, 23.5, ram=58),
     "fit-mistral-7b": _llama("fit", 1, 2048, 16, "mistral-7b", ram=112),
-    "fit-qwen-7b": _llama("fit", 1, 2048, 24, "qwen2.5-7b", ram=112),
-    "fit-llama-8b": _llama("fit", 1, 2048, 24, "llama-3.1-8b", ram=112),
+    "fit-llama-8b-64": _llama("fit", 1, 2048, 23.5, "llama-3.1-8b", ram=58, precision="tiny"),
     "fit-t5-11b": _t5("fit", "t5-11b", 1, 24, ram=112, precision="compact"),
     "fit-llama-13b": _llama("fit", 1, 2048, 24, "llama-2-13b", ram=112, precision="compact"),
     "tiny": Case("try", "t5-tiny", 2, 16, 8, vram=2, engines=("hf", "ours-on-gpu", *OURS, "torchao")),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import table
-from benchmarks.cases import CASES, ENGINES, GIB, ZERO2
+from benchmarks.cases import CASES, ENGINES, GIB, HUB_NAMES, ZERO2
 from benchmarks.table import Row, latest
 
 ROOT = Path(__file__).parent.parent
@@ -25,18 +25,19 @@ BEFORE_STREAMED_STATES = ("c9fd74b", "d6b17f7", "31ba1b9")
 """Commits whose engine stepped all states in RAM on the CPU; their plans were another engine's."""
 
 _TITLES = {
-    "W1": "W1: T5-3B on a card of 24 GB",
-    "W2": "W2: larger batches on a card of 16 GB",
-    "W3": "W3: T5-3B on a card of 6 GB",
-    "W4": "W4: gradient accumulation",
-    "W5": "W5: two CPU cores",
-    "W6": "W6: a Llama of 3.2 G parameters",
-    "W7": "W7: the same with larger batches",
-    "growth": "How a step grows",
-    "blog": "Within the memory of a consumer card",
+    "W1": "T5-3B on a card of 24 GB",
+    "W2": "T5-3B with larger batches on a card of 16 GB",
+    "W3": "T5-3B on a card of 6 GB",
+    "W4": "T5-3B with gradient accumulation",
+    "W5": "T5-3B with two CPU cores",
+    "W6": "A Llama of 3.2 G parameters on cards of 24 and 48 GB",
+    "W7": "The same Llama with larger batches on a card of 24 GB",
+    "growth": "How a step grows with the batch",
+    "blog": "Every engine within a consumer card",
     "fit": "Will it fit?",
     "plan": "Other budgets",
 }
+STREAMED, OLDER = "since states stream through VRAM", "before the GPU stepped states from RAM"
 
 
 def write() -> None:
@@ -74,17 +75,19 @@ MARKED = r"<!-- figures:(?P<name>[\w-]+) -->\n(?P<body>.*?)<!-- /figures -->"
 
 _INTRODUCTION = """# Results
 
-This page is written by `python -m benchmarks report` from `benchmarks/results.csv`; edit neither by hand.
+This page is written by `python -m benchmarks report` from `benchmarks/results.csv`. Edit neither by hand.
 `python -m benchmarks run CASE` measures a case again. [How](../benchmarks/README.md)
 
 - Every engine runs alone, in a fresh process, from random weights, with clipping at 1.0. Rows that differ say so.
-- All engines have the same allocator settings, warm-up and number of steps since the table took the place of result
-  files. Rows of `e70d484` and before have two warm-up steps, six where layers may move, and HF's gradients in fp32.
-- Seconds are those of a step: the median over the turns, with the least and the largest turn in brackets.
+- All engines have the same allocator settings. New rows have eight warm-up steps. Rows of `e70d484` and before have
+  two, or six where layers may move between processors, and in them HF's gradients are fp32.
+- Seconds are those of a step. *turns* is the number of processes; of several, the median is shown, with the least and
+  the largest in brackets.
 - *VRAM* is the process's device memory by NVML, *allocated* is torch's own peak, *RAM* the resident peak. All in GiB.
 - *x HF* and *x ours* are ratios to the rows with everything on the GPU: as HuggingFace computes, and with offloadkit's
-  compute. The two rows of a ratio are of the same commit and day. Compiled rows are set against compiled rows, if any.
-- An engine recomputes activations only where it does not fit otherwise; its row says so. Older rows chose by hand.
+  compute. Compiled rows are set against compiled rows, if any. "-" under a ratio: no such row of that commit and day.
+- The other engines have the whole card, unless a heading says otherwise.
+- An engine recomputes activations only where it does not fit otherwise; its row says so. In older rows a person chose.
 - *ragged* rows are a quarter to all of the length, padded, with an attention mask. Other rows are full.
 """
 
@@ -100,9 +103,16 @@ def _sections(rows: Sequence[Row]) -> Iterator[str]:
         if claim == "fit":
             yield from fit(rows)
         elif claim == "plan":
-            yield from _one_table(found, ("case",))
-        elif claim in ("growth", "blog"):
+            yield from _one_table(found, ("case", "model"))
+        elif claim == "growth":
             yield from _one_table(found, ("model",))
+        elif claim == "blog":
+            for card in dict.fromkeys((CASES[name].vram, CASES[name].ram) for name in names):
+                yield f"**On a card of {card[0]:g} GiB with {card[1]:g} GiB of RAM**"
+                yield ""
+                yield from _one_table(
+                    [row for row in found if (CASES[row["case"]].vram, CASES[row["case"]].ram) == card], ("model",)
+                )
         else:
             for name in names:
                 of_case = _rows_of(rows, name)
@@ -232,18 +242,26 @@ def _line(cells: Sequence[str]) -> str:
 
 def fit(rows: Sequence[Row]) -> Iterator[str]:
     """The table "Will it fit?": one line for each case of claim "fit"."""
-    titles = ["model", "parameters", "precision", "tokens a step", "VRAM", "RAM", "s/step", ""]
+    titles = ["model", "parameters, billions", "precision", "rows x tokens (input+target)", "VRAM", "RAM"]
+    titles += ["s/step on an H200", "figures"]
     yield _line(titles)
     yield _line(["---"] * len(titles))
     found = [row for name, case in CASES.items() if case.claim == "fit" and (row := latest(rows, name, "offloadkit"))]
     for row in found:
         measured = row["status"] == "measured"
         vram, ram = ("vram_bytes", "ram_peak_bytes") if measured else ("planned_vram_bytes", "planned_ram_bytes")
-        size = f"{row['num_parameters'] / 1e9:.2f} G"
-        cells = [row["model"], size, row["precision"], CASES[row["case"]].shape, f"{row[vram] / GIB:.1f} GiB"]
-        yield _line([*cells, f"{row[ram] / GIB:.1f} GiB", f"{row['seconds']:.2f}", row["status"]])
+        precision = row["precision"] if row["dtype"] == "bf16" else f"{row['precision']}, {row['dtype']}"
+        cells = [HUB_NAMES.get(row["model"], row["model"]), f"{row['num_parameters'] / 1e9:.2f}", precision]
+        cells += [CASES[row["case"]].shape, f"{row[vram] / GIB:.1f} GiB", f"{row[ram] / GIB:.1f} GiB"]
+        yield _line([*cells, f"{row['seconds']:.2f}", row["status"]])
     yield ""
-    yield "One H200 with 16 cores, held to that VRAM. *planned*: what the plan says at that machine's measured rates."
+    right, known = planned_right(planned_rows(rows)[STREAMED], "planned_seconds", "seconds", WITHIN)
+    yield (
+        "At the rates of an H200 with 16 cores. *planned*: computed, not run. "
+        f"Of {known} planned steps that were also run there, {right} were within {100 * WITHIN:.0f} %. "
+        "VRAM is all that the process takes. A card gives somewhat less than its name, and an ordinary card and bus "
+        "are slower: `offloadkit plan` says what yours does."
+    )
 
 
 def chart(rows: Sequence[Row]) -> Iterator[str]:
@@ -259,7 +277,22 @@ def chart(rows: Sequence[Row]) -> Iterator[str]:
     yield f"![T5-3B, {case.shape} tokens a step: {bars}](docs/{CHART.name})"
     yield ""
     origins = dict.fromkeys(_origin(row | {"commit": None}) for _, row in shown)
-    yield f"T5-3B, exact AdamW, {case.shape} tokens a step. {'; '.join(origins)}. [All results](docs/results.md)"
+    said = f"T5-3B, exact AdamW, {case.shape} tokens a step. {_beside_the_chart(rows, shown)}"
+    yield f"{said} {'; '.join(origins)}. [All results](docs/results.md)"
+
+
+def _beside_the_chart(rows: Sequence[Row], shown: Sequence[tuple[str, Row]]) -> str:
+    """What the chart's bars do not say: who is limited, what offloading alone costs, how often each ran."""
+    said = []
+    ours = next((row for label, row in shown if label == "offloadkit"), None)
+    if ours and ours["vram_budget_bytes"]:
+        said.append(f"offloadkit is limited to {ours['vram_budget_bytes'] / GIB:g} GiB, the others are not.")
+    on_gpu = latest(rows, CHART_CASE, "ours-on-gpu")
+    if on_gpu:
+        said.append(f"Its kernels without offloading: {on_gpu['seconds']:.2f} s.")
+    if all(row["turns"] == 1 for _, row in shown):
+        said.append("One run each.")
+    return " ".join(said)
 
 
 PARTS: dict[str, Callable[[Sequence[Row]], Iterator[str]]] = {"chart": chart, "fit": fit}
@@ -305,13 +338,19 @@ def draw_chart(rows: Sequence[Row], path: Path) -> None:
 
 
 def planned_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Measured rows that were planned before: of the engine since states are streamed, and of the engine before."""
+    """Measured rows that were planned before they ran, of the engine that streams states and of the one before it."""
     planned = [row for row in rows if row["status"] == "measured" and row["planned_seconds"] and "H200" in row["gpu"]]
     older = [row for row in planned if row["commit"] in BEFORE_STREAMED_STATES]
     return {
-        "states streamed through VRAM": [row for row in planned if row not in older],
-        "the engine before that": older,
+        STREAMED: [row for row in planned if row not in older],
+        OLDER: older,
     }
+
+
+def planned_right(rows: Sequence[Row], planned: str, measured: str, within: float) -> tuple[int, int]:
+    """Of the rows that have both columns, how many were planned right within that share, and how many there are."""
+    known = [row for row in rows if row[measured]]
+    return sum(abs(row[planned] / row[measured] - 1) <= within for row in known), len(known)
 
 
 def _score(rows: Sequence[Row]) -> Iterator[str]:
@@ -325,14 +364,13 @@ def _score(rows: Sequence[Row]) -> Iterator[str]:
     for name, found in planned_rows(rows).items():
         cells = [name]
         for _, planned, measured, within in _PLANNED:
-            known = [row for row in found if row[measured]]
-            right = [row for row in known if abs(row[planned] / row[measured] - 1) <= within]
-            cells.append(f"{len(right)} of {len(known)}")
+            right, known = planned_right(found, planned, measured, within)
+            cells.append(f"{right} of {known}")
         yield _line(cells)
 
 
 def _others(rows: Sequence[Row]) -> Iterator[str]:
-    """Cases that measure no step of an engine, or that no longer run: their newest rows."""
+    """Cases that measure no step of an engine, and cases that no longer run: their newest rows."""
     yield ""
     yield "## Other figures"
     yield ""

@@ -164,7 +164,7 @@ def _rows(batch_size: str) -> int | Literal["auto"]:
 @_readable
 def train(
     model: Model,
-    dataset: Annotated[str, typer.Argument(help=".jsonl, .csv or .parquet file, or hub name.")],
+    dataset: Annotated[str, typer.Argument(help=".jsonl, .json, .csv or .parquet file, or hub name.")],
     eval_dataset: Annotated[str | None, typer.Option(help="Rows to evaluate on, each epoch and at the end.")] = None,
     output: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder for model/ and checkpoints.")

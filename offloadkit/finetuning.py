@@ -5,9 +5,9 @@
 What the arguments of `finetune` take:
 
 - `model`: a hub name, preset, folder, or a model, which is then trained in place.
-- `train_dataset`, `eval_dataset`: a `datasets.Dataset`, list of dicts, pandas frame, path to .jsonl/.csv/.parquet, or
-  hub name. Columns: input + target, text or messages, text + label, or tokenized. The evaluation set is evaluated after
-  each epoch and at the end.
+- `train_dataset`, `eval_dataset`: a `datasets.Dataset`, list of dicts, pandas frame, path to
+  .jsonl/.json/.csv/.parquet, or hub name. Columns: input + target (encoder-decoders), text or messages (decoders),
+  text + label (classifiers), or tokenized. The evaluation set is evaluated after each epoch and at the end.
 - `tokenizer`: None takes the model's own; "byte" is one token a byte, for models with random weights.
 - `output_dir`: its folder "model" is what `from_pretrained` loads; checkpoints lie beside it.
 - `epochs`, `max_steps`: how long to train; `max_steps` goes before `epochs`.

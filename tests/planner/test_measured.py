@@ -12,7 +12,7 @@ import pytest
 from benchmarks import table
 from benchmarks.cases import OURS
 from benchmarks.plans import hardware_of, layers_and_work
-from benchmarks.report import BEFORE_STREAMED_STATES, planned_rows
+from benchmarks.report import BEFORE_STREAMED_STATES, STREAMED, planned_rows
 from benchmarks.table import Row
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.planner import make_plan
@@ -207,5 +207,5 @@ def test_the_plan_s_score_is_over_all_rows_that_were_planned() -> None:
     old = [row for row in ROWS if row["planned_seconds"] and row["commit"] in COMMITS]
     right = [row for row in old if abs(row["planned_seconds"] / row["seconds"] - 1) <= 0.15]
     assert (len(right), len(old)) == (42, 62)
-    scored = planned_rows(table.read())["states streamed through VRAM"]
+    scored = planned_rows(table.read())[STREAMED]
     assert all(row in scored for row in old)
