@@ -230,6 +230,7 @@ for engine in engines:
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_without_closing_ends_well() -> None:
     """Its threads are in the middle of an update."""
     root = Path(__file__).parents[1]

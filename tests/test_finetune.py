@@ -153,6 +153,7 @@ def test_resuming_from_a_file_that_was_cut_names_it_and_what_to_delete(tmp_path:
         shutil.rmtree(cut.parent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "now"), [("exact", "tiny"), ("tiny", "exact"), ("exact", "compact")])
 def test_resuming_with_another_precision_says_what_to_go_on_with(saved: str, now: str) -> None:
     finetune(t5(), PAIRS, precision=saved)
@@ -383,6 +384,7 @@ def test_plan_and_finetune_stay_functions_whatever_is_imported() -> None:
     assert run_python(code).split() == ["True", "True"]
 
 
+@pytest.mark.slow
 def test_public_names_are_there_and_the_trainers_load_transformers_only_when_asked_for() -> None:
     code = (
         "import sys, offloadkit; print('transformers' in sys.modules);"

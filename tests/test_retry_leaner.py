@@ -90,6 +90,7 @@ def full_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     return install
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "number", "in_backward", "finished"),
     [

@@ -134,6 +134,7 @@ def test_they_are_planned_where_a_gpu_computes_eagerly() -> None:
     assert activations() < activations(compile_blocks=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_trainer_fuses_them_while_it_trains(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

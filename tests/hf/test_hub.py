@@ -67,6 +67,7 @@ def weights(model: torch.nn.Module) -> dict[str, str]:
     return {name: digest(value) for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_single_safetensors_file(hub: Hub, ask: Ask, model: T5ForConditionalGeneration, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     hub.add_folder("org/single", tmp_path)

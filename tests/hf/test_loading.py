@@ -90,6 +90,7 @@ def test_values_take_the_dtype_asked_for(tmp_path: Path, dtype: torch.dtype) -> 
     assert_same(built(tmp_path, dtype=dtype), load_model(tmp_path, dtype=dtype, progress=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["one file", "bin"])
 def test_large_tensors_are_read_in_pieces(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = written(CONFIGS["t5"], tmp_path, form)
@@ -325,6 +326,7 @@ def test_dropped_connection_says_that_a_rerun_resumes_and_it_does(hub: Hub, ask:
     assert ask("lazy model", "org/lazy")["weights"] == expected
 
 
+@pytest.mark.slow
 def test_gated_model_is_refused(hub: Hub, ask: Ask) -> None:
     hub.models["org/lazy-gated"] = Repository(refusal=(403, "GatedRepo"))
     assert ask("lazy model", "org/lazy-gated")["error"] == "ModelAccessError"

@@ -108,6 +108,7 @@ build(T5Config(d_model=8, d_ff=8, num_layers=1, vocab_size=8), "seq2seq", None, 
 """
 
 
+@pytest.mark.slow
 def test_a_models_module_is_not_imported_on_the_meta_device() -> None:
     """It imports what torch 2.6 can import on the CPU alone."""
     done = subprocess.run([sys.executable, "-c", IMPORTED], stdout=subprocess.PIPE, text=True, check=True)

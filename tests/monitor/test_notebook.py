@@ -73,6 +73,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         first._cleanup_kernel()
 
 
+@pytest.mark.slow
 def test_bars_move_while_the_cell_runs_and_a_summary_stays(kernel: Any) -> None:
     client = Client(kernel, "train(60, pause=0.03, baseline_seconds=0.01); None")
     (output,) = client.run()

@@ -151,6 +151,7 @@ def test_some_steps_of_an_engine(tmp_path: Path, accumulation: int, capsys: pyte
     assert "bound by" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_what_is_traced_is_whole_steps_each_beside_the_update_of_the_one_before(
     tmp_path: Path, accumulation: int, monkeypatch: pytest.MonkeyPatch

@@ -157,6 +157,7 @@ except OutOfRamError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_that_takes_too_much_ends_with_the_error() -> None:
     root = Path(hardware.__file__).parents[1]

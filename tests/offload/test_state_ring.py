@@ -327,6 +327,7 @@ def test_random_delays_on_threads_and_streams_change_no_number(
     assert_equal(expected, trained(device, steps, plan, depth=depth, **options), plan.placements)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_streams_that_run_late_change_no_number(seed: int, accumulation: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ def test_what_fits_is_trained_as_on_a_large_gpu(small_batch: Model) -> None:
     assert made.total_bytes("disk") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vram", [3, 4, 6, 8, 12, 16, 24, 32])
 def test_t5_3b_fits_cards_of_every_size(small_batch: Model, vram: int) -> None:
     made = plan(small_batch, vram=vram * GIB, ram="42GiB")
@@ -92,6 +93,7 @@ def test_the_search_counts_bytes_as_the_plan_does(small_batch: Model) -> None:
         assert search.bytes(made.placements) == tuple(made.total_bytes(tier) for tier in ("vram", "ram", "disk"))
 
 
+@pytest.mark.slow
 def test_states_go_to_disk_where_ram_is_short(small_batch: Model) -> None:
     disk = {"disk_read_bytes_per_second": 3e9, "disk_write_bytes_per_second": 2e9, "disk_folder": "/"}
     with_disk = replace(H200, disk_free_bytes=100 * GIB, **disk)
