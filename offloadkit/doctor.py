@@ -15,7 +15,8 @@ import psutil
 import torch
 
 from offloadkit import hardware
-from offloadkit.device.measure import measure
+from offloadkit.config import Precision
+from offloadkit.device.measure import measure, step_traffic_bytes
 from offloadkit.errors import OutputError
 from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu, gpu
@@ -30,7 +31,6 @@ _MIN_VRAM_BYTES = 512 << 20
 _LITTLE_DISK_BYTES = 50 << 30
 _LITTLE_SWAP_BYTES = 64 << 20
 _FEW_CORES = 4
-_STEP_BYTES = {"exact": 26, "compact": 18, "tiny": 14 + 1 / 16}
 _CHECKPOINT_BYTES = 12
 """Bytes of a parameter's bf16 weight and its states in `exact`."""
 
@@ -262,7 +262,7 @@ def _cores(facts: Facts) -> Advice | None:
     cores = facts.hardware.num_cores
     if cores >= _FEW_CORES:
         return None
-    rate = facts.hardware.cpu_adamw_bytes_per_second / _STEP_BYTES["exact"] / 1e9
+    rate = facts.hardware.cpu_adamw_bytes_per_second / step_traffic_bytes("exact") / 1e9
     return Advice(
         "note",
         f"{cores} CPU core{'s' * (cores != 1)}, which step {rate:.2g} billion parameters a second: what is stepped on "
@@ -340,9 +340,12 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
     else:
         rows += [("GPU", "none: RAM stands in for VRAM")]
     to, back, both = machine.h2d_bytes_per_second, machine.d2h_bytes_per_second, machine.both_bytes_per_second
-    traffic = {"exact": machine.cpu_adamw_bytes_per_second, "compact": machine.cpu_compact_bytes_per_second}
-    traffic["tiny"] = machine.cpu_tiny_bytes_per_second
-    steps = ", ".join(f"{kept} {rate / _STEP_BYTES[kept] / 1e9:.2g}" for kept, rate in traffic.items())
+    traffic: dict[Precision, float] = {
+        "exact": machine.cpu_adamw_bytes_per_second,
+        "compact": machine.cpu_compact_bytes_per_second,
+        "tiny": machine.cpu_tiny_bytes_per_second,
+    }
+    steps = ", ".join(f"{kept} {rate / step_traffic_bytes(kept) / 1e9:.2g}" for kept, rate in traffic.items())
     flops = ((name, getattr(machine, f"{name}_flops_per_second")) for name in ("bf16", "fp16", "fp32"))
     kernel = facts.kernel_levels[-1] if facts.kernel_levels else "no C kernel"
     rows += [

@@ -218,7 +218,7 @@ def machine_rates(device: torch.device) -> dict[str, Any]:
     slab.populate()
     rates: dict[str, Any] = {"dram_bytes_per_second": _triad_rate(slab, numel * _STATE_BYTES // 8)}
     for name, precision in _STEP_RATES.items():
-        rates[name] = _traffic_bytes(precision) * numel / _adamw_seconds(*_state(slab, numel, precision))
+        rates[name] = step_traffic_bytes(precision) * numel / _adamw_seconds(*_state(slab, numel, precision))
     rates["can_pin"] = device.type == "cuda" and _pin(slab, device)
     slab.clear()
     rates |= _copy_rates(slab.cut(_COPY_BYTES, torch.uint8), device)
@@ -300,7 +300,7 @@ def _state(slab: HostSlab, numel: int, precision: Precision = "exact") -> tuple[
     return state, slab.cut(numel, torch.bfloat16).fill_(1e-3)
 
 
-def _traffic_bytes(precision: Precision) -> float:
+def step_traffic_bytes(precision: Precision) -> float:
     """DRAM traffic of a parameter's AdamW step: weight and states are read and written, the gradient is read."""
     numel = 1 << 20
     states = sum(state_table("adamw", precision, torch.bfloat16).num_bytes(numel).values()) / numel
@@ -358,7 +358,7 @@ def _adamw_beside_copies(slab: HostSlab, numel: int, rates: dict[str, Any], devi
     pieces = [memory[start : start + _COPY_PIECE_BYTES] for start in range(0, len(memory), _COPY_PIECE_BYTES)]
     there, back = CopyStream(device, "H2D"), CopyStream(device, "D2H")
     buffers = [torch.empty(_COPY_PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-    num_bytes = _traffic_bytes("exact") * numel
+    num_bytes = step_traffic_bytes("exact") * numel
     bus_bytes = 3 * num_bytes / rates["cpu_adamw_bytes_per_second"] * rates["both_bytes_per_second"]
     best = 0.0
     for _ in range(_NUM_REPETITIONS):
