@@ -4,6 +4,7 @@
     python tests/faults.py --list          show them
     python tests/faults.py --only 7        try one, and show the tests' output
 
+It wants Triton and numpy < 2.4 beside the other packages, for the kernels in Triton's interpreter.
 The draw is decided by the seed and the files' text. It covers optim, offload, planner and kernels alike, and in each of
 these every kind of fault alike. Results are kept in a folder, so that an interrupted run goes on where it was; a fault
 is tried again when its file, or the tests, changed. A fault is seen if a test fails, or does not end in time.
@@ -47,6 +48,7 @@ ENGINE = [
     "tests/test_engine_waits.py", "tests/test_engine_errors.py", "tests/test_engine_life.py", "tests/device",
     "tests/test_fp16.py", "tests/test_engine.py", "tests/offload", "tests/test_synchronisation.py",
 ]  # fmt: skip
+ALSO_SLOW = ["-m", "slow or not slow"]  # the kernels in Triton's interpreter
 PLAN = ["tests/planner", "tests/test_planning.py", "tests/test_tracing.py", "tests/offload/test_placements.py"]
 TESTS: dict[str, list[str]] = {
     "optim": STEP,
@@ -65,7 +67,8 @@ TESTS: dict[str, list[str]] = {
     "offload/layers.py": [*ENGINE, "tests/planner/test_plan.py", "tests/test_planning.py"],
     "planner/layout.py": [*PLAN, "tests/optim/test_table.py", CHANGES],
     "kernels/attention.py": ["tests/hf/test_fused_attention.py"],
-    "kernels/attention_triton.py": ["tests/hf/test_fused_attention.py"],
+    "kernels/attention_triton.py": ["tests/hf/test_fused_attention.py", *ALSO_SLOW],
+    "kernels/gpu_triton.py": ["tests/kernels/test_gpu.py", "tests/optim/test_gradient_norm.py", *ALSO_SLOW],
     "kernels/linear_cross_entropy.py": ["tests/hf/test_chunked_loss.py"],
 }
 """Which tests are asked, by room, or by file where that has others."""
@@ -277,7 +280,7 @@ def _run_tests(tree: Path, tests: list[str], *, show: bool = False) -> dict[str,
         return {"seen": True, "by": f"no end after {SECONDS} s"}
     if process.returncode not in (0, 1, 2):  # 2: a test file could not be imported
         raise RuntimeError(f"pytest could not run: {output}")
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py\S*)", output or "", flags=re.M)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", output or "", flags=re.M)
     return {"seen": process.returncode != 0, "by": failed[-1] if failed else ""}
 
 

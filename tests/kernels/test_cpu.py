@@ -199,6 +199,26 @@ def test_a_gradient_that_does_not_fit_is_refused() -> None:
         cpu.accumulate(torch.zeros(3), torch.zeros(3, device="meta"), add=True)
 
 
+@needs_library
+@pytest.mark.parametrize("block", [(-1, 5), (5, 6), (3, -1), (0, 65_537)])
+def test_a_block_outside_the_gradient_is_refused(block: tuple[int, int]) -> None:
+    blocks = torch.tensor([(0, 4), block])  # the first is right: each is looked at
+    with pytest.raises(ValueError, match="leaves the gradient of 10 elements"):
+        cpu.block_sums(torch.zeros(10), blocks, torch.empty(2, dtype=torch.float64))
+
+
+@needs_library
+def test_the_triad_adds_and_takes_fp32_arrays_of_one_length_without_holes() -> None:
+    a, b = torch.arange(1001.0), torch.ones(1001)
+    cpu.triad(a, b, 0.5)
+    assert torch.equal(a, torch.arange(1001.0) + 0.5)
+    for other in (torch.ones(1000), torch.ones(1001).double()):
+        with pytest.raises(ValueError, match="two fp32 arrays of one length"):
+            cpu.triad(a, other, 0.5)
+    with pytest.raises(ValueError, match="contiguous"):
+        cpu.triad(a, torch.ones(2002)[::2], 0.5)
+
+
 def test_nothing_to_do_is_fine() -> None:
     state = make_state(torch.bfloat16, 0)
     cpu.optimizer_step(state, torch.zeros(0), [], 1.0)

@@ -87,6 +87,14 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         gpu.optimizer_step(make_state(torch.bfloat16, 10), torch.zeros(11), [Segment(0, 10, SCALARS)], 1.0)
 
 
+@pytest.mark.parametrize("triton", [False, True])
+def test_without_a_gpu_no_kernel_is_tried(monkeypatch: pytest.MonkeyPatch, triton: bool) -> None:
+    monkeypatch.setattr(gpu, "gpu_triton", SimpleNamespace(PIECES=1, PIECES_AT_ONCE=1) if triton else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "zeros", lambda *arguments, **options: pytest.fail("a kernel was tried"))
+    assert gpu.available.__wrapped__() is False
+
+
 def test_one_name_steps_wherever_the_layer_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     for name in ("cpu", "gpu"):

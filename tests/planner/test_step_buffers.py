@@ -36,6 +36,11 @@ def test_ram_of_a_layer_whose_states_pass_through_vram(placement: Placement, wei
     assert sum(LAYER.ram_bytes(placement, 4).values()) - sum(parts.values()) == (gradients > 0) * 2 * 1024
 
 
+def test_the_norm_takes_eight_bytes_a_block() -> None:
+    for blocks, num_bytes in ((1, 256), (32, 256), (33, 512), (3200, 25_600)):
+        assert replace(LAYER, num_norm_blocks=blocks).sums_bytes() == num_bytes
+
+
 def test_vram_is_that_of_the_same_layer_stepped_by_the_cpu() -> None:
     for placement in (LEAST_RAM, EITHER, WEIGHTS_IN_RAM):
         assert LAYER.vram_bytes(placement, 4) == LAYER.vram_bytes(replace(placement, step="cpu"), 4)
