@@ -11,6 +11,7 @@ from offloadkit.config import Placement
 from offloadkit.hardware import Hardware
 from offloadkit.planner import LayerShape, MicroBatch, Pass
 from offloadkit.planner.seconds import (
+    ADD_EFFICIENCY,
     ATTENTION_EFFICIENCY,
     ATTENTION_LAUNCHES,
     BACKWARD_LAUNCHES,
@@ -22,9 +23,11 @@ from offloadkit.planner.seconds import (
     LAYER_LAUNCHES,
     NORM_EFFICIENCY,
     RECOMPUTED_LAUNCHES,
+    STEP_EFFICIENCY,
     STEP_LAUNCHES,
     STREAMED_LAUNCHES,
     StepModel,
+    layer_cost,
     pass_seconds,
 )
 from tests.planner.machines import H200, shape, stage
@@ -215,3 +218,13 @@ def test_layers_outside_the_blocks_wait_where_they_are_computed() -> None:
     one = Pass(flops=1)
     batch = MicroBatch((stage("", forward=one), stage("block.0", forward=one), stage("", forward=one)), 640)
     assert StepModel(layers, batch, hardware, 1).seconds([IN_RAM] * 3).update_phase == pytest.approx(4, rel=1e-3)
+
+
+def test_gradients_are_added_at_the_speed_of_the_memory_that_holds_the_sum() -> None:
+    layer, vram = shape(numel=1 << 20), H200.vram_bytes_per_second * STEP_EFFICIENCY
+    cost = layer_cost(0, layer, H200, accumulation=4)
+    # The fp32 sum is read and written, the bf16 gradient is read; in RAM it was written there first.
+    assert cost.adding_in_vram == pytest.approx((4 + 4 + 2) * layer.numel / vram)
+    assert cost.adding_in_ram == pytest.approx(
+        (4 + 4 + 2 + 2) * layer.numel / (H200.cpu_adamw_bytes_per_second * ADD_EFFICIENCY)
+    )
