@@ -97,8 +97,7 @@ def plain_row(work: Work, made: Forecast, runs: Runs) -> Row:
     reason = forecast.hopeless("baseline", made, recomputed=False)
     if reason is not None:
         return {"status": "does not fit", "reason": reason}
-    task = {"mode": "measure", "engine": "baseline", "work": work.to_dict()}
-    return runs.row(task, planned_seconds=made.steps_seconds(work))
+    return runs.measured("baseline", work, made.steps_seconds(work))
 
 
 def padded_lengths(data: PreparedData, batch_size: int) -> tuple[int, int]:
