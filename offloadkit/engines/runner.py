@@ -72,7 +72,8 @@ class Runs:
         number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
         if timeout is not None and not (number and timeout > 0):
             raise ConfigError(f"timeout must be a positive number of seconds, or None; got {timeout!r}")
-        self._rows, self._logs, self._timeout = writable(folder / "rows"), writable(folder / "logs"), timeout
+        self.folder, self._timeout = folder, timeout
+        self._rows, self._logs = writable(folder / "rows"), writable(folder / "logs")
         self.environment = environment()
 
     def row(self, task: Task, ram: int | None = None, planned_seconds: float = 0.0) -> Row:
