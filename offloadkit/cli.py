@@ -224,7 +224,7 @@ def compare(
     batch_size: Annotated[int, typer.Option(help="Rows in a micro-batch.")] = 8,
     max_input_length: Annotated[int, typer.Option(help="Tokens of input in a row.")] = 512,
     max_target_length: Annotated[int, typer.Option(help="Tokens of target in a row.")] = 128,
-    gradient_accumulation: Annotated[int, typer.Option(help="Micro-batches in one update.")] = 1,
+    gradient_accumulation: Accumulation = 1,
     precision: Precision = "exact",
     vram: ProcessVram = None,
     ram: ProcessRam = None,
@@ -276,8 +276,7 @@ def sweep(
     ram: ProcessRam = None,
     steps: Steps = None,
     timeout: Annotated[
-        float | None,
-        typer.Option(help="Seconds for one process. Default: by the plan; no limit with DATASET."),
+        float | None, typer.Option(help="Seconds for one process. Default: by the plan; no limit with DATASET.")
     ] = None,
     output: MeasuredOutput = Path("offloadkit-sweep"),
 ) -> None:

@@ -99,8 +99,7 @@ class Comparison:
     def __str__(self) -> str:
         return "\n".join([self.title, *words.text_table(_HEADER, _cells(self), 3), *self.remarks])
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return words.html_table(_HEADER, _cells(self), 3, " | ".join([self.title, *self.remarks]))
@@ -113,7 +112,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in JSON's types."""
-        return asdict(replace(self, output_dir=Path())) | {"output_dir": str(self.output_dir)}
+        return asdict(self) | {"output_dir": str(self.output_dir)}
 
 
 _HEADER = ("model", "engine", "how", "time", "a step", "VRAM", "RAM", "x baseline")

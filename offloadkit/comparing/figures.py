@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from offloadkit.comparing import words
-from offloadkit.comparing.words import LABELS, short_reason
+from offloadkit.comparing.words import LABELS
 
 if TYPE_CHECKING:
     from offloadkit.comparing.comparison import Comparison
@@ -89,7 +90,8 @@ def _times(axes: Axes, model: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _shown_reason(row: dict[str, Any]) -> str:
-    text = short_reason(row["reason"])
+    """Without what a chart's reader need not know."""
+    text = re.sub(r": pip install.*", "", row["reason"]).removeprefix("does not fit: ")
     if row["status"] != "does not fit":
         return f"no bar: {text}"
     return f"even with {row['variant']}: {text}" if row["variant"] else text

@@ -115,8 +115,7 @@ class Sweep:
         header, cells = self._table()
         return "\n".join([self.title, *words.text_table(header, cells, 0), self.explain()])
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         header, cells = self._table()
@@ -131,7 +130,7 @@ class Sweep:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in JSON's types."""
-        made = asdict(replace(self, output_dir=Path())) | {"output_dir": str(self.output_dir)}
+        made = asdict(self) | {"output_dir": str(self.output_dir)}
         knees = {
             str(each): {
                 "measured": (knee := self.knee(each)) and asdict(knee),

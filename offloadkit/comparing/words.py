@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -10,11 +9,6 @@ from offloadkit.units import format_bytes, format_seconds
 
 LABELS = {"baseline": "all on the GPU", "offloadkit": "offloadkit", "deepspeed": "DeepSpeed"}
 """What engines are called."""
-
-
-def short_reason(reason: str) -> str:
-    """A reason without what a chart's reader need not know."""
-    return re.sub(r": pip install.*", "", reason).removeprefix("does not fit: ")
 
 
 def duration(seconds: float) -> str:

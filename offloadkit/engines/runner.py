@@ -172,7 +172,10 @@ def in_fresh_process(
         seconds = time.monotonic() - began
         if row_path.exists():
             row: Row = json.loads(row_path.read_text())
-            return {"process_seconds": seconds} | _within(row, max(peak, row.get("peak_ram_bytes", 0)), ram)
+            peak = max(peak, row.get("peak_ram_bytes", 0))  # a short one may have gone past the limit unseen
+            if ram is not None and peak > ram and row["status"] == "measured":
+                row = too_much_ram(ram)
+            return {"process_seconds": seconds} | row
     status = process.returncode
     reason = f"killed by signal {-status} (out of RAM?)" if status < 0 else f"exit {status}"
     return {"status": "failed", "reason": f"{reason}: {last_line(log)}"}
@@ -215,13 +218,6 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, ram: int | None) ->
             return peak, too_much_ram(ram)
         if time.monotonic() > end:
             return peak, {"status": "failed", "reason": f"took more than {timeout:g} s (--timeout)"}
-
-
-def _within(row: Row, peak: int, ram: int | None) -> Row:
-    """The row, unless a short peak went past the limit unseen."""
-    if ram is not None and peak > ram and row["status"] == "measured":
-        return too_much_ram(ram)
-    return row
 
 
 def too_much_ram(ram: int) -> Row:

@@ -119,11 +119,9 @@ def why(error: BaseException, limit: int | None) -> Row:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    found: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in found:
+    found = [error]
+    while (following := found[-1].__cause__ or found[-1].__context__) and following not in found:
         found.append(following)
-        following = following.__cause__ or following.__context__
     return found
 
 
