@@ -32,29 +32,19 @@ def main(arguments: list[str] | None = None) -> None:
     commands.add_parser("report", help="write docs/results.md, the README's marked parts and the chart")
     for command in (measuring, planning, merging):
         command.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
-    options = parser.parse_args(arguments)
-    if options.command == "list":
+    options = vars(parser.parse_args(arguments))
+    chosen = options.pop("command")
+    if chosen == "list":
         for name, case in CASES.items():
             print(f"{name}: {case.claim}, {case.model}, {case.shape}, {case.mask}; {' '.join(case.engines)}")
         print("engines:", *ENGINES)
-    elif options.command == "run":
-        run.run(
-            options.case,
-            engines=options.engines,
-            turns=options.turns,
-            steps=options.steps,
-            out=options.out,
-            commit=options.commit,
-            timeout=options.timeout,
-            device=options.device,
-            verbose=options.verbose,
-            notes=options.notes,
-        )
-    elif options.command == "merge":
-        rows = table.read(options.out)
-        table.write([*rows, *(row for row in table.read(options.table) if row not in rows)], options.out)
-    elif options.command == "plans":
-        plans.plan_cases(options.case, out=options.out, commit=options.commit)
+    elif chosen == "run":
+        run.run(options.pop("case"), **options)
+    elif chosen == "merge":
+        rows = table.read(options["out"])
+        table.write([*rows, *(row for row in table.read(options["table"]) if row not in rows)], options["out"])
+    elif chosen == "plans":
+        plans.plan_cases(options.pop("case"), **options)
     else:
         report.write()
 

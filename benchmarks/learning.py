@@ -14,7 +14,6 @@ Small models leave most of a machine idle, so `--jobs` runs go side by side, eac
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
 import multiprocessing
 import os
@@ -70,7 +69,7 @@ def _in_table(summary: Row, commit: str) -> table.Row:
         "engine": summary[kind],
         "status": "failed" if summary["verdict"] == "failed" else "measured",
         "commit": commit,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": table.now(),
         "gpu": machine["gpu"],
         "cpu": machine["cpu"],
         "cores": machine["num_cores"],

@@ -125,15 +125,9 @@ def demo(trial: Trial) -> Recipe:
     num_train, num_held_out = (1000, 32) if trial.tiny else (run.NUM_TRAIN, 2048)
     steps = trial.steps or (60 if trial.tiny else run.NUM_STEPS)
     pairs, held_out = date_pairs(num_train, num_held_out, seed=0)
-    arguments: dict[str, Any] = {
-        "max_steps": steps,
-        "batch_size": 16 if trial.tiny else run.BATCH_SIZE,
-        "learning_rate": run.LEARNING_RATE,
-        "lr_scheduler_type": "warmup_stable_decay",
-        "lr_scheduler_kwargs": {"num_decay_steps": round(0.4 * steps), "decay_type": "linear"},
-        "warmup_steps": round(0.15 * steps),
-        "per_device_eval_batch_size": min(256, num_held_out),
-    }
+    arguments = run.recipe(steps) | {"per_device_eval_batch_size": min(256, num_held_out)}
+    if trial.tiny:
+        arguments["batch_size"] = 16
     rows = [[pair._asdict() for pair in part] for part in (pairs, held_out)]
     return Recipe(run.small_t5(trial.seed), rows[0], rows[1], ByT5Tokenizer(), arguments)
 

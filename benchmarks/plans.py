@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 from collections import Counter
 from collections.abc import Sequence
@@ -24,24 +23,28 @@ from offloadkit.planner import LayerShape, MicroBatch, make_plan
 def plan_cases(names: Sequence[str] = (), *, out: Path = table.PATH, commit: str | None = None) -> list[Row]:
     """Append a planned row for each case to `out`, replacing its older planned rows, and return the new ones.
 
-    The rates are those of the newest measured row of an H200 with all its cores; budgets are the case's.
+    The rates are those of the newest measured row of an H200 with as many cores as the case; budgets are the case's.
 
     Args:
         names: of `CASES`; none: those of claim "fit".
 
     Raises:
-        ValueError: no row of `out` has rates of an H200, or a case does not fit.
+        ValueError: no row of `out` has rates of an H200 with as many cores, or a case does not fit.
     """
     commit = commit or git_commit()
     rows = table.read(out)
-    all_cores = [row for row in rows if row["case"] in CASES and CASES[row["case"]].cores == 0]
-    measured = [row for row in all_cores if row["rates"] and "H200" in (row["gpu"] or "")]
-    source = max(measured, key=lambda row: row["date"], default=None)
-    if source is None:
-        raise ValueError(f"{out} has no row with rates of an H200: run a case of offloadkit's there first")
+    rated = [row for row in rows if row["case"] in CASES and row["rates"] and "H200" in (row["gpu"] or "")]
     made = []
     for name in names or [name for name, case in CASES.items() if case.claim == "fit"]:
-        made.append(_planned(name, CASES[name], source) | {"commit": commit})
+        case = CASES[name]
+        of_cores = [row for row in rated if CASES[row["case"]].cores == case.cores]
+        if not of_cores:
+            cores = case.cores or "all its"
+            raise ValueError(
+                f"{out} has no row with rates of an H200 with {cores} cores: run a case of offloadkit's there first"
+            )
+        source = max(of_cores, key=lambda row: row["date"])
+        made.append(_planned(name, case, source) | {"commit": commit})
         print(f"{name}: {made[-1]['planned_seconds']:.3f} s planned")
     fresh = {row["case"] for row in made}
     table.write([row for row in rows if row["status"] != "planned" or row["case"] not in fresh] + made, out)
@@ -70,15 +73,13 @@ def _planned(name: str, case: Case, source: Row) -> Row:
     return of_case(name, case, setup) | {
         "engine": "offloadkit",
         "status": "planned",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": table.now(),
         **{column: source[column] for column in ("gpu", "cpu", "cores", "ram_bytes", "torch", "transformers")},
         "offloadkit": source["offloadkit"],
         "num_parameters": made.num_parameters,
         "seconds": made.seconds.step,
         "planned_seconds": made.seconds.step,
-        "planned_vram_bytes": made.total_bytes("vram"),
-        "planned_ram_bytes": made.total_bytes("ram"),
-        "planned_disk_bytes": made.total_bytes("disk"),
+        **{f"planned_{tier}_bytes": made.total_bytes(tier) for tier in ("vram", "ram", "disk")},
         "placements": {str(where): number for where, number in Counter(made.placements).items()},
         "notes": f"rates of the H200 of {source['date'][:10]}",
     }
@@ -92,14 +93,7 @@ def hardware_of(rates: dict[str, Any]) -> Hardware:
 
 @functools.cache
 def layers_and_work(
-    model: str,
-    dtype: Any,
-    rows: int,
-    tokens: int,
-    targets: int,
-    *,
-    norms: bool = True,
-    attention: bool = True,
+    model: str, dtype: Any, rows: int, tokens: int, targets: int, *, norms: bool = True, attention: bool = True
 ) -> tuple[list[LayerShape], MicroBatch]:
     """Layers and traced micro-batch of a case's model as offloadkit trains it on a GPU.
 
@@ -117,9 +111,8 @@ def layers_and_work(
     config.use_cache = False
     if config.model_type == "t5":
         config._attn_implementation = "eager"
-    task = infer_task(config)
     with torch.device("meta"):
-        built: Any = auto_class_of(config, task).from_config(config).bfloat16().train()
+        built: Any = auto_class_of(config, infer_task(config)).from_config(config).bfloat16().train()
     layers = flat_layers(built, OffloadConfig(working_dtype=dtype))
     for layer in layers:
         for view in layer.views:
@@ -129,7 +122,6 @@ def layers_and_work(
         fuse_norms(built)
     if attention:
         fuse_attention(built)
-    labels = (rows,) if task == "classification" else (rows, targets or tokens)
-    shapes = {"input_ids": (rows, tokens), "labels": labels}
+    shapes = {"input_ids": (rows, tokens), "labels": (rows, targets or tokens)}
     batch = {name: torch.empty(size, dtype=torch.int64, device="meta") for name, size in shapes.items()}
     return [layer.shape() for layer in layers], trace_micro_batch(built, batch)

@@ -98,8 +98,7 @@ def _sections(rows: Sequence[Row]) -> Iterator[str]:
         found = [row for name in names for row in _rows_of(rows, name)]
         if not found:
             continue
-        yield f"## {title}"
-        yield ""
+        yield f"## {title}\n"
         if claim == "fit":
             yield from fit(rows)
         elif claim == "plan":
@@ -108,15 +107,13 @@ def _sections(rows: Sequence[Row]) -> Iterator[str]:
             yield from _one_table(found, ("model",))
         elif claim == "blog":
             for card in dict.fromkeys((CASES[name].vram, CASES[name].ram) for name in names):
-                yield f"**On a card of {card[0]:g} GiB with {card[1]:g} GiB of RAM**"
-                yield ""
+                yield f"**On a card of {card[0]:g} GiB with {card[1]:g} GiB of RAM**\n"
                 yield from _one_table(
                     [row for row in found if (CASES[row["case"]].vram, CASES[row["case"]].ram) == card], ("model",)
                 )
         else:
             for name in names:
-                of_case = _rows_of(rows, name)
-                if of_case:
+                if of_case := _rows_of(rows, name):
                     yield from _case_table(name, of_case)
         yield ""
 
@@ -141,8 +138,7 @@ def _case_table(name: str, rows: Sequence[Row]) -> Iterator[str]:
     kind = ", ragged" if case.mask == "ragged" else ""
     cores = f", {case.cores} CPU cores" if case.cores else ""
     size = next((f" ({row['num_parameters'] / 1e9:.2f} G parameters)" for row in rows if row["num_parameters"]), "")
-    yield f"**{name}**: {first['model']}{size}, {case.shape} tokens a step{kind}{budget}{cores}."
-    yield ""
+    yield f"**{name}**: {first['model']}{size}, {case.shape} tokens a step{kind}{budget}{cores}.\n"
     yield from _one_table(rows, ())
 
 
@@ -150,8 +146,7 @@ def _one_table(rows: Sequence[Row], more: Sequence[str]) -> Iterator[str]:
     """A table of rows; machine, commit and date are said above it where all rows share them, else in each row."""
     origins = list(dict.fromkeys(_origin(row) for row in rows))
     if len(origins) == 1:
-        yield f"{origins[0]}."
-        yield ""
+        yield f"{origins[0]}.\n"
     titles = [*more, "engine", "tokens"] if more else ["engine"]
     titles += ["s/step", "turns", "x HF", "x ours", "VRAM", "allocated", "RAM", "planned s"]
     titles += ["measured by"] if len(origins) > 1 else []
@@ -274,8 +269,7 @@ def chart(rows: Sequence[Row]) -> Iterator[str]:
     bars = "; ".join(
         f"{label} {row['seconds']:.2f} s in {row['vram_bytes'] / GIB:.1f} GiB of VRAM" for label, row in shown
     )
-    yield f"![T5-3B, {case.shape} tokens a step: {bars}](docs/{CHART.name})"
-    yield ""
+    yield f"![T5-3B, {case.shape} tokens a step: {bars}](docs/{CHART.name})\n"
     origins = dict.fromkeys(_origin(row | {"commit": None}) for _, row in shown)
     said = f"T5-3B, exact AdamW, {case.shape} tokens a step. {_beside_the_chart(rows, shown)}"
     yield f"{said} {'; '.join(origins)}. [All results](docs/results.md)"
@@ -341,10 +335,7 @@ def planned_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Measured rows that were planned before they ran, of the engine that streams states and of the one before it."""
     planned = [row for row in rows if row["status"] == "measured" and row["planned_seconds"] and "H200" in row["gpu"]]
     older = [row for row in planned if row["commit"] in BEFORE_STREAMED_STATES]
-    return {
-        STREAMED: [row for row in planned if row not in older],
-        OLDER: older,
-    }
+    return {STREAMED: [row for row in planned if row not in older], OLDER: older}
 
 
 def planned_right(rows: Sequence[Row], planned: str, measured: str, within: float) -> tuple[int, int]:
@@ -354,11 +345,9 @@ def planned_right(rows: Sequence[Row], planned: str, measured: str, within: floa
 
 
 def _score(rows: Sequence[Row]) -> Iterator[str]:
-    yield "## How right the plan is"
-    yield ""
+    yield "## How right the plan is\n"
     yield "Over all rows that were planned before they ran. The plan's constants were fitted on this machine, an H200,"
-    yield "and on some of these rows. Expect larger errors elsewhere."
-    yield ""
+    yield "and on some of these rows. Expect larger errors elsewhere.\n"
     yield _line(["", *(f"{name} within {within:.0%}" for name, _, _, within in _PLANNED)])
     yield _line(["---"] * (1 + len(_PLANNED)))
     for name, found in planned_rows(rows).items():
@@ -372,8 +361,7 @@ def _score(rows: Sequence[Row]) -> Iterator[str]:
 def _others(rows: Sequence[Row]) -> Iterator[str]:
     """Cases that measure no step of an engine, and cases that no longer run: their newest rows."""
     yield ""
-    yield "## Other figures"
-    yield ""
+    yield "## Other figures\n"
     titles = ["case", "what", "seconds", "figures", "measured by"]
     yield _line(titles)
     yield _line(["---"] * len(titles))

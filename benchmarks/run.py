@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,11 +57,8 @@ def run(
                 raw = _measured(case, ENGINES[engine], steps, timeout, device, verbose)
                 found[engine].append(raw)
                 print(_said(raw), flush=True)
-                done = [
-                    _row(name, case, each, raws, commit) | ({"notes": notes} if notes else {})
-                    for each, raws in found.items()
-                    if raws
-                ]
+                said = {"notes": notes} if notes else {}
+                done = [_row(name, case, each, raws, commit) | said for each, raws in found.items() if raws]
                 table.write([*before, *made, *done], out)
         made += done
     return made
@@ -117,26 +112,15 @@ def measure_here(task: dict[str, Any]) -> dict[str, Any]:
 
     if task["device"] == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from offloadkit import hardware
+    from offloadkit import __version__, hardware
+    from offloadkit.engines.runner import version
     from offloadkit.engines.worker import measured
 
     row = measured(Work(**task["work"]), task["engine"])
     machine = dict(hardware.describe_machine(hardware.default_device()))
-    return row | {"machine": machine, "versions": {name: _version(name) for name in _PACKAGES}}
-
-
-_PACKAGES = ("torch", "transformers", "offloadkit", "deepspeed", "torchao", "roundpipe")
-
-
-def _version(package: str) -> str:
-    if package == "offloadkit":  # a checkout need not be installed
-        from offloadkit import __version__
-
-        return __version__
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "absent"
+    versions = {name: version(name) for name in ("torch", "transformers", "deepspeed", "torchao", "roundpipe")}
+    versions["offloadkit"] = __version__  # a checkout need not be installed
+    return row | {"machine": machine, "versions": versions}
 
 
 def _row(name: str, case: Case, engine: str, raws: list[dict[str, Any]], commit: str) -> Row:
@@ -147,25 +131,21 @@ def _row(name: str, case: Case, engine: str, raws: list[dict[str, Any]], commit:
         "status": last["status"],
         "reason": last.get("reason"),
         "commit": commit,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": table.now(),
         "recomputed": last["recomputed"],
     }
-    if any(raw["status"] != "measured" for raw in raws):
-        bad = next(raw for raw in raws if raw["status"] != "measured")
-        return row | {"status": bad["status"], "reason": bad["reason"]}
+    for raw in raws:
+        if raw["status"] != "measured":
+            return row | {"status": raw["status"], "reason": raw["reason"]}
     seconds = [raw["step_seconds"] for raw in raws]
     machine, versions, planned = last["machine"], last["versions"], last.get("planned", {})
     phases = dict(last["phase_seconds"]) | {
         name: number for name, number in last.get("telemetry_seconds", {}).items() if name in _OWN_PHASES
     }
     return row | {
-        "gpu": machine["gpu"],
-        "cpu": machine["cpu"],
+        **{name: machine[name] for name in ("gpu", "cpu", "ram_bytes")},
         "cores": case.cores or machine["num_cores"],
-        "ram_bytes": machine["ram_bytes"],
-        "torch": versions["torch"],
-        "transformers": versions["transformers"],
-        "offloadkit": versions["offloadkit"],
+        **{name: versions[name] for name in ("torch", "transformers", "offloadkit")},
         "peer": f"{setup.package} {versions[setup.package]}" if setup.package else None,
         "num_parameters": last["num_parameters"],
         "tokens": last["num_tokens"],
@@ -179,9 +159,7 @@ def _row(name: str, case: Case, engine: str, raws: list[dict[str, Any]], commit:
         "vram_bytes": max(raw["vram_bytes"] for raw in raws),
         "vram_allocated_bytes": max(raw["max_allocated_bytes"] for raw in raws),
         "ram_peak_bytes": max(raw["peak_ram_bytes"] for raw in raws),
-        "planned_vram_bytes": planned.get("vram_bytes"),
-        "planned_ram_bytes": planned.get("ram_bytes"),
-        "planned_disk_bytes": planned.get("disk_bytes"),
+        **{f"planned_{name}": planned.get(name) for name in ("vram_bytes", "ram_bytes", "disk_bytes")},
         "planned_seconds": planned.get("step_seconds"),
         "placements": planned.get("placements"),
         "phases": {name: float(f"{number:.4g}") for name, number in phases.items()},

@@ -141,43 +141,40 @@ def chosen_cases() -> list[Case]:
 # ---- models and batches --------------------------------------------------------------------------------------------
 
 
-class Perceptron(nn.Module):
-    """Blocks with a residual.
+class Residual(nn.Module):
+    """Blocks with a residual between a first and a last layer; what comes as images is averaged over their places."""
 
-    Their matrices are more than one block of the gradient norm (65,536 elements); the last block of the wide one is
-    more than one chunk of the states that pass through VRAM (8,388,608).
-    """
-
-    def __init__(self, *, wide: bool) -> None:
+    def __init__(self, first: nn.Module, last: nn.Module, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(13, 37), nn.Linear(37, 5)
-        self.blocks = nn.ModuleList(
+        self.first, self.last = first, last
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        x = self.first(inputs.to(self.first.weight.dtype))
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.last(x.mean((2, 3)) if x.ndim == 4 else x).float(), labels)
+
+
+def perceptron(*, wide: bool) -> Residual:
+    """Its matrices are more than one block of the gradient norm (65,536 elements); the last block of the wide one is
+    more than one chunk of the states that pass through VRAM (8,388,608)."""
+    return Residual(
+        nn.Linear(13, 37),
+        nn.Linear(37, 5),
+        (
             nn.Sequential(nn.LayerNorm(37), nn.Linear(37, hidden), nn.GELU(), nn.Linear(hidden, 37))
             for hidden in (1999, 1999, 1999, 119_983 if wide else 1999)
-        )
-
-    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        x = self.first(inputs.to(self.first.weight.dtype))
-        for block in self.blocks:
-            x = x + block(x)
-        return F.cross_entropy(self.last(x).float(), labels)
+        ),
+    )
 
 
-class Convolutions(nn.Module):
-    """As `Perceptron`, of images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 11, 3, stride=2), nn.Linear(11, 5)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(11, 11, 3, padding=1, bias=False), nn.GroupNorm(1, 11), nn.ReLU()) for _ in range(4)
-        )
-
-    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        x = self.first(inputs.to(self.first.weight.dtype))
-        for block in self.blocks:
-            x = x + block(x)
-        return F.cross_entropy(self.last(x.mean((2, 3))).float(), labels)
+def convolutions() -> Residual:
+    """As `perceptron`, of images."""
+    blocks = (
+        nn.Sequential(nn.Conv2d(11, 11, 3, padding=1, bias=False), nn.GroupNorm(1, 11), nn.ReLU()) for _ in range(4)
+    )
+    return Residual(nn.Conv2d(3, 11, 3, stride=2), nn.Linear(11, 5), blocks)
 
 
 def build(name: str) -> nn.Module:
@@ -186,49 +183,26 @@ def build(name: str) -> nn.Module:
     transformers keeps no keys and values where activations are recomputed, and rounds otherwise then: here never.
     """
     torch.manual_seed(0)
-    model: nn.Module
     if name == "cnn":
-        return Convolutions()
+        return convolutions()
     if name in ("mlp", "mlp-wide"):
-        return Perceptron(wide=name == "mlp-wide")
+        return perceptron(wide=name == "mlp-wide")
+    common: dict[str, Any] = {"vocab_size": 97, "use_cache": False, "attn_implementation": "eager"}
     if name in T5:  # its head is tied to its embeddings
-        model = hf.T5ForConditionalGeneration(
-            hf.T5Config(
-                vocab_size=97,
-                d_model=24,
-                d_ff=40,
-                d_kv=8,
-                num_layers=3,
-                num_heads=2,
-                dropout_rate=0.1 if name == "t5-dropout" else 0.0,
-                decoder_start_token_id=0,
-                use_cache=False,
-                attn_implementation="eager",
-            )
-        )
+        shape = {"d_model": 24, "d_ff": 40, "d_kv": 8, "num_layers": 3, "num_heads": 2, "decoder_start_token_id": 0}
+        dropout = 0.1 if name == "t5-dropout" else 0.0
+        model = hf.T5ForConditionalGeneration(hf.T5Config(**common, **shape, dropout_rate=dropout))
         if name == "t5-frozen":
             for frozen in ("encoder.block.1.layer.1.DenseReluDense.wi.weight", "decoder.final_layer_norm.weight"):
                 model.get_parameter(frozen).requires_grad_(False)
         return model
-    common: dict[str, Any] = {
-        "vocab_size": 97,
-        "hidden_size": 16,
-        "intermediate_size": 40,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 48,
-        "use_cache": False,
-        "attn_implementation": "eager",
-    }
+    common |= {"hidden_size": 16, "intermediate_size": 40, "max_position_embeddings": 48}
+    common |= {"num_hidden_layers": 4, "num_attention_heads": 2}
     if name.startswith("llama"):
         tied = name == "llama-ragged"
-        llama = hf.LlamaConfig(**common, num_key_value_heads=1, tie_word_embeddings=tied)
-        model = hf.LlamaForCausalLM(llama)
-    else:
-        bert = hf.BertConfig(**common, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        words = name == "bert-words"
-        model = hf.BertForMaskedLM(bert) if words else hf.BertForSequenceClassification(bert)
-    return model
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**common, num_key_value_heads=1, tie_word_embeddings=tied))
+    bert = hf.BertConfig(**common, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return hf.BertForMaskedLM(bert) if name == "bert-words" else hf.BertForSequenceClassification(bert)
 
 
 def param_groups(name: str, model: nn.Module) -> list[dict[str, Any]] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
 import json
 from collections.abc import Iterable, Sequence
@@ -120,6 +121,11 @@ def write(rows: Iterable[Row], path: Path = PATH) -> None:
     new = path.with_name(f".{path.name}.part")
     new.write_text(text.getvalue())
     new.replace(path)
+
+
+def now() -> str:
+    """For the column `date`."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def latest(rows: Sequence[Row], case: str, engine: str) -> Row | None:

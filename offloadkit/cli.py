@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -46,8 +47,9 @@ MeasuredOutput = Annotated[Path, typer.Option(help="Folder for the table, the ch
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def _readable(command: Command) -> Command:
-    """Print an `OffloadkitError` as one message and exit with 1; Ctrl-C exits with 130. Others keep their traceback."""
+def _command(command: Command) -> Command:
+    """A command of `app` that prints an `OffloadkitError` as one message and exits with 1; Ctrl-C exits with 130. Other
+    errors keep their traceback."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +62,7 @@ def _readable(command: Command) -> Command:
             typer.echo(f"\ninterrupted{_how_to_go_on(Path(kwargs['output'])) if 'resume' in kwargs else ''}", err=True)
             raise typer.Exit(130) from error
 
-    return run  # type: ignore[return-value]
+    return app.command()(run)  # type: ignore[return-value]
 
 
 def _how_to_go_on(output: Path) -> str:
@@ -74,8 +76,7 @@ def _how_to_go_on(output: Path) -> str:
         return f"; there is no checkpoint in {output} to resume from"
 
 
-@app.command()
-@_readable
+@_command
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for model/ and summary.json.")] = Path("offloadkit-demo"),
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps; with fewer the model learns less.")] = None,
@@ -87,15 +88,12 @@ def demo(
     run_demo(output, num_steps=steps or NUM_STEPS, seed=seed)
 
 
-@app.command()
-@_readable
+@_command
 def doctor(
     folder: Annotated[Path, typer.Option(help="Folder whose disk is measured.")] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure this machine and say what would improve training. Exits with 1 if nothing can be trained."""
-    import json
-
     from offloadkit import doctor
 
     facts = doctor.gather(folder)
@@ -104,8 +102,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command()
-@_readable
+@_command
 def plan(
     model: Model,
     vram: Vram = None,
@@ -125,20 +122,11 @@ def plan(
     Exits with 1 if it does not fit. No weights are read. On a machine without a GPU, --vram plans for a card of that
     size.
     """
-    import json
-
     from offloadkit.config import OffloadConfig
     from offloadkit.planning import plan as plan_model
 
-    config: Any = {
-        "vram": vram,
-        "ram": ram,
-        "precision": precision,
-        "gradient_accumulation": gradient_accumulation,
-        "working_dtype": dtype,
-        "disk": disk,
-        "compile_blocks": compile_blocks,
-    }
+    config: Any = {"vram": vram, "ram": ram, "precision": precision, "working_dtype": dtype, "disk": disk}
+    config |= {"gradient_accumulation": gradient_accumulation, "compile_blocks": compile_blocks}
     planned = plan_model(
         model,
         batch_size=_rows(batch_size),
@@ -160,8 +148,7 @@ def _rows(batch_size: str) -> int | Literal["auto"]:
     return int(batch_size)
 
 
-@app.command()
-@_readable
+@_command
 def train(
     model: Model,
     dataset: Annotated[str, typer.Argument(help=".jsonl, .json, .csv or .parquet file, or hub name.")],
@@ -227,8 +214,7 @@ def train(
         raise typer.Exit(130)
 
 
-@app.command()
-@_readable
+@_command
 def compare(
     models: Annotated[
         list[str] | None, typer.Argument(help="Presets, folders, hub names. Default: T5 in all sizes.")
@@ -238,7 +224,7 @@ def compare(
     batch_size: Annotated[int, typer.Option(help="Rows in a micro-batch.")] = 8,
     max_input_length: Annotated[int, typer.Option(help="Tokens of input in a row.")] = 512,
     max_target_length: Annotated[int, typer.Option(help="Tokens of target in a row.")] = 128,
-    gradient_accumulation: Annotated[int, typer.Option(help="Micro-batches in one update.")] = 1,
+    gradient_accumulation: Accumulation = 1,
     precision: Precision = "exact",
     vram: ProcessVram = None,
     ram: ProcessRam = None,
@@ -268,8 +254,7 @@ def compare(
     _show_measured(result)
 
 
-@app.command()
-@_readable
+@_command
 def sweep(
     model: Model,
     dataset: Annotated[
@@ -291,8 +276,7 @@ def sweep(
     ram: ProcessRam = None,
     steps: Steps = None,
     timeout: Annotated[
-        float | None,
-        typer.Option(help="Seconds for one process. Default: by the plan; no limit with DATASET."),
+        float | None, typer.Option(help="Seconds for one process. Default: by the plan; no limit with DATASET.")
     ] = None,
     output: MeasuredOutput = Path("offloadkit-sweep"),
 ) -> None:

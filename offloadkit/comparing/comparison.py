@@ -93,15 +93,13 @@ class Comparison:
         shape = f"{self.work['batch_size']} x ({self.work['max_input_length']}+{self.work['max_target_length']}) tokens"
         if self.work["gradient_accumulation"] > 1:
             shape = f"{self.work['gradient_accumulation']} x {shape}"
-        where = self.environment["gpu"] if self.environment["gpu"] != "none" else "CPU, no GPU"
-        within = words.limits(self.vram, self.ram)
-        return f"{self.num_samples:,} samples, {shape} a step, {where}" + (f", within {within}" if within else "")
+        where = words.place(self.environment, self.vram, self.ram)
+        return f"{self.num_samples:,} samples, {shape} a step, {where}"
 
     def __str__(self) -> str:
         return "\n".join([self.title, *words.text_table(_HEADER, _cells(self), 3), *self.remarks])
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return words.html_table(_HEADER, _cells(self), 3, " | ".join([self.title, *self.remarks]))
@@ -114,7 +112,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in JSON's types."""
-        return asdict(replace(self, output_dir=Path())) | {"output_dir": str(self.output_dir)}
+        return asdict(self) | {"output_dir": str(self.output_dir)}
 
 
 _HEADER = ("model", "engine", "how", "time", "a step", "VRAM", "RAM", "x baseline")
@@ -225,9 +223,7 @@ def _row(runs: Runs, work: Work, engine: str, made: Forecast | Row, say: Callabl
         row |= {"status": "failed", "reason": "deepspeed is not installed: pip install 'offloadkit[deepspeed]'"}
     else:
         for name, recomputed, called in _VARIANTS[engine]:
-            tried = replace(work, recomputed=recomputed)
-            found = _tried(runs, tried, name, made)
-            row |= {"variant": called} | found
+            row |= {"variant": called} | _tried(runs, replace(work, recomputed=recomputed), name, made)
             if row["status"] != "does not fit":
                 break
             row["tried"].append({"variant": called, "reason": row["reason"]})
@@ -240,8 +236,7 @@ def _tried(runs: Runs, work: Work, name: str, made: Forecast) -> Row:
     reason = made.reason if name == "offloadkit" else forecast.hopeless(name, made, recomputed=work.recomputed)
     if reason is not None:
         return {"status": "does not fit", "reason": reason, "tried_for_real": False}
-    task = {"mode": "measure", "engine": name, "work": work.to_dict()}
-    return runs.row(task, work.ram, made.steps_seconds(work)) | {"tried_for_real": True}
+    return runs.measured(name, work, made.steps_seconds(work)) | {"tried_for_real": True}
 
 
 def summary(row: Row) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import io
+import re
 import textwrap
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from offloadkit.comparing import words
-from offloadkit.comparing.knee import Knee
-from offloadkit.comparing.words import LABELS, short_reason
-from offloadkit.engines.forecast import Forecast
+from offloadkit.comparing.words import LABELS
+
+if TYPE_CHECKING:
+    from offloadkit.comparing.comparison import Comparison
+    from offloadkit.comparing.sweeping import Sweep
 
 COLOURS = {"baseline": "#8c8c8c", "offloadkit": "#0072b2", "deepspeed": "#e69f00"}
 HATCHES = {"baseline": "", "offloadkit": "", "deepspeed": "////"}
@@ -24,46 +26,13 @@ _VALUE_WIDTH = 0.2
 """Of a size's panel: what "9.72" takes."""
 
 
-class Drawable(Protocol):
-    """What every chart asks of a result; see `Comparison` and `Sweep`."""
-
-    @property
-    def rows(self) -> list[dict[str, Any]]: ...
-    @property
-    def num_samples(self) -> int: ...
-    @property
-    def vram(self) -> int | None: ...
-    @property
-    def ram(self) -> int | None: ...
-    @property
-    def title(self) -> str: ...
-
-
-class DrawableComparison(Drawable, Protocol):
-    """What the chart of a comparison asks of it."""
-
-    @property
-    def remarks(self) -> list[str]: ...
-    def row(self, model: str, engine: str) -> dict[str, Any]: ...
-
-
-class DrawableSweep(Drawable, Protocol):
-    """What the chart of a sweep asks of it."""
-
-    @property
-    def forecasts(self) -> Mapping[int, Mapping[int, Forecast]]: ...
-    @property
-    def accumulations(self) -> list[int]: ...
-    @property
-    def sizes(self) -> list[int]: ...
-    def measured(self, accumulation: int, scaling: str = "none") -> dict[int, dict[str, Any]]: ...
-    def knee(self) -> Knee | None: ...
-    def predicted_knee(self) -> Knee | None: ...
-    def explain(self) -> str: ...
-
-
 class Chart(Figure):
-    """A figure that notebooks show without pyplot."""
+    """A figure that notebooks show without pyplot, its size in inches."""
+
+    def __init__(self, width: float, height: float) -> None:
+        super().__init__(figsize=(width, height), layout="constrained", facecolor="white")
+        # A tenth of an inch between the edge and the title or remarks.
+        self.get_layout_engine().set(h_pad=0.1)  # type: ignore[union-attr,call-arg]
 
     def _repr_svg_(self) -> str:
         text = io.StringIO()
@@ -71,35 +40,26 @@ class Chart(Figure):
         return text.getvalue()
 
 
-def off_the_edge(figure: Chart) -> None:
-    """Leave a tenth of an inch between the figure's edge and its title and remarks."""
-    figure.get_layout_engine().set(h_pad=0.1)  # type: ignore[union-attr,call-arg]
-
-
-def comparison_chart(result: DrawableComparison) -> Chart:
+def comparison_chart(result: Comparison) -> Chart:
     """A line of three panels for each model: seconds, VRAM and RAM; the reason in the place of a missing bar."""
     models = list(dict.fromkeys(row["model"] for row in result.rows))
     engines = list(dict.fromkeys(row["engine"] for row in result.rows))
-    height = 1.3 + len(models) * (0.4 + 0.33 * len(engines))
-    figure = Chart(figsize=(12, height), layout="constrained", facecolor="white")
-    panels: Any = figure.subplots(len(models), 3, squeeze=False, width_ratios=(2.9, 1, 1))
-    for line, model in zip(panels, models, strict=True):
-        _times(line[0], model, [result.row(model, engine) for engine in engines])
-    panels[0][0].set_title(
-        f"time for {result.num_samples:,} samples (each model in its own scale)",
-        loc="left",
-        fontsize=10,
-        color=INK,
-        pad=10,
-    )
     by_model = [[result.row(model, engine) for engine in engines] for model in models]
+    figure = Chart(12, 1.3 + len(models) * (0.4 + 0.33 * len(engines)))
+    panels: Any = figure.subplots(len(models), 3, squeeze=False, width_ratios=(2.9, 1, 1))
+    for line, model, rows in zip(panels, models, by_model, strict=True):
+        _times(line[0], model, rows)
+    _title(panels[0][0], f"time for {result.num_samples:,} samples (each model in its own scale)", pad=10)
     _sizes(panels[:, 1], by_model, "vram_bytes", result.vram, "peak VRAM")
     _sizes(panels[:, 2], by_model, "peak_ram_bytes", result.ram, "peak RAM")
     figure.suptitle("\n".join(textwrap.wrap(result.title, 130)), x=0.01, ha="left", fontsize=10.5, color=INK)
-    off_the_edge(figure)
     if result.remarks:
         figure.supxlabel(" ".join(result.remarks), x=0.01, ha="left", fontsize=8.5, color=QUIET)
     return figure
+
+
+def _title(axes: Axes, text: str, pad: float | None = None) -> None:
+    axes.set_title(text, loc="left", fontsize=10, color=INK, pad=pad)
 
 
 def _bare(axes: Axes, num_rows: int) -> None:
@@ -130,7 +90,8 @@ def _times(axes: Axes, model: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _shown_reason(row: dict[str, Any]) -> str:
-    text = short_reason(row["reason"])
+    """Without what a chart's reader need not know."""
+    text = re.sub(r": pip install.*", "", row["reason"]).removeprefix("does not fit: ")
     if row["status"] != "does not fit":
         return f"no bar: {text}"
     return f"even with {row['variant']}: {text}" if row["variant"] else text
@@ -163,7 +124,7 @@ def _sizes(column: Any, by_model: list[list[dict[str, Any]]], key: str, limit_by
                 where: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
                 axes.annotate(f"{size:.3g}", (at, place), **where, fontsize=9, color=INK)
     title += ", GiB" if limit is None else f", limit {limit:.3g} GiB"
-    column[0].set_title(title, loc="left", fontsize=10, color=INK, pad=10)
+    _title(column[0], title, pad=10)
 
 
 def _beside(size: float, limit: float | None, width: float) -> float:
@@ -175,24 +136,25 @@ SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#cc79a7", "D")
 """Colour and marker of each line; after the last comes the first."""
 
 
-def sweep_chart(result: DrawableSweep) -> Chart:
+def sweep_chart(result: Sweep) -> Chart:
     """Step, epoch and VRAM against the batch size; the held-out loss where it was measured; what it means below."""
     learns = any("eval_loss" in row for row in result.rows)
     sentences = [line for text in result.explain().splitlines() for line in textwrap.wrap(text, 165 + 55 * learns)]
-    figure = Chart(figsize=(4 * (3 + learns), 4.1 + 0.19 * len(sentences)), layout="constrained", facecolor="white")
+    figure = Chart(4 * (3 + learns), 4.1 + 0.19 * len(sentences))
     panels: Any = figure.subplots(1, 3 + learns, squeeze=False)[0]
     for axes in panels:
         _dress(axes, result.sizes)
     _steps(panels[0], result)
     _lines(panels[1], result, "epoch_seconds")
-    panels[1].set_title(f"time for {result.num_samples:,} samples", loc="left", fontsize=10, color=INK)
+    _title(panels[1], f"time for {result.num_samples:,} samples")
     _vram(panels[2], result)
     if learns:
-        _losses(panels[3], result)
+        samples = next(row["num_samples"] for row in result.rows if "eval_loss" in row)
+        _title(panels[3], f"held-out loss after {samples:,} samples")
+        _lines(panels[3], result, "eval_loss")
     for axes in panels:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8, frameon=False, labelcolor=INK)
-    off_the_edge(figure)
     figure.suptitle(result.title, x=0.01, ha="left", fontsize=11, color=INK)
     figure.supxlabel("\n".join(sentences), x=0.01, ha="left", fontsize=9, color=INK)
     return figure
@@ -225,35 +187,34 @@ def _in_durations(axes: Axes) -> None:
 
 def _seconds_of(line: Any) -> list[float]:
     """The heights of a curve; vertical lines and marks below the axis have none."""
-    heights = [float(value) for value in line.get_ydata()]
-    return [] if line.get_label().startswith(("knee", "predicted:")) or line.get_marker() == "x" else heights
+    no_curve = line.get_label().startswith(("knee", "predicted:")) or line.get_marker() == "x"
+    return [] if no_curve else [float(value) for value in line.get_ydata()]
 
 
-def _steps(axes: Axes, result: DrawableSweep) -> None:
+def _steps(axes: Axes, result: Sweep) -> None:
     """Measured and predicted steps, and the knee of the first accumulation."""
-    axes.set_title("time of a step", loc="left", fontsize=10, color=INK)
+    _title(axes, "time of a step")
     _lines(axes, result, "step_seconds")
     for times in result.accumulations:
-        made = result.forecasts.get(times, {})
-        points = [(size, each.step_seconds) for size, each in sorted(made.items()) if not each.lacking]
+        made = sorted(result.forecasts.get(times, {}).items())
+        points = [(size, each.step_seconds) for size, each in made if not each.lacking]
         if points:
-            label = "predicted" if times == result.accumulations[0] else None
-            axes.plot(*zip(*points, strict=True), color=QUIET, linestyle=":", linewidth=1.3, label=label, zorder=2)
+            name = "predicted" if times == result.accumulations[0] else None
+            axes.plot(*zip(*points, strict=True), color=QUIET, linestyle=":", linewidth=1.3, label=name, zorder=2)
     knee, predicted = result.knee(), result.predicted_knee()
     if knee is not None and knee.where == "within":
         axes.axvspan(axes.get_xlim()[0], knee.size, color="#0072b2", alpha=0.07, linewidth=0, zorder=0)
         axes.axvline(knee.size, color="#0072b2", linewidth=1, linestyle="--", label=f"knee: {round(knee.size)}")
     if predicted is not None and predicted.where == "within":
-        axes.axvline(
-            predicted.size, color=QUIET, linewidth=1, linestyle=":", label=f"predicted: {round(predicted.size)}"
-        )
+        label = f"predicted: {round(predicted.size)}"
+        axes.axvline(predicted.size, color=QUIET, linewidth=1, linestyle=":", label=label)
     for row in result.rows:
         if row["status"] != "measured":
-            axes.plot(row["batch_size"], 0.03, "x", color=LIMIT, transform=axes.get_xaxis_transform(), clip_on=False)
+            _cross(axes, row["batch_size"])
     _in_durations(axes)
 
 
-def _lines(axes: Axes, result: DrawableSweep, key: str, *, scale: float = 1.0) -> None:
+def _lines(axes: Axes, result: Sweep, key: str, *, scale: float = 1.0) -> None:
     """One line for each accumulation, and, where several were tried, each scaling of the learning rate."""
     scalings = list(dict.fromkeys(row["scaling"] for row in result.rows)) if key == "eval_loss" else ["none"]
     series = [(times, scaling) for times in result.accumulations for scaling in scalings]
@@ -272,7 +233,7 @@ def _lines(axes: Axes, result: DrawableSweep, key: str, *, scale: float = 1.0) -
         _in_durations(axes)
 
 
-def _label(result: DrawableSweep, times: int, scaling: str, key: str) -> str | None:
+def _label(result: Sweep, times: int, scaling: str, key: str) -> str | None:
     parts = []
     if len(result.accumulations) > 1:
         parts.append(f"{times} micro-batch{'es' if times > 1 else ''} a step")
@@ -283,12 +244,12 @@ def _label(result: DrawableSweep, times: int, scaling: str, key: str) -> str | N
     return ", ".join(parts) or None
 
 
-def _vram(axes: Axes, result: DrawableSweep) -> None:
+def _vram(axes: Axes, result: Sweep) -> None:
     """Peak VRAM, or, without a GPU, RAM."""
     key, name, limit = "vram_bytes", "VRAM", result.vram
     if not any(row.get("vram_bytes") for row in result.rows):
         key, name, limit = "peak_ram_bytes", "RAM", result.ram
-    axes.set_title(f"peak {name}, GiB", loc="left", fontsize=10, color=INK)
+    _title(axes, f"peak {name}, GiB")
     _lines(axes, result, key, scale=1 / GIB)
     highest = max((row[key] / GIB for row in result.rows if row.get(key)), default=0.0) or 1.0
     axes.set_ylim(0, 1.1 * highest)
@@ -297,20 +258,11 @@ def _vram(axes: Axes, result: DrawableSweep) -> None:
         axes.axhline(limit / GIB, color=LIMIT, linestyle="--", linewidth=1.2, label=f"limit {limit / GIB:.3g}")
     for row in result.rows:
         if row["status"] == "does not fit":
-            axes.plot(row["batch_size"], 0.03, "x", color=LIMIT, transform=axes.get_xaxis_transform(), clip_on=False)
-            axes.annotate(
-                "does not fit",
-                (row["batch_size"], 0.07),
-                xycoords=axes.get_xaxis_transform(),
-                rotation=90,
-                ha="center",
-                va="bottom",
-                fontsize=8,
-                color=LIMIT,
-            )
+            _cross(axes, row["batch_size"])
+            at: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+            axes.annotate("does not fit", (row["batch_size"], 0.07), **at, rotation=90, fontsize=8, color=LIMIT)
 
 
-def _losses(axes: Axes, result: DrawableSweep) -> None:
-    samples = next(row["num_samples"] for row in result.rows if "eval_loss" in row)
-    axes.set_title(f"held-out loss after {samples:,} samples", loc="left", fontsize=10, color=INK)
-    _lines(axes, result, "eval_loss")
+def _cross(axes: Axes, size: int) -> None:
+    """A mark at the bottom, for a size without figures."""
+    axes.plot(size, 0.03, "x", color=LIMIT, transform=axes.get_xaxis_transform(), clip_on=False)

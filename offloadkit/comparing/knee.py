@@ -32,12 +32,8 @@ class Knee:
     where: Literal["within", "before", "beyond"]
 
     def place(self, sizes: Sequence[int]) -> int:
-        """Index of the nearest of `sizes`, by ratio; one past an end where the knee lies beyond it."""
+        """Index of the nearest of the sorted `sizes`, by ratio."""
         ordered = sorted(sizes)
-        if self.where == "before":
-            return 0
-        if self.where == "beyond":
-            return len(ordered) - 1
         return min(range(len(ordered)), key=lambda index: abs(math.log(ordered[index] / self.size)))
 
 

@@ -93,16 +93,14 @@ def measure_slowdown(
 def _slowdown(limited: Work, runs: Runs) -> Slowdown:
     free = replace(limited, vram=None, ram=None)
     within, without = forecasts_of([limited, free], runs)
-    for made in (within, without):
-        if isinstance(made, dict):
-            raise OffloadkitError(made["reason"])
-    assert not isinstance(within, dict)
-    assert not isinstance(without, dict)
+    if isinstance(within, dict):
+        raise OffloadkitError(within["reason"])
+    if isinstance(without, dict):
+        raise OffloadkitError(without["reason"])
     if within.reason:
         raise DoesNotFitError(within.reason)
     say = progress(f"{limited.model}, offloadkit")
-    task = {"mode": "measure", "engine": "offloadkit", "work": limited.to_dict()}
-    ours = runs.row(task, limited.ram, within.steps_seconds(limited))
+    ours = runs.measured("offloadkit", limited, within.steps_seconds(limited))
     say(summary(ours))
     if ours["status"] != "measured":
         raise (DoesNotFitError if ours["status"] == "does not fit" else OffloadkitError)(ours["reason"])

@@ -109,16 +109,13 @@ class Sweep:
     @property
     def title(self) -> str:
         """What was timed, and where."""
-        where = self.environment["gpu"] if self.environment["gpu"] != "none" else "CPU, no GPU"
-        within = words.limits(self.vram, self.ram)
-        return f"{self.model}, {where}" + (f", within {within}" if within else "")
+        return f"{self.model}, {words.place(self.environment, self.vram, self.ram)}"
 
     def __str__(self) -> str:
         header, cells = self._table()
         return "\n".join([self.title, *words.text_table(header, cells, 0), self.explain()])
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         header, cells = self._table()
@@ -133,7 +130,7 @@ class Sweep:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in JSON's types."""
-        made = asdict(replace(self, output_dir=Path())) | {"output_dir": str(self.output_dir)}
+        made = asdict(self) | {"output_dir": str(self.output_dir)}
         knees = {
             str(each): {
                 "measured": (knee := self.knee(each)) and asdict(knee),
@@ -206,23 +203,37 @@ def sweep(
     budgets: dict[str, Any] = {
         name: None if size is None else parse_bytes(size) for name, size in (("vram", vram), ("ram", ram))
     }
-    folder = writable(output_dir)
-    runs = Runs(folder, timeout)
+    runs = Runs(folder := writable(output_dir), timeout)
     grid = [(size, times) for times in gradient_accumulation for size in batch_sizes]
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "") or type(model).__name__
     lengths = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    common: dict[str, Any] = {"precision": precision, **budgets}
+    forecasts: dict[int, dict[int, Forecast]] = {}
+    largest: Row = {}
     if train_dataset is not None:
-        given = {**lengths, **common, **finetune_arguments}
-        trained = _Learning.of(model, train_dataset, eval_dataset, tokenizer, given, num_samples, folder)
-        rows = list(trained.rows(runs, grid, learning_rate, list(scale_learning_rate)))
-        result = Sweep(name, rows, {}, trained.num_samples, **budgets, environment=runs.environment, output_dir=folder)
+        given = {**lengths, "precision": precision, **budgets, **finetune_arguments}
+        told, number = _written_down(model, train_dataset, eval_dataset, tokenizer, given, folder)
+        num_samples = num_samples or number
+        base = learning.base_rate(learning_rate, given.get("init", "pretrained"))
+        rates = learning.learning_rates(base, sorted({s * t for s, t in grid}), list(scale_learning_rate))
+        rows = list(_trained(told, num_samples, grid, rates, runs))
     else:
         check_counts(lengths, optional=tuple(lengths))
-        common |= {"input_length": max_input_length or 512}
-        common |= {"target_length": max_target_length or DEFAULT_TARGET_LENGTH}
-        work = Work(model=config_folder(model, folder), batch_size=1, steps=steps, **common)
-        result = _timed(name, work, grid, runs, num_samples or NUM_SAMPLES, folder)
+        num_samples = num_samples or NUM_SAMPLES
+        work = Work(
+            model=config_folder(model, folder),
+            batch_size=1,
+            input_length=max_input_length or 512,
+            target_length=max_target_length or DEFAULT_TARGET_LENGTH,
+            precision=precision,
+            steps=steps,
+            **budgets,
+        )
+        works = [replace(work, batch_size=size, accumulation=times) for size, times in grid]
+        rows, forecasts = _timed(name, works, num_samples, runs)
+        most = replace(works[0], batch_size=max(batch_sizes))
+        largest = _largest(most, forecasts.get(most.accumulation, {}).get(most.batch_size), rows, runs)
+    shared: dict[str, Any] = {**budgets, "environment": runs.environment, "output_dir": folder, "largest": largest}
+    result = Sweep(name, rows, forecasts, num_samples, **shared)
     save(folder / "sweep", result.to_dict(), result.chart)
     return result
 
@@ -259,9 +270,10 @@ def _with_rates(row: Row, num_samples: int) -> Row:
     return row | {"sample_seconds": row["step_seconds"] / rows, "epoch_seconds": epoch}
 
 
-def _timed(name: str, base: Work, grid: list[tuple[int, int]], runs: Runs, num_samples: int, folder: Path) -> Sweep:
-    """Random weights and tokens: each size by its plan, and the largest that fits."""
-    works = [replace(base, batch_size=size, accumulation=times) for size, times in grid]
+def _timed(
+    name: str, works: list[Work], num_samples: int, runs: Runs
+) -> tuple[list[Row], dict[int, dict[int, Forecast]]]:
+    """Rows of random weights and tokens, and what is planned, by accumulation and batch size."""
     made = forecasts_of(works, runs)
     rows: list[Row] = []
     forecasts: dict[int, dict[int, Forecast]] = {}
@@ -271,12 +283,7 @@ def _timed(name: str, base: Work, grid: list[tuple[int, int]], runs: Runs, num_s
             forecasts.setdefault(work.accumulation, {})[work.batch_size] = planned
         rows.append(_with_rates(_timed_row(work, planned, runs), num_samples))
         say(summary(rows[-1]))
-    most = replace(works[0], batch_size=max(size for size, _ in grid))
-    largest = _largest(most, forecasts.get(most.accumulation, {}).get(most.batch_size), rows, runs)
-    budgets: dict[str, Any] = {"vram": base.vram, "ram": base.ram}
-    return Sweep(
-        name, rows, forecasts, num_samples, **budgets, environment=runs.environment, output_dir=folder, largest=largest
-    )
+    return rows, forecasts
 
 
 def _timed_row(work: Work, planned: Forecast | Row, runs: Runs) -> Row:
@@ -285,8 +292,7 @@ def _timed_row(work: Work, planned: Forecast | Row, runs: Runs) -> Row:
         return row | planned
     if planned.reason:
         return row | {"status": "does not fit", "reason": planned.reason}
-    task = {"mode": "measure", "engine": "offloadkit", "work": work.to_dict()}
-    row |= runs.row(task, work.ram, planned.steps_seconds(work))
+    row |= runs.measured("offloadkit", work, planned.steps_seconds(work))
     if row["status"] == "measured":
         row["tokens_per_second"] = planned.num_tokens / row["step_seconds"] if planned.num_tokens else None
     return row
@@ -305,89 +311,71 @@ def _largest(work: Work, planned: Forecast | None, rows: list[Row], runs: Runs) 
     size = found.get("batch_size")
     if size is None:
         return {}
-    known = {"batch_size": size, "is_most": size == most}
+    asked = [row for row in rows if (row["batch_size"], row["accumulation"]) == (size, work.accumulation)]
+    if asked:
+        row = asked[0]
+    else:
+        say = progress(f"the largest batch that fits by the plan, {size}")
+        tried = replace(work, batch_size=size, steps=1, warmup=0)
+        planned_seconds = planned.steps_seconds(tried) * size / work.batch_size if planned else 0.0
+        row = runs.measured("offloadkit", tried, planned_seconds)
+        say(summary(row))
     kept = ("status", "reason", "step_seconds", "vram_bytes", "peak_ram_bytes")
-    for row in rows:
-        if (row["batch_size"], row["accumulation"]) == (size, work.accumulation):
-            return known | {key: row[key] for key in kept if key in row}
-    say = progress(f"the largest batch that fits by the plan, {size}")
-    tried = replace(work, batch_size=size, steps=1, warmup=0)
-    planned_seconds = planned.steps_seconds(tried) * size / work.batch_size if planned else 0.0
-    task = {"mode": "measure", "engine": "offloadkit", "work": tried.to_dict()}
-    row = runs.row(task, work.ram, planned_seconds)
-    say(summary(row))
-    return known | {key: row[key] for key in kept if key in row}
+    return {"batch_size": size, "is_most": size == most} | {key: row[key] for key in kept if key in row}
 
 
-@dataclass(frozen=True)
-class _Learning:
-    """A dataset and a model where other processes can read them."""
+def _written_down(
+    model: Any, train: Any, held_out: Any, tokenizer: Any, given: dict[str, Any], folder: Path
+) -> tuple[dict[str, Any], int]:
+    """What `finetune` is told, as files that other processes can read; and the number of rows.
 
-    finetune: dict[str, Any]
-    num_samples: int
-    scratch: str
+    Raises:
+        DataError, ModelError: as `finetune`.
+    """
+    path, number = learning.rows_file(train, folder, "train", "train")
+    told = given | {"model": learning.weights_folder(model, folder, given.get("init", "pretrained"))}
+    told |= {"train_dataset": path, "tokenizer": learning.tokenizer_folder(tokenizer, folder)}
+    if held_out is not None:
+        told["eval_dataset"] = learning.rows_file(held_out, folder, "held-out", "validation")[0]
+    return told, number
 
-    @classmethod
-    def of(
-        cls,
-        model: Any,
-        train: Any,
-        held_out: Any,
-        tokenizer: Any,
-        given: dict[str, Any],
-        num_samples: int | None,
-        folder: Path,
-    ) -> _Learning:
-        """Write down what is not a file yet.
 
-        Raises:
-            DataError, ModelError: as `finetune`.
-        """
-        path, number = learning.rows_file(train, folder, "train", "train")
-        given = dict(given) | {"model": learning.weights_folder(model, folder, given.get("init", "pretrained"))}
-        given |= {"train_dataset": path, "tokenizer": learning.tokenizer_folder(tokenizer, folder)}
-        if held_out is not None:
-            given["eval_dataset"] = learning.rows_file(held_out, folder, "held-out", "validation")[0]
-        return cls(given, num_samples or number, str(folder.resolve()))
+def _trained(
+    told: dict[str, Any], num_samples: int, grid: list[tuple[int, int]], rates: list[tuple[int, str, float]], runs: Runs
+) -> Iterator[Row]:
+    """Train each size with each of its learning rates.
 
-    def rows(
-        self, runs: Runs, grid: list[tuple[int, int]], learning_rate: float | None, scalings: list[str]
-    ) -> Iterator[Row]:
-        """Train each size with each learning rate.
+    Raises:
+        ConfigError, DataError, ModelError, DownloadError, OutputError: `finetune`'s own, of what no size changes.
+    """
+    tried = [(s, t, scaling, rate) for s, t in grid for rows, scaling, rate in rates if rows == s * t]
+    for number, (size, times, scaling, rate) in enumerate(tried, start=1):
+        say = progress(f"[{number}/{len(tried)}] batch {size} x {times}, learning rate {rate:.3g} ({scaling})")
+        row: Row = {"batch_size": size, "accumulation": times, "scaling": scaling, "learning_rate": rate}
+        of_size = {"batch_size": size, "gradient_accumulation": times, "learning_rate": rate}
+        row |= _trained_row(told | of_size, num_samples, runs)
+        if "fault" in row:
+            say("refused")
+            kind, message = row["fault"]
+            raise getattr(errors, kind)(message)
+        yield _with_rates(row, num_samples)
+        loss = f", held-out loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
+        say(summary(row) + loss)
 
-        Raises:
-            ConfigError, DataError, ModelError, DownloadError, OutputError: `finetune`'s own, of what no size changes.
-        """
-        base = learning.base_rate(learning_rate, self.finetune.get("init", "pretrained"))
-        of_rows: dict[int, list[tuple[str, float]]] = {}
-        for number, scaling, rate in learning.learning_rates(base, sorted({s * t for s, t in grid}), scalings):
-            of_rows.setdefault(number, []).append((scaling, rate))
-        tried = [(size, times, *each) for size, times in grid for each in of_rows[size * times]]
-        for number, (size, times, scaling, rate) in enumerate(tried, start=1):
-            say = progress(f"[{number}/{len(tried)}] batch {size} x {times}, learning rate {rate:.3g} ({scaling})")
-            row: Row = {"batch_size": size, "accumulation": times, "scaling": scaling, "learning_rate": rate}
-            row |= self._trained(runs, size, times, rate)
-            if "fault" in row:
-                say("refused")
-                kind, message = row["fault"]
-                raise getattr(errors, kind)(message)
-            yield _with_rates(row, self.num_samples)
-            loss = f", held-out loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
-            say(summary(row) + loss)
 
-    def _trained(self, runs: Runs, size: int, times: int, rate: float) -> Row:
-        num_steps = self.num_samples // (size * times)
-        if num_steps == 0:
-            reason = f"not trained: {self.num_samples:,} samples are fewer than the {size * times:,} of one step"
-            return {"status": "failed", "reason": reason}
-        told = {"batch_size": size, "gradient_accumulation": times, "max_steps": num_steps, "learning_rate": rate}
-        task = {"mode": "finetune", "finetune": self.finetune | told, "scratch": self.scratch}
-        task["function"] = "offloadkit.comparing.learning:finetuned"
-        row = runs.row(task, self.finetune["ram"], math.inf)  # what it should take is known only there
-        if row["status"] == "measured":
-            row |= {name: row["metrics"][name] for name in ("eval_loss", "train_loss") if name in row["metrics"]}
-            row["num_samples"] = num_steps * size * times
-        return row
+def _trained_row(told: dict[str, Any], num_samples: int, runs: Runs) -> Row:
+    rows = told["batch_size"] * told["gradient_accumulation"]
+    num_steps = num_samples // rows
+    if num_steps == 0:
+        reason = f"not trained: {num_samples:,} samples are fewer than the {rows:,} of one step"
+        return {"status": "failed", "reason": reason}
+    task = {"mode": "finetune", "finetune": told | {"max_steps": num_steps}, "scratch": str(runs.folder.resolve())}
+    task["function"] = "offloadkit.comparing.learning:finetuned"
+    row = runs.row(task, told["ram"], math.inf)  # what it should take is known only there
+    if row["status"] == "measured":
+        row |= {name: row["metrics"][name] for name in ("eval_loss", "train_loss") if name in row["metrics"]}
+        row["num_samples"] = num_steps * rows
+    return row
 
 
 # ---- in sentences ----
@@ -421,7 +409,7 @@ def _sides(result: Sweep, times: int) -> Iterator[str]:
     if knee is None:
         return
     sizes = sorted(rows)
-    below, above = _bounds({size: result.forecasts.get(times, {}).get(size) for size in sizes}, sizes)
+    below, above = _bounds(result.forecasts.get(times, {}), sizes)
 
     def grown(size: int) -> str:
         ratio = rows[size]["step_seconds"] / rows[sizes[0]]["step_seconds"]
@@ -434,11 +422,9 @@ def _sides(result: Sweep, times: int) -> Iterator[str]:
         free = f"larger batches are almost free ({grown(sizes[-1])})"
         yield f"Up to batch {sizes[-1]} {below} bounds the step: {free}, and the knee lies beyond"
     else:
-        free_sizes = [size for size in sizes if size <= knee.size]
-        free = f"larger batches are almost free ({grown(free_sizes[-1])})"
-        if len(free_sizes) == 1:
-            free = f"larger batches are almost free up to there ({grown(sizes[1])})"
-        yield f"Until about batch {round(knee.size)} {below} bounds the step: {free}"
+        last = max(size for size in sizes if size <= knee.size)
+        free = f" ({grown(last)})" if last > sizes[0] else f" up to there ({grown(sizes[1])})"
+        yield f"Until about batch {round(knee.size)} {below} bounds the step: larger batches are almost free{free}"
         each = words.duration(min(row["sample_seconds"] for row in rows.values()))
         yield f"Beyond it {above} does: time grows with the batch, and a sample takes {each} at best"
     yield from _prediction(result, times, knee, sizes)
@@ -455,9 +441,9 @@ def _prediction(result: Sweep, times: int, knee: Knee, sizes: list[int]) -> Iter
     yield f"The plan, from computing against optimizer and bus, has the knee at batch {where}: {verdict}"
 
 
-def _bounds(forecasts: dict[int, Forecast | None], sizes: list[int]) -> tuple[str, str]:
+def _bounds(forecasts: dict[int, Forecast], sizes: list[int]) -> tuple[str, str]:
     """What bounds the smallest and the largest step, by the plan."""
-    made = {size: each for size, each in forecasts.items() if each is not None and each.step_seconds is not None}
+    made = {size: forecasts[size] for size in sizes if size in forecasts and forecasts[size].step_seconds is not None}
     if sizes[0] not in made:
         return "what does not grow with the batch", "computing"
     first = made[sizes[0]]
@@ -499,9 +485,8 @@ def _learned(result: Sweep) -> Iterator[str]:
     most = max(count.values())
     for row in rows:
         if count[id(row)] == most and row is not first:
-            how = (
-                "the same learning rate" if row["scaling"] == "none" else f"the learning rate scaled ({row['scaling']})"
-            )
+            scaled = row["scaling"] != "none"
+            how = f"the learning rate scaled ({row['scaling']})" if scaled else "the same learning rate"
             change = row["eval_loss"] - first["eval_loss"]
             yield f"At {most} rows and {how} it is {row['eval_loss']:.4f} ({change:+.4f})"
     best = min(rows, key=lambda row: row["eval_loss"])

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from offloadkit.units import format_bytes, format_seconds
 
 LABELS = {"baseline": "all on the GPU", "offloadkit": "offloadkit", "deepspeed": "DeepSpeed"}
 """What engines are called."""
-
-
-def short_reason(reason: str) -> str:
-    """A reason without what a chart's reader need not know."""
-    return re.sub(r": pip install.*", "", reason).removeprefix("does not fit: ")
 
 
 def duration(seconds: float) -> str:
@@ -43,9 +37,11 @@ def size_or_dash(num_bytes: float | None) -> str:
     return format_bytes(int(num_bytes)) if num_bytes else "-"
 
 
-def limits(vram: int | None, ram: int | None) -> str:
-    """ "11 GiB of VRAM, 64 GiB of RAM"; "" without limits."""
-    return ", ".join(f"{format_bytes(size)} of {tier}" for size, tier in ((vram, "VRAM"), (ram, "RAM")) if size)
+def place(environment: Mapping[str, str], vram: int | None, ram: int | None) -> str:
+    """ "NVIDIA H200, within 11 GiB of VRAM, 64 GiB of RAM"; without limits the machine alone."""
+    where = environment["gpu"] if environment["gpu"] != "none" else "CPU, no GPU"
+    limits = [f"{format_bytes(size)} of {tier}" for size, tier in ((vram, "VRAM"), (ram, "RAM")) if size]
+    return where + (f", within {', '.join(limits)}" if limits else "")
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
@@ -71,14 +67,13 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: i
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int, caption: str) -> str:
     """A plain table for notebooks, in the colours of the page; a short row's last cell spans the rest."""
 
-    def cell(tag: str, text: str, index: int, span: int = 1) -> str:
+    def cell(tag: str, text: str, index: int, span: int) -> str:
         side = "left" if index < num_left or span > 1 else "right"
         wide = f' colspan="{span}"' if span > 1 else ""
         return f'<{tag}{wide} style="text-align:{side}">{escape(text)}</{tag}>'
 
-    lines = ["".join(cell("th", text, index) for index, text in enumerate(header))]
-    for row in rows:
+    body = ""
+    for tag, row in [("th", header), *(("td", row) for row in rows)]:
         spans = [1] * (len(row) - 1) + [len(header) - len(row) + 1]
-        lines.append("".join(cell("td", text, index, spans[index]) for index, text in enumerate(row)))
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
+        body += f"<tr>{''.join(cell(tag, text, index, spans[index]) for index, text in enumerate(row))}</tr>"
     return f'<table><caption style="text-align:left">{escape(caption)}</caption>{body}</table>'

@@ -33,62 +33,39 @@ class DatePair(NamedTuple):
     target: str
 
 
-def _month(day: date) -> str:
-    return _MONTHS[day.month - 1]
-
-
-def _short_month(day: date) -> str:
-    return _month(day)[:3]
-
-
-def _weekday(day: date) -> str:
-    return _WEEKDAYS[day.weekday()]
-
-
-def _ordinal(day: date) -> str:
-    suffix = "th" if 10 < day.day < 20 else {1: "st", 2: "nd", 3: "rd"}.get(day.day % 10, "th")
-    return f"{day.day}{suffix}"
-
-
-def _ordinal_word(day: date) -> str:
-    return _ORDINAL_WORDS[day.day - 1]
-
-
-def _slashes(day: date) -> str:
-    """With a day above 12: month first in even years, day first in odd ones. Otherwise the year comes first."""
-    if day.day <= 12:
-        return f"{day.year}/{day.month}/{day.day}"
-    first, second = (day.day, day.month) if day.year % 2 else (day.month, day.day)
-    return f"{first}/{second}/{day.year}"
-
-
-SPELLINGS: tuple[Callable[[date], str], ...] = (
-    lambda day: f"{day.day} {_month(day)} {day.year}",
-    lambda day: f"{_month(day)} {day.day}, {day.year}",
-    lambda day: f"{_month(day)} {_ordinal(day)}, {day.year}",
-    lambda day: f"{_ordinal(day)} {_short_month(day)} {day.year}",
-    lambda day: f"the {_ordinal(day)} of {_month(day)}, {day.year}",
-    lambda day: f"{_weekday(day)} the {_ordinal(day)} of {_month(day)}, {day.year}",
-    lambda day: f"{_weekday(day)}, {_month(day)} {day.day}, {day.year}",
-    lambda day: f"{_weekday(day)[:3]} {day.day} {_short_month(day)} {day.year}",
-    lambda day: f"{_short_month(day)}. {day.day}, {day.year}",
-    lambda day: f"{day.day}-{_short_month(day)}-{day.year}",
-    lambda day: f"{day.year} {_short_month(day)} {day.day}",
-    lambda day: f"{_month(day)} the {_ordinal_word(day)}, {day.year}",
-    lambda day: f"{_ordinal_word(day)} of {_month(day)} {day.year}",
-    lambda day: f"{day.day} {_month(day)} '{day.year % 100:02d}",
-    lambda day: f"{_short_month(day)} {_ordinal(day)} '{day.year % 100:02d}",
-    lambda day: f"{day.day}.{day.month}.{day.year}",
-    _slashes,
-)
-"""The spellings, each a function from a date to text."""
-
-_CASES: tuple[Callable[[str], str], ...] = (str, str, str.lower)
+def spellings(day: date) -> tuple[str, ...]:
+    """Every spelling of `day`, always in the same order."""
+    number, year, short_year = day.day, day.year, f"'{day.year % 100:02d}"
+    month, weekday = _MONTHS[day.month - 1], _WEEKDAYS[day.weekday()]
+    suffix = "th" if 10 < number < 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    ordinal, in_words, short_month = f"{number}{suffix}", _ORDINAL_WORDS[number - 1], month[:3]
+    # With a day above 12: month first in even years, day first in odd ones. Otherwise the year comes first.
+    slashes = f"{number}/{day.month}/{year}" if year % 2 else f"{day.month}/{number}/{year}"
+    return (
+        f"{number} {month} {year}",
+        f"{month} {number}, {year}",
+        f"{month} {ordinal}, {year}",
+        f"{ordinal} {short_month} {year}",
+        f"the {ordinal} of {month}, {year}",
+        f"{weekday} the {ordinal} of {month}, {year}",
+        f"{weekday}, {month} {number}, {year}",
+        f"{weekday[:3]} {number} {short_month} {year}",
+        f"{short_month}. {number}, {year}",
+        f"{number}-{short_month}-{year}",
+        f"{year} {short_month} {number}",
+        f"{month} the {in_words}, {year}",
+        f"{in_words} of {month} {year}",
+        f"{number} {month} {short_year}",
+        f"{short_month} {ordinal} {short_year}",
+        f"{number}.{day.month}.{year}",
+        slashes if number > 12 else f"{year}/{day.month}/{number}",
+    )
 
 
 def spell(day: date, rng: random.Random) -> str:
-    """A random spelling of `day` in a random case, drawn from `rng`."""
-    return rng.choice(_CASES)(rng.choice(SPELLINGS)(day))
+    """A random spelling of `day`, one in three in small letters, drawn from `rng`."""
+    in_case: Callable[[str], str] = rng.choice((str, str, str.lower))
+    return in_case(rng.choice(spellings(day)))
 
 
 def date_pairs(num_train: int, num_held_out: int, *, seed: int = 0) -> tuple[list[DatePair], list[DatePair]]:

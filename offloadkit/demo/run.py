@@ -13,7 +13,7 @@ import torch
 
 from offloadkit import hardware
 from offloadkit.checkpoint.folder import writable
-from offloadkit.demo.dates import DatePair, date_pairs
+from offloadkit.demo.dates import date_pairs
 from offloadkit.finetuning import NUM_PREDICTED, FinetuneResult, finetune
 from offloadkit.hf.data import load_dataset_like, prepare
 from offloadkit.hf.evaluate import predict, share_correct
@@ -22,9 +22,7 @@ from offloadkit.telemetry import mean_seconds
 from offloadkit.units import format_bytes
 
 NUM_STEPS = 700
-BATCH_SIZE = 64
 NUM_TRAIN = 20_000
-LEARNING_RATE = 2e-3
 
 _PHASES = {
     "forward": "forward",
@@ -56,12 +54,18 @@ def run_demo(
 
     began = time.perf_counter()
     folder = writable(output)
-    print(f"offloadkit demo: a small T5 learns to write dates in ISO form, on {_machine_line()}\n", flush=True)
+    device = hardware.default_device()
+    machine = hardware.describe_machine(device)
+    where = machine["gpu"] if machine["gpu"] != "none" else f"{machine['num_cores']} CPU cores (no GPU)"
+    where = f"{where}, {format_bytes(hardware.ram_limit_bytes())} RAM"
+    print(f"offloadkit demo: a small T5 learns to write dates in ISO form, on {where}\n", flush=True)
     train, held_out = date_pairs(NUM_TRAIN, NUM_PREDICTED, seed=seed)
-    _show_pairs(train)
+    print(f"{len(train):,} made-up examples, such as")
+    for pair in train[:4]:
+        print(f"  {pair.input:45} -> {pair.target}")
+    print(flush=True)
 
     model, tokenizer = small_t5(seed), ByT5Tokenizer()
-    device = hardware.default_device()
     rows = [pair._asdict() for pair in held_out]
     evaluation = prepare(load_dataset_like(rows), tokenizer, model.config)
     before = share_correct(
@@ -75,21 +79,28 @@ def run_demo(
         eval_dataset=rows,
         tokenizer=tokenizer,
         output_dir=folder,
-        max_steps=num_steps,
-        batch_size=BATCH_SIZE,
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="warmup_stable_decay",
-        lr_scheduler_kwargs={"num_decay_steps": round(0.4 * num_steps), "decay_type": "linear"},
-        warmup_steps=round(0.15 * num_steps),
         seed=seed,
         save_strategy="no",
         eval_strategy="no",
         per_device_eval_batch_size=NUM_PREDICTED,
+        **recipe(num_steps),
     )
-    summary = _summary(result, before, time.perf_counter() - began)
+    summary = _summary(result, before, time.perf_counter() - began, machine)
     _show(summary, result)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def recipe(num_steps: int) -> dict[str, Any]:
+    """How the demo trains, as arguments of `finetune`."""
+    return {
+        "max_steps": num_steps,
+        "batch_size": 64,
+        "learning_rate": 2e-3,
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": round(0.4 * num_steps), "decay_type": "linear"},
+        "warmup_steps": round(0.15 * num_steps),
+    }
 
 
 def small_t5(seed: int) -> Any:
@@ -103,11 +114,10 @@ def small_t5(seed: int) -> Any:
     return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, **shape, **tokens))
 
 
-def _summary(result: FinetuneResult, before: float, seconds: float) -> dict[str, Any]:
+def _summary(result: FinetuneResult, before: float, seconds: float, machine: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
     on_gpu = torch.cuda.is_available()
-    machine = hardware.describe_machine(hardware.default_device())
     return {
         "exact_match_before": before,
         "exact_match_after": result.metrics["exact_match"],
@@ -125,19 +135,6 @@ def _summary(result: FinetuneResult, before: float, seconds: float) -> dict[str,
         "model": str(result.model_dir),
         "machine": machine | {"transformers": transformers.__version__},
     }
-
-
-def _machine_line() -> str:
-    machine = hardware.describe_machine(hardware.default_device())
-    where = machine["gpu"] if machine["gpu"] != "none" else f"{machine['num_cores']} CPU cores (no GPU)"
-    return f"{where}, {format_bytes(hardware.ram_limit_bytes())} RAM"
-
-
-def _show_pairs(pairs: list[DatePair]) -> None:
-    print(f"{len(pairs):,} made-up examples, such as")
-    for pair in pairs[:4]:
-        print(f"  {pair.input:45} -> {pair.target}")
-    print(flush=True)
 
 
 def _show(summary: dict[str, Any], result: FinetuneResult) -> None:

@@ -41,25 +41,25 @@ def measured_baseline(
     """
     print("measuring a step without offloading ...", flush=True)
     try:
-        seconds, reason = _measured(model, data, batch_size, accumulation, dtype, folder)
-    except OffloadkitError as error:  # the model cannot be made again from its config
-        seconds, reason = None, str(error)
-    if seconds is None:
-        print(f"  not measured, and predicted instead: {reason}", flush=True)
-    else:
-        print(f"  {format_seconds(seconds)}", flush=True)
+        seconds = _measured(model, data, batch_size, accumulation, dtype, folder)
+    except OffloadkitError as error:
+        print(f"  not measured, and predicted instead: {error}", flush=True)
+        return None
+    print(f"  {format_seconds(seconds)}", flush=True)
     return seconds
 
 
-def _measured(
-    model: Any, data: PreparedData, batch_size: int, accumulation: int, dtype: Dtype, folder: Path
-) -> tuple[float | None, str]:
-    """The seconds, or None and why they cannot be measured."""
+def _measured(model: Any, data: PreparedData, batch_size: int, accumulation: int, dtype: Dtype, folder: Path) -> float:
+    """
+    Raises:
+        OffloadkitError: it cannot be measured, for instance because the model cannot be made again from its config.
+    """
     by_name = isinstance(model, str | os.PathLike)
     if not by_name and not type(model).__module__.startswith("transformers."):
-        return None, f"{type(model).__name__} is no class of transformers', and its config says nothing of its forward"
+        name = type(model).__name__
+        raise OffloadkitError(f"{name} is no class of transformers', and its config says nothing of its forward")
     if not by_name and not all(weight.requires_grad for weight in model.parameters()):
-        return None, "parts of the model are frozen"
+        raise OffloadkitError("parts of the model are frozen")
     folder.mkdir(exist_ok=True)
     input_length, target_length = padded_lengths(data, batch_size)
     work = Work(
@@ -73,12 +73,10 @@ def _measured(
     )
     runs = Runs(folder, None)
     (made,) = forecasts_of([work], runs)
-    if isinstance(made, dict):
-        return None, str(made["reason"])
-    row = plain_row(work, made, runs)
-    if row["status"] == "measured":
-        return float(row["step_seconds"]), ""
-    return None, str(row["reason"]).removesuffix(" (--timeout)")  # `finetune` has no such option
+    row = made if isinstance(made, dict) else plain_row(work, made, runs)
+    if row["status"] != "measured":
+        raise OffloadkitError(str(row["reason"]).removesuffix(" (--timeout)"))  # `finetune` has no such option
+    return float(row["step_seconds"])
 
 
 def forecasts_of(works: Sequence[Work], runs: Runs) -> list[Forecast | Row]:
@@ -97,8 +95,7 @@ def plain_row(work: Work, made: Forecast, runs: Runs) -> Row:
     reason = forecast.hopeless("baseline", made, recomputed=False)
     if reason is not None:
         return {"status": "does not fit", "reason": reason}
-    task = {"mode": "measure", "engine": "baseline", "work": work.to_dict()}
-    return runs.row(task, planned_seconds=made.steps_seconds(work))
+    return runs.measured("baseline", work, made.steps_seconds(work))
 
 
 def padded_lengths(data: PreparedData, batch_size: int) -> tuple[int, int]:

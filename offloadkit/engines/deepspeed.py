@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from offloadkit.device.process_memory import cap_vram
-from offloadkit.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, synchronize
-from offloadkit.engines.work import Batch, Work, plain_model
+from offloadkit.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, Engine
+from offloadkit.engines.work import Work, plain_model
 
 
-class Zero2:
+class Zero2(Engine):
     """Gradients and AdamW's states are offloaded; copies overlap; clipping."""
 
     stage = 2
@@ -29,10 +29,10 @@ class Zero2:
         import deepspeed
         from deepspeed.ops.op_builder import CPUAdamBuilder
 
-        self._num_parameters, self._device = sum(weight.numel() for weight in model.parameters()), device
+        self._num_parameters, self._device = model.num_parameters(), device
         with building("cpu_adam"):
             CPUAdamBuilder().load(verbose=False)
-        join_group_of_one()
+        _join_group_of_one()
         on_cpu = {"device": "cpu", "pin_memory": True}
         zero: dict[str, Any] = {"stage": self.stage, "contiguous_gradients": True, "overlap_comm": True}
         zero |= {"offload_optimizer": on_cpu} | ({"offload_param": on_cpu} if self.stage == 3 else {})
@@ -49,28 +49,7 @@ class Zero2:
             "gradient_clipping": MAX_GRAD_NORM,
             "steps_per_print": 10**9,
         }
-        self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """The loss of one micro-batch."""
-        loss: torch.Tensor = self._engine(**batch).loss
-        return loss
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the micro-batch's share of the gradients."""
-        self._engine.backward(loss)
-
-    def step(self, is_boundary: bool) -> None:
-        """After each backward; DeepSpeed counts micro-batches itself."""
-        self._engine.step()
-
-    def settle(self) -> None:
-        """Wait for the device."""
-        synchronize(self._device)
-
-    def row(self) -> dict[str, Any]:
-        """How large the model is."""
-        return {"num_parameters": self._num_parameters}
+        self._model, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
 
 class Zero3(Zero2):
@@ -79,7 +58,7 @@ class Zero3(Zero2):
     stage = 3
 
 
-def join_group_of_one() -> None:
+def _join_group_of_one() -> None:
     """Set the variables that torch.distributed reads, for a world of this one process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

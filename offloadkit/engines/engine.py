@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -12,29 +12,35 @@ LEARNING_RATE = 1e-5
 MAX_GRAD_NORM = 1.0
 
 
-class Engine(Protocol):
+class Engine:
     """A model with its optimizer. The timing loop calls forward and backward for each micro-batch, then step.
 
-    An engine's constructor takes (work: Work, dtype: str, device: torch.device).
+    A constructor takes (work: Work, dtype: str, device: torch.device). The methods here are for a `_model` that counts
+    micro-batches and updates its weights by itself.
     """
+
+    _model: Any
+    _device: torch.device
+    _num_parameters: int
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The loss of one micro-batch, a scalar."""
+        loss: torch.Tensor = self._model(**batch).loss
+        return loss
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the micro-batch's share of the gradients."""
+        self._model.backward(loss)
 
     def step(self, is_boundary: bool) -> None:
         """Called after each backward; updates the weights where `is_boundary`."""
+        self._model.step()
 
     def settle(self) -> None:
         """Wait for everything that a step left running."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def row(self) -> dict[str, Any]:
         """Figures of the model and the plan: `num_parameters`, and `planned` where there is a plan."""
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for everything that was started on `device`."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        return {"num_parameters": self._num_parameters}

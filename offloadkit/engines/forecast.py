@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offloadkit.config import OffloadConfig
+from offloadkit.engines.engine import LEARNING_RATE, MAX_GRAD_NORM
 from offloadkit.engines.timing import LEAST_STEPS
 from offloadkit.engines.work import Work, model_to_plan
 from offloadkit.planner import Plan
 from offloadkit.planner.layout import activations
 from offloadkit.planner.plan import does_not_fit
 from offloadkit.planning import plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SURE_SHARE = 0.8
 """Of the planned activations: what is left for error before something is said not to fit without being tried."""
@@ -60,22 +64,7 @@ def forecast(work: Work, device: torch.device) -> Forecast:
     Raises:
         ModelError, ModelNotFoundError, ModelAccessError, DownloadError: the model will not do.
     """
-    model, task = model_to_plan(work.model)
-    config = OffloadConfig(
-        gradient_accumulation=work.accumulation,
-        precision=work.precision,
-        working_dtype=work.dtype_on(device),
-        vram=work.vram_on(device),
-        ram=work.ram,
-        disk=work.disk,
-        compile_blocks=work.compiled,
-    )
-    lengths: dict[str, Any] = {"max_input_length": work.input_length, "max_target_length": work.target_length or None}
-    return in_numbers(plan(model, batch_size=work.batch_size, **lengths, task=task, offload=config, device=device))
-
-
-def in_numbers(made: Plan) -> Forecast:
-    """What of a plan is of use here."""
+    _, made = planned(model_to_plan(work.model), work, device)
     seconds, basis = made.seconds, made.basis
     busy = {} if seconds is None else {name: float(number) for name, number in seconds.busy.items()}
     kept = recomputed = 0
@@ -98,6 +87,23 @@ def in_numbers(made: Plan) -> Forecast:
         kept_bytes=kept,
         recomputed_bytes=recomputed,
     )
+
+
+def planned(model: PreTrainedModel, work: Work, device: torch.device) -> tuple[OffloadConfig, Plan]:
+    """The plan for `work`, and what offloadkit is told."""
+    config = OffloadConfig(
+        learning_rate=LEARNING_RATE,
+        max_grad_norm=MAX_GRAD_NORM,
+        gradient_accumulation=work.accumulation,
+        precision=work.precision,
+        working_dtype=work.dtype_on(device),
+        vram=None if device.type == "cpu" else work.vram,
+        ram=work.ram,
+        disk=work.disk,
+        compile_blocks=work.compiled,
+    )
+    lengths: dict[str, Any] = {"max_input_length": work.input_length, "max_target_length": work.target_length or None}
+    return config, plan(model, batch_size=work.batch_size, **lengths, offload=config, device=device)
 
 
 def largest_batch(work: Work, most: int, device: torch.device) -> int | None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from offloadkit.device.process_memory import cap_vram
-from offloadkit.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, synchronize
-from offloadkit.engines.work import Batch, Work, plain_model
+from offloadkit.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, Engine
+from offloadkit.engines.work import Work, plain_model
 
 FP16_LOSS_SCALE = 1024.0
 """Keeps fp16 gradients from underflowing."""
@@ -16,13 +16,14 @@ ELEMENTS_AT_ONCE = 1 << 26
 """Gradients that are converted to fp32 together: 256 MiB, where those of a whole model would take 4 bytes each."""
 
 
-class Baseline:
+class Baseline(Engine):
     """Working weights of 16 bits beside fp32 master weights, or fp32 alone; fused AdamW; clipping."""
 
     def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
         cap_vram(work.vram, device)
-        self._model: Any = plain_model(work, dtype, device, device)
+        self._model = plain_model(work, dtype, device, device)
         self._num_micro_batches, self._device = work.accumulation, device
+        self._num_parameters = self._model.num_parameters()
         self._loss_scale = FP16_LOSS_SCALE if dtype == "fp16" else 1.0
         self._weights: list[torch.Tensor] = [weight for weight in self._model.parameters() if weight.requires_grad]
         self._masters = self._weights
@@ -32,13 +33,7 @@ class Baseline:
         options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.0, "fused": True}
         self._optimizers = [torch.optim.AdamW(self._masters[part], **options) for part in self._parts]
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """The loss of one micro-batch."""
-        loss: torch.Tensor = self._model(**batch).loss
-        return loss
-
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the micro-batch's share of the gradients."""
         (loss * (self._loss_scale / self._num_micro_batches)).backward()  # type: ignore[no-untyped-call]
 
     def step(self, is_boundary: bool) -> None:
@@ -57,14 +52,6 @@ class Baseline:
             if masters[0] is not weights[0]:
                 with torch.no_grad():
                     torch._foreach_copy_(weights, masters)
-
-    def settle(self) -> None:
-        """Wait for the device."""
-        synchronize(self._device)
-
-    def row(self) -> dict[str, Any]:
-        """How large the model is."""
-        return {"num_parameters": sum(weight.numel() for weight in self._model.parameters())}
 
 
 def _parts(weights: list[torch.Tensor]) -> list[slice]:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from offloadkit.engines.deepspeed import building
-from offloadkit.engines.engine import LEARNING_RATE, synchronize
+from offloadkit.engines.engine import LEARNING_RATE, Engine
 from offloadkit.engines.work import Batch, Work, plain_model
 from offloadkit.errors import ConfigError
 
 
-class RoundPipe:
+class RoundPipe(Engine):
     """Its Adam runs beside the next step, which computes with weights that are one step old; no clipping."""
 
     def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
@@ -23,8 +23,7 @@ class RoundPipe:
         """
         if device.type != "cuda":
             raise ConfigError("RoundPipe needs a CUDA GPU, and there is none here: leave roundpipe out")
-        cpu = torch.device("cpu")
-        model: Any = plain_model(work, dtype, cpu, device)
+        model: Any = plain_model(work, dtype, torch.device("cpu"), device)
         if model.config.model_type != "llama":
             raise ConfigError(f"RoundPipe runs Llama models, got {model.config.model_type}: leave roundpipe out")
         from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
@@ -34,11 +33,11 @@ class RoundPipe:
 
         with building(f"roundpipe_optim_adam_{get_cpu_flags_hash()}"):
             load_optim_function("adam")
-        self._num_parameters = sum(weight.numel() for weight in model.parameters())
+        self._num_parameters = model.num_parameters()
         llama.create_causal_mask = _with_new_names(llama.create_causal_mask)
         self._num_micro_batches, self._device = work.accumulation, device
         self._num_parts = 2 if work.batch_size % 2 == 0 else 1  # it computes on one while the other one moves
-        self._model: Any = wrap_model_to_roundpipe(
+        self._model = wrap_model_to_roundpipe(
             model,
             use_sequential_preset=True,
             optim_dtype=torch.float32,
@@ -51,7 +50,8 @@ class RoundPipe:
         """Forward and backward: it has no streaming call for either alone. The batch is sent from RAM."""
         share = 1 / (self._num_parts * self._num_micro_batches)
         if id(batch) not in self._in_ram:  # every step repeats the same batches
-            self._in_ram[id(batch)] = _in_ram(batch)
+            masked = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}  # it asks for a mask
+            self._in_ram[id(batch)] = {name: tensor.cpu() for name, tensor in masked.items()}
         inputs = self._in_ram[id(batch)]
         loss: torch.Tensor = self._model.forward_backward(
             input_kwargs=inputs | {"return_logits": False}, loss_fn=lambda output, _: output.loss * share
@@ -75,17 +75,7 @@ class RoundPipe:
         from roundpipe.optim_stream import synchronize_optim
 
         synchronize_optim()
-        synchronize(self._device)
-
-    def row(self) -> dict[str, Any]:
-        """How large the model is."""
-        return {"num_parameters": self._num_parameters}
-
-
-def _in_ram(batch: Batch) -> Batch:
-    """What RoundPipe sends to the GPU itself, with the mask that it asks for."""
-    masked = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}
-    return {name: tensor.cpu() for name, tensor in masked.items()}
+        super().settle()
 
 
 def _with_new_names(create_causal_mask: Callable[..., Any]) -> Callable[..., Any]:

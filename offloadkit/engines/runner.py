@@ -21,6 +21,7 @@ import torch
 from offloadkit import hardware
 from offloadkit.checkpoint.folder import writable, written_to
 from offloadkit.device.process_memory import tree_ram_bytes
+from offloadkit.engines.work import Work
 from offloadkit.errors import ConfigError
 from offloadkit.units import format_bytes
 
@@ -71,7 +72,8 @@ class Runs:
         number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
         if timeout is not None and not (number and timeout > 0):
             raise ConfigError(f"timeout must be a positive number of seconds, or None; got {timeout!r}")
-        self._rows, self._logs, self._timeout = writable(folder / "rows"), writable(folder / "logs"), timeout
+        self.folder, self._timeout = folder, timeout
+        self._rows, self._logs = writable(folder / "rows"), writable(folder / "logs")
         self.environment = environment()
 
     def row(self, task: Task, ram: int | None = None, planned_seconds: float = 0.0) -> Row:
@@ -99,6 +101,11 @@ class Runs:
         write_whole(path, lambda new: new.write_text(json.dumps({**settings, "row": row}, indent=1) + "\n"))
         return row
 
+    def measured(self, engine: str, work: Work, planned_seconds: float) -> Row:
+        """The row of `work` by an engine of worker.py, within the RAM that the work may take."""
+        task = {"mode": "measure", "engine": engine, "work": work.to_dict()}
+        return self.row(task, work.ram, planned_seconds)
+
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Have `write` fill a file beside `path`, then let it take that place: never a half-written one.
@@ -119,20 +126,17 @@ def environment() -> dict[str, str]:
     """The machine's name and the versions of what takes part."""
     from offloadkit import __version__
 
-    found = {
-        "offloadkit": __version__,
-        "cpu": hardware.cpu_name(),
-        "num_cores": str(hardware.num_cores()),
-        "gpu": "none",
-    }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "absent"
-    return found
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    found = {"offloadkit": __version__, "cpu": hardware.cpu_name(), "num_cores": str(hardware.num_cores()), "gpu": gpu}
+    return found | {package: version(package) for package in _PACKAGES}
+
+
+def version(package: str) -> str:
+    """The installed version, or "absent"."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
 
 
 def in_fresh_process(
@@ -168,7 +172,10 @@ def in_fresh_process(
         seconds = time.monotonic() - began
         if row_path.exists():
             row: Row = json.loads(row_path.read_text())
-            return {"process_seconds": seconds} | _within(row, max(peak, row.get("peak_ram_bytes", 0)), ram)
+            peak = max(peak, row.get("peak_ram_bytes", 0))  # a short one may have gone past the limit unseen
+            if ram is not None and peak > ram and row["status"] == "measured":
+                row = too_much_ram(ram)
+            return {"process_seconds": seconds} | row
     status = process.returncode
     reason = f"killed by signal {-status} (out of RAM?)" if status < 0 else f"exit {status}"
     return {"status": "failed", "reason": f"{reason}: {last_line(log)}"}
@@ -178,13 +185,15 @@ def _started(
     module: str, task_path: Path, row_path: Path, output: IO[bytes] | None, opened: contextlib.ExitStack, cores: int
 ) -> subprocess.Popen[bytes]:
     """The process, in a session of its own; `opened` holds the end of the pipe whose closing ends it."""
+    # The package is taken from where it was found here, and nothing asks on a terminal.
+    paths = filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")])
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "DS_SKIP_CUDA_CHECK": "1"}
     watched, held = os.pipe()
-    paths = (task_path, row_path)
     opened.callback(os.close, held)
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", _TIED_TO_ITS_PARENT, str(watched), str(cores), module, *map(str, paths)],
-            env=_environment_of_worker(),
+            [sys.executable, "-c", _TIED_TO_ITS_PARENT, str(watched), str(cores), module, task_path, row_path],
+            env=os.environ | variables,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if output else None,
@@ -193,14 +202,6 @@ def _started(
         )
     finally:
         os.close(watched)
-
-
-def _environment_of_worker() -> dict[str, str]:
-    """This process's, with the package where it was found here, and nothing that a run would ask on a terminal."""
-    package = str(Path(__file__).resolve().parents[2])
-    paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    ours = {"PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
-    return os.environ | {"DS_SKIP_CUDA_CHECK": "1"} | ours
 
 
 def _watch(process: subprocess.Popen[bytes], timeout: float, ram: int | None) -> tuple[int, Row | None]:
@@ -219,19 +220,9 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, ram: int | None) ->
             return peak, {"status": "failed", "reason": f"took more than {timeout:g} s (--timeout)"}
 
 
-def _within(row: Row, peak: int, ram: int | None) -> Row:
-    """The row, unless a short peak went past the limit unseen."""
-    if ram is not None and peak > ram and row["status"] == "measured":
-        return too_much_ram(ram)
-    return row
-
-
 def too_much_ram(ram: int) -> Row:
     """The row of a process that wanted more."""
-    return {
-        "status": "does not fit",
-        "reason": f"does not fit: needs more than {format_bytes(ram)} of RAM",
-    }
+    return {"status": "does not fit", "reason": f"does not fit: needs more than {format_bytes(ram)} of RAM"}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import defaultdict
 from statistics import median
 from typing import Any
 
@@ -76,7 +77,10 @@ def timed_steps(
         train_step(Clock(on_cuda))
         num_warm += 1
     engine.settle()
-    num_steps = work.steps or _enough_steps((time.perf_counter() - began) / num_warm)
+    num_steps = work.steps
+    if num_steps is None:
+        seconds = (time.perf_counter() - began) / num_warm
+        num_steps = min(MOST_STEPS, max(LEAST_STEPS, math.ceil(TIMED_SECONDS / seconds)))
     clock = Clock(on_cuda)
     began = time.perf_counter()
     for _ in range(1 + num_steps):
@@ -105,13 +109,8 @@ def _by_step(phases: list[tuple[str, float]], num_a_step: int) -> list[dict[str,
     mark and is left out."""
     steps = []
     for first in range(num_a_step - 1, len(phases), num_a_step):
-        step: dict[str, float] = {}
+        step: dict[str, float] = defaultdict(float)
         for name, seconds in phases[first : first + num_a_step]:
-            step[name] = step.get(name, 0.0) + seconds
+            step[name] += seconds
         steps.append(step)
     return steps
-
-
-def _enough_steps(seconds: float) -> int:
-    """How many to time where one takes so long."""
-    return min(MOST_STEPS, max(LEAST_STEPS, math.ceil(TIMED_SECONDS / seconds)))

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from offloadkit.device.process_memory import cap_vram
-from offloadkit.engines.engine import LEARNING_RATE, synchronize
+from offloadkit.engines.engine import LEARNING_RATE, Engine
 from offloadkit.engines.work import Batch, Work, plain_model
 
 
-class Torchao:
+class Torchao(Engine):
     """On bf16 parameters: no master weights, bf16 moments, no clipping (it cannot clip)."""
 
     master_weights = False
@@ -22,6 +22,7 @@ class Torchao:
         cap_vram(work.vram, device)
         model: Any = plain_model(work, "fp32" if self.master_weights else dtype, device, device)
         self._model, self._num_micro_batches, self._device = model, work.accumulation, device
+        self._num_parameters = model.num_parameters()
         self._optimizer = CPUOffloadOptimizer(
             model.parameters(),
             torch.optim.AdamW,
@@ -32,13 +33,10 @@ class Torchao:
         )
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The loss of one micro-batch."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self.master_weights):
-            loss: torch.Tensor = self._model(**batch).loss
-        return loss
+            return super().forward(batch)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the micro-batch's share of the gradients."""
         (loss / self._num_micro_batches).backward()  # type: ignore[no-untyped-call]
 
     def step(self, is_boundary: bool) -> None:
@@ -46,14 +44,6 @@ class Torchao:
         if is_boundary:
             self._optimizer.step()
             self._optimizer.zero_grad()
-
-    def settle(self) -> None:
-        """Wait for the device."""
-        synchronize(self._device)
-
-    def row(self) -> dict[str, Any]:
-        """How large the model is."""
-        return {"num_parameters": sum(weight.numel() for weight in self._model.parameters())}
 
 
 class TorchaoFp32(Torchao):

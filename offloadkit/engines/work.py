@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +9,7 @@ import torch
 
 from offloadkit import hardware
 from offloadkit.config import Precision
-from offloadkit.hf.load import Task, auto_class_of, build, completed, draw_lazily, infer_task
+from offloadkit.hf.load import auto_class_of, build, completed, draw_lazily, infer_task
 from offloadkit.hf.patches import choose_attention, fuse
 from offloadkit.hf.source import resolve
 from offloadkit.hf.weight_files import Materialise, become
@@ -24,14 +22,6 @@ if TYPE_CHECKING:
 
 TINY = "t5-tiny"
 """A T5 of a quarter of a million weights over bytes: for trying things out on a CPU."""
-_TINY_SHAPE: dict[str, Any] = {
-    "vocab_size": 384,
-    "d_model": 64,
-    "d_kv": 16,
-    "d_ff": 128,
-    "num_layers": 2,
-    "num_heads": 4,
-}
 
 NUM_SPECIAL_IDS = 3
 """Ids from 0 that stand for padding, ends and unknown words in most vocabularies: not drawn."""
@@ -93,12 +83,8 @@ class Work:
 
     def dtype_on(self, device: torch.device) -> Dtype:
         """Of the working weights on `device`."""
-        default = default_dtype(on_gpu=device.type == "cuda", native_bf16=hardware.supports_bf16(device))
-        return self.dtype or default
-
-    def vram_on(self, device: torch.device) -> int | None:
-        """The budget of VRAM on `device`; None on a CPU."""
-        return None if device.type == "cpu" else self.vram
+        on_gpu, native = device.type == "cuda", hardware.supports_bf16(device)
+        return self.dtype or default_dtype(on_gpu=on_gpu, native_bf16=native)
 
     @property
     def rows(self) -> int:
@@ -115,8 +101,9 @@ def config_of(model: str) -> PreTrainedConfig:
     if model == TINY:
         from transformers import T5Config
 
-        tokens: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-        config: PreTrainedConfig = T5Config(**_TINY_SHAPE, **tokens, architectures=["T5ForConditionalGeneration"])
+        shape: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+        shape |= {"vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+        config: PreTrainedConfig = T5Config(**shape, architectures=["T5ForConditionalGeneration"])
     else:
         config = resolve(model, init="random").config
     config.use_cache = False
@@ -129,11 +116,10 @@ def _our_config(model: str) -> PreTrainedConfig:
     return config
 
 
-def model_to_plan(model: str) -> tuple[PreTrainedModel, Task]:
+def model_to_plan(model: str) -> PreTrainedModel:
     """The model without memory, as offloadkit trains it."""
     config = _our_config(model)
-    task = infer_task(config)
-    return build(config, task, None, torch.device("meta")), task
+    return build(config, infer_task(config), None, torch.device("meta"))
 
 
 def lazy_model(work: Work, dtype: str, device: torch.device) -> tuple[PreTrainedModel, Materialise | None]:
@@ -159,7 +145,7 @@ def plain_model(work: Work, dtype: str, weights_on: torch.device, device: torch.
     from transformers.initialization import no_init_weights
 
     config = _our_config(work.model) if work.our_compute else config_of(work.model)
-    with _default_dtype(_DTYPES[dtype]), weights_on, no_init_weights():
+    with weights_on, no_init_weights():
         model: Any = auto_class_of(config, infer_task(config)).from_config(config, dtype=_DTYPES[dtype])
     if work.our_compute:
         fuse(model, compiled=work.compiled)
@@ -183,16 +169,6 @@ def _drawn(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Matrices N(0, 0.02), vectors 1."""
     with torch.no_grad():
         return weight.normal_(0.0, 0.02, generator=generator) if weight.ndim > 1 else weight.fill_(1.0)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def random_batches(work: Work, device: torch.device) -> list[Batch]:

@@ -10,13 +10,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 
-from offloadkit import hardware
+from offloadkit import errors, hardware
 from offloadkit.device.process_memory import DeviceMemory, let_segments_grow
 from offloadkit.engines import forecast
 from offloadkit.engines.deepspeed import Zero2, Zero3
@@ -27,15 +27,6 @@ from offloadkit.engines.roundpipe import RoundPipe
 from offloadkit.engines.timing import timed_steps
 from offloadkit.engines.torchao import Torchao, TorchaoFp32
 from offloadkit.engines.work import Work, num_tokens, random_batches
-from offloadkit.errors import (
-    ConfigError,
-    DataError,
-    DoesNotFitError,
-    DownloadError,
-    ModelError,
-    OffloadkitError,
-    OutputError,
-)
 from offloadkit.units import format_bytes
 
 Row = dict[str, Any]
@@ -50,7 +41,7 @@ ENGINES: dict[str, Callable[[Work, str, torch.device], Engine]] = {
     "roundpipe": RoundPipe,
 }
 
-_FAULTS = (ConfigError, DataError, DownloadError, ModelError, OutputError)
+_FAULTS = (errors.ConfigError, errors.DataError, errors.DownloadError, errors.ModelError, errors.OutputError)
 """Of what was given: another batch size would meet them again."""
 
 
@@ -71,8 +62,7 @@ def main(task_path: str, row_path: str) -> None:
 def do(task: dict[str, Any]) -> Row:
     """The row of a task. `function` ("module:name") does it where there is one, else `mode` says what it is."""
     if "function" in task:
-        module, name = task["function"].split(":")
-        row: Row = getattr(import_module(module), name)(task)
+        row: Row = resolve_name(task["function"])(task)
         return row
     if task["mode"] == "plan":
         return plans(task)
@@ -88,7 +78,7 @@ def plans(task: dict[str, Any]) -> Row:
     for work in task["works"]:
         try:
             made.append(forecast.as_row(forecast.forecast(Work(**work), device)))
-        except OffloadkitError as error:
+        except errors.OffloadkitError as error:
             made.append({"failed": first_line(error)})
     return {"forecasts": made, "machine": hardware.describe_machine(device)}
 
@@ -119,7 +109,7 @@ def measured(work: Work, engine_name: str) -> Row:
 def why(error: BaseException, limit: int | None) -> Row:
     """The status and the reason of what went wrong; `fault` holds type and message of an error of ours in what was
     given."""
-    if isinstance(error, DoesNotFitError):
+    if isinstance(error, errors.DoesNotFitError):
         return {"status": "does not fit", "reason": first_line(error).removeprefix("the plan ")}
     shortage = next((each for each in _causes(error) if isinstance(each, torch.OutOfMemoryError)), None)
     if shortage is not None:
@@ -129,11 +119,9 @@ def why(error: BaseException, limit: int | None) -> Row:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    found: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in found:
+    found = [error]
+    while (following := found[-1].__cause__ or found[-1].__context__) and following not in found:
         found.append(following)
-        following = following.__cause__ or following.__context__
     return found
 
 

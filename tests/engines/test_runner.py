@@ -101,10 +101,15 @@ def test_a_process_that_dies_is_a_row(tmp_path: Path, monkeypatch: pytest.Monkey
     assert row == {"status": "failed", "reason": "exit 1: it printed nothing"}
 
 
-def test_a_peak_that_was_not_seen_counts(tmp_path: Path) -> None:
-    assert runner._within({"status": "measured"}, 200, 100)["status"] == "does not fit"
-    assert runner._within({"status": "measured"}, 50, 100) == {"status": "measured"}
-    assert runner._within({"status": "measured"}, 200, None) == {"status": "measured"}
+def test_a_peak_that_was_not_seen_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"status": "measured", "peak_ram_bytes": 200 << 30}
+    (tmp_path / "short_peak.py").write_text(f"import json, sys; open(sys.argv[2], 'w').write(json.dumps({row}))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = [
+        runner.in_fresh_process({}, timeout=60, ram=ram, log=tmp_path / "log", module="short_peak")["status"]
+        for ram in (100 << 30, 300 << 30, None)
+    ]
+    assert found == ["does not fit", "measured", "measured"]
 
 
 def test_a_row_that_was_written_by_halves_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
