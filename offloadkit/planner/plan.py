@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import islice
 from typing import Any
 
 from offloadkit.config import OffloadConfig, Placement, Precision
 from offloadkit.hardware import Hardware
 from offloadkit.optim.table import optimizer_named
-from offloadkit.planner.layout import DEFAULT_PLACEMENT, LayerShape, activations, choices, possible, run_bytes
+from offloadkit.planner.layout import LayerShape, activations, choices, possible, run_bytes
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import FEW_CORES, Seconds, StepModel, cpu_step_rate
 from offloadkit.planner.work import MicroBatch, Rows
@@ -116,20 +117,66 @@ class Plan:
 
     def explain(self) -> str:
         """In sentences with numbers: whether it fits, what limits the step, and what would help."""
-        return explained(self)
+        return "\n".join([*_fit(self), *_limit(self), *_help(self)])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that was predicted, in types that JSON takes."""
-        return as_dict(self)
+        seconds = self.seconds
+        return {
+            "fits": self.fits,
+            "num_parameters": self.num_parameters,
+            "num_trainable_parameters": self.num_trainable_parameters,
+            "batch_size": self.rows.batch_size if self.rows else None,
+            "input_length": self.rows.input_length if self.rows else None,
+            "target_length": self.rows.target_length if self.rows else None,
+            "gradient_accumulation": self.accumulation,
+            "bytes": self.tiers,
+            "total_bytes": {tier: self.total_bytes(tier) for tier in self.tiers},
+            "available_bytes": self.budgets,
+            "missing_bytes": self.lacking(),
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoint_peak_bytes": self.checkpoint_peak_bytes,
+            "num_tokens": self.num_tokens,
+            "step_seconds": seconds.step if seconds else None,
+            "busy_seconds": dict(seconds.busy) if seconds else None,
+            "exposed_seconds": seconds.exposed if seconds else None,
+            "tokens_per_second": self.tokens_per_second,
+            "slowdown": self.slowdown,
+            "rates_are_assumed": self.basis.assumed if self.basis else False,
+            "layers": [
+                {"name": layer.name, "num_parameters": layer.num_parameters, **vars(where)}
+                for layer, where in zip(self.layers, self.placements, strict=True)
+            ],
+            "explanation": self.explain().splitlines(),
+        }
 
     def __repr__(self) -> str:
-        return f"Plan({in_short(self)})"
+        """One line: what is trained, the tokens of a step, and the memory and seconds it takes."""
+        needs = of_tiers({tier: self.total_bytes(tier) for tier in ("vram", "ram")})
+        parts = [f"{self.num_parameters:,} parameters in {len(self.layers)} flat layers", *_tokens(self), needs]
+        if self.seconds is not None:
+            parts.append(f"{format_seconds(self.seconds.step)} a step")
+        return f"Plan({', '.join(parts if self.fits else [*parts, 'does not fit'])})"
 
     def __str__(self) -> str:
-        return as_text(self)
+        """A table of at most 80 columns. The placements are above it, and the prediction is below."""
+        rows = _rows(self)
+        lines = [*heading(self)]
+        lines += [f"  {cells[0]:22}" + "".join(f"{cell:>12}" for cell in cells[1:]) for cells in rows]
+        return "\n".join([*lines, *(f"  {line}" for line in footing(self))])
 
     def _repr_html_(self) -> str:
-        return as_html(self)
+        """The same as an HTML table for notebooks, in the colours of the page."""
+        header, *rows = _rows(self)
+        right = ' style="text-align:right"'
+        cells = ["".join(f"<th{right}>{escape(cell)}</th>" for cell in header)]
+        cells += [
+            f"<td>{escape(name)}</td>" + "".join(f"<td{right}>{escape(c)}</td>" for c in rest) for name, *rest in rows
+        ]
+        table = "".join(f"<tr>{row}</tr>" for row in cells)
+        above = "<br>".join(map(escape, heading(self)))
+        below = "<br>".join(map(escape, [*footing(self), *self.explain().splitlines()]))
+        return f"<div><p>{above}</p><table>{table}</table><p>{below}</p></div>"
 
 
 def make_plan(
@@ -167,7 +214,7 @@ def make_plan(
         frozen_bytes=frozen_bytes,
         held=held,
         context_bytes=hardware.vram_context_bytes if hardware else 0,
-        device_type="cpu" if hardware is not None and hardware.device == "cpu" else "cuda",
+        device_type="cpu" if hardware and hardware.device == "cpu" else "cuda",
     )
     model = None
     if work and hardware:
@@ -210,8 +257,7 @@ def _budgets(config: OffloadConfig, hardware: Hardware | None) -> dict[str, int]
 
 def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, int]) -> tuple[Placement, ...]:
     config, work, hardware = basis.config, basis.work, basis.hardware
-    free = config.placement is None and work is not None and hardware is not None and hardware.device != "cpu"
-    if free and work is not None and hardware is not None:
+    if config.placement is None and work is not None and hardware is not None and hardware.device != "cpu":
         search = Search(
             layers,
             work,
@@ -223,13 +269,13 @@ def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, i
         )
         disk = budgets["disk"] if hardware.disk_read_bytes_per_second else 0
         return search.best(budgets["vram"], budgets["ram"], disk)
-    placement = config.placement or DEFAULT_PLACEMENT
+    placement = config.placement or Placement()
     if config.activation_checkpointing and placement.activations == "keep":
         placement = replace(placement, activations="checkpoint")
     return tuple(possible(placement, layer) for layer in layers)
 
 
-# ---- a plan as text, HTML and JSON -----------------------------------------------------------------------------
+# ---- a plan in words -----------------------------------------------------------------------------
 
 _WHERE = {"vram": "in VRAM", "ram": "in RAM", "disk": "on disk"}
 _STEPPERS = {
@@ -238,23 +284,6 @@ _STEPPERS = {
     ("ram", "cpu"): "the CPU",
     ("disk", "cpu"): "the CPU",
 }
-
-
-def as_text(plan: Plan) -> str:
-    """A table of at most 80 columns. The placements are above it, and the prediction is below."""
-    rows = _rows(plan)
-    lines = [*heading(plan)]
-    lines += [f"  {cells[0]:22}" + "".join(f"{cell:>12}" for cell in cells[1:]) for cells in rows]
-    return "\n".join([*lines, *(f"  {line}" for line in footing(plan))])
-
-
-def in_short(plan: Plan) -> str:
-    """One line: what is trained, the tokens of a step, and the memory and seconds it takes."""
-    needs = of_tiers({tier: plan.total_bytes(tier) for tier in ("vram", "ram")})
-    parts = [f"{plan.num_parameters:,} parameters in {len(plan.layers)} flat layers", *_tokens(plan), needs]
-    if plan.seconds is not None:
-        parts.append(f"{format_seconds(plan.seconds.step)} a step")
-    return ", ".join(parts if plan.fits else [*parts, "does not fit"])
 
 
 def of_tiers(num_bytes: Mapping[str, int]) -> str:
@@ -372,52 +401,6 @@ def _wrapped(text: str, width: int = 76) -> list[str]:
     return lines
 
 
-def as_html(plan: Plan) -> str:
-    """The same as an HTML table for notebooks, in the colours of the page."""
-    header, *rows = _rows(plan)
-    right = ' style="text-align:right"'
-    cells = ["".join(f"<th{right}>{escape(cell)}</th>" for cell in header)]
-    cells += [
-        f"<td>{escape(name)}</td>" + "".join(f"<td{right}>{escape(c)}</td>" for c in rest) for name, *rest in rows
-    ]
-    table = "".join(f"<tr>{row}</tr>" for row in cells)
-    above = "<br>".join(map(escape, heading(plan)))
-    below = "<br>".join(map(escape, [*footing(plan), *plan.explain().splitlines()]))
-    return f"<div><p>{above}</p><table>{table}</table><p>{below}</p></div>"
-
-
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """Everything that was predicted, in types that JSON takes."""
-    seconds = plan.seconds
-    return {
-        "fits": plan.fits,
-        "num_parameters": plan.num_parameters,
-        "num_trainable_parameters": plan.num_trainable_parameters,
-        "batch_size": plan.rows.batch_size if plan.rows else None,
-        "input_length": plan.rows.input_length if plan.rows else None,
-        "target_length": plan.rows.target_length if plan.rows else None,
-        "gradient_accumulation": plan.accumulation,
-        "bytes": plan.tiers,
-        "total_bytes": {tier: plan.total_bytes(tier) for tier in plan.tiers},
-        "available_bytes": plan.budgets,
-        "missing_bytes": plan.lacking(),
-        "checkpoint_bytes": plan.checkpoint_bytes,
-        "checkpoint_peak_bytes": plan.checkpoint_peak_bytes,
-        "num_tokens": plan.num_tokens,
-        "step_seconds": seconds.step if seconds else None,
-        "busy_seconds": dict(seconds.busy) if seconds else None,
-        "exposed_seconds": seconds.exposed if seconds else None,
-        "tokens_per_second": plan.tokens_per_second,
-        "slowdown": plan.slowdown,
-        "rates_are_assumed": plan.basis.assumed if plan.basis else False,
-        "layers": [
-            {"name": layer.name, "num_parameters": layer.num_parameters, **vars(where)}
-            for layer, where in zip(plan.layers, plan.placements, strict=True)
-        ],
-        "explanation": plan.explain().splitlines(),
-    }
-
-
 # ---- what limits a plan, and what would help --------------------------------------------------------------------
 
 _LIMITS = {
@@ -438,11 +421,6 @@ _AS_BUSY = 0.85
 """Resources that are busy for more than this fraction of the busiest one's time limit the step together with it."""
 _DRAM_BOUND = 0.6
 """A CPU step above this fraction of the triad's bytes per second is bound by RAM, below it by arithmetic."""
-
-
-def explained(plan: Plan) -> str:
-    """Sentences on whether the plan fits, what limits the step and what would help, one per line."""
-    return "\n".join([*_fit(plan), *_limit(plan), *_help(plan)])
 
 
 def replanned(plan: Plan, *, work: Any = None, hardware: Hardware | None = None, **changes: Any) -> Plan:
@@ -467,13 +445,7 @@ def nearest_fits(plan: Plan, most: int = 3) -> list[tuple[str, Plan]]:
     The order: states in fewer bytes, smaller micro-batches, both, states on disk, a larger budget, and last smaller
     micro-batches in a less enlarged budget.
     """
-    found: list[tuple[str, Plan]] = []
-    for words, other in _others(plan):
-        if other.fits:
-            found.append((words, other))
-        if len(found) == most:
-            break
-    return found
+    return list(islice(((words, other) for words, other in _others(plan) if other.fits), most))
 
 
 def _leaner_precisions(config: OffloadConfig) -> tuple[Precision, ...]:
@@ -533,32 +505,24 @@ def _tiers_to_name(plan: Plan, other: Plan) -> list[str]:
     return [tier for tier in tiers if other.budgets.get(tier) == plan.budgets.get(tier)]
 
 
-def _shares(plan: Plan) -> list[tuple[str, float]]:
-    """(resource, fraction of the step in which it is busy), the busiest first."""
-    if plan.seconds is None:
-        return []
+def _limit(plan: Plan) -> Iterator[str]:
+    if plan.seconds is None or plan.on_cpu:
+        return
     busy, step = plan.seconds.busy, plan.seconds.step
     seconds = {"GPU": busy["forward"] + busy["backward"] + busy["GPU step"]}
     seconds |= {name: busy[name] for name in ("CPU step", "H2D", "D2H", "disk", "launches")}
-    return sorted(((name, number / step) for name, number in seconds.items()), key=lambda item: -item[1])
-
-
-def _limit(plan: Plan) -> Iterator[str]:
-    shares = _shares(plan)
-    if not shares or plan.on_cpu:
-        return
+    shares = sorted(((name, number / step) for name, number in seconds.items()), key=lambda item: -item[1])
     longest = shares[0][1]
     together = {name: share for name, share in shares if share > _AS_BUSY * longest}
-    if {"H2D", "D2H"} <= together.keys():
+    both_ways = {"H2D", "D2H"} <= together.keys()
+    if both_ways:
         del together["D2H"]
-        names = [_BOTH_WAYS if name == "H2D" else _limiting(plan, name) for name in together]
-    else:
-        names = [_limiting(plan, name) for name in together]
+    names = [_BOTH_WAYS if both_ways and name == "H2D" else _limiting(plan, name) for name in together]
     if len(names) == 1:
         yield f"{names[0]} limits the step: it is busy for {longest:.0%} of it"
     else:
-        busy = " and ".join(f"{share:.0%}" for share in together.values())
-        yield f"{', '.join(names[:-1])} and {names[-1]} limit the step: they are busy for {busy} of it"
+        for_so_long = " and ".join(f"{share:.0%}" for share in together.values())
+        yield f"{', '.join(names[:-1])} and {names[-1]} limit the step: they are busy for {for_so_long} of it"
 
 
 def _limiting(plan: Plan, name: str) -> str:
@@ -586,9 +550,10 @@ def _help(plan: Plan) -> Iterator[str]:
             larger: dict[str, Any] = {tier: int(plan.budgets[tier] * factor)}
             other = replanned(plan, **larger)
             assert other.seconds is not None
-            if other.fits and step / other.seconds.step >= _MIN_SPEEDUP:
-                more, speed = format_bytes(other.total_bytes(tier) - plan.total_bytes(tier)), step / other.seconds.step
-                yield f"{more} more {TIERS[tier]} would {_changed(plan, other)}: {speed:.3g}x faster"
+            speedup = step / other.seconds.step
+            if other.fits and speedup >= _MIN_SPEEDUP:
+                more = format_bytes(other.total_bytes(tier) - plan.total_bytes(tier))
+                yield f"{more} more {TIERS[tier]} would {_changed(plan, other)}: {speedup:.3g}x faster"
                 break
     if plan.basis.config.precision == "exact" and "compact" in _leaner_precisions(plan.basis.config):
         other = replanned(plan, precision="compact")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ from offloadkit.hardware import Hardware
 from offloadkit.planner.layout import (
     ALLOCATOR_BYTES,
     FRAMEWORK_RAM_BYTES,
-    Activations,
     LayerShape,
     activations,
     buffer_bytes,
@@ -113,7 +112,7 @@ class Search:
         self._places = [(at, at >= 0 and not layer.shared) for at, layer in zip(blocks, layers, strict=True)]
         """For each layer: the number of its block (-1: none), and whether its weights may be streamed."""
         self._own_bytes = cache(self._bytes_of_layer)
-        self._activations = cache(self._activations_of)
+        self._activations = cache(partial(activations, work))
 
     # -- the placements that counts stand for
 
@@ -164,9 +163,6 @@ class Search:
         disk = sum(layer.state_bytes().values()) if where.states == "disk" else 0
         return sum(vram.values()), sum(ram.values()), disk
 
-    def _activations_of(self, how: tuple[str, ...]) -> Activations:
-        return activations(self._work, how)
-
     # -- the search
 
     def best(self, vram: int, ram: int, disk: int = 0) -> tuple[Placement, ...]:
@@ -180,7 +176,8 @@ class Search:
         4. In the best of these, and in the most promising of step 2, the GPU steps its share of the layers with
            states in RAM. The three best are refined in the same way.
         """
-        everything = self._fitting(self._fullest(), _Room(vram, ram, 0))
+        recomputed = len(self._blocks) if self._all_recomputed else 0
+        everything = self._fitting(Counts(recomputed, 0, 0, len(self._layers)), _Room(vram, ram, 0))
         if everything:
             return everything[0]
         room = _Room(vram, ram, disk)
@@ -224,20 +221,15 @@ class Search:
             if most >= 0:
                 yield replace(shared, states_in_vram=most, gpu_steps=max(1, round(share * (number - most))))
 
-    def _fullest(self) -> Counts:
-        least = len(self._blocks) if self._all_recomputed else 0
-        return Counts(least, 0, 0, len(self._layers))
-
     def _coarse(self, room: _Room) -> Iterator[Counts]:
         """The counts of the coarse grid, those with the most in VRAM first. What cannot fit is left out."""
         num_blocks = len(self._blocks)
-        recomputed = [(number, 0) for number in _grid(num_blocks) if number or not self._all_recomputed]
-        if self._all_recomputed:
-            recomputed = recomputed[-1:]
-        for again, offloaded in [*recomputed, *((num_blocks, number) for number in _grid(num_blocks)[1:])]:
-            options: list[_InVram] = ["all", "none"] if self._accumulation > 1 else ["none"]
+        numbers, more = _grid(num_blocks), _grid(num_blocks)[1:]
+        recomputed = [(number, 0) for number in (more[-1:] if self._all_recomputed else numbers)]
+        options: list[_InVram] = ["all", "none"] if self._accumulation > 1 else ["none"]
+        for again, offloaded in [*recomputed, *((num_blocks, number) for number in more)]:
             for in_vram in options:
-                for streamed in _grid(num_blocks):
+                for streamed in numbers:
                     counts = Counts(again, offloaded, streamed, 0, gradients_in_vram=in_vram)
                     most = self._most_states(counts, room)
                     states = [number for number in _grid(len(self._layers)) if number < most]
@@ -273,13 +265,8 @@ class Search:
 
     def _near(self, counts: Counts) -> Iterator[Counts]:
         num_blocks, num_layers = len(self._blocks), len(self._layers)
-        most = {
-            "recomputed": num_blocks,
-            "offloaded": num_blocks,
-            "streamed": num_blocks,
-            "states_in_vram": num_layers,
-            "gpu_steps": num_layers,
-        }
+        most = dict.fromkeys(("recomputed", "offloaded", "streamed"), num_blocks)
+        most |= dict.fromkeys(("states_in_vram", "gpu_steps"), num_layers)
         least = {"recomputed": num_blocks} if self._all_recomputed else {}
         for change in _WITH_GPU if counts.gpu_steps else _CHANGES:
             values = {name: getattr(counts, name) + by for name, by in change.items()}
