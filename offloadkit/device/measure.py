@@ -233,11 +233,7 @@ def machine_rates(device: torch.device) -> dict[str, Any]:
 
 
 def _best_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Least seconds of one `run`. Quick ones are repeated more often.
-
-    Args:
-        times: how many runs are enqueued at once.
-    """
+    """Least seconds of one `run`, of which `times` are enqueued at once. Quick ones are repeated more often."""
     run()
     _wait(device)
     best, spent, repetitions = float("inf"), 0.0, 0
@@ -315,14 +311,13 @@ def _step(state: FlatState, gradient: Tensor) -> None:
 def _copy_rates(host: Tensor, device: torch.device) -> dict[str, float]:
     """host: uint8, the bytes of one copy."""
     there, back = CopyStream(device, "H2D"), CopyStream(device, "D2H")
-    half = host.numel() // 2
+    half, num_bytes = host.numel() // 2, host.numel()
     buffer = torch.zeros_like(host, device=device)
 
     def both() -> None:
         there.copy(buffer[:half], host[:half])
         back.copy(host[half:], buffer[half:])
 
-    num_bytes = host.numel()
     return {
         "h2d_bytes_per_second": num_bytes / _best_seconds(lambda: there.copy(buffer, host), device, 2),
         "d2h_bytes_per_second": num_bytes / _best_seconds(lambda: back.copy(host, buffer), device, 2),
@@ -379,10 +374,7 @@ def _vram_rate(device: torch.device) -> float:
 
 
 def quick_vram_rate(device: torch.device) -> float | None:
-    """Bytes per second of VRAM, measured with a smaller array in a few hundredths of a second.
-
-    None if there is no room for the array.
-    """
+    """As `vram_rate`, without the cache: it is measured with a smaller array than `measure` takes."""
     on_gpu = device.type == "cuda"
     large = _QUICK_VRAM_BYTES if on_gpu else _QUICK_RAM_BYTES
     if _room(device) < 2 * large:

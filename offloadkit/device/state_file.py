@@ -44,9 +44,7 @@ class StateFile:
     """
 
     def __init__(self, folder: str | os.PathLike[str], sizes: Sequence[int]) -> None:
-        """
-        Args:
-            sizes: bytes of each region.
+        """sizes: bytes of each region.
 
         Raises:
             OutputError: the folder is on a network mount or in RAM, it cannot be written, or the disk is too small.

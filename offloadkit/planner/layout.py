@@ -225,15 +225,12 @@ FRAMEWORK_RAM_BYTES = {"cuda": 1700 * MIB, "cpu": 600 * MIB}
 
 @dataclass(frozen=True)
 class Activations:
-    """Memory of one micro-batch's activations.
-
-    Attributes:
-        vram: most that is alive at once, in bytes.
-        ram: inputs of offloaded blocks, in bytes.
-    """
+    """Bytes of one micro-batch's activations."""
 
     vram: int = 0
+    """Most that is alive at once."""
     ram: int = 0
+    """Inputs of offloaded blocks."""
 
 
 def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
@@ -242,10 +239,7 @@ def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
     Stages are added up in forward order. Each adds what it keeps until its backward: all of it, its outputs alone where
     it is recomputed, and not its input where that is offloaded (two such inputs are in VRAM at a time). Above this
     comes what the stage needs for a while, in forward and in backward. Backward's part includes what a recomputation
-    brings back, and the gradients of inputs that blocks share.
-
-    Args:
-        how: "keep", "checkpoint" or "offload" for each stage.
+    brings back, and the gradients of inputs that blocks share. `how`: "keep", "checkpoint" or "offload" for each stage.
     """
     below = peak = in_ram = moving = 0
     for stage, choice in zip(work.stages, how, strict=True):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import islice
+from textwrap import wrap
 from typing import Any
 
 from offloadkit.config import OffloadConfig, Placement, Precision
@@ -66,11 +67,11 @@ class Plan:
     tiers: dict[str, dict[str, int]]
     checkpoint_bytes: int
     checkpoint_peak_bytes: int
-    budgets: dict[str, int] = field(default_factory=dict, compare=False)
-    seconds: Seconds | None = field(default=None, compare=False)
-    large_gpu_seconds: float | None = field(default=None, compare=False)
-    num_tokens: int | None = None
-    basis: Basis | None = field(default=None, compare=False)
+    budgets: dict[str, int] = field(compare=False)
+    seconds: Seconds | None = field(compare=False)
+    large_gpu_seconds: float | None = field(compare=False)
+    num_tokens: int | None
+    basis: Basis = field(compare=False)
 
     def total_bytes(self, tier: str) -> int:
         """Planned bytes of a tier."""
@@ -96,14 +97,12 @@ class Plan:
     @property
     def on_cpu(self) -> bool:
         """Whether it was made for a machine without a GPU."""
-        hardware = self.basis.hardware if self.basis else None
-        return hardware is not None and hardware.device == "cpu"
+        return self.basis.hardware is not None and self.basis.hardware.device == "cpu"
 
     @property
     def rows(self) -> Rows | None:
         """Batch size and lengths of a micro-batch; None without one to plan for."""
-        work = self.basis.work if self.basis else None
-        return work.rows if work else None
+        return self.basis.work.rows if self.basis.work else None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -121,14 +120,14 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that was predicted, in types that JSON takes."""
-        seconds = self.seconds
+        rows, seconds = self.rows, self.seconds
         return {
             "fits": self.fits,
             "num_parameters": self.num_parameters,
             "num_trainable_parameters": self.num_trainable_parameters,
-            "batch_size": self.rows.batch_size if self.rows else None,
-            "input_length": self.rows.input_length if self.rows else None,
-            "target_length": self.rows.target_length if self.rows else None,
+            "batch_size": rows.batch_size if rows else None,
+            "input_length": rows.input_length if rows else None,
+            "target_length": rows.target_length if rows else None,
             "gradient_accumulation": self.accumulation,
             "bytes": self.tiers,
             "total_bytes": {tier: self.total_bytes(tier) for tier in self.tiers},
@@ -142,7 +141,7 @@ class Plan:
             "exposed_seconds": seconds.exposed if seconds else None,
             "tokens_per_second": self.tokens_per_second,
             "slowdown": self.slowdown,
-            "rates_are_assumed": self.basis.assumed if self.basis else False,
+            "rates_are_assumed": self.basis.assumed,
             "layers": [
                 {"name": layer.name, "num_parameters": layer.num_parameters, **vars(where)}
                 for layer, where in zip(self.layers, self.placements, strict=True)
@@ -294,10 +293,8 @@ def of_tiers(num_bytes: Mapping[str, int]) -> str:
 def does_not_fit(lacking: Mapping[str, tuple[int, int]], *, at_least: bool = False) -> str:
     """ "does not fit: needs 38 GiB of VRAM, has 11 GiB", of {tier: (needs, has)} in bytes."""
     least = "at least " if at_least else ""
-    wants = [
-        f"needs {least}{of_tiers({tier: needs})}, has {format_bytes(has)}" for tier, (needs, has) in lacking.items()
-    ]
-    return f"does not fit: {', and '.join(wants)}"
+    wants = (f"{least}{of_tiers({tier: needs})}, has {format_bytes(has)}" for tier, (needs, has) in lacking.items())
+    return f"does not fit: needs {', and needs '.join(wants)}"
 
 
 def heading(plan: Plan) -> list[str]:
@@ -335,9 +332,8 @@ def _placed(plan: Plan) -> list[str]:
     if kept:
         lines.append(f"  gradients{share(kept, number)} kept in VRAM for the step")
     streamed = sum(where.weights == "ram" for where in plan.placements)
-    how = Counter(
-        where.activations for layer, where in zip(plan.layers, plan.placements, strict=True) if layer.in_block
-    )
+    placed = zip(plan.layers, plan.placements, strict=True)
+    how = Counter(where.activations for layer, where in placed if layer.in_block)
     if streamed:
         lines.append(f"  weights{share(streamed, blocks)} in RAM, copied to VRAM for each pass")
     if how["checkpoint"]:
@@ -355,11 +351,9 @@ def _rows(plan: Plan) -> list[list[str]]:
         if any(cells):
             rows.append([category, *(format_bytes(cell) if cell else "-" for cell in cells)])
     rows.append(["in all", *(format_bytes(plan.total_bytes(tier)) for tier in tiers)])
-    if plan.budgets:
-        rows.append(["available", *(format_bytes(plan.budgets[t]) if t in plan.budgets else "-" for t in tiers)])
-    if not plan.fits:
-        short = plan.lacking()
-        rows.append(["missing", *(format_bytes(short[t]) if t in short else "-" for t in tiers)])
+    for name, of in (("available", plan.budgets), ("missing", plan.lacking())):
+        if of:
+            rows.append([name, *(format_bytes(of[tier]) if tier in of else "-" for tier in tiers)])
     return rows
 
 
@@ -375,7 +369,7 @@ def footing(plan: Plan) -> list[str]:
         lines.append(f"{format_seconds(plan.seconds.step)} a step, {plan.tokens_per_second:,.0f} tokens/s{slowdown}")
         busy = [f"{name} {format_seconds(number)}" for name, number in plan.seconds.busy.items() if number]
         lines += _wrapped("busy: " + ", ".join(busy))
-    if plan.basis is not None and plan.basis.assumed:
+    if plan.basis.assumed:
         lines += _wrapped(f"(not measured: seconds are those of an assumed {_rates(plan.basis.hardware)})")
     return lines
 
@@ -391,14 +385,9 @@ def _rates(machine: Hardware | None) -> str:
     )
 
 
-def _wrapped(text: str, width: int = 76) -> list[str]:
-    """`text` cut at spaces into lines of at most `width`."""
-    lines = [""]
-    for word in text.split(" "):
-        if len(lines[-1]) + len(word) >= width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines
+def _wrapped(text: str) -> list[str]:
+    """`text` cut at spaces into lines of at most 76."""
+    return wrap(text, 76, break_long_words=False, break_on_hyphens=False)
 
 
 # ---- what limits a plan, and what would help --------------------------------------------------------------------
@@ -425,11 +414,10 @@ _DRAM_BOUND = 0.6
 
 def replanned(plan: Plan, *, work: Any = None, hardware: Hardware | None = None, **changes: Any) -> Plan:
     """The plan made again, with `changes` in its config (vram, ram, precision, ...), another micro-batch or machine."""
-    assert plan.basis is not None
     basis = plan.basis
     config = replace(basis.config, **changes)
     return make_plan(
-        [replace(layer, precision=config.precision, optimizer=config.optimizer) for layer in plan.layers],
+        plan.layers,
         config,
         frozen=basis.frozen,
         frozen_bytes=basis.frozen_bytes,
@@ -457,7 +445,7 @@ def _leaner_precisions(config: OffloadConfig) -> tuple[Precision, ...]:
 def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """The other plans that `nearest_fits` tries, in its order."""
     basis = plan.basis
-    if basis is None or basis.hardware is None:
+    if basis.hardware is None:
         return
     leaner = _leaner_precisions(basis.config)
     for precision in leaner:
@@ -529,7 +517,6 @@ def _limiting(plan: Plan, name: str) -> str:
     """The resource in words. For the CPU's step they say whether RAM or arithmetic bounds it."""
     if name != "CPU step":
         return _LIMITS[name]
-    assert plan.basis is not None
     assert plan.basis.hardware is not None
     machine = plan.basis.hardware
     if machine.num_cores <= FEW_CORES:
@@ -542,7 +529,7 @@ def _limiting(plan: Plan, name: str) -> str:
 
 def _help(plan: Plan) -> Iterator[str]:
     """Sentences on the smallest larger budget that makes the step noticeably faster, and on compact states."""
-    if plan.seconds is None or not plan.fits or plan.on_cpu or plan.basis is None:
+    if plan.seconds is None or not plan.fits or plan.on_cpu:
         return
     step = plan.seconds.step
     for tier in ("vram", "ram"):
@@ -577,7 +564,7 @@ def _changed(plan: Plan, other: Plan) -> str:
             "let the GPU step {} through VRAM": sum(where.states == "ram" and where.step == "gpu" for where in wheres),
         }
 
-    before, after = counts(plan), counts(other)
-    more = {text: after[text] - before[text] for text in before}
+    before = counts(plan)
+    more = {text: number - before[text] for text, number in counts(other).items()}
     words = [text.format(f"{n} more layer{'s' * (n > 1)}") for text, n in more.items() if n > 0]
     return " and ".join(words[:2]) or "change the placement"

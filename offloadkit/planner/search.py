@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -27,8 +28,6 @@ MAX_SHARED = 12
 """Most placements with steps shared between CPU and GPU that are tried before the best of them are refined."""
 
 _InVram = Literal["none", "gpu", "all"]
-_IN_VRAM: list[_InVram] = ["none", "gpu", "all"]
-"""Least first."""
 _Found = tuple[Seconds, tuple[Placement, ...]] | None
 _CHANGES: list[dict[str, int]] = [
     *({name: by} for name in ("recomputed", "offloaded", "streamed", "states_in_vram") for by in (-4, -2, -1, 1, 2, 4)),
@@ -213,9 +212,8 @@ class Search:
 
         As many states are in VRAM as the buffers leave room for.
         """
-        at_least_gpu = max(counts.gradients_in_vram, "gpu", key=_IN_VRAM.index)
-        for in_vram in dict.fromkeys((counts.gradients_in_vram, at_least_gpu)):
-            share, number = self.model.gpu_share(), len(self._layers)
+        share, number = self.model.gpu_share(), len(self._layers)
+        for in_vram in dict.fromkeys((counts.gradients_in_vram, _at_least_gpu(counts))):
             shared = replace(counts, gpu_steps=max(1, round(share * number)), gradients_in_vram=in_vram)
             most = self._most_states(shared, room)
             if most >= 0:
@@ -255,12 +253,9 @@ class Search:
             number -= 1
         return number
 
-    def _refine(self, counts: Counts, step: Callable[[Counts], float]) -> Counts:
+    def _refine(self, counts: Counts, step: Callable[[Counts], float]) -> None:
         """Go to the best neighbour while it makes the step faster. `step` keeps what it finds."""
-        while True:
-            nearby = min(self._near(counts), key=step, default=counts)
-            if step(nearby) >= step(counts):
-                return counts
+        while step(nearby := min(self._near(counts), key=step, default=counts)) < step(counts):
             counts = nearby
 
     def _near(self, counts: Counts) -> Iterator[Counts]:
@@ -288,8 +283,7 @@ class Search:
             return []
         if ram <= room.ram:
             return [placements]
-        in_vram = max(counts.gradients_in_vram, "gpu", key=_IN_VRAM.index)
-        lean, options = replace(counts, gradients_in_vram=in_vram), []
+        lean, options = replace(counts, gradients_in_vram=_at_least_gpu(counts)), []
         if self.bytes(self.placements(replace(lean, gpu_steps=len(self._layers))))[1] <= room.ram:
             options.append(self._with_least(lean, "gpu_steps", room))
         if room.disk:
@@ -298,14 +292,13 @@ class Search:
 
     def _with_least(self, counts: Counts, name: str, room: _Room) -> tuple[Placement, ...] | None:
         """The placements with the smallest increase of that count that fits RAM. None if VRAM or disk is too small."""
-        low, high = getattr(counts, name) + 1, len(self._layers)
-        while low < high:
-            middle = (low + high) // 2
-            if self.bytes(self.placements(_with(counts, {name: middle})))[1] <= room.ram:
-                high = middle
-            else:
-                low = middle + 1
-        placements = self.placements(_with(counts, {name: low}))
+
+        def fits(number: int) -> bool:
+            return self.bytes(self.placements(_with(counts, {name: number})))[1] <= room.ram
+
+        numbers = range(getattr(counts, name) + 1, len(self._layers))
+        least = numbers.start + bisect_left(numbers, True, key=fits)
+        placements = self.placements(_with(counts, {name: least}))
         vram, ram, disk = self.bytes(placements)
         return placements if vram <= room.vram and ram <= room.ram and disk <= room.disk else None
 
@@ -340,6 +333,10 @@ def _grid(most: int) -> list[int]:
 def _is_among(number: int, place: int, total: int) -> bool:
     """Whether `place` (0 to `total` - 1) is one of `number` places that are spread evenly. The last place always is."""
     return (place + 1) * number // total > place * number // total
+
+
+def _at_least_gpu(counts: Counts) -> _InVram:
+    return "gpu" if counts.gradients_in_vram == "none" else counts.gradients_in_vram
 
 
 def _with(counts: Counts, values: dict[str, int]) -> Counts:

@@ -469,11 +469,8 @@ def dram_slowdowns(
 ) -> tuple[float, float]:
     """By which factors the CPU's step and the copies beside it are slower, because they share the DRAM.
 
-    While both run they share its bandwidth in proportion to what each would use alone.
-
-    Args:
-        cpu_seconds: of the step alone, at `rate` bytes per second.
-        bus_seconds, num_bytes: of the copies alone, both directions together.
+    While both run they share its bandwidth in proportion to what each would use alone: the step `rate` bytes per second
+    for `cpu_seconds`, the copies of both directions together `num_bytes` in `bus_seconds`.
     """
     if not cpu_seconds or not bus_seconds:
         return 1.0, 1.0
@@ -532,10 +529,9 @@ class Ring:
         self._d2h += seconds
 
     def step(self, h2d: float, d2h: float, kernel: float, num_chunks: int) -> tuple[float, float]:
-        """Stream a layer. Returns when it is stepped, and when its states are back in RAM.
+        """Stream a layer whose copies and step take these seconds in all.
 
-        Args:
-            h2d, d2h, kernel: seconds of the copies and of the step, for the whole layer.
+        Returns when it is stepped, and when its states are back in RAM.
         """
         began = self._h2d
         stepped = began + h2d + kernel
