@@ -33,7 +33,9 @@ class Basis:
     frozen_bytes: int
     """Their bytes and those of buffers."""
     work: MicroBatch | None
+    """The micro-batch to plan for."""
     hardware: Hardware | None
+    """The machine to plan for."""
     assumed: bool
     """Whether the machine's rates are assumed, not measured."""
     smaller: tuple[tuple[str, MicroBatch], ...] = ()
@@ -192,14 +194,8 @@ def make_plan(
 
     If the config names a placement, every layer has it, as far as the layer can. Else, with `work` and a GPU in
     `hardware`, the placements are those with the fastest predicted step within the budgets. Else every layer has its
-    states in RAM. The budgets are the config's `vram` and `ram`, or else what the machine has free.
-
-    Args:
-        frozen: number of parameters outside the flat layers.
-        frozen_bytes: their bytes and those of buffers.
-        work: the micro-batch to plan for.
-        hardware: the machine to plan for.
-        assumed: whether the rates of `hardware` are assumed.
+    states in RAM. The budgets are the config's `vram` and `ram`, or else what the machine has free. The other arguments
+    are those of `Basis`.
     """
     layers = tuple(replace(layer, precision=config.precision, optimizer=config.optimizer) for layer in layers)
     basis = Basis(config, frozen, frozen_bytes, work, hardware, assumed)
