@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +15,9 @@ import psutil
 import torch
 
 from offloadkit import hardware
-from offloadkit.config import Precision
 from offloadkit.device.measure import measure, step_traffic_bytes
 from offloadkit.errors import OutputError
-from offloadkit.hardware import Hardware
+from offloadkit.hardware import CPU_STEP_RATES, Hardware, text_of
 from offloadkit.kernels import cpu, gpu
 from offloadkit.units import format_bytes
 
@@ -87,25 +86,23 @@ class Advice:
 def gather(folder: Path) -> Facts:
     """Measure this machine, and the disk of `folder`."""
     fault = _gpu_fault()
-    device = "cpu" if fault else None
-    disk_fault = None
+    device, disk_fault = "cpu" if fault else None, None
     try:
         measured = measure(device, folder=folder, fresh=True)
     except OutputError as error:
         disk_fault = str(error)
         measured = measure(device, fresh=True)
-    cuda: str | None = torch.version.cuda or torch.version.hip
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limit, links = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _links()
     return Facts(
         hardware=measured,
         kernel_levels=tuple(cpu.cpu_levels()),
         compiler=next(filter(shutil.which, ("cc", "gcc", "clang")), None),
-        torch_cuda=cuda,
-        gpu_in_machine=bool(_links()) or any(path.exists() for path in _DRIVER_FILES),
+        torch_cuda=torch.version.cuda or torch.version.hip,
+        gpu_in_machine=bool(links) or any(path.exists() for path in _DRIVER_FILES),
         gpu_fault=fault,
         triton_fault=_triton_fault() if measured.gpu_name else None,
         disk_fault=disk_fault,
-        links=_links(),
+        links=links,
         locked_memory_bytes=None if limit == resource.RLIM_INFINITY else limit,
         machine_ram_bytes=int(psutil.virtual_memory().total),
         swap_used_bytes=int(psutil.swap_memory().used),
@@ -146,18 +143,11 @@ def _links() -> tuple[PcieLink, ...]:
     """NVIDIA's cards on the bus."""
     found = []
     for folder in sorted(_PCI_DEVICES.glob("*")):
-        if _text(folder / "vendor") == _NVIDIA and _text(folder / "class").startswith(_DISPLAY):
+        if text_of(folder / "vendor") == _NVIDIA and text_of(folder / "class").startswith(_DISPLAY):
             names = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed")
-            width, max_width, speed, max_speed = (_number(_text(folder / name)) for name in names)
+            width, max_width, speed, max_speed = (_number(text_of(folder / name)) for name in names)
             found.append(PcieLink(folder.name, int(width), int(max_width), speed, max_speed))
     return tuple(found)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _number(text: str) -> float:
@@ -168,152 +158,98 @@ def _number(text: str) -> float:
         return 0.0
 
 
-def _gpu(facts: Facts) -> Advice | None:
-    return Advice("stop", f"The GPU cannot be used: {facts.gpu_fault}.") if facts.gpu_fault else None
-
-
-def _torch_without_gpu(facts: Facts) -> Advice | None:
-    if facts.hardware.gpu_name or facts.gpu_fault or not facts.gpu_in_machine:
-        return None
-    if facts.torch_cuda is None:
-        return Advice(
-            "warn",
-            "There is an NVIDIA GPU, but torch is built for the CPU alone, so training runs on the CPU. Install torch "
-            "with CUDA: see https://pytorch.org/get-started/locally.",
-        )
-    return Advice(
-        "warn",
-        f"There is an NVIDIA GPU, but torch (built for CUDA {facts.torch_cuda}) sees none, so training runs on the "
-        "CPU. Update the driver if nvidia-smi shows an older CUDA version; see that CUDA_VISIBLE_DEVICES hides none.",
-    )
-
-
-def _ram(facts: Facts) -> Advice | None:
+def _stops(facts: Facts) -> Iterator[str]:
+    if facts.gpu_fault:
+        yield f"The GPU cannot be used: {facts.gpu_fault}."
     available = facts.hardware.ram_available_bytes
-    if available >= _MIN_RAM_BYTES:
-        return None
-    return Advice("stop", f"Only {format_bytes(available)} of RAM are available: end other programs first.")
+    if available < _MIN_RAM_BYTES:
+        yield f"Only {format_bytes(available)} of RAM are available: end other programs first."
 
 
-def _kernel(facts: Facts) -> Advice | None:
-    if facts.kernel_levels:
-        return None
-    first = f"there is a compiler now ({facts.compiler})" if facts.compiler else "install a C compiler (gcc or clang)"
-    return Advice(
-        "warn",
-        "The C kernel is missing, so the CPU step is 5 to 20 times slower, with the same result: "
-        f"{first}, then reinstall offloadkit: pip install --force-reinstall --no-deps offloadkit.",
-    )
-
-
-def _triton(facts: Facts) -> Advice | None:
-    if facts.triton_fault is None:
-        return None
-    return Advice(
-        "warn",
-        f"Triton {facts.triton_fault}, so the step and the gradient norm on the GPU use slower torch operations, with "
-        "the same result: pip install triton, and a C compiler (gcc).",
-    )
-
-
-def _pinned(facts: Facts) -> Advice | None:
-    if facts.hardware.gpu_name is None or facts.hardware.can_pin:
-        return None
-    limit = facts.locked_memory_bytes
-    cause = f": the limit on locked memory is {format_bytes(limit)}" if limit is not None else ""
-    return Advice(
-        "warn",
-        f"RAM could not be pinned{cause}. Copies to and from the GPU are several times slower: raise the limit "
-        "(ulimit -l unlimited; docker run --ulimit memlock=-1).",
-    )
-
-
-def _narrow(facts: Facts) -> Advice | None:
+def _warnings(facts: Facts) -> Iterator[str]:
+    machine = facts.hardware
+    if facts.gpu_in_machine and not machine.gpu_name and not facts.gpu_fault:
+        if facts.torch_cuda is None:
+            yield (
+                "There is an NVIDIA GPU, but torch is built for the CPU alone, so training runs on the CPU. Install "
+                "torch with CUDA: see https://pytorch.org/get-started/locally."
+            )
+        else:
+            yield (
+                f"There is an NVIDIA GPU, but torch (built for CUDA {facts.torch_cuda}) sees none, so training runs on "
+                "the CPU. Update the driver if nvidia-smi shows an older CUDA version; see that CUDA_VISIBLE_DEVICES "
+                "hides none."
+            )
+    if not facts.kernel_levels:
+        compiler = facts.compiler
+        first = f"there is a compiler now ({compiler})" if compiler else "install a C compiler (gcc or clang)"
+        yield (
+            "The C kernel is missing, so the CPU step is 5 to 20 times slower, with the same result: "
+            f"{first}, then reinstall offloadkit: pip install --force-reinstall --no-deps offloadkit."
+        )
+    if facts.triton_fault:
+        yield (
+            f"Triton {facts.triton_fault}, so the step and the gradient norm on the GPU use slower torch operations, "
+            "with the same result: pip install triton, and a C compiler (gcc)."
+        )
+    if machine.gpu_name and not machine.can_pin:
+        limit = facts.locked_memory_bytes
+        cause = f": the limit on locked memory is {format_bytes(limit)}" if limit is not None else ""
+        yield (
+            f"RAM could not be pinned{cause}. Copies to and from the GPU are several times slower: raise the limit "
+            "(ulimit -l unlimited; docker run --ulimit memlock=-1)."
+        )
     narrow = [link for link in facts.links if 0 < link.width < link.max_width <= 32]
-    if not narrow:
-        return None
-    slots = ", ".join(f"{link.address} has {link.width} of {link.max_width} lanes" for link in narrow)
-    return Advice(
-        "warn", f"The PCIe slot is narrower than the card ({slots}): a wider slot copies faster, lane for lane."
-    )
-
-
-def _slow_link(facts: Facts) -> Advice | None:
-    """Idle cards lower their link speed: if measured copies are faster than the link says, the card was idle."""
-    measured = facts.hardware.h2d_bytes_per_second
-    slow = [link for link in facts.links if 0 < link.speed < link.max_speed and measured < link.bytes_per_second()]
-    if facts.hardware.gpu_name is None or not slow:
-        return None
-    slots = ", ".join(f"{link.address} at {link.speed:g} of {link.max_speed:g} GT/s" for link in slow)
-    return Advice("warn", f"PCIe runs slower than the card can ({slots}): see the slot and the BIOS's link speed.")
-
-
-def _bf16(facts: Facts) -> Advice | None:
-    if facts.hardware.gpu_name is None or facts.hardware.supports_bf16:
-        return None
-    return Advice(
-        "note",
-        f"{facts.hardware.gpu_name} has no native bf16 (torch emulates it, slowly): working_dtype='auto' takes fp16 "
-        "with loss scaling.",
-    )
-
-
-def _cores(facts: Facts) -> Advice | None:
-    cores = facts.hardware.num_cores
-    if cores >= _FEW_CORES:
-        return None
-    rate = facts.hardware.cpu_adamw_bytes_per_second / step_traffic_bytes("exact") / 1e9
-    return Advice(
-        "note",
-        f"{cores} CPU core{'s' * (cores != 1)}, which step {rate:.2g} billion parameters a second: what is stepped on "
-        "the CPU waits for them, and DataLoader workers take their share.",
-    )
-
-
-def _cgroup(facts: Facts) -> Advice | None:
-    limit = facts.hardware.ram_total_bytes
-    if limit > 0.95 * facts.machine_ram_bytes:
-        return None
-    return Advice(
-        "note",
-        f"This process may use {format_bytes(limit)} of the machine's {format_bytes(facts.machine_ram_bytes)} of RAM: "
-        "its cgroup's limit (docker run --memory, or the cluster's job) decides what fits.",
-    )
-
-
-def _swap(facts: Facts) -> Advice | None:
-    if facts.swap_used_bytes < _LITTLE_SWAP_BYTES:
-        return None
-    return Advice(
-        "warn",
-        f"{format_bytes(facts.swap_used_bytes)} of swap are in use: RAM was short, and a step that waits for swapped "
-        "pages takes many times longer. End other programs.",
-    )
-
-
-def _disk(facts: Facts) -> Advice | None:
+    if narrow:
+        slots = ", ".join(f"{link.address} has {link.width} of {link.max_width} lanes" for link in narrow)
+        yield f"The PCIe slot is narrower than the card ({slots}): a wider slot copies faster, lane for lane."
+    rate = machine.h2d_bytes_per_second  # idle cards lower their link speed: a faster copy says that the card was idle
+    slow = [link for link in facts.links if 0 < link.speed < link.max_speed and rate < link.bytes_per_second()]
+    if machine.gpu_name and slow:
+        slots = ", ".join(f"{link.address} at {link.speed:g} of {link.max_speed:g} GT/s" for link in slow)
+        yield f"PCIe runs slower than the card can ({slots}): see the slot and the BIOS's link speed."
+    if facts.swap_used_bytes >= _LITTLE_SWAP_BYTES:
+        yield (
+            f"{format_bytes(facts.swap_used_bytes)} of swap are in use: RAM was short, and a step that waits for "
+            "swapped pages takes many times longer. End other programs."
+        )
     if facts.disk_fault:
-        return Advice("warn", f"The disk could not be measured: {facts.disk_fault}.")
-    free = facts.hardware.disk_free_bytes
-    if facts.hardware.disk_folder is None or free >= _LITTLE_DISK_BYTES:
-        return None
-    return Advice(
-        "note",
-        f"{facts.hardware.disk_folder} has {format_bytes(free)} free: a checkpoint takes about {_CHECKPOINT_BYTES} "
-        f"bytes a parameter, so up to {free / _CHECKPOINT_BYTES / 1e9:.2g} billion parameters can be saved once.",
-    )
+        yield f"The disk could not be measured: {facts.disk_fault}."
 
 
-_RULES: tuple[Callable[[Facts], Advice | None], ...] = (
-    *(_gpu, _ram),
-    *(_torch_without_gpu, _kernel, _triton, _pinned, _narrow, _slow_link, _swap, _disk),
-    *(_bf16, _cores, _cgroup),
-)
+def _notes(facts: Facts) -> Iterator[str]:
+    machine = facts.hardware
+    free, cores, limit = machine.disk_free_bytes, machine.num_cores, machine.ram_total_bytes
+    if machine.disk_folder is not None and free < _LITTLE_DISK_BYTES:
+        yield (
+            f"{machine.disk_folder} has {format_bytes(free)} free: a checkpoint takes about {_CHECKPOINT_BYTES} bytes "
+            f"a parameter, so up to {free / _CHECKPOINT_BYTES / 1e9:.2g} billion parameters can be saved once."
+        )
+    if machine.gpu_name and not machine.supports_bf16:
+        yield (
+            f"{machine.gpu_name} has no native bf16 (torch emulates it, slowly): working_dtype='auto' takes fp16 with "
+            "loss scaling."
+        )
+    if cores < _FEW_CORES:
+        rate = machine.cpu_adamw_bytes_per_second / step_traffic_bytes("exact") / 1e9
+        yield (
+            f"{cores} CPU core{'s' * (cores != 1)}, which step {rate:.2g} billion parameters a second: what is stepped "
+            "on the CPU waits for them, and DataLoader workers take their share."
+        )
+    if limit <= 0.95 * facts.machine_ram_bytes:
+        yield (
+            f"This process may use {format_bytes(limit)} of the machine's {format_bytes(facts.machine_ram_bytes)} of "
+            "RAM: its cgroup's limit (docker run --memory, or the cluster's job) decides what fits."
+        )
 
 
 def advise(facts: Facts) -> list[Advice]:
     """What to change, the most important first; empty if nothing needs to change."""
-    return [advice for rule in _RULES if (advice := rule(facts)) is not None]
+    return [
+        *(Advice("stop", text) for text in _stops(facts)),
+        *(Advice("warn", text) for text in _warnings(facts)),
+        *(Advice("note", text) for text in _notes(facts)),
+    ]
 
 
 def report(facts: Facts) -> str:
@@ -321,8 +257,7 @@ def report(facts: Facts) -> str:
     rows = _rows(facts)
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]
-    words = {"stop": "STOP: ", "warn": "", "note": ""}
-    advice = [f"- {words[one.level]}{one.text}" for one in advise(facts)]
+    advice = [f"- {'STOP: ' if one.level == 'stop' else ''}{one.text}" for one in advise(facts)]
     return "\n".join([*lines, "", *(advice or ["Nothing to improve was found."])])
 
 
@@ -340,12 +275,8 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
     else:
         rows += [("GPU", "none: RAM stands in for VRAM")]
     to, back, both = machine.h2d_bytes_per_second, machine.d2h_bytes_per_second, machine.both_bytes_per_second
-    traffic: dict[Precision, float] = {
-        "exact": machine.cpu_adamw_bytes_per_second,
-        "compact": machine.cpu_compact_bytes_per_second,
-        "tiny": machine.cpu_tiny_bytes_per_second,
-    }
-    steps = ", ".join(f"{kept} {rate / step_traffic_bytes(kept) / 1e9:.2g}" for kept, rate in traffic.items())
+    rates = {precision: getattr(machine, name) for precision, name in CPU_STEP_RATES.items()}
+    steps = ", ".join(f"{kept} {rate / step_traffic_bytes(kept) / 1e9:.2g}" for kept, rate in rates.items())
     flops = ((name, getattr(machine, f"{name}_flops_per_second")) for name in ("bf16", "fp16", "fp32"))
     kernel = facts.kernel_levels[-1] if facts.kernel_levels else "no C kernel"
     rows += [

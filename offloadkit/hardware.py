@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import torch
 
+from offloadkit.config import Precision
+
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _MAX_CONTEXT_BYTES = 1 << 30
@@ -85,6 +87,14 @@ class Hardware:
     disk_write_bytes_per_second: float = 0.0
 
 
+CPU_STEP_RATES: dict[Precision, str] = {
+    "exact": "cpu_adamw_bytes_per_second",
+    "compact": "cpu_compact_bytes_per_second",
+    "tiny": "cpu_tiny_bytes_per_second",
+}
+"""The field of `Hardware` that says how fast the CPU steps, by precision."""
+
+
 def busiest_device() -> torch.device:
     """The CUDA device with most of this process's torch memory. The CPU if the process has not used CUDA yet."""
     cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
@@ -100,7 +110,8 @@ def num_cores() -> int:
     return max(1, min(cores, round(quota) if quota else cores))
 
 
-def _read(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """What a system file says, without white space around it. "" if it cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:  # three times as fast as text mode
             return file.read().decode().strip()
@@ -110,7 +121,7 @@ def _read(path: Path) -> str:
 
 def _cgroup_dirs(controller: str) -> tuple[Path, ...]:
     """Folders of this process's cgroup and of those above it, innermost first: v2's tree, or v1's of one controller."""
-    return _dirs_of(_read(_OWN_CGROUPS), controller, _CGROUP)
+    return _dirs_of(text_of(_OWN_CGROUPS), controller, _CGROUP)
 
 
 @cache
@@ -129,9 +140,9 @@ def _dirs_of(own_cgroups: str, controller: str, mount: Path) -> tuple[Path, ...]
 def _cgroup_cpu_quota() -> float | None:
     quotas: list[float] = []
     for folder in _cgroup_dirs("cpu"):
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        quota, _, period = text_of(folder / "cpu.max").partition(" ")
         if not quota:
-            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+            quota, period = text_of(folder / "cpu.cfs_quota_us"), text_of(folder / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit() and int(period):
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
@@ -141,12 +152,12 @@ def _cgroup_ram() -> list[tuple[int, int]]:
     """(limit, usage without page cache), in bytes, of each memory cgroup of this process that has a limit."""
     found: list[tuple[int, int]] = []
     for folder in _cgroup_dirs("memory"):
-        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        limit = text_of(folder / "memory.max") or text_of(folder / "memory.limit_in_bytes")
         if not limit.isdigit() or int(limit) >= 1 << 60:
             continue
-        usage = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+        usage = text_of(folder / "memory.current") or text_of(folder / "memory.usage_in_bytes")
         if usage.isdigit():
-            stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())
+            stat = dict(line.split(" ", 1) for line in text_of(folder / "memory.stat").splitlines())
             kinds = ("active_file", "inactive_file")  # v1 includes children in total_* only, v2 in the plain name
             cache = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
             found.append((int(limit), int(usage) - cache))
@@ -174,7 +185,7 @@ def process_peak_ram_bytes() -> int:
 
     It is VmHWM if the system has it: ru_maxrss may start at the size of the program that forked this one.
     """
-    for line in _read(Path("/proc/self/status")).splitlines():
+    for line in text_of(Path("/proc/self/status")).splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -210,14 +221,12 @@ def vram_context_bytes(device: torch.device) -> int:
 
 def supports_bf16(device: torch.device) -> bool:
     """Whether `device` has native bf16. An emulation does not count. True for the CPU."""
-    if device.type != "cuda":
-        return True
-    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return device.type != "cuda" or bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def default_device() -> torch.device:
     """The current CUDA device if there is one, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return indexed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def indexed(device: torch.device) -> torch.device:
@@ -230,7 +239,7 @@ def indexed(device: torch.device) -> torch.device:
 @cache
 def cpu_name() -> str:
     """The processor's model name."""
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
+    for line in text_of(Path("/proc/cpuinfo")).splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
@@ -238,12 +247,11 @@ def cpu_name() -> str:
 
 def describe_machine(device: torch.device) -> dict[str, str | int]:
     """The machine and versions, for logs and result files."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     return {
         "cpu": cpu_name(),
         "num_cores": num_cores(),
         "ram_bytes": ram_limit_bytes(),
-        "gpu": gpu,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
         "vram_bytes": vram_bytes(device)[1],
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -75,9 +75,8 @@ class Telemetry:
         try:
             return Path(log_path).open("a", encoding="utf-8")
         except OSError as error:
-            raise OutputError(
-                f"cannot write the telemetry log {log_path}: {error.strerror}; choose another path"
-            ) from error
+            why = f"cannot write the telemetry log {log_path}: {error.strerror}; choose another path"
+            raise OutputError(why) from error
 
     def subscribe(self, listener: Callable[[StepRecord], None]) -> Callable[[], None]:
         """Call `listener` with every later record, on the thread that trains. Returns a function that ends this."""

@@ -79,10 +79,7 @@ def _unpin(address: int, owner: int) -> None:
 
 
 def allocate(sizes: Sequence[int], device: torch.device, what: str) -> list[HostSlab]:
-    """Slabs of `sizes` bytes, populated, and pinned if `device` is a GPU.
-
-    Args:
-        what: what they are for, in the plural, for the error's text.
+    """Slabs of `sizes` bytes, populated, and pinned if `device` is a GPU. `what`: what they are for, in the plural.
 
     Raises:
         OffloadkitError: the slabs need more RAM than is available. Nothing is allocated then.

@@ -35,7 +35,7 @@ from offloadkit.device.streams import CopyStream, Event
 from offloadkit.errors import OutputError
 from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu
-from offloadkit.optim.table import FlatState, Segment, state_table
+from offloadkit.optim.table import DTYPES, FlatState, Segment, state_table
 
 _VERSION = 3
 """Raise it when what is measured changes: cached rates of another version are not used."""
@@ -68,7 +68,10 @@ def measure(
         OutputError: `folder` is not a folder, or cannot be written.
     """
     device = hardware.default_device() if device is None else hardware.indexed(torch.device(device))
-    where = None if folder is None else _existing(Path(folder))
+    if folder is not None:
+        folder = Path(folder).expanduser().resolve()
+        if not folder.is_dir():
+            raise OutputError(f"{folder} is no folder: the disk's rate is measured in a folder that exists")
     cached = {} if fresh else _of_this_process | _read_cache()
     key = _machine_key(device)
     rates = cached.get(key, {})
@@ -80,13 +83,13 @@ def measure(
         else:
             _store(key, rates)
     disk: dict[str, Any] = {}
-    if where is not None:
-        disk_key = f"{key} | {where}"
+    if folder is not None:
+        disk_key = f"{key} | {folder}"
         disk = cached.get(disk_key, {})
         if disk.keys() != _DISK_RATES:
-            disk = disk_rates(where)
+            disk = disk_rates(folder)
             _store(disk_key, disk)
-        disk |= {"disk_folder": str(where), "disk_free_bytes": shutil.disk_usage(where).free}
+        disk |= {"disk_folder": str(folder), "disk_free_bytes": shutil.disk_usage(folder).free}
     return Hardware(**_sizes(device), **rates, **disk)
 
 
@@ -120,13 +123,6 @@ def _disturbed(started: float, others: float) -> bool:
     return _seconds_of_others() - others > share + _COUNTING_SECONDS
 
 
-def _existing(folder: Path) -> Path:
-    folder = folder.expanduser().resolve()
-    if not folder.is_dir():
-        raise OutputError(f"{folder} is no folder: the disk's rate is measured in a folder that exists")
-    return folder
-
-
 def _sizes(device: torch.device) -> dict[str, Any]:
     """The fields of `Hardware` that are never cached."""
     ram_total, ram_available = hardware.ram_limit_bytes(), hardware.ram_available_bytes()
@@ -149,7 +145,7 @@ def _sizes(device: torch.device) -> dict[str, Any]:
 def _machine_key(device: torch.device) -> str:
     gpu = "no GPU"
     if device.type == "cuda":
-        driver = _DRIVER.read_text().strip() if _DRIVER.exists() else "unknown"
+        driver = hardware.text_of(_DRIVER) or "unknown"
         gpu = f"{device} {torch.cuda.get_device_name(device)}, driver {driver}"
     kernel = ",".join(cpu.cpu_levels()) or "no C kernel"
     processor = f"{hardware.cpu_name()}, {hardware.num_cores()} cores, {kernel}"
@@ -199,11 +195,6 @@ _QUICK_VRAM_BYTES, _QUICK_RAM_BYTES = 192 << 20, 32 << 20
 """Sizes larger than the caches, also of GPUs with caches of 96 MiB."""
 _STATE_BYTES = 2 + 2 + 4 + 4 + 2
 """Bytes of a parameter's bf16 weight, remainder, exp_avg, exp_avg_sq and bf16 gradient."""
-_STEP_RATES: dict[str, Precision] = {
-    "cpu_adamw_bytes_per_second": "exact",
-    "cpu_compact_bytes_per_second": "compact",
-    "cpu_tiny_bytes_per_second": "tiny",
-}
 _TRIAD_TRAFFIC_BYTES = 3 * 4
 _MIN_PARAMETERS, _MAX_PARAMETERS = 8 << 20, 96 << 20
 _WITHOUT_KERNEL_PARAMETERS = 1 << 17
@@ -217,9 +208,14 @@ def machine_rates(device: torch.device) -> dict[str, Any]:
     slab = HostSlab(max(numel * _STATE_BYTES + 5 * 256, _COPY_BYTES))
     slab.populate()
     rates: dict[str, Any] = {"dram_bytes_per_second": _triad_rate(slab, numel * _STATE_BYTES // 8)}
-    for name, precision in _STEP_RATES.items():
-        rates[name] = step_traffic_bytes(precision) * numel / _adamw_seconds(*_state(slab, numel, precision))
-    rates["can_pin"] = device.type == "cuda" and _pin(slab, device)
+    for precision, name in hardware.CPU_STEP_RATES.items():
+        step = partial(_step, *_state(slab, numel, precision))
+        rates[name] = step_traffic_bytes(precision) * numel / _best_seconds(step, torch.device("cpu"))
+    rates["can_pin"] = False
+    if device.type == "cuda":
+        _cuda.init()
+        with torch.cuda.device(device):
+            rates["can_pin"] = slab.pin()
     slab.clear()
     rates |= _copy_rates(slab.cut(_COPY_BYTES, torch.uint8), device)
     slab.clear()
@@ -228,7 +224,7 @@ def machine_rates(device: torch.device) -> dict[str, Any]:
     rates["cpu_and_bus_bytes_per_second"] = max(beside, *alone)
     rates["vram_bytes_per_second"] = _vram_rate(device)
     rates["launch_seconds"] = _launch_seconds(device)
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+    for name, dtype in DTYPES.items():
         rates[f"{name}_flops_per_second"] = _matmul_rate(dtype, device)
     rates["vram_context_bytes"] = hardware.vram_context_bytes(device)
     if device.type == "cuda":
@@ -237,11 +233,7 @@ def machine_rates(device: torch.device) -> dict[str, Any]:
 
 
 def _best_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Least seconds of one `run`. Quick ones are repeated more often.
-
-    Args:
-        times: how many runs are enqueued at once.
-    """
+    """Least seconds of one `run`, of which `times` are enqueued at once. Quick ones are repeated more often."""
     run()
     _wait(device)
     best, spent, repetitions = float("inf"), 0.0, 0
@@ -263,14 +255,10 @@ def _wait(device: torch.device) -> None:
 def _last_level_cache_bytes() -> int:
     """Total bytes of the last-level caches of the cores that this process may use. 0 if the system does not tell."""
     caches: dict[tuple[str, str], int] = {}
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    for core in cores:
+    for core in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
         folder = _CPU_CACHES / f"cpu{core}" / "cache" / "index3"
-        try:
-            shared, size = (folder / "shared_cpu_list").read_text(), (folder / "size").read_text().strip()
-        except OSError:
-            continue
-        if size.endswith("K") and size[:-1].isdigit():
+        shared, size = hardware.text_of(folder / "shared_cpu_list"), hardware.text_of(folder / "size")
+        if shared and size.endswith("K") and size[:-1].isdigit():
             caches[shared, size] = int(size[:-1]) << 10
     return sum(caches.values())
 
@@ -315,32 +303,21 @@ def _triad_rate(slab: HostSlab, numel: int) -> float:
     return _TRIAD_TRAFFIC_BYTES * numel / _best_seconds(run, a.device)
 
 
-def _adamw_seconds(state: FlatState, gradient: Tensor) -> float:
-    return _best_seconds(lambda: _step(state, gradient), gradient.device)
-
-
 def _step(state: FlatState, gradient: Tensor) -> None:
     scalars = state.table.optimizer.scalars(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=1)
     cpu.optimizer_step(state, gradient, [Segment(0, gradient.numel(), scalars)], 1.0)
 
 
-def _pin(slab: HostSlab, device: torch.device) -> bool:
-    _cuda.init()
-    with torch.cuda.device(device):
-        return slab.pin()
-
-
 def _copy_rates(host: Tensor, device: torch.device) -> dict[str, float]:
     """host: uint8, the bytes of one copy."""
     there, back = CopyStream(device, "H2D"), CopyStream(device, "D2H")
-    half = host.numel() // 2
+    half, num_bytes = host.numel() // 2, host.numel()
     buffer = torch.zeros_like(host, device=device)
 
     def both() -> None:
         there.copy(buffer[:half], host[:half])
         back.copy(host[half:], buffer[half:])
 
-    num_bytes = host.numel()
     return {
         "h2d_bytes_per_second": num_bytes / _best_seconds(lambda: there.copy(buffer, host), device, 2),
         "d2h_bytes_per_second": num_bytes / _best_seconds(lambda: back.copy(host, buffer), device, 2),
@@ -385,22 +362,22 @@ def _done_bytes(ends: list[tuple[Event, int]]) -> int:
     return sum(num_bytes for _, num_bytes in takewhile(lambda end: end[0].done(), ends))
 
 
+def _room(device: torch.device) -> int:
+    """Free bytes of what stands for VRAM."""
+    return hardware.vram_bytes(device)[0] if device.type == "cuda" else hardware.ram_available_bytes()
+
+
 def _vram_rate(device: torch.device) -> float:
-    room = hardware.vram_bytes(device)[0] if device.type == "cuda" else hardware.ram_available_bytes()
     large = _VRAM_BYTES if device.type == "cuda" else 2 * _COPY_BYTES
-    array = torch.zeros(max(1, min(large, room // 8) // 4), device=device)
+    array = torch.zeros(max(1, min(large, _room(device) // 8) // 4), device=device)
     return 2 * 4 * array.numel() / _best_seconds(lambda: array.add_(1.0), device, 2)
 
 
 def quick_vram_rate(device: torch.device) -> float | None:
-    """Bytes per second of VRAM, measured with a smaller array in a few hundredths of a second.
-
-    None if there is no room for the array.
-    """
+    """As `vram_rate`, without the cache: it is measured with a smaller array than `measure` takes."""
     on_gpu = device.type == "cuda"
     large = _QUICK_VRAM_BYTES if on_gpu else _QUICK_RAM_BYTES
-    room = hardware.vram_bytes(device)[0] if on_gpu else hardware.ram_available_bytes()
-    if room < 2 * large:
+    if _room(device) < 2 * large:
         return None
     seconds = _best_seconds(partial(torch.zeros(large // 4, device=device).add_, 1.0), device, 4 if on_gpu else 1)
     if on_gpu:
@@ -434,14 +411,10 @@ def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
         flops = 2 * size**3
         if rate and flops / rate > _SLOW_SECONDS:
             break
-        rate = max(rate, flops / _matmul_seconds(size, dtype, device))
+        factor = torch.full((size, size), 0.5, dtype=dtype, device=device)
+        run = partial(torch.mm, factor, factor, out=torch.empty_like(factor))
+        rate = max(rate, flops / _best_seconds(run, device, 8 if device.type == "cuda" else 1))
     return rate
-
-
-def _matmul_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
-    factor = torch.full((size, size), 0.5, dtype=dtype, device=device)
-    out = torch.empty_like(factor)
-    return _best_seconds(lambda: torch.mm(factor, factor, out=out), device, 8 if device.type == "cuda" else 1)
 
 
 # ---- the disk ----------------------------------------------------------------------------------------------------
@@ -464,9 +437,8 @@ def disk_rates(folder: Path) -> dict[str, float]:
     free = shutil.disk_usage(folder).free
     num_pieces = min(_MAX_DISK_PIECES, free // 2 // _DISK_PIECE_BYTES)
     if num_pieces == 0:
-        raise OutputError(
-            f"{folder} has {free >> 20} MiB free: at least {_DISK_PIECE_BYTES >> 19} are needed to measure it"
-        )
+        least = _DISK_PIECE_BYTES >> 19
+        raise OutputError(f"{folder} has {free >> 20} MiB free: at least {least} are needed to measure it")
     try:
         file, direct = unnamed_file(folder, num_pieces * _DISK_PIECE_BYTES)
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -94,8 +95,6 @@ def tree_ram_bytes(pid: int) -> int:
         return 0
     total = 0
     for member in members:
-        try:
+        with suppress(psutil.Error):  # it has ended in the meantime
             total += int(member.memory_info().rss)
-        except psutil.Error:
-            continue  # it has ended in the meantime
     return total

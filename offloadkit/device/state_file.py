@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -23,26 +24,13 @@ import torch
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.errors import OutputError
 
-NETWORK_FILE_SYSTEMS = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "9p",
-    "ceph",
-    "glusterfs",
-    "fuse.sshfs",
-    "lustre",
-    "afs",
-}
+NETWORK_MOUNTS = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre", "afs"}
 RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 _PAGE = 4096
 """Bytes: `O_DIRECT` needs addresses, offsets and lengths that are multiples of it."""
 _CHUNK = 16 * 2**20
 """Bytes that one thread reads or writes at once."""
 _NUM_THREADS = 4
-
 
 Move = Callable[[int, list[memoryview], int], int]
 """`os.preadv` or `os.pwritev`: (file, buffers, offset in bytes) -> bytes moved."""
@@ -56,20 +44,14 @@ class StateFile:
     """
 
     def __init__(self, folder: str | os.PathLike[str], sizes: Sequence[int]) -> None:
-        """
-        Args:
-            sizes: bytes of each region.
+        """sizes: bytes of each region.
 
         Raises:
             OutputError: the folder is on a network mount or in RAM, it cannot be written, or the disk is too small.
                 Nothing is left behind.
         """
-        self._starts: list[int] = []
-        total = 0
-        for size in sizes:
-            self._starts.append(total)
-            total += _whole_pages(size)
         self._sizes = list(sizes)
+        *self._starts, total = accumulate(map(_whole_pages, sizes), initial=0)
         self._file, self.direct = _file_for_states(Path(folder), max(total, _PAGE))
         self._closing = weakref.finalize(self, os.close, self._file)
         self._mapping = mmap.mmap(self._file, max(total, _PAGE))
@@ -247,7 +229,7 @@ def _file_for_states(folder: Path, num_bytes: int) -> tuple[int, bool]:
 def unfit_for_states(folder: Path) -> str:
     """Why states cannot be stored in `folder`: it is on a network mount or in RAM. "" if they can."""
     kind = _file_system(folder)
-    if kind in NETWORK_FILE_SYSTEMS:
+    if kind in NETWORK_MOUNTS:
         return f"it is a network mount ({kind})"
     return f"it is in RAM itself ({kind})" if kind in RAM_FILE_SYSTEMS else ""
 
@@ -269,8 +251,7 @@ def _without_page_cache(file: int) -> bool:
     """Turn `O_DIRECT` on and try it. Returns whether it works; if not, it is off again."""
     import fcntl
 
-    flag = getattr(os, "O_DIRECT", 0)
-    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    flag, flags = getattr(os, "O_DIRECT", 0), fcntl.fcntl(file, fcntl.F_GETFL)
     if not flag:
         return False
     try:

@@ -180,10 +180,7 @@ class CopyStream:
     """
 
     def __init__(self, device: torch.device, track: str, *, urgent: bool = False) -> None:
-        """
-        Args:
-            urgent: its kernels go before those of other streams that were not begun.
-        """
+        """urgent: its kernels go before those of other streams that were not begun."""
         self.track = track
         self._stream = backends[device.type].stream(device, urgent)
         self._busy = BusyTime()
@@ -210,11 +207,7 @@ class CopyStream:
         return busy
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, name: str = "", *, timed: bool = False) -> None:
-        """Copy `source` to `into`: contiguous tensors of one dtype and size.
-
-        Args:
-            name: in a trace.
-        """
+        """Copy `source` to `into`: contiguous tensors of one dtype and size. `name`: in a trace."""
         if timed or trace.active() is not None:
             self.copy_all([(into, source)], name, timed=timed)
         else:

@@ -50,10 +50,7 @@ class Trace:
     """The ranges of all work that starts on the host, or is queued, between `begin` and `end`."""
 
     def __init__(self, device: torch.device, mark: Callable[[], Mark]) -> None:
-        """
-        Args:
-            mark: records a point of the compute stream.
-        """
+        """mark: records a point of the compute stream."""
         self._device, self._mark = device, mark
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -162,34 +159,23 @@ def write(path: Path, ranges: Sequence[Range]) -> None:
         OutputError: `path` cannot be written.
     """
     tracks = [*TRACKS, *sorted({each.track for each in ranges} - set(TRACKS))]
-    names: list[dict[str, Any]] = [
+    events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": track}}
         for number, track in enumerate(tracks)
     ]
-    events = [
-        {
-            "ph": "X",
-            "pid": 0,
-            "tid": tracks.index(each.track),
-            "name": each.name,
-            "ts": 1e6 * each.began,
-            "dur": 1e6 * each.seconds,
-            **({"args": {"bytes": each.num_bytes}} if each.num_bytes else {}),
-        }
-        for each in ranges
-    ]
+    for each in ranges:
+        place = {"ph": "X", "pid": 0, "tid": tracks.index(each.track), "name": each.name}
+        events.append(place | {"ts": 1e6 * each.began, "dur": 1e6 * each.seconds})
+        if each.num_bytes:
+            events[-1]["args"] = {"bytes": each.num_bytes}
     try:
-        path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}) + "\n")
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
     except OSError as error:
         raise OutputError(f"cannot write the trace {path}: {error.strerror}; choose another path") from error
 
 
 def busy_seconds(ranges: Sequence[Range]) -> float:
-    """Seconds in which any of the ranges ran. Overlaps count once.
-
-    Args:
-        ranges: ordered by their beginning.
-    """
+    """Seconds in which any of the ranges ran, ordered by their beginning. Overlaps count once."""
     total, until = 0.0, float("-inf")
     for each in ranges:
         total += max(0.0, each.ended - max(each.began, until))

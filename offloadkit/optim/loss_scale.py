@@ -25,10 +25,7 @@ class LossScale:
     """
 
     def __init__(self, choice: Literal["dynamic"] | float) -> None:
-        """
-        Args:
-            choice: "dynamic", or a fixed factor.
-        """
+        """choice: "dynamic", or a fixed factor."""
         self.dynamic = choice == "dynamic"
         self.scale = START if choice == "dynamic" else float(choice)
         self._patience = HYSTERESIS

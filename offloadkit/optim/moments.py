@@ -27,7 +27,7 @@ INVERSE_OF_0_9 = 1.1111112
 """1 / 0.9 in fp32."""
 
 _EXPONENT = 0x7F800000
-_CANONICAL_NAN = 0x7FC00000
+CANONICAL_NAN = 0x7FC00000
 _LOW_32 = 0xFFFFFFFF
 
 
@@ -60,7 +60,7 @@ def round_stochastically(values: Tensor, random: Tensor) -> Tensor:
     """
     bits = values.view(torch.int32)
     rounded = torch.where((bits & _EXPONENT) == _EXPONENT, bits, bits + random.to(torch.int32))
-    return (rounded.masked_fill(values.isnan(), _CANONICAL_NAN) >> 16).to(torch.int16).view(torch.bfloat16)
+    return (rounded.masked_fill(values.isnan(), CANONICAL_NAN) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 class Map(NamedTuple):
@@ -165,7 +165,7 @@ def _encode(values: Tensor, random: Tensor, map: Map) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(magnitudes, (0, num_blocks * BLOCK - values.numel()))
     largest = padded.view(num_blocks, BLOCK).amax(1)
     finite = largest < _EXPONENT
-    scales = largest.masked_fill(~finite, _CANONICAL_NAN).view(torch.float32)
+    scales = largest.masked_fill(~finite, CANONICAL_NAN).view(torch.float32)
     divisors = torch.where(finite & (largest > 0), scales, 1.0)
     shares = (magnitudes.view(torch.float32) / _spread(divisors, values)).masked_fill(~_spread(finite, values), 0.0)
     numbers = round_to_number(shares, random, map)

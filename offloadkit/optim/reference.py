@@ -16,8 +16,6 @@ from offloadkit.optim.table import PRECISIONS, FlatState, Segment, check_state
 _SLICE = 1 << 18
 """Elements stepped at a time: the temporaries stay at a few MiB, most of them in the caches. A multiple of 256."""
 
-_CANONICAL_NAN = 0x7FC00000
-
 
 def round_to_fp32(value: float) -> float:
     """The fp32 number nearest to `value`, as a Python float."""
@@ -31,7 +29,7 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     least 2**127 * (2 - 2**-8) has Inf as its bf16 half, as in a cast to bf16, and still joins to itself. An exact tie
     goes away from zero, unlike in a cast. Source: Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training".
     """
-    bits = master.view(torch.int32).masked_fill(master.isnan(), _CANONICAL_NAN)
+    bits = master.view(torch.int32).masked_fill(master.isnan(), moments.CANONICAL_NAN)
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 

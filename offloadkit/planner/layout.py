@@ -31,8 +31,6 @@ NUM_STEP_BUFFERS = 3
 STEP_CHUNK = 1 << 23
 """The most elements of a flat layer that one step buffer takes; a multiple of 256."""
 
-DEFAULT_PLACEMENT = Placement()
-
 CATEGORIES = (
     "working weights",
     "weight buffers",
@@ -162,8 +160,7 @@ def tier_bytes(
         tiers["vram"].update(layer.vram_bytes(placement, accumulation))
         if placement.states == "disk":
             tiers["disk"].update(layer.state_bytes())
-    buffers = buffer_bytes(placed, accumulation)
-    for tier, parts in buffers.items():
+    for tier, parts in buffer_bytes(placed, accumulation).items():
         tiers[tier].update(parts)
     return {
         tier: {category: parts[category] for category in CATEGORIES if parts[category]} for tier, parts in tiers.items()
@@ -173,12 +170,6 @@ def tier_bytes(
 def is_small(bucket_bytes: int, largest: int) -> bool:
     """Whether a gradient has a bucket of its own, beside one of the largest size."""
     return bucket_bytes * SMALL_BUCKET <= largest
-
-
-def num_pooled_buckets(sizes: Sequence[int]) -> int:
-    """How many buckets gradients of these sizes share, each as large as the largest gradient."""
-    largest = max(sizes, default=0)
-    return min(NUM_GRADIENT_BUCKETS - 1, sum(not is_small(size, largest) for size in sizes))
 
 
 def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> dict[str, dict[str, int]]:
@@ -191,10 +182,11 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
     through_ram = [layer for layer, where in placed if where.gradients == "ram"]
     bucket = [layer for layer, _ in placed] if accumulation > 1 else through_ram
     sizes = [layer.bucket_bytes() for layer in bucket if not layer.shared]
-    buckets, own = num_pooled_buckets(sizes), sum(layer.bucket_bytes() for layer in bucket if layer.shared)
+    own = sum(layer.bucket_bytes() for layer in bucket if layer.shared)
     largest = max(sizes, default=0)
+    pooled = min(NUM_GRADIENT_BUCKETS - 1, sum(not is_small(size, largest) for size in sizes))
     autograds = max((layer.bucket_bytes() for layer, _ in placed if not layer.shared), default=0)
-    buckets_bytes = autograds + buckets * largest + own + sum(size for size in sizes if is_small(size, largest))
+    buckets_bytes = autograds + pooled * largest + own + sum(size for size in sizes if is_small(size, largest))
     streamed: dict[str, int] = defaultdict(int)  # a block has a flat layer for each of its dtypes
     for layer, where in placed:
         if where.weights == "ram":
@@ -233,15 +225,12 @@ FRAMEWORK_RAM_BYTES = {"cuda": 1700 * MIB, "cpu": 600 * MIB}
 
 @dataclass(frozen=True)
 class Activations:
-    """Memory of one micro-batch's activations.
-
-    Attributes:
-        vram: most that is alive at once, in bytes.
-        ram: inputs of offloaded blocks, in bytes.
-    """
+    """Bytes of one micro-batch's activations."""
 
     vram: int = 0
+    """Most that is alive at once."""
     ram: int = 0
+    """Inputs of offloaded blocks."""
 
 
 def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
@@ -250,10 +239,7 @@ def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
     Stages are added up in forward order. Each adds what it keeps until its backward: all of it, its outputs alone where
     it is recomputed, and not its input where that is offloaded (two such inputs are in VRAM at a time). Above this
     comes what the stage needs for a while, in forward and in backward. Backward's part includes what a recomputation
-    brings back, and the gradients of inputs that blocks share.
-
-    Args:
-        how: "keep", "checkpoint" or "offload" for each stage.
+    brings back, and the gradients of inputs that blocks share. `how`: "keep", "checkpoint" or "offload" for each stage.
     """
     below = peak = in_ram = moving = 0
     for stage, choice in zip(work.stages, how, strict=True):

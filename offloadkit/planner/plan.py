@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import islice
+from textwrap import wrap
 from typing import Any
 
 from offloadkit.config import OffloadConfig, Placement, Precision
 from offloadkit.hardware import Hardware
 from offloadkit.optim.table import optimizer_named
-from offloadkit.planner.layout import DEFAULT_PLACEMENT, LayerShape, activations, choices, possible, run_bytes
+from offloadkit.planner.layout import LayerShape, activations, choices, possible, run_bytes
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import FEW_CORES, Seconds, StepModel, cpu_step_rate
 from offloadkit.planner.work import MicroBatch, Rows
@@ -31,7 +33,9 @@ class Basis:
     frozen_bytes: int
     """Their bytes and those of buffers."""
     work: MicroBatch | None
+    """The micro-batch to plan for."""
     hardware: Hardware | None
+    """The machine to plan for."""
     assumed: bool
     """Whether the machine's rates are assumed, not measured."""
     smaller: tuple[tuple[str, MicroBatch], ...] = ()
@@ -65,11 +69,11 @@ class Plan:
     tiers: dict[str, dict[str, int]]
     checkpoint_bytes: int
     checkpoint_peak_bytes: int
-    budgets: dict[str, int] = field(default_factory=dict, compare=False)
-    seconds: Seconds | None = field(default=None, compare=False)
-    large_gpu_seconds: float | None = field(default=None, compare=False)
-    num_tokens: int | None = None
-    basis: Basis | None = field(default=None, compare=False)
+    budgets: dict[str, int] = field(compare=False)
+    seconds: Seconds | None = field(compare=False)
+    large_gpu_seconds: float | None = field(compare=False)
+    num_tokens: int | None
+    basis: Basis = field(compare=False)
 
     def total_bytes(self, tier: str) -> int:
         """Planned bytes of a tier."""
@@ -95,14 +99,12 @@ class Plan:
     @property
     def on_cpu(self) -> bool:
         """Whether it was made for a machine without a GPU."""
-        hardware = self.basis.hardware if self.basis else None
-        return hardware is not None and hardware.device == "cpu"
+        return self.basis.hardware is not None and self.basis.hardware.device == "cpu"
 
     @property
     def rows(self) -> Rows | None:
         """Batch size and lengths of a micro-batch; None without one to plan for."""
-        work = self.basis.work if self.basis else None
-        return work.rows if work else None
+        return self.basis.work.rows if self.basis.work else None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -116,20 +118,66 @@ class Plan:
 
     def explain(self) -> str:
         """In sentences with numbers: whether it fits, what limits the step, and what would help."""
-        return explained(self)
+        return "\n".join([*_fit(self), *_limit(self), *_help(self)])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that was predicted, in types that JSON takes."""
-        return as_dict(self)
+        rows, seconds = self.rows, self.seconds
+        return {
+            "fits": self.fits,
+            "num_parameters": self.num_parameters,
+            "num_trainable_parameters": self.num_trainable_parameters,
+            "batch_size": rows.batch_size if rows else None,
+            "input_length": rows.input_length if rows else None,
+            "target_length": rows.target_length if rows else None,
+            "gradient_accumulation": self.accumulation,
+            "bytes": self.tiers,
+            "total_bytes": {tier: self.total_bytes(tier) for tier in self.tiers},
+            "available_bytes": self.budgets,
+            "missing_bytes": self.lacking(),
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoint_peak_bytes": self.checkpoint_peak_bytes,
+            "num_tokens": self.num_tokens,
+            "step_seconds": seconds.step if seconds else None,
+            "busy_seconds": dict(seconds.busy) if seconds else None,
+            "exposed_seconds": seconds.exposed if seconds else None,
+            "tokens_per_second": self.tokens_per_second,
+            "slowdown": self.slowdown,
+            "rates_are_assumed": self.basis.assumed,
+            "layers": [
+                {"name": layer.name, "num_parameters": layer.num_parameters, **vars(where)}
+                for layer, where in zip(self.layers, self.placements, strict=True)
+            ],
+            "explanation": self.explain().splitlines(),
+        }
 
     def __repr__(self) -> str:
-        return f"Plan({in_short(self)})"
+        """One line: what is trained, the tokens of a step, and the memory and seconds it takes."""
+        needs = of_tiers({tier: self.total_bytes(tier) for tier in ("vram", "ram")})
+        parts = [f"{self.num_parameters:,} parameters in {len(self.layers)} flat layers", *_tokens(self), needs]
+        if self.seconds is not None:
+            parts.append(f"{format_seconds(self.seconds.step)} a step")
+        return f"Plan({', '.join(parts if self.fits else [*parts, 'does not fit'])})"
 
     def __str__(self) -> str:
-        return as_text(self)
+        """A table of at most 80 columns. The placements are above it, and the prediction is below."""
+        rows = _rows(self)
+        lines = [*heading(self)]
+        lines += [f"  {cells[0]:22}" + "".join(f"{cell:>12}" for cell in cells[1:]) for cells in rows]
+        return "\n".join([*lines, *(f"  {line}" for line in footing(self))])
 
     def _repr_html_(self) -> str:
-        return as_html(self)
+        """The same as an HTML table for notebooks, in the colours of the page."""
+        header, *rows = _rows(self)
+        right = ' style="text-align:right"'
+        cells = ["".join(f"<th{right}>{escape(cell)}</th>" for cell in header)]
+        cells += [
+            f"<td>{escape(name)}</td>" + "".join(f"<td{right}>{escape(c)}</td>" for c in rest) for name, *rest in rows
+        ]
+        table = "".join(f"<tr>{row}</tr>" for row in cells)
+        above = "<br>".join(map(escape, heading(self)))
+        below = "<br>".join(map(escape, [*footing(self), *self.explain().splitlines()]))
+        return f"<div><p>{above}</p><table>{table}</table><p>{below}</p></div>"
 
 
 def make_plan(
@@ -146,14 +194,8 @@ def make_plan(
 
     If the config names a placement, every layer has it, as far as the layer can. Else, with `work` and a GPU in
     `hardware`, the placements are those with the fastest predicted step within the budgets. Else every layer has its
-    states in RAM. The budgets are the config's `vram` and `ram`, or else what the machine has free.
-
-    Args:
-        frozen: number of parameters outside the flat layers.
-        frozen_bytes: their bytes and those of buffers.
-        work: the micro-batch to plan for.
-        hardware: the machine to plan for.
-        assumed: whether the rates of `hardware` are assumed.
+    states in RAM. The budgets are the config's `vram` and `ram`, or else what the machine has free. The other arguments
+    are those of `Basis`.
     """
     layers = tuple(replace(layer, precision=config.precision, optimizer=config.optimizer) for layer in layers)
     basis = Basis(config, frozen, frozen_bytes, work, hardware, assumed)
@@ -167,7 +209,7 @@ def make_plan(
         frozen_bytes=frozen_bytes,
         held=held,
         context_bytes=hardware.vram_context_bytes if hardware else 0,
-        device_type="cpu" if hardware is not None and hardware.device == "cpu" else "cuda",
+        device_type="cpu" if hardware and hardware.device == "cpu" else "cuda",
     )
     model = None
     if work and hardware:
@@ -210,8 +252,7 @@ def _budgets(config: OffloadConfig, hardware: Hardware | None) -> dict[str, int]
 
 def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, int]) -> tuple[Placement, ...]:
     config, work, hardware = basis.config, basis.work, basis.hardware
-    free = config.placement is None and work is not None and hardware is not None and hardware.device != "cpu"
-    if free and work is not None and hardware is not None:
+    if config.placement is None and work is not None and hardware is not None and hardware.device != "cpu":
         search = Search(
             layers,
             work,
@@ -223,13 +264,13 @@ def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, i
         )
         disk = budgets["disk"] if hardware.disk_read_bytes_per_second else 0
         return search.best(budgets["vram"], budgets["ram"], disk)
-    placement = config.placement or DEFAULT_PLACEMENT
+    placement = config.placement or Placement()
     if config.activation_checkpointing and placement.activations == "keep":
         placement = replace(placement, activations="checkpoint")
     return tuple(possible(placement, layer) for layer in layers)
 
 
-# ---- a plan as text, HTML and JSON -----------------------------------------------------------------------------
+# ---- a plan in words -----------------------------------------------------------------------------
 
 _WHERE = {"vram": "in VRAM", "ram": "in RAM", "disk": "on disk"}
 _STEPPERS = {
@@ -240,23 +281,6 @@ _STEPPERS = {
 }
 
 
-def as_text(plan: Plan) -> str:
-    """A table of at most 80 columns. The placements are above it, and the prediction is below."""
-    rows = _rows(plan)
-    lines = [*heading(plan)]
-    lines += [f"  {cells[0]:22}" + "".join(f"{cell:>12}" for cell in cells[1:]) for cells in rows]
-    return "\n".join([*lines, *(f"  {line}" for line in footing(plan))])
-
-
-def in_short(plan: Plan) -> str:
-    """One line: what is trained, the tokens of a step, and the memory and seconds it takes."""
-    needs = of_tiers({tier: plan.total_bytes(tier) for tier in ("vram", "ram")})
-    parts = [f"{plan.num_parameters:,} parameters in {len(plan.layers)} flat layers", *_tokens(plan), needs]
-    if plan.seconds is not None:
-        parts.append(f"{format_seconds(plan.seconds.step)} a step")
-    return ", ".join(parts if plan.fits else [*parts, "does not fit"])
-
-
 def of_tiers(num_bytes: Mapping[str, int]) -> str:
     """ "1.23 GiB of VRAM and 4.56 GiB of RAM"."""
     return " and ".join(f"{format_bytes(number)} of {TIERS[tier]}" for tier, number in num_bytes.items())
@@ -265,10 +289,8 @@ def of_tiers(num_bytes: Mapping[str, int]) -> str:
 def does_not_fit(lacking: Mapping[str, tuple[int, int]], *, at_least: bool = False) -> str:
     """ "does not fit: needs 38 GiB of VRAM, has 11 GiB", of {tier: (needs, has)} in bytes."""
     least = "at least " if at_least else ""
-    wants = [
-        f"needs {least}{of_tiers({tier: needs})}, has {format_bytes(has)}" for tier, (needs, has) in lacking.items()
-    ]
-    return f"does not fit: {', and '.join(wants)}"
+    wants = (f"{least}{of_tiers({tier: needs})}, has {format_bytes(has)}" for tier, (needs, has) in lacking.items())
+    return f"does not fit: needs {', and needs '.join(wants)}"
 
 
 def heading(plan: Plan) -> list[str]:
@@ -306,9 +328,8 @@ def _placed(plan: Plan) -> list[str]:
     if kept:
         lines.append(f"  gradients{share(kept, number)} kept in VRAM for the step")
     streamed = sum(where.weights == "ram" for where in plan.placements)
-    how = Counter(
-        where.activations for layer, where in zip(plan.layers, plan.placements, strict=True) if layer.in_block
-    )
+    placed = zip(plan.layers, plan.placements, strict=True)
+    how = Counter(where.activations for layer, where in placed if layer.in_block)
     if streamed:
         lines.append(f"  weights{share(streamed, blocks)} in RAM, copied to VRAM for each pass")
     if how["checkpoint"]:
@@ -326,11 +347,9 @@ def _rows(plan: Plan) -> list[list[str]]:
         if any(cells):
             rows.append([category, *(format_bytes(cell) if cell else "-" for cell in cells)])
     rows.append(["in all", *(format_bytes(plan.total_bytes(tier)) for tier in tiers)])
-    if plan.budgets:
-        rows.append(["available", *(format_bytes(plan.budgets[t]) if t in plan.budgets else "-" for t in tiers)])
-    if not plan.fits:
-        short = plan.lacking()
-        rows.append(["missing", *(format_bytes(short[t]) if t in short else "-" for t in tiers)])
+    for name, of in (("available", plan.budgets), ("missing", plan.lacking())):
+        if of:
+            rows.append([name, *(format_bytes(of[tier]) if tier in of else "-" for tier in tiers)])
     return rows
 
 
@@ -346,7 +365,7 @@ def footing(plan: Plan) -> list[str]:
         lines.append(f"{format_seconds(plan.seconds.step)} a step, {plan.tokens_per_second:,.0f} tokens/s{slowdown}")
         busy = [f"{name} {format_seconds(number)}" for name, number in plan.seconds.busy.items() if number]
         lines += _wrapped("busy: " + ", ".join(busy))
-    if plan.basis is not None and plan.basis.assumed:
+    if plan.basis.assumed:
         lines += _wrapped(f"(not measured: seconds are those of an assumed {_rates(plan.basis.hardware)})")
     return lines
 
@@ -362,60 +381,9 @@ def _rates(machine: Hardware | None) -> str:
     )
 
 
-def _wrapped(text: str, width: int = 76) -> list[str]:
-    """`text` cut at spaces into lines of at most `width`."""
-    lines = [""]
-    for word in text.split(" "):
-        if len(lines[-1]) + len(word) >= width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines
-
-
-def as_html(plan: Plan) -> str:
-    """The same as an HTML table for notebooks, in the colours of the page."""
-    header, *rows = _rows(plan)
-    right = ' style="text-align:right"'
-    cells = ["".join(f"<th{right}>{escape(cell)}</th>" for cell in header)]
-    cells += [
-        f"<td>{escape(name)}</td>" + "".join(f"<td{right}>{escape(c)}</td>" for c in rest) for name, *rest in rows
-    ]
-    table = "".join(f"<tr>{row}</tr>" for row in cells)
-    above = "<br>".join(map(escape, heading(plan)))
-    below = "<br>".join(map(escape, [*footing(plan), *plan.explain().splitlines()]))
-    return f"<div><p>{above}</p><table>{table}</table><p>{below}</p></div>"
-
-
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """Everything that was predicted, in types that JSON takes."""
-    seconds = plan.seconds
-    return {
-        "fits": plan.fits,
-        "num_parameters": plan.num_parameters,
-        "num_trainable_parameters": plan.num_trainable_parameters,
-        "batch_size": plan.rows.batch_size if plan.rows else None,
-        "input_length": plan.rows.input_length if plan.rows else None,
-        "target_length": plan.rows.target_length if plan.rows else None,
-        "gradient_accumulation": plan.accumulation,
-        "bytes": plan.tiers,
-        "total_bytes": {tier: plan.total_bytes(tier) for tier in plan.tiers},
-        "available_bytes": plan.budgets,
-        "missing_bytes": plan.lacking(),
-        "checkpoint_bytes": plan.checkpoint_bytes,
-        "checkpoint_peak_bytes": plan.checkpoint_peak_bytes,
-        "num_tokens": plan.num_tokens,
-        "step_seconds": seconds.step if seconds else None,
-        "busy_seconds": dict(seconds.busy) if seconds else None,
-        "exposed_seconds": seconds.exposed if seconds else None,
-        "tokens_per_second": plan.tokens_per_second,
-        "slowdown": plan.slowdown,
-        "rates_are_assumed": plan.basis.assumed if plan.basis else False,
-        "layers": [
-            {"name": layer.name, "num_parameters": layer.num_parameters, **vars(where)}
-            for layer, where in zip(plan.layers, plan.placements, strict=True)
-        ],
-        "explanation": plan.explain().splitlines(),
-    }
+def _wrapped(text: str) -> list[str]:
+    """`text` cut at spaces into lines of at most 76."""
+    return wrap(text, 76, break_long_words=False, break_on_hyphens=False)
 
 
 # ---- what limits a plan, and what would help --------------------------------------------------------------------
@@ -440,18 +408,12 @@ _DRAM_BOUND = 0.6
 """A CPU step above this fraction of the triad's bytes per second is bound by RAM, below it by arithmetic."""
 
 
-def explained(plan: Plan) -> str:
-    """Sentences on whether the plan fits, what limits the step and what would help, one per line."""
-    return "\n".join([*_fit(plan), *_limit(plan), *_help(plan)])
-
-
 def replanned(plan: Plan, *, work: Any = None, hardware: Hardware | None = None, **changes: Any) -> Plan:
     """The plan made again, with `changes` in its config (vram, ram, precision, ...), another micro-batch or machine."""
-    assert plan.basis is not None
     basis = plan.basis
     config = replace(basis.config, **changes)
     return make_plan(
-        [replace(layer, precision=config.precision, optimizer=config.optimizer) for layer in plan.layers],
+        plan.layers,
         config,
         frozen=basis.frozen,
         frozen_bytes=basis.frozen_bytes,
@@ -467,13 +429,7 @@ def nearest_fits(plan: Plan, most: int = 3) -> list[tuple[str, Plan]]:
     The order: states in fewer bytes, smaller micro-batches, both, states on disk, a larger budget, and last smaller
     micro-batches in a less enlarged budget.
     """
-    found: list[tuple[str, Plan]] = []
-    for words, other in _others(plan):
-        if other.fits:
-            found.append((words, other))
-        if len(found) == most:
-            break
-    return found
+    return list(islice(((words, other) for words, other in _others(plan) if other.fits), most))
 
 
 def _leaner_precisions(config: OffloadConfig) -> tuple[Precision, ...]:
@@ -485,7 +441,7 @@ def _leaner_precisions(config: OffloadConfig) -> tuple[Precision, ...]:
 def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """The other plans that `nearest_fits` tries, in its order."""
     basis = plan.basis
-    if basis is None or basis.hardware is None:
+    if basis.hardware is None:
         return
     leaner = _leaner_precisions(basis.config)
     for precision in leaner:
@@ -533,39 +489,30 @@ def _tiers_to_name(plan: Plan, other: Plan) -> list[str]:
     return [tier for tier in tiers if other.budgets.get(tier) == plan.budgets.get(tier)]
 
 
-def _shares(plan: Plan) -> list[tuple[str, float]]:
-    """(resource, fraction of the step in which it is busy), the busiest first."""
-    if plan.seconds is None:
-        return []
+def _limit(plan: Plan) -> Iterator[str]:
+    if plan.seconds is None or plan.on_cpu:
+        return
     busy, step = plan.seconds.busy, plan.seconds.step
     seconds = {"GPU": busy["forward"] + busy["backward"] + busy["GPU step"]}
     seconds |= {name: busy[name] for name in ("CPU step", "H2D", "D2H", "disk", "launches")}
-    return sorted(((name, number / step) for name, number in seconds.items()), key=lambda item: -item[1])
-
-
-def _limit(plan: Plan) -> Iterator[str]:
-    shares = _shares(plan)
-    if not shares or plan.on_cpu:
-        return
+    shares = sorted(((name, number / step) for name, number in seconds.items()), key=lambda item: -item[1])
     longest = shares[0][1]
     together = {name: share for name, share in shares if share > _AS_BUSY * longest}
-    if {"H2D", "D2H"} <= together.keys():
+    both_ways = {"H2D", "D2H"} <= together.keys()
+    if both_ways:
         del together["D2H"]
-        names = [_BOTH_WAYS if name == "H2D" else _limiting(plan, name) for name in together]
-    else:
-        names = [_limiting(plan, name) for name in together]
+    names = [_BOTH_WAYS if both_ways and name == "H2D" else _limiting(plan, name) for name in together]
     if len(names) == 1:
         yield f"{names[0]} limits the step: it is busy for {longest:.0%} of it"
     else:
-        busy = " and ".join(f"{share:.0%}" for share in together.values())
-        yield f"{', '.join(names[:-1])} and {names[-1]} limit the step: they are busy for {busy} of it"
+        for_so_long = " and ".join(f"{share:.0%}" for share in together.values())
+        yield f"{', '.join(names[:-1])} and {names[-1]} limit the step: they are busy for {for_so_long} of it"
 
 
 def _limiting(plan: Plan, name: str) -> str:
     """The resource in words. For the CPU's step they say whether RAM or arithmetic bounds it."""
     if name != "CPU step":
         return _LIMITS[name]
-    assert plan.basis is not None
     assert plan.basis.hardware is not None
     machine = plan.basis.hardware
     if machine.num_cores <= FEW_CORES:
@@ -578,7 +525,7 @@ def _limiting(plan: Plan, name: str) -> str:
 
 def _help(plan: Plan) -> Iterator[str]:
     """Sentences on the smallest larger budget that makes the step noticeably faster, and on compact states."""
-    if plan.seconds is None or not plan.fits or plan.on_cpu or plan.basis is None:
+    if plan.seconds is None or not plan.fits or plan.on_cpu:
         return
     step = plan.seconds.step
     for tier in ("vram", "ram"):
@@ -586,9 +533,10 @@ def _help(plan: Plan) -> Iterator[str]:
             larger: dict[str, Any] = {tier: int(plan.budgets[tier] * factor)}
             other = replanned(plan, **larger)
             assert other.seconds is not None
-            if other.fits and step / other.seconds.step >= _MIN_SPEEDUP:
-                more, speed = format_bytes(other.total_bytes(tier) - plan.total_bytes(tier)), step / other.seconds.step
-                yield f"{more} more {TIERS[tier]} would {_changed(plan, other)}: {speed:.3g}x faster"
+            speedup = step / other.seconds.step
+            if other.fits and speedup >= _MIN_SPEEDUP:
+                more = format_bytes(other.total_bytes(tier) - plan.total_bytes(tier))
+                yield f"{more} more {TIERS[tier]} would {_changed(plan, other)}: {speedup:.3g}x faster"
                 break
     if plan.basis.config.precision == "exact" and "compact" in _leaner_precisions(plan.basis.config):
         other = replanned(plan, precision="compact")
@@ -612,7 +560,7 @@ def _changed(plan: Plan, other: Plan) -> str:
             "let the GPU step {} through VRAM": sum(where.states == "ram" and where.step == "gpu" for where in wheres),
         }
 
-    before, after = counts(plan), counts(other)
-    more = {text: after[text] - before[text] for text in before}
+    before = counts(plan)
+    more = {text: number - before[text] for text, number in counts(other).items()}
     words = [text.format(f"{n} more layer{'s' * (n > 1)}") for text, n in more.items() if n > 0]
     return " and ".join(words[:2]) or "change the placement"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -13,7 +14,6 @@ from offloadkit.hardware import Hardware
 from offloadkit.planner.layout import (
     ALLOCATOR_BYTES,
     FRAMEWORK_RAM_BYTES,
-    Activations,
     LayerShape,
     activations,
     buffer_bytes,
@@ -28,8 +28,6 @@ MAX_SHARED = 12
 """Most placements with steps shared between CPU and GPU that are tried before the best of them are refined."""
 
 _InVram = Literal["none", "gpu", "all"]
-_IN_VRAM: list[_InVram] = ["none", "gpu", "all"]
-"""Least first."""
 _Found = tuple[Seconds, tuple[Placement, ...]] | None
 _CHANGES: list[dict[str, int]] = [
     *({name: by} for name in ("recomputed", "offloaded", "streamed", "states_in_vram") for by in (-4, -2, -1, 1, 2, 4)),
@@ -113,7 +111,7 @@ class Search:
         self._places = [(at, at >= 0 and not layer.shared) for at, layer in zip(blocks, layers, strict=True)]
         """For each layer: the number of its block (-1: none), and whether its weights may be streamed."""
         self._own_bytes = cache(self._bytes_of_layer)
-        self._activations = cache(self._activations_of)
+        self._activations = cache(partial(activations, work))
 
     # -- the placements that counts stand for
 
@@ -164,9 +162,6 @@ class Search:
         disk = sum(layer.state_bytes().values()) if where.states == "disk" else 0
         return sum(vram.values()), sum(ram.values()), disk
 
-    def _activations_of(self, how: tuple[str, ...]) -> Activations:
-        return activations(self._work, how)
-
     # -- the search
 
     def best(self, vram: int, ram: int, disk: int = 0) -> tuple[Placement, ...]:
@@ -180,7 +175,8 @@ class Search:
         4. In the best of these, and in the most promising of step 2, the GPU steps its share of the layers with
            states in RAM. The three best are refined in the same way.
         """
-        everything = self._fitting(self._fullest(), _Room(vram, ram, 0))
+        recomputed = len(self._blocks) if self._all_recomputed else 0
+        everything = self._fitting(Counts(recomputed, 0, 0, len(self._layers)), _Room(vram, ram, 0))
         if everything:
             return everything[0]
         room = _Room(vram, ram, disk)
@@ -216,28 +212,22 @@ class Search:
 
         As many states are in VRAM as the buffers leave room for.
         """
-        at_least_gpu = max(counts.gradients_in_vram, "gpu", key=_IN_VRAM.index)
-        for in_vram in dict.fromkeys((counts.gradients_in_vram, at_least_gpu)):
-            share, number = self.model.gpu_share(), len(self._layers)
+        share, number = self.model.gpu_share(), len(self._layers)
+        for in_vram in dict.fromkeys((counts.gradients_in_vram, _at_least_gpu(counts))):
             shared = replace(counts, gpu_steps=max(1, round(share * number)), gradients_in_vram=in_vram)
             most = self._most_states(shared, room)
             if most >= 0:
                 yield replace(shared, states_in_vram=most, gpu_steps=max(1, round(share * (number - most))))
 
-    def _fullest(self) -> Counts:
-        least = len(self._blocks) if self._all_recomputed else 0
-        return Counts(least, 0, 0, len(self._layers))
-
     def _coarse(self, room: _Room) -> Iterator[Counts]:
         """The counts of the coarse grid, those with the most in VRAM first. What cannot fit is left out."""
         num_blocks = len(self._blocks)
-        recomputed = [(number, 0) for number in _grid(num_blocks) if number or not self._all_recomputed]
-        if self._all_recomputed:
-            recomputed = recomputed[-1:]
-        for again, offloaded in [*recomputed, *((num_blocks, number) for number in _grid(num_blocks)[1:])]:
-            options: list[_InVram] = ["all", "none"] if self._accumulation > 1 else ["none"]
+        numbers, more = _grid(num_blocks), _grid(num_blocks)[1:]
+        recomputed = [(number, 0) for number in (more[-1:] if self._all_recomputed else numbers)]
+        options: list[_InVram] = ["all", "none"] if self._accumulation > 1 else ["none"]
+        for again, offloaded in [*recomputed, *((num_blocks, number) for number in more)]:
             for in_vram in options:
-                for streamed in _grid(num_blocks):
+                for streamed in numbers:
                     counts = Counts(again, offloaded, streamed, 0, gradients_in_vram=in_vram)
                     most = self._most_states(counts, room)
                     states = [number for number in _grid(len(self._layers)) if number < most]
@@ -263,23 +253,15 @@ class Search:
             number -= 1
         return number
 
-    def _refine(self, counts: Counts, step: Callable[[Counts], float]) -> Counts:
+    def _refine(self, counts: Counts, step: Callable[[Counts], float]) -> None:
         """Go to the best neighbour while it makes the step faster. `step` keeps what it finds."""
-        while True:
-            nearby = min(self._near(counts), key=step, default=counts)
-            if step(nearby) >= step(counts):
-                return counts
+        while step(nearby := min(self._near(counts), key=step, default=counts)) < step(counts):
             counts = nearby
 
     def _near(self, counts: Counts) -> Iterator[Counts]:
         num_blocks, num_layers = len(self._blocks), len(self._layers)
-        most = {
-            "recomputed": num_blocks,
-            "offloaded": num_blocks,
-            "streamed": num_blocks,
-            "states_in_vram": num_layers,
-            "gpu_steps": num_layers,
-        }
+        most = dict.fromkeys(("recomputed", "offloaded", "streamed"), num_blocks)
+        most |= dict.fromkeys(("states_in_vram", "gpu_steps"), num_layers)
         least = {"recomputed": num_blocks} if self._all_recomputed else {}
         for change in _WITH_GPU if counts.gpu_steps else _CHANGES:
             values = {name: getattr(counts, name) + by for name, by in change.items()}
@@ -301,8 +283,7 @@ class Search:
             return []
         if ram <= room.ram:
             return [placements]
-        in_vram = max(counts.gradients_in_vram, "gpu", key=_IN_VRAM.index)
-        lean, options = replace(counts, gradients_in_vram=in_vram), []
+        lean, options = replace(counts, gradients_in_vram=_at_least_gpu(counts)), []
         if self.bytes(self.placements(replace(lean, gpu_steps=len(self._layers))))[1] <= room.ram:
             options.append(self._with_least(lean, "gpu_steps", room))
         if room.disk:
@@ -311,14 +292,13 @@ class Search:
 
     def _with_least(self, counts: Counts, name: str, room: _Room) -> tuple[Placement, ...] | None:
         """The placements with the smallest increase of that count that fits RAM. None if VRAM or disk is too small."""
-        low, high = getattr(counts, name) + 1, len(self._layers)
-        while low < high:
-            middle = (low + high) // 2
-            if self.bytes(self.placements(_with(counts, {name: middle})))[1] <= room.ram:
-                high = middle
-            else:
-                low = middle + 1
-        placements = self.placements(_with(counts, {name: low}))
+
+        def fits(number: int) -> bool:
+            return self.bytes(self.placements(_with(counts, {name: number})))[1] <= room.ram
+
+        numbers = range(getattr(counts, name) + 1, len(self._layers))
+        least = numbers.start + bisect_left(numbers, True, key=fits)
+        placements = self.placements(_with(counts, {name: least}))
         vram, ram, disk = self.bytes(placements)
         return placements if vram <= room.vram and ram <= room.ram and disk <= room.disk else None
 
@@ -353,6 +333,10 @@ def _grid(most: int) -> list[int]:
 def _is_among(number: int, place: int, total: int) -> bool:
     """Whether `place` (0 to `total` - 1) is one of `number` places that are spread evenly. The last place always is."""
     return (place + 1) * number // total > place * number // total
+
+
+def _at_least_gpu(counts: Counts) -> _InVram:
+    return "gpu" if counts.gradients_in_vram == "none" else counts.gradients_in_vram
 
 
 def _with(counts: Counts, values: dict[str, int]) -> Counts:

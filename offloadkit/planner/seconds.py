@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from offloadkit.config import Placement, Precision
-from offloadkit.hardware import Hardware
+from offloadkit.hardware import CPU_STEP_RATES, Hardware
 from offloadkit.planner.layout import (
     NUM_GRADIENT_BUCKETS,
     NUM_STAGING,
@@ -141,12 +141,9 @@ class StepModel:
         *,
         compiled: bool = False,
     ) -> None:
-        """
-        Args:
-            compiled: whether the repeated blocks are compiled.
-        """
+        """compiled: whether the repeated blocks are compiled."""
         self._hardware, self._accumulation = hardware, accumulation
-        self._cpu_rate = cpu_step_rate(layers[0].precision, hardware) if layers else 1.0
+        self._cpu_rate = cpu_step_rate(layers[0].precision, hardware)
         sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
         dtype = max(sizes, key=lambda name: sizes[name])
         members: list[list[LayerCost]] = [[] for _ in work.stages]
@@ -155,17 +152,17 @@ class StepModel:
         self._stages = []
         for of, its_layers in zip(work.stages, members, strict=True):
             is_compiled = compiled and bool(of.block)
-            self._stages.append(
-                _StageCost(
-                    pass_seconds(of.forward, hardware, dtype, compiled=is_compiled),
-                    pass_seconds(of.backward, hardware, dtype, compiled=is_compiled),
-                    self._launches(of.forward, is_compiled, ATTENTION_LAUNCHES),
-                    self._launches(of.backward, is_compiled, ATTENTION_LAUNCHES),
-                    self._launches(of.forward, is_compiled, 0),
-                    of.input_bytes if of.block else 0,
-                    tuple(its_layers),
-                )
+            cost = _StageCost(
+                pass_seconds(of.forward, hardware, dtype, compiled=is_compiled),
+                pass_seconds(of.backward, hardware, dtype, compiled=is_compiled),
+                self._launches(of.forward, is_compiled, ATTENTION_LAUNCHES),
+                self._launches(of.backward, is_compiled, ATTENTION_LAUNCHES),
+                self._launches(of.forward, is_compiled, 0),
+                of.input_bytes if of.block else 0,
+                tuple(its_layers),
             )
+            self._stages.append(cost)
+        self._layers = [layer for stage in self._stages for layer in stage.layers]
 
     def _launches(self, work: Pass, is_compiled: bool, of_attention: int) -> float:
         """Seconds of one bare launch for each operation, and of `of_attention` more for each attention of ours."""
@@ -174,18 +171,17 @@ class StepModel:
 
     def on_large_gpu(self) -> float:
         """Seconds of a step with everything in VRAM and nothing recomputed."""
-        return self.seconds([IN_VRAM] * sum(len(unit.layers) for unit in self._stages)).step
+        return self.seconds([IN_VRAM] * len(self._layers)).step
 
     def gpu_share(self) -> float:
         """Fraction of the layers with states in RAM that the GPU should step, so that it finishes with the CPU.
 
         While the CPU steps its layers, the bus copies its stepped weights and the states of the GPU's layers.
         """
-        layers = [layer for unit in self._stages for layer in unit.layers]
-        weights = sum(layer.weight_bytes for layer in layers)
-        states = sum(layer.state_bytes for layer in layers)
+        weights = sum(layer.weight_bytes for layer in self._layers)
+        states = sum(layer.state_bytes for layer in self._layers)
         h2d, _ = both_ways(states, states, self._hardware)
-        cpu = max(0.0, sum(layer.cpu_step for layer in layers) - weights / h2d)
+        cpu = max(0.0, sum(layer.cpu_step for layer in self._layers) - weights / h2d)
         return cpu / (cpu + states / h2d) if cpu else 0.0
 
     def seconds(self, placements: Sequence[Placement]) -> Seconds:
@@ -209,8 +205,7 @@ class StepModel:
         queues = Queues(self._hardware.num_cores)
         ring, bus = Ring(queues), self._bus_in_update(placements, updates)
         if updates:
-            layers = (layer for unit in self._stages for layer in unit.layers)
-            norm = sum(layer.norm_in_ram for layer in layers if placements[layer.index].gradients == "ram")
+            norm = sum(layer.norm_in_ram for layer in self._layers if placements[layer.index].gradients == "ram")
             queues.take("CPU step", norm, 0.0)
         before = 0.0
         ends: list[float] = []
@@ -267,7 +262,8 @@ class StepModel:
     ) -> tuple[float, float]:
         """When the GPU has stepped a layer whose states are in RAM, and when these are back in RAM."""
         h2d_bytes, d2h_bytes = layer.transfer_bytes(where)
-        queues.python(CHUNK_LAUNCHES * layer.num_chunks * self._hardware.launch_seconds)
+        launches = CHUNK_LAUNCHES * layer.num_chunks * self._hardware.launch_seconds
+        queues.take(queues.python, launches, 0.0, "launches")
         queues.take("GPU", layer.gpu_step, 0.0, "GPU step")
         return ring.step(h2d_bytes / bus.h2d, d2h_bytes / bus.d2h, layer.gpu_step, layer.num_chunks)
 
@@ -302,6 +298,7 @@ class StepModel:
     def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> Queues:
         """Backward with recomputation. Beside it, weights and inputs are fetched, and gradients are sent and added."""
         queues, adds = Queues(self._hardware.num_cores), self._accumulation > 1
+        python = queues.python
         h2d, d2h = self._bus(placements)
         before, num_streamed = 0.0, 0
         ends: list[float] = []
@@ -339,13 +336,16 @@ class StepModel:
             for layer in unit.layers:
                 if placements[layer.index].gradients == "ram":
                     if len(added) >= NUM_STAGING:  # Python waits until a staging buffer is free
-                        queues.python_waits(added[-NUM_STAGING])
-                    sent.append(queues.take("D2H", layer.bucket_bytes / d2h, max(end, queues.python_goes_on())))
+                        queues.free[python] = max(queues.free[python], added[-NUM_STAGING])
+                    sent.append(queues.take("D2H", layer.bucket_bytes / d2h, max(end, queues.free[python])))
                     if adds:
                         added.append(queues.take("CPU step", layer.adding_in_ram, sent[-1]))
         if is_last:
-            queues.launched(LAYER_LAUNCHES * len(placements) * self._hardware.launch_seconds, 0.0)
-            self._send_at_boundary(queues, placements, d2h)
+            done = queues.launched(LAYER_LAUNCHES * len(placements) * self._hardware.launch_seconds, 0.0)
+            for layer in self._layers:  # whose gradients stayed in VRAM until now, and which the CPU steps
+                where = placements[layer.index]
+                if where.step == "cpu" and where.gradients == "vram":
+                    queues.take("D2H", layer.gradient_bytes / d2h, done)
         return queues
 
     def _bus(self, placements: Sequence[Placement]) -> tuple[float, float]:
@@ -356,15 +356,6 @@ class StepModel:
         sends = any(where.gradients == "ram" for where in placements)
         share = min(1.0, machine.both_bytes_per_second / (h2d + d2h)) if fetches and sends else 1.0
         return h2d * share, d2h * share
-
-    def _send_at_boundary(self, queues: Queues, placements: Sequence[Placement], d2h: float) -> None:
-        """Send the gradients that stayed in VRAM until the boundary and belong to layers that the CPU steps."""
-        done = queues.free["GPU"]
-        for unit in self._stages:
-            for layer in unit.layers:
-                where = placements[layer.index]
-                if where.step == "cpu" and where.gradients == "vram":
-                    queues.take("D2H", layer.gradient_bytes / d2h, done)
 
 
 def place_in_stages(layers: Sequence[LayerShape], stages: Sequence[Stage]) -> list[int]:
@@ -401,12 +392,8 @@ def pass_seconds(work: Pass, hardware: Hardware, dtype: str, *, compiled: bool =
 
 def cpu_step_rate(precision: Precision, hardware: Hardware) -> float:
     """Bytes per second of the CPU's step in training, without states that are streamed to the GPU at the same time."""
-    rates = {
-        "exact": hardware.cpu_adamw_bytes_per_second,
-        "compact": hardware.cpu_compact_bytes_per_second,
-        "tiny": hardware.cpu_tiny_bytes_per_second,
-    }
-    return CPU_EFFICIENCY[precision] * rates[precision]
+    rate: float = getattr(hardware, CPU_STEP_RATES[precision])
+    return CPU_EFFICIENCY[precision] * rate
 
 
 @dataclass(frozen=True)
@@ -482,11 +469,8 @@ def dram_slowdowns(
 ) -> tuple[float, float]:
     """By which factors the CPU's step and the copies beside it are slower, because they share the DRAM.
 
-    While both run they share its bandwidth in proportion to what each would use alone.
-
-    Args:
-        cpu_seconds: of the step alone, at `rate` bytes per second.
-        bus_seconds, num_bytes: of the copies alone, both directions together.
+    While both run they share its bandwidth in proportion to what each would use alone: the step `rate` bytes per second
+    for `cpu_seconds`, the copies of both directions together `num_bytes` in `bus_seconds`.
     """
     if not cpu_seconds or not bus_seconds:
         return 1.0, 1.0
@@ -499,10 +483,14 @@ def dram_slowdowns(
 
 
 class Queues:
-    """When each resource is free again (`free`), and how many seconds it worked for each purpose (`busy`)."""
+    """When each resource is free again (`free`), and how many seconds it worked for each purpose (`busy`).
+
+    Attributes:
+        python: the resource that Python works on.
+    """
 
     def __init__(self, num_cores: int) -> None:
-        self._launches = "CPU step" if num_cores <= FEW_CORES else "launches"
+        self.python = "CPU step" if num_cores <= FEW_CORES else "launches"
         self.free: defaultdict[str, float] = defaultdict(float)
         self.busy: defaultdict[str, float] = defaultdict(float)
 
@@ -515,20 +503,8 @@ class Queues:
 
     def launched(self, seconds: float, ready: float) -> float:
         """Queue Python's launches of the GPU's newest work, which ends no sooner than they do. Returns when it ends."""
-        end = self.free["GPU"] = max(self.free["GPU"], self.take(self._launches, seconds, ready, "launches"))
+        end = self.free["GPU"] = max(self.free["GPU"], self.take(self.python, seconds, ready, "launches"))
         return end
-
-    def python(self, seconds: float) -> None:
-        """Queue other work of Python's."""
-        self.take(self._launches, seconds, 0.0, "launches")
-
-    def python_waits(self, until: float) -> None:
-        """Python launches nothing before `until`."""
-        self.free[self._launches] = max(self.free[self._launches], until)
-
-    def python_goes_on(self) -> float:
-        """When Python is free again."""
-        return self.free[self._launches]
 
 
 class Ring:
@@ -553,10 +529,9 @@ class Ring:
         self._d2h += seconds
 
     def step(self, h2d: float, d2h: float, kernel: float, num_chunks: int) -> tuple[float, float]:
-        """Stream a layer. Returns when it is stepped, and when its states are back in RAM.
+        """Stream a layer whose copies and step take these seconds in all.
 
-        Args:
-            h2d, d2h, kernel: seconds of the copies and of the step, for the whole layer.
+        Returns when it is stepped, and when its states are back in RAM.
         """
         began = self._h2d
         stepped = began + h2d + kernel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 
@@ -23,24 +24,10 @@ class Pass:
     """Number of them that are attention in our own kernels."""
 
     def __add__(self, other: Pass) -> Pass:
-        return Pass(
-            self.flops + other.flops,
-            self.fused_attention_flops + other.fused_attention_flops,
-            self.matmul_bytes + other.matmul_bytes,
-            self.moved_bytes + other.moved_bytes,
-            self.num_operations + other.num_operations,
-            self.num_attention + other.num_attention,
-        )
+        return Pass(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: Pass) -> Pass:
-        return Pass(
-            self.flops - other.flops,
-            self.fused_attention_flops - other.fused_attention_flops,
-            self.matmul_bytes - other.matmul_bytes,
-            self.moved_bytes - other.moved_bytes,
-            self.num_operations - other.num_operations,
-            self.num_attention - other.num_attention,
-        )
+        return Pass(*map(operator.sub, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)
