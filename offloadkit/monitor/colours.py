@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, YELLOW = (
-    "#0072B2",
-    "#56B4E9",
-    "#009E73",
-    "#E69F00",
-    "#D55E00",
-    "#CC79A7",
-    "#F0E442",
-)
+BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
+VERMILION, PURPLE, YELLOW = "#D55E00", "#CC79A7", "#F0E442"
 GREY, PALE = "#8C8C8C", "#BDBDBD"
 
 COLOURS = {
