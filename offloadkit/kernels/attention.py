@@ -76,13 +76,7 @@ def attend(
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    dropout: float,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scaling: float, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """softmax(query @ key^T * scaling + bias + mask) @ value, with dropout of the softmax's weights.
 
@@ -114,20 +108,9 @@ def _attention(
 
 
 def _attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    output: Tensor,
-    largest: Tensor,
-    total: Tensor,
-    seed: Tensor,
-    scaling: float,
-    dropout: float,
-    of_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, output: Tensor,
+    largest: Tensor, total: Tensor, seed: Tensor, scaling: float, dropout: float, of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of `_attention`.
 
     Args:

@@ -75,20 +75,17 @@ def _library() -> ctypes.CDLL | None:
     except OSError:  # built for another machine or a newer C library
         return None
     pointer, c_int, c_int64, c_float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+    steps = [name for name in OPTIMIZERS if hasattr(library, f"offloadkit_{name}")]
     signatures: dict[str, tuple[list[Any], Any]] = {
-        **{
-            name: ([pointer, pointer, c_int64, c_float], c_int)
-            for name in OPTIMIZERS
-            if hasattr(library, f"offloadkit_{name}")
-        },
+        **dict.fromkeys(steps, ([pointer, pointer, c_int64, c_float], c_int)),
         "accumulate": ([c_int, c_int, pointer, pointer, c_int64], None),
         "block_sums": ([c_int, pointer, pointer, c_int64, pointer], None),
         "triad": ([pointer, pointer, c_float, c_int64], None),
         "populate": ([pointer, ctypes.c_uint64], c_int),
-        "set_num_threads": ([c_int], c_int),
+        "set_num_threads": ([c_int], None),
         "num_threads": ([], c_int),
         "level_usable": ([c_int], c_int),
-        "force_level": ([c_int], c_int),
+        "force_level": ([c_int], None),
     }
     for name, (arguments, result) in signatures.items():
         function = library[f"offloadkit_{name}"]
@@ -208,11 +205,9 @@ def accumulate(accumulator: Tensor, gradient: Tensor, *, add: bool) -> None:
         raise ValueError("accumulator and gradient must be contiguous")
     _check_on_cpu(accumulator)
     _check_on_cpu(gradient)
-    library = _library()
+    library, kind = _library(), _KINDS[gradient.dtype]
     if library is not None:
-        library.accumulate(
-            _KINDS[gradient.dtype], add, accumulator.data_ptr(), gradient.data_ptr(), accumulator.numel()
-        )
+        library.accumulate(kind, add, accumulator.data_ptr(), gradient.data_ptr(), accumulator.numel())
     elif add:
         accumulator.add_(gradient)
     else:
@@ -228,12 +223,7 @@ def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
     assert library is not None
     if blocks.numel():
         starts, lengths = blocks.unbind(1)
-        if (
-            starts.min() < 0
-            or lengths.min() < 0
-            or lengths.max() > 65_536
-            or (starts + lengths).max() > gradient.numel()
-        ):
+        if blocks.min() < 0 or lengths.max() > 65_536 or (starts + lengths).max() > gradient.numel():
             raise ValueError(f"a block leaves the gradient of {gradient.numel()} elements or is longer than 65,536")
     library.block_sums(_KINDS[gradient.dtype], gradient.data_ptr(), blocks.data_ptr(), blocks.shape[0], out.data_ptr())
 

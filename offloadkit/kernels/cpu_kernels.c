@@ -100,24 +100,20 @@ struct level {
     step_function adamw[2][NUM_KINDS][NUM_KINDS]; /* [EXACT, COMPACT][weights][gradient] */
     step_function adamw_tiny;
     step_function lion[NUM_KINDS][NUM_KINDS];
-    accumulate_function accumulate[NUM_KINDS][2];
+    accumulate_function accumulate[2][NUM_KINDS]; /* [set, add][gradient] */
     norm_function norm[NUM_KINDS];
     triad_function triad;
 };
 
-#define DEFINE_STEP(LEVEL, TARGET, NAME, BODY, ...)                                                                 \
+#define DEFINE_STEP(TARGET, NAME, BODY, ...)                                                                        \
     TARGET static void NAME(const struct step_arrays *arrays, const struct segment *segment, float grad_scale,      \
                             int64_t start, int64_t end) {                                                           \
         BODY(__VA_ARGS__ arrays, segment, grad_scale, start, end);                                                  \
     }
-#define DEFINE_ADAMW(LEVEL, TARGET, P, W, G)                                                                        \
-    DEFINE_STEP(LEVEL, TARGET, adamw_##LEVEL##_##P##_##W##_##G, adamw_body, P, W, G,)
-#define DEFINE_LION(LEVEL, TARGET, W, G)                                                                            \
-    DEFINE_STEP(LEVEL, TARGET, lion_##LEVEL##_##W##_##G, lion_body, W, G,)
 #define DEFINE_STEPS(LEVEL, TARGET, W, G)                                                                           \
-    DEFINE_ADAMW(LEVEL, TARGET, EXACT, W, G)                                                                        \
-    DEFINE_ADAMW(LEVEL, TARGET, COMPACT, W, G)                                                                      \
-    DEFINE_LION(LEVEL, TARGET, W, G)
+    DEFINE_STEP(TARGET, adamw_##LEVEL##_EXACT_##W##_##G, adamw_body, EXACT, W, G,)                                  \
+    DEFINE_STEP(TARGET, adamw_##LEVEL##_COMPACT_##W##_##G, adamw_body, COMPACT, W, G,)                              \
+    DEFINE_STEP(TARGET, lion_##LEVEL##_##W##_##G, lion_body, W, G,)
 #define DEFINE_KIND(LEVEL, TARGET, KIND)                                                                            \
     DEFINE_STEPS(LEVEL, TARGET, KIND, BF16)                                                                         \
     DEFINE_STEPS(LEVEL, TARGET, KIND, FP16)                                                                         \
@@ -131,26 +127,22 @@ struct level {
     TARGET static double norm_##LEVEL##_##KIND(const void *gradient, int64_t start, int64_t length) {               \
         return norm_body(KIND, gradient, start, length);                                                            \
     }
-#define ADAMW_ROW(LEVEL, P, W)                                                                                      \
-    {adamw_##LEVEL##_##P##_##W##_BF16, adamw_##LEVEL##_##P##_##W##_FP16, adamw_##LEVEL##_##P##_##W##_FP32}
-#define ADAMW_TABLE(LEVEL, P) {ADAMW_ROW(LEVEL, P, BF16), ADAMW_ROW(LEVEL, P, FP16), ADAMW_ROW(LEVEL, P, FP32)}
-#define LION_ROW(LEVEL, W) {lion_##LEVEL##_##W##_BF16, lion_##LEVEL##_##W##_FP16, lion_##LEVEL##_##W##_FP32}
+#define KINDS(NAME) {NAME##_BF16, NAME##_FP16, NAME##_FP32}
+#define PAIRS_OF_KINDS(NAME) {KINDS(NAME##_BF16), KINDS(NAME##_FP16), KINDS(NAME##_FP32)}
 #define DEFINE_LEVEL(LEVEL, TARGET)                                                                                 \
     DEFINE_KIND(LEVEL, TARGET, BF16)                                                                                \
     DEFINE_KIND(LEVEL, TARGET, FP16)                                                                                \
     DEFINE_KIND(LEVEL, TARGET, FP32)                                                                                \
-    DEFINE_STEP(LEVEL, TARGET, adamw_tiny_##LEVEL, adamw_tiny_body)                                                 \
+    DEFINE_STEP(TARGET, adamw_tiny_##LEVEL, adamw_tiny_body)                                                        \
     TARGET static void triad_##LEVEL(float *a, const float *b, float s, int64_t start, int64_t end) {               \
         triad_body(a, b, s, start, end);                                                                            \
     }                                                                                                               \
     static const struct level level_##LEVEL = {                                                                     \
-        {ADAMW_TABLE(LEVEL, EXACT), ADAMW_TABLE(LEVEL, COMPACT)},                                                   \
+        {PAIRS_OF_KINDS(adamw_##LEVEL##_EXACT), PAIRS_OF_KINDS(adamw_##LEVEL##_COMPACT)},                           \
         adamw_tiny_##LEVEL,                                                                                         \
-        {LION_ROW(LEVEL, BF16), LION_ROW(LEVEL, FP16), LION_ROW(LEVEL, FP32)},                                      \
-        {{set_##LEVEL##_BF16, add_##LEVEL##_BF16},                                                                  \
-         {set_##LEVEL##_FP16, add_##LEVEL##_FP16},                                                                  \
-         {set_##LEVEL##_FP32, add_##LEVEL##_FP32}},                                                                 \
-        {norm_##LEVEL##_BF16, norm_##LEVEL##_FP16, norm_##LEVEL##_FP32},                                            \
+        PAIRS_OF_KINDS(lion_##LEVEL),                                                                               \
+        {KINDS(set_##LEVEL), KINDS(add_##LEVEL)},                                                                   \
+        KINDS(norm_##LEVEL),                                                                                        \
         triad_##LEVEL,                                                                                              \
     };
 
@@ -182,12 +174,8 @@ EXPORT int offloadkit_level_usable(int level) {
     return 0;
 }
 
-/* Use this level from now on; -1: the best one that is usable. Returns EINVAL for a level this CPU cannot run. */
-EXPORT int offloadkit_force_level(int level) {
-    if (level != -1 && !offloadkit_level_usable(level)) return EINVAL;
-    atomic_store(&forced_level, level);
-    return 0;
-}
+/* Use this level, which must be usable, from now on; -1: the best one that is usable. */
+EXPORT void offloadkit_force_level(int level) { atomic_store(&forced_level, level); }
 
 static const struct level *current_level(void) {
     int level = atomic_load(&forced_level);
@@ -333,13 +321,11 @@ static void run_job(void (*run)(const void *, int64_t), const void *call, int64_
     leave_ieee_mode(previous);
 }
 
-EXPORT int offloadkit_set_num_threads(int num_threads) {
-    if (num_threads < 1) return EINVAL;
+EXPORT void offloadkit_set_num_threads(int num_threads) {
     pthread_mutex_lock(&pool.lock);
     pool.num_threads = num_threads;
     pthread_cond_broadcast(&pool.work); /* threads too many leave */
     pthread_mutex_unlock(&pool.lock);
-    return 0;
 }
 
 EXPORT int offloadkit_num_threads(void) {
@@ -419,7 +405,7 @@ static void accumulate_piece(const void *untyped, int64_t piece) {
 }
 
 EXPORT void offloadkit_accumulate(int kind, int add, float *accumulator, const void *gradient, int64_t length) {
-    struct accumulate_call call = {current_level()->accumulate[kind][add != 0], accumulator, gradient, length};
+    struct accumulate_call call = {current_level()->accumulate[add != 0][kind], accumulator, gradient, length};
     run_job(accumulate_piece, &call, (length + ACCUMULATE_PIECE - 1) / ACCUMULATE_PIECE);
 }
 
@@ -466,14 +452,6 @@ struct populate_call {
     atomic_int *error;
 };
 
-/* Faults the pages in by writing to each what it holds: for kernels without MADV_POPULATE_WRITE. */
-static void touch_pages(uintptr_t start, uintptr_t end, uintptr_t page_bytes) {
-    for (uintptr_t at = start; at < end; at = at / page_bytes * page_bytes + page_bytes) {
-        volatile char *byte = (volatile char *)at;
-        *byte = *byte;
-    }
-}
-
 static void populate_piece(const void *untyped, int64_t piece) {
     const struct populate_call *call = untyped;
     uintptr_t base = call->start / POPULATE_PIECE * POPULATE_PIECE + (uintptr_t)piece * POPULATE_PIECE;
@@ -488,7 +466,11 @@ static void populate_piece(const void *untyped, int64_t piece) {
         return;
     }
 #endif
-    touch_pages(start, end, call->page_bytes);
+    /* For kernels without MADV_POPULATE_WRITE: fault the pages in by writing to each what it holds. */
+    for (uintptr_t at = start; at < end; at = at / call->page_bytes * call->page_bytes + call->page_bytes) {
+        volatile char *byte = (volatile char *)at;
+        *byte = *byte;
+    }
 }
 
 /* Makes every page of the range present and writable; what it holds stays. Returns 0 or an errno. */

@@ -113,10 +113,10 @@ def _launch_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment]
     names = [moment.name for moment in state.table.optimizer.moments]
     kernel: Any = getattr(gpu_triton, state.table.optimizer.name)
     arrays = [
-        _patterns(array)
+        array.view(torch.int16) if array.dtype == torch.bfloat16 else array
         for array in (
             state.weights,
-            state.weights if state.remainder is None else state.remainder,
+            state.arrays.get("remainder", state.weights),
             gradient,
             *(state.arrays[name] for name in names),
             *(state.arrays.get(f"{name}_scale", state.weights) for name in names),
@@ -129,10 +129,6 @@ def _launch_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment]
                 grid = (-(-length // (BLOCK * gpu_triton.ROWS)),)
                 random = _signed(key), _signed(key >> 32), offset
                 kernel[grid](*arrays, start, length, grad_scale, *scalars, *random, is_bf16, enable_fp_fusion=False)
-
-
-def _patterns(array: Tensor) -> Tensor:
-    return array.view(torch.int16) if array.dtype == torch.bfloat16 else array
 
 
 def _signed(bits: int) -> int:

@@ -151,29 +151,10 @@ def _store_moment(moment, scale, at, inside, rows, has_row, values, random, has_
 
 @triton.jit(do_not_specialize=["key_low", "key_upper", "offset"])
 def adamw(
-    weights,
-    remainder,
-    gradient,
-    exp_avg,
-    exp_avg_sq,
-    exp_avg_scale,
-    exp_avg_sq_scale,
-    start,
-    length,
-    grad_scale,
-    beta1,
-    beta2,
-    one_minus_beta1,
-    one_minus_beta2,
-    eps,
-    decay,
-    step_size,
-    inv_sqrt_bias_correction2,
-    key_low,
-    key_upper,
-    offset,
-    is_bf16_gradient: tl.constexpr,
-):
+    weights, remainder, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, start, length, grad_scale,
+    beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, step_size, inv_sqrt_bias_correction2,
+    key_low, key_upper, offset, is_bf16_gradient: tl.constexpr,
+):  # fmt: skip
     """A program steps 4 rows of 256 elements of the segment of `length` elements at `start`.
 
     bf16 arrays come as int16 patterns, the halves of the random key as int32. The scales are those of 8-bit moments.
@@ -199,25 +180,10 @@ def adamw(
 
 @triton.jit(do_not_specialize=["key_low", "key_upper", "offset"])
 def lion(
-    weights,
-    remainder,
-    gradient,
-    exp_avg,
-    exp_avg_scale,
-    start,
-    length,
-    grad_scale,
-    beta1,
-    beta2,
-    one_minus_beta1,
-    one_minus_beta2,
-    decay,
-    lr,
-    key_low,
-    key_upper,
-    offset,
-    is_bf16_gradient: tl.constexpr,
-):
+    weights, remainder, gradient, exp_avg, exp_avg_scale, start, length, grad_scale,
+    beta1, beta2, one_minus_beta1, one_minus_beta2, decay, lr,
+    key_low, key_upper, offset, is_bf16_gradient: tl.constexpr,
+):  # fmt: skip
     """As `adamw`; exp_avg is fp32, and nothing is rounded at random."""
     rows = tl.program_id(0).to(tl.int64) * 4 + tl.arange(0, 4)
     elements = rows[:, None] * 256 + tl.arange(0, 256)[None, :]

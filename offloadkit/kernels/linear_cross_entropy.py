@@ -19,20 +19,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Step = Callable[[torch.Tensor, slice], torch.Tensor]
+Step = Callable[[Tensor, slice], Tensor]
 """An element-wise function of the head's output: (logits, their columns of the vocabulary) -> logits."""
 
 
 def token_losses(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
-    steps: tuple[Step, ...],
-    chunk_elements: int,
-) -> torch.Tensor:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, steps: tuple[Step, ...], chunk_elements: int
+) -> Tensor:
     """The cross-entropy of each token: [tokens] in fp32 (fp64 for fp64), differentiable once.
 
     Args:
@@ -47,11 +43,11 @@ def token_losses(
         IndexError, RuntimeError: a target is not in the vocabulary. (On the GPU it is a device-side assertion.)
     """
     apply: Any = _TokenLosses.apply
-    losses: torch.Tensor = apply(hidden, weight, bias, target, steps, chunk_elements)
+    losses: Tensor = apply(hidden, weight, bias, target, steps, chunk_elements)
     return losses
 
 
-def no_autocast(like: torch.Tensor) -> AbstractContextManager[None]:
+def no_autocast(like: Tensor) -> AbstractContextManager[None]:
     """A context without autocast on this tensor's device."""
     device = like.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
@@ -62,14 +58,9 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        target: torch.Tensor,
-        steps: tuple[Step, ...],
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, steps: tuple[Step, ...],
         chunk_elements: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:  # fmt: skip
         weight[:, 0].gather(0, target)  # raises torch's own error if a label is not in the vocabulary
         logsumexp = at_target = None
         with no_autocast(hidden):
@@ -89,15 +80,15 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, target, logsumexp = ctx.saved_tensors
+    def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor | None, ...]:
+        saved = hidden, weight, bias, _, logsumexp = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.zeros_like(hidden, dtype=logsumexp.dtype) if wants_hidden else None
         d_weight = torch.empty_like(weight) if wants_weight else None
         d_bias = torch.empty_like(bias) if wants_bias else None
         with no_autocast(hidden):
             for columns in _chunks(len(hidden), len(weight), ctx.chunk_elements):
-                d_logits = _gradient(hidden, weight, bias, target, logsumexp, d_losses, ctx.steps, columns)
+                d_logits = _gradient(saved, d_losses, ctx.steps, columns)
                 if d_hidden is not None:
                     d_hidden += d_logits @ weight[columns]
                 if d_weight is not None:
@@ -108,20 +99,15 @@ class _TokenLosses(torch.autograd.Function):
         return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None
 
 
-def _gradient(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
-    logsumexp: torch.Tensor,
-    d_losses: torch.Tensor,
-    steps: tuple[Step, ...],
-    columns: slice,
-) -> torch.Tensor:
+def _gradient(saved: tuple[Any, ...], d_losses: Tensor, steps: tuple[Step, ...], columns: slice) -> Tensor:
     """Gradient of the head's output in these columns: [tokens, columns], in its dtype.
 
     It is (softmax - one-hot) * d_losses, through the backward of the steps.
+
+    Args:
+        saved: hidden, weight, bias, target and logsumexp.
     """
+    hidden, weight, bias, target, logsumexp = saved
     with torch.enable_grad():
         head_output, logits = _chunk(hidden, weight, bias, steps, columns)
     d_logits = (_wide(logits.detach()) - logsumexp.unsqueeze(1)).exp_()
@@ -132,8 +118,8 @@ def _gradient(
 
 
 def _chunk(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, steps: tuple[Step, ...], columns: slice
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[Step, ...], columns: slice
+) -> tuple[Tensor, Tensor]:
     """The head's output in these columns of the vocabulary, and the logits that the steps make of it."""
     with torch.no_grad():
         output = F.linear(hidden, weight[columns], None if bias is None else bias[columns])
@@ -143,7 +129,7 @@ def _chunk(
     return output, logits
 
 
-def _places(target: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """Whether each target lies in these columns: bool [tokens]; and where: [tokens, 1], arbitrary for the others."""
     index = target - columns.start
     width = columns.stop - columns.start
@@ -158,6 +144,6 @@ def _chunks(num_tokens: int, vocabulary: int, chunk_elements: int) -> Iterator[s
         yield slice(start, min(start + width, vocabulary))
 
 
-def _wide(logits: torch.Tensor) -> torch.Tensor:
+def _wide(logits: Tensor) -> Tensor:
     """In fp32, or fp64 if they are."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

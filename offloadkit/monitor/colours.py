@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, YELLOW = (
-    "#0072B2",
-    "#56B4E9",
-    "#009E73",
-    "#E69F00",
-    "#D55E00",
-    "#CC79A7",
-    "#F0E442",
-)
+BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
+VERMILION, PURPLE, YELLOW = "#D55E00", "#CC79A7", "#F0E442"
 GREY, PALE = "#8C8C8C", "#BDBDBD"
 
-COLOURS = {
-    "working weights": BLUE,
-    "weight buffers": SKY,
-    "frozen weights": GREY,
-    "gradients": VERMILION,
-    "master weights": GREEN,
-    "moments": ORANGE,
-    "state buffers": YELLOW,
-    "activations": PURPLE,
-    "framework": PALE,
-    "other": GREY,
-    "forward": BLUE,
-    "backward": SKY,
-    "wait for bus": VERMILION,
-    "wait for CPU step": ORANGE,
-    "step on the GPU": GREEN,
-    "data and the rest": PALE,
-    "CPU step": ORANGE,
-    "GPU step": GREEN,
-    "H2D": VERMILION,
-    "D2H": VERMILION,
+_NAMES = {
+    BLUE: ("working weights", "forward"),
+    SKY: ("weight buffers", "backward"),
+    GREEN: ("master weights", "step on the GPU", "GPU step"),
+    ORANGE: ("moments", "wait for CPU step", "CPU step"),
+    VERMILION: ("gradients", "wait for bus", "H2D", "D2H"),
+    PURPLE: ("activations",),
+    YELLOW: ("state buffers",),
+    GREY: ("frozen weights", "other"),
+    PALE: ("framework", "data and the rest"),
 }
+COLOURS = {name: shade for shade, names in _NAMES.items() for name in names}
 """Colours of the categories of memory and of the parts of a step. A resource has the colour of the wait for it."""
 
 _WHITE_ON = {BLUE, GREEN, VERMILION, GREY}

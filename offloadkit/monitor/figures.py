@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self
@@ -69,11 +69,7 @@ class LossCurve:
 
     def points(self) -> tuple[Point, ...]:
         """Lowest and highest of each bucket, by step."""
-        found = []
-        for bucket in self._buckets:
-            low, high = bucket.lowest, bucket.highest
-            found += [low] if low == high else [low, high] if low < high else [high, low]
-        return tuple(found)
+        return tuple(point for bucket in self._buckets for point in sorted({bucket.lowest, bucket.highest}))
 
     def trend(self) -> tuple[Point, ...]:
         """The mean over a twentieth of the curve before and at each bucket; () for a short one."""
@@ -133,10 +129,10 @@ class History:
     def typical(self) -> list[StepRecord]:
         """The newest records, without the first ones of the run (warm-up) and without those that contain a pause."""
         records = list(self._recent)
-        warm_up = min(_MAX_WARM_UP, max(1, self.num_steps // 10)) - (self.num_steps - len(records))
-        records = records[min(max(0, warm_up), len(records) - 1) :] if records else []
         if not records:
             return []
+        warm_up = min(_MAX_WARM_UP, max(1, self.num_steps // 10)) - (self.num_steps - len(records))
+        records = records[min(max(0, warm_up), len(records) - 1) :]
         most = _PAUSE * statistics.median(record.seconds.get("step", 0.0) for record in records)
         return [record for record in records if record.seconds.get("step", 0.0) <= most]
 
@@ -158,10 +154,9 @@ class Machine:
     @classmethod
     def of(cls, plan: Plan | None) -> Self | None:
         """The machine that `plan` was made for; None where it was made without one."""
-        planned_for = plan.basis.hardware if plan is not None and plan.basis is not None else None
-        if plan is None or planned_for is None:
+        if plan is None or plan.basis is None or plan.basis.hardware is None:
             return None
-        return cls(not plan.on_cpu, planned_for.vram_bytes_per_second, plan.budgets)
+        return cls(not plan.on_cpu, plan.basis.hardware.vram_bytes_per_second, plan.budgets)
 
     @classmethod
     def here(cls) -> Self:
@@ -324,7 +319,7 @@ def split(seconds: Mapping[str, float]) -> Parts:
     """
     if not seconds.get("step"):
         return ()
-    get = {phase: seconds.get(phase, 0.0) for phase in (*seconds, *_PHASES)}
+    get = defaultdict(float, seconds)
     gap = max(0.0, get["step"] - get["forward"] - get["backward"])
     tail = min(get["forward_wait"], max(0.0, get["gradient_tail"] - gap))
     forward_waits = get["forward_wait"] + get["forward_bus_wait"] + get["forward_gpu_step_wait"]
@@ -337,18 +332,6 @@ def split(seconds: Mapping[str, float]) -> Parts:
         "data and the rest": gap,
     }
     return tuple((name, max(0.0, number)) for name, number in parts.items())
-
-
-_PHASES = (
-    "forward",
-    "backward",
-    "gradient_tail",
-    "forward_wait",
-    "backward_wait",
-    "forward_bus_wait",
-    "backward_bus_wait",
-    "forward_gpu_step_wait",
-)
 
 
 def beside(seconds: Mapping[str, float]) -> Parts:
@@ -370,19 +353,22 @@ def memory(
         measured: a record's bytes.
     """
     tiers = measured or (plan.tiers if plan else {})
-    known = {tier: _known(tiers.get(tier, {})) for tier in _TIERS}
+    known = {
+        tier: {name: size for name, size in tiers.get(tier, {}).items() if not name.startswith("process") and size}
+        for tier in _TIERS
+    }
     used = {tier: tiers.get(tier, {}).get("process") for tier in _TIERS}
     no_gpu = machine is not None and not machine.on_gpu if measured is None else not _on_gpu(measured)
     whole = "framework" in known["ram"]
     if no_gpu:
-        both = [*known["ram"].items(), *known.pop("vram").items()]
-        known["ram"] = {name: sum(size for other, size in both if other == name) for name, _ in both}
+        known["ram"] = Counter(known["ram"]) + Counter(known.pop("vram"))
     budgets = (machine.budgets if machine else {}) | (plan.budgets if plan else {})
     found = []
     for tier, sizes in known.items():
         have = used[tier]
         parts = sizes if have is None else divided(sizes, have)
-        in_order = sorted(parts.items(), key=lambda part: _place(part[0]))
+        order = [*CATEGORIES, *parts]
+        in_order = sorted(parts.items(), key=lambda part: order.index(part[0]))
         if parts:
             found.append(Memory(_TIERS[tier], tuple(in_order), have, sum(sizes.values()), budgets.get(tier), whole))
     return tuple(found)
@@ -397,14 +383,6 @@ def divided(known: Mapping[str, int], used: int) -> dict[str, int]:
     if left:
         parts[OTHER] = left
     return {name: size for name, size in parts.items() if size}
-
-
-def _known(categories: Mapping[str, int]) -> dict[str, int]:
-    return {name: size for name, size in categories.items() if not name.startswith("process") and size}
-
-
-def _place(category: str) -> int:
-    return CATEGORIES.index(category) if category in CATEGORIES else len(CATEGORIES)
 
 
 def slowdown(
@@ -443,10 +421,10 @@ def _missing(plan: Plan | None, machine: Machine | None) -> str:
     """What is missing to predict a baseline, and what to do."""
     if plan is None:
         missing = "without a plan the optimizer step in VRAM cannot be predicted: pass Monitor(engine.plan, ...)"
+    elif machine is None and Machine.of(plan) is not None:
+        missing = "the plan was made for another device than the engine computes on"
     elif machine is None:
-        planned = Machine.of(plan) is not None
-        missing = "the plan was made for another device" if planned else "nothing is known of the device"
-        missing += " than the engine computes on" if planned else " that the engine computes on"
+        missing = "nothing is known of the device that the engine computes on"
     else:
         missing = "VRAM is too full to measure how fast it is"
     return f"{missing}; a step without offloading that you have timed can be passed as baseline_seconds"

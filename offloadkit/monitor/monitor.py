@@ -69,10 +69,9 @@ class Stop:
         heeding = [stop for stop in Stop._active if stop.heeded and not stop.wished]
         for stop in heeding:
             stop.request()
-        if heeding:
-            return
-        before = Stop._before if callable(Stop._before) else signal.default_int_handler
-        before(number, frame)
+        if not heeding:
+            before = Stop._before if callable(Stop._before) else signal.default_int_handler
+            before(number, frame)
 
 
 DISPLAYS = ("auto", "notebook", "terminal", "none")
@@ -176,9 +175,13 @@ class Monitor:
     def start(self) -> Self:
         """Begin to show the run. Call it on the thread that trains."""
         if self._thread is None and not self._ended.is_set():
-            self._unsubscribe = self.telemetry.subscribe(self._hear)
+            self._unsubscribe = self.telemetry.subscribe(self._new.append)  # on the thread that trains: nothing else
             self._stop.catch_interrupts()
-            self._look_at_the_machine()
+            if Machine.of(self.plan) is None:
+                try:
+                    self._machine = Machine.here()
+                except (OSError, RuntimeError) as error:
+                    _say(f"budgets and a predicted slowdown are missing, because of {type(error).__name__}: {error}")
             self._try(self._open_display)
             self._thread = threading.Thread(target=self._refresh, name="offloadkit-monitor", daemon=True)
             self._thread.start()
@@ -229,18 +232,6 @@ class Monitor:
                 baseline_seconds=self.baseline_seconds,
                 state=self._present_state(),
             )
-
-    def _hear(self, record: StepRecord) -> None:
-        """Store a record; nothing else is done on the thread that trains."""
-        self._new.append(record)
-
-    def _look_at_the_machine(self) -> None:
-        """Measure this machine if the plan was made without one."""
-        if Machine.of(self.plan) is None:
-            try:
-                self._machine = Machine.here()
-            except (OSError, RuntimeError) as error:
-                _say(f"budgets and a predicted slowdown are missing, because of {type(error).__name__}: {error}")
 
     def _present_state(self) -> State:
         if self._ended.is_set():

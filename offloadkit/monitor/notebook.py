@@ -68,11 +68,9 @@ class NotebookDisplay:
     def update(self, figures: Figures, *, heeded: bool) -> None:
         """Draw; on any thread."""
         note, works = self._button_works(heeded)
-        self._html.value = page(figures, self._ident, "" if figures.state == "stopping" else note)
-        if figures.state == "stopping":
-            self._say("Stopping …", works=False)
-        else:
-            self._say("Stop and save", works=works)
+        stopping = figures.state == "stopping"
+        self._html.value = page(figures, self._ident, "" if stopping else note)
+        self._say("Stopping …" if stopping else "Stop and save", works=works and not stopping)
 
     def close(self, figures: Figures) -> None:
         """Replace the widgets by the static summary, and release them."""
@@ -84,10 +82,7 @@ class NotebookDisplay:
                     part.close()
 
     def _say(self, description: str, *, works: bool) -> None:
-        if self._button.description != description:
-            self._button.description = description
-        if self._button.disabled is works:
-            self._button.disabled = not works
+        self._button.description, self._button.disabled = description, not works
 
     def _button_works(self, heeded: bool) -> tuple[str, bool]:
         """The button's text, and whether it may be pressed."""

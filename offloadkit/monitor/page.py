@@ -32,10 +32,9 @@ def chart(height: int, title: str, description: str, content: str, ident: str) -
     )
 
 
-def text(x: float, y: float, words: str, *, anchor: str = "start", faint: bool = False, extra: str = "") -> str:
+def text(x: float, y: float, words: str, *, anchor: str = "start", extra: str = "") -> str:
     """Text on one line with its baseline at `y`."""
-    opacity = ' opacity="0.75"' if faint else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{opacity}{extra}>{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{escape(words)}</text>'
 
 
 def stack(x: float, y: float, scale: float, height: float, parts: Sequence[tuple[str, float, str]], hatch: str) -> str:
@@ -50,27 +49,15 @@ def stack(x: float, y: float, scale: float, height: float, parts: Sequence[tuple
     for number, (name, size, label) in enumerate(parts, 1):
         width = size * scale
         fill = colour(name)
-        shown = f"<title>{escape(f'{name}: {label}')}</title>"
-        drawn.append(f'<rect x="{x:.1f}" y="{y}" width="{max(0.0, width - 1):.1f}" height="{height}" fill="{fill}">')
-        drawn.append(f"{shown}</rect>")
+        box = f'<rect x="{x:.1f}" y="{y}" width="{max(0.0, width - 1):.1f}" height="{height}"'
+        drawn.append(f'{box} fill="{fill}"><title>{escape(f"{name}: {label}")}</title></rect>')
         if name == OTHER:
-            drawn.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{max(0.0, width - 1):.1f}" height="{height}" fill="url(#{hatch})"/>'
-            )
+            drawn.append(f'{box} fill="url(#{hatch})"/>')
         if width >= 14:
-            drawn.append(
-                f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}" text-anchor="middle" font-size="12" '
-                f'font-weight="600" fill="{ink_on(fill)}" pointer-events="none">{number}</text>'
-            )
+            extra = f' font-size="12" font-weight="600" fill="{ink_on(fill)}" pointer-events="none"'
+            drawn.append(text(x + width / 2, y + height / 2 + 4, f"{number}", anchor="middle", extra=extra))
         x += width
     return "".join(drawn)
-
-
-def _hatching(ident: str) -> str:
-    return (
-        f'<defs><pattern id="{ident}" width="6" height="6" patternUnits="userSpaceOnUse" '
-        'patternTransform="rotate(45)"><rect width="2" height="6" fill="#FFFFFF" opacity="0.45"/></pattern></defs>'
-    )
 
 
 def memory_chart(tier: Memory, ident: str) -> str:
@@ -80,7 +67,11 @@ def memory_chart(tier: Memory, ident: str) -> str:
     full = most if tier.budget is None or far else max(most, tier.budget * 1.02)
     scale = WIDTH / full
     top = 3 if tier.budget is None else 18
-    drawn = [_hatching(f"{ident}-h"), f'<rect y="{top}" width="{WIDTH}" height="26" opacity="0.08"/>']
+    hatching = (
+        f'<defs><pattern id="{ident}-h" width="6" height="6" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><rect width="2" height="6" fill="#FFFFFF" opacity="0.45"/></pattern></defs>'
+    )
+    drawn = [hatching, f'<rect y="{top}" width="{WIDTH}" height="26" opacity="0.08"/>']
     drawn.append(stack(0, top, scale, 26, [(n, s, format_bytes(s)) for n, s in tier.parts], f"{ident}-h"))
     if tier.budget is not None:
         label = f"budget {format_bytes(tier.budget)}"
@@ -88,19 +79,16 @@ def memory_chart(tier: Memory, ident: str) -> str:
             drawn.append(text(WIDTH, 12, f"{label} →", anchor="end"))
         else:
             at = tier.budget * scale
-            drawn.append(_mark(at, 5, 49, label, 12, dashed=True))
+            drawn += [_mark(at, 5, 49, ' stroke-dasharray="4 3"'), _beside(at, 12, label)]
     at = tier.planned * scale
-    drawn.append(_mark(at, top - 2, top + 32, "", 0, dashed=False))
-    drawn.append(f'<path d="M{at - 5:.1f} {top + 35}h10l-5 -8z"/>')
+    drawn += [_mark(at, top - 2, top + 32), f'<path d="M{at - 5:.1f} {top + 35}h10l-5 -8z"/>']
     drawn.append(_beside(at, top + 42, words.planned(tier, f"planned {format_bytes(tier.planned)}")))
     description = f"{words.memory(tier)}. " + ", ".join(f"{name} {format_bytes(size)}" for name, size in tier.parts)
     return chart(top + 48, f"{tier.name} by category", description, "".join(drawn), ident)
 
 
-def _mark(x: float, top: float, bottom: float, label: str, foot: float, *, dashed: bool) -> str:
-    dash = ' stroke-dasharray="4 3"' if dashed else ""
-    line = f'<path d="M{x:.1f} {top}V{bottom}" stroke="currentColor" stroke-width="2" fill="none"{dash}/>'
-    return line + (_beside(x, foot, label) if label else "")
+def _mark(x: float, top: float, bottom: float, dash: str = "") -> str:
+    return f'<path d="M{x:.1f} {top}V{bottom}" stroke="currentColor" stroke-width="2" fill="none"{dash}/>'
 
 
 def _beside(x: float, foot: float, label: str) -> str:
@@ -113,30 +101,24 @@ def step_chart(split: Parts, beside: Parts, ident: str) -> str:
     total = sum(seconds for _, seconds in split)
     scale = (WIDTH - _LEFT) / max(total, 1e-12)
     timed = [(name, seconds, format_seconds(seconds)) for name, seconds in split]
-    drawn = [text(_LEFT - 8, 18, "step", anchor="end", extra=' font-weight="600"')]
-    drawn.append(stack(_LEFT, 1, scale, 26, timed, ""))
+    bold = ' font-weight="600"'
+    drawn = [text(_LEFT - 8, 18, "step", anchor="end", extra=bold), stack(_LEFT, 1, scale, 26, timed, "")]
     y = 34
     for name, seconds in beside:
         width = min(seconds, total) * scale
         drawn.append(text(_LEFT - 8, y + 10, name, anchor="end"))
         drawn.append(f'<rect x="{_LEFT}" y="{y}" width="{WIDTH - _LEFT}" height="12" opacity="0.08"/>')
         drawn.append(f'<rect x="{_LEFT}" y="{y}" width="{max(1.0, width):.1f}" height="12" fill="{colour(name)}"/>')
-        label = f"{format_seconds(seconds)} busy"
-        inside = width > (WIDTH - _LEFT) * 0.75
-        ink = f' font-size="11"{_fill(ink_on(colour(name))) if inside else ""}'
-        drawn.append(
-            text(_LEFT + width - 6, y + 10, label, anchor="end", extra=ink)
-            if inside
-            else text(_LEFT + width + 6, y + 10, label, extra=ink)
-        )
+        label, extra = f"{format_seconds(seconds)} busy", ' font-size="11"'
+        if width > (WIDTH - _LEFT) * 0.75:  # then the label is inside of the bar
+            extra += f' fill="{ink_on(colour(name))}"'
+            drawn.append(text(_LEFT + width - 6, y + 10, label, anchor="end", extra=extra))
+        else:
+            drawn.append(text(_LEFT + width + 6, y + 10, label, extra=extra))
         y += 17
     said = ", ".join(f"{name} {label}" for name, _, label in timed)
     meanwhile = "".join(f"; {name} busy for {format_seconds(seconds)}" for name, seconds in beside)
     return chart(y, "Where a step's time went", f"{said}{meanwhile}", "".join(drawn), ident)
-
-
-def _fill(ink: str) -> str:
-    return f' fill="{ink}"'
 
 
 def loss_chart(figures: Figures, ident: str, height: int = 150) -> str:
@@ -184,53 +166,43 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-_LIGHT = "--okm-ink:#1f2328;--okm-faint:#57606a;--okm-page:#ffffff;--okm-edge:#d0d7de;--okm-line:#0072B2"
-_DARK = "--okm-ink:#e6e8eb;--okm-faint:#a9b1ba;--okm-page:#1b1f24;--okm-edge:#3d444d;--okm-line:#56B4E9"
+_LIGHT = "{--okm-ink:#1f2328;--okm-faint:#57606a;--okm-page:#ffffff;--okm-edge:#d0d7de;--okm-line:#0072B2}"
+_DARK = "{--okm-ink:#e6e8eb;--okm-faint:#a9b1ba;--okm-page:#1b1f24;--okm-edge:#3d444d;--okm-line:#56B4E9}"
 _IS_LIGHT = ('[data-jp-theme-light="true"]', "body.vscode-light", 'html[theme="light"]')
 _IS_DARK = ('[data-jp-theme-light="false"]', "body.vscode-dark", "body.vscode-high-contrast", 'html[theme="dark"]')
 
 
 def _themed(themes: Iterable[str], colours: str) -> str:
-    return ",".join(f"{theme} .okm" for theme in themes) + "{" + colours + "}"
+    return ",".join(f"{theme} .okm" for theme in themes) + colours
 
 
 # JupyterLab, VS Code and Colab say which theme they have; elsewhere the system does.
-STYLE = "".join(
-    [
-        ".okm{" + _LIGHT + "}@media(prefers-color-scheme:dark){.okm{" + _DARK + "}}",
-        _themed(_IS_LIGHT, _LIGHT),
-        _themed(_IS_DARK, _DARK),
-        (
-            ".okm{color:var(--okm-ink);background:var(--okm-page);border:1px solid var(--okm-edge);"
-            "border-radius:8px;box-sizing:border-box;max-width:760px;padding:12px 16px 14px;"
-            "font:13px/1.45 system-ui,sans-serif}"
-        ),
-        ".okm *{box-sizing:border-box}",
-        ".okm svg{margin:5px 0 0;overflow:visible}",
-        ".okm .okm-line{stroke:var(--okm-line)}",
-        ".okm .okm-dot{fill:var(--okm-line)}",
-        ".okm .okm-head{display:flex;flex-wrap:wrap;gap:2px 14px;align-items:baseline}",
-        ".okm .okm-head b{font-size:15px}",
-        ".okm .okm-faint{color:var(--okm-faint)}",
-        ".okm .okm-way{height:6px;border-radius:3px;background:var(--okm-edge);margin:6px 0 10px;overflow:hidden}",
-        ".okm .okm-done{height:100%;background:var(--okm-line)}",
-        (
-            ".okm .okm-tiles{display:flex;flex-wrap:wrap;gap:8px 0;border-bottom:1px solid var(--okm-edge);"
-            "padding-bottom:10px}"
-        ),
-        ".okm .okm-tile{flex:1 1 105px;min-width:105px;padding-right:8px}",
-        ".okm .okm-tile b{display:block;font-size:20px;line-height:1.3;font-variant-numeric:tabular-nums}",
-        ".okm .okm-tile span{display:block;font-size:12px;color:var(--okm-faint)}",
-        ".okm .okm-title{margin:14px 0 2px}",
-        ".okm .okm-title b{margin-right:8px}",
-        ".okm .okm-legend{display:flex;flex-wrap:wrap;gap:3px 14px;font-size:12px;margin-top:4px}",
-        ".okm .okm-legend span{white-space:nowrap}",
-        (
-            ".okm .okm-key{display:inline-block;min-width:16px;height:16px;line-height:16px;border-radius:3px;"
-            "margin-right:5px;text-align:center;font-size:11px;font-weight:600}"
-        ),
-        ".okm .okm-words{margin:4px 0 0}",
-    ]
+STYLE = (
+    f".okm{_LIGHT}@media(prefers-color-scheme:dark){{.okm{_DARK}}}"
+    f"{_themed(_IS_LIGHT, _LIGHT)}{_themed(_IS_DARK, _DARK)}"
+    ".okm{color:var(--okm-ink);background:var(--okm-page);border:1px solid var(--okm-edge);border-radius:8px;"
+    "box-sizing:border-box;max-width:760px;padding:12px 16px 14px;font:13px/1.45 system-ui,sans-serif}"
+    ".okm *{box-sizing:border-box}"
+    ".okm svg{margin:5px 0 0;overflow:visible}"
+    ".okm .okm-line{stroke:var(--okm-line)}"
+    ".okm .okm-dot{fill:var(--okm-line)}"
+    ".okm .okm-head{display:flex;flex-wrap:wrap;gap:2px 14px;align-items:baseline}"
+    ".okm .okm-head b{font-size:15px}"
+    ".okm .okm-faint{color:var(--okm-faint)}"
+    ".okm .okm-way{height:6px;border-radius:3px;background:var(--okm-edge);margin:6px 0 10px;overflow:hidden}"
+    ".okm .okm-done{height:100%;background:var(--okm-line)}"
+    ".okm .okm-tiles{display:flex;flex-wrap:wrap;gap:8px 0;border-bottom:1px solid var(--okm-edge);"
+    "padding-bottom:10px}"
+    ".okm .okm-tile{flex:1 1 105px;min-width:105px;padding-right:8px}"
+    ".okm .okm-tile b{display:block;font-size:20px;line-height:1.3;font-variant-numeric:tabular-nums}"
+    ".okm .okm-tile span{display:block;font-size:12px;color:var(--okm-faint)}"
+    ".okm .okm-title{margin:14px 0 2px}"
+    ".okm .okm-title b{margin-right:8px}"
+    ".okm .okm-legend{display:flex;flex-wrap:wrap;gap:3px 14px;font-size:12px;margin-top:4px}"
+    ".okm .okm-legend span{white-space:nowrap}"
+    ".okm .okm-key{display:inline-block;min-width:16px;height:16px;line-height:16px;border-radius:3px;"
+    "margin-right:5px;text-align:center;font-size:11px;font-weight:600}"
+    ".okm .okm-words{margin:4px 0 0}"
 )
 
 
@@ -248,10 +220,8 @@ def page(figures: Figures, ident: str, note: str = "") -> str:
     sections.append(f'<div class="okm-words">{escape(words.unbroken(words.slowdown(figures)))}</div>')
     if len(figures.loss_curve) > 1:
         newest = "" if figures.loss is None else f"{figures.loss:.4g}"
-        sections.append(
-            _title("Loss", f"{newest}, running mean in bold" if figures.loss_trend else f"{newest} by step")
-        )
-        sections.append(loss_chart(figures, f"{ident}-l"))
+        what = ", running mean in bold" if figures.loss_trend else " by step"
+        sections += [_title("Loss", newest + what), loss_chart(figures, f"{ident}-l")]
     if note:
         sections.append(f'<div class="okm-words okm-faint">{escape(note)}</div>')
     label = f"offloadkit monitor: {words.STATES[figures.state]}, {words.progress(figures)}"

@@ -73,7 +73,7 @@ def view(figures: Figures, width: int) -> Group:
     if figures.split:
         timed = [(name, seconds, format_seconds(seconds)) for name, seconds in figures.split if seconds > 0]
         total = sum(seconds for _, seconds, _ in timed)
-        lines += [_named("step", _bar([(n, s) for n, s, _ in timed], total, room)), *_legend(timed, room)]
+        lines += [_named("step", _bar(timed, total, room)), *_legend(timed, room)]
         busy = [Text(f"{name} {format_seconds(seconds)}") for name, seconds in figures.beside]
         lines += [_named("" if number else "busy", line) for number, line in enumerate(_in_lines(busy, room))]
     if len(figures.loss_curve) > 1:
@@ -104,7 +104,7 @@ def _memory(tier: Memory, room: int) -> list[Text]:
     far = tier.budget is not None and tier.budget > 3 * most
     full = most if tier.budget is None or far else max(most, tier.budget)
     parts = [(name, size, format_bytes(size)) for name, size in tier.parts]
-    bar = _bar([(name, float(size)) for name, size, _ in parts], full, room)
+    bar = _bar(parts, full, room)
     marks = {_column(tier.planned, full, room): _PLANNED}
     mark = _FAR if far else _BUDGET
     if tier.budget is not None:
@@ -134,10 +134,10 @@ def _named(name: str, content: Text) -> Text:
     return Text.assemble((f"{name:{_NAME}}", "bold"), content)
 
 
-def _bar(parts: Iterable[tuple[str, float]], full: float, room: int) -> Text:
+def _bar(parts: Iterable[tuple[str, float, str]], full: float, room: int) -> Text:
     """Numbered segments; the rest up to `full` is dotted."""
     text, filled, drawn = Text(), 0.0, 0
-    for number, (name, size) in enumerate(parts, 1):
+    for number, (name, size, _) in enumerate(parts, 1):
         filled += size
         width = round(room * min(1.0, filled / full)) - drawn
         label = f"{number}" if width > 1 else ""
