@@ -71,13 +71,7 @@ def _batches(rows: Any, batch_size: int) -> Iterator[list[dict[str, Any]]]:
 
 def _write(model: Any, tokenizer: Any, data: PreparedData, rows: list[dict[str, Any]]) -> list[Sample]:
     batch = data.collator(rows)
-    written = model.generate(
-        input_ids=batch["input_ids"].to(model.device),
-        attention_mask=batch["attention_mask"].to(model.device),
-        max_new_tokens=batch["labels"].shape[1],
-        num_beams=1,
-        do_sample=False,
-    )
+    written = _generate(model, batch["input_ids"], batch["attention_mask"], batch["labels"].shape[1])
     targets = [[token for token in row["labels"] if token >= 0] for row in rows]
     texts = (_text(tokenizer, ids) for ids in ([row["input_ids"] for row in rows], targets, written))
     return [Sample(*sample) for sample in zip(*texts, strict=True)]
@@ -99,15 +93,14 @@ def _continue(model: Any, tokenizer: Any, row: dict[str, Any]) -> Sample:
     ids = row["input_ids"]
     masked = next((index for index, label in enumerate(row.get("labels", ids)) if label >= 0), 0)
     cut = masked if 0 < masked < len(ids) else max(1, len(ids) // 2)
-    prompt = torch.tensor([ids[:cut]], device=model.device)
-    written = model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=min(_CONTINUED_TOKENS, len(ids) - cut),
-        num_beams=1,
-        do_sample=False,
-    )
+    prompt = torch.tensor([ids[:cut]])
+    written = _generate(model, prompt, torch.ones_like(prompt), min(_CONTINUED_TOKENS, len(ids) - cut))
     return Sample(*_text(tokenizer, [ids[:cut], ids[cut:], written[0, cut:].tolist()]))
+
+
+def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, num_tokens: int) -> Any:
+    inputs = {"input_ids": input_ids.to(model.device), "attention_mask": mask.to(model.device)}
+    return model.generate(**inputs, max_new_tokens=num_tokens, num_beams=1, do_sample=False)
 
 
 def _text(tokenizer: Any, ids: Any) -> list[str]:
