@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +34,14 @@ def predict(model: Any, tokenizer: Any, data: PreparedData, *, num_rows: int, ba
     """
     was_training = model.training
     model.eval()
-    rows = data.dataset.select(range(min(num_rows, len(data.dataset))))
+    rows = data.dataset.select(range(min(num_rows, len(data.dataset)))).to_list()
     try:
         with torch.no_grad():
             if data.task == "causal":
                 return [_continue(model, tokenizer, row) for row in rows]
             answer = _write if data.task == "seq2seq" else _classify
-            return [sample for batch in _batches(rows, batch_size) for sample in answer(model, tokenizer, data, batch)]
+            batches = [rows[begin : begin + batch_size] for begin in range(0, len(rows), batch_size)]
+            return [sample for batch in batches for sample in answer(model, tokenizer, data, batch)]
     finally:
         model.train(was_training)
 
@@ -62,11 +62,6 @@ def _short(text: str, longest: int = 60) -> str:
 def share_correct(samples: list[Sample]) -> float:
     """Exact match or accuracy, 0 to 1."""
     return sum(sample.correct for sample in samples) / len(samples)
-
-
-def _batches(rows: Any, batch_size: int) -> Iterator[list[dict[str, Any]]]:
-    for start in range(0, len(rows), batch_size):
-        yield list(rows.select(range(start, min(start + batch_size, len(rows)))))
 
 
 def _write(model: Any, tokenizer: Any, data: PreparedData, rows: list[dict[str, Any]]) -> list[Sample]:
