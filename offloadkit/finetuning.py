@@ -75,7 +75,7 @@ from offloadkit.offload.shortage import leaner_budget
 from offloadkit.planner import Dtype, Plan
 from offloadkit.planning import (
     auto_batch_size,
-    check_rows,
+    check_whole_numbers,
     default_dtype,
     plan_for_rows,
     plan_source,
@@ -177,16 +177,18 @@ def finetune(
     """
     from offloadkit.hf.arguments import arguments_of_finetune, engine_config
 
-    _check(batch_size, epochs, max_steps, gradient_accumulation, learning_rate, init, seed)
-    _check_switches(baseline, resume=resume, retry_leaner=retry_leaner, monitor=monitor)
+    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    numbers = {"batch_size": batch_size, "max_steps": max_steps, "gradient_accumulation": gradient_accumulation}
+    check_whole_numbers(**numbers, **lengths)
+    _check(epochs, learning_rate, init, seed, baseline, resume=resume, retry_leaner=retry_leaner, monitor=monitor)
     dtype = _working_dtype(offload, training_arguments)
-    wishes: dict[str, Any] = {"vram": vram, "ram": ram, "precision": precision, "compile_blocks": compile_blocks}
-    offload = with_wishes(offload, working_dtype=dtype, **wishes)
-    output = _output(output_dir, train_dataset, eval_dataset, resume=resume)
+    wishes: dict[str, Any] = {"precision": precision, "compile_blocks": compile_blocks, "working_dtype": dtype}
+    offload = with_wishes(offload, vram=vram, ram=ram, **wishes)
+    check_there(train_dataset)
+    check_there(eval_dataset, "eval_dataset: ")
+    output = writable(output_dir, resume=resume)  # not made if a file of rows, or a checkpoint to resume, is missing
     source = resolve(model, init=init)
     at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
-    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    check_rows(batch_size, **lengths)
     if batch_size == "auto":
         batch_size = auto_batch_size(source, offload, **lengths, device=_device(training_arguments))
     own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
@@ -210,22 +212,23 @@ def finetune(
         seconds = measured_baseline(source.given, data, **step, folder=output / "baseline")
     watch = Monitor(plan, baseline_seconds=seconds, display="auto" if monitor and can_be_drawn() else "none")
     run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch)
-    trainer, plan, metrics = run.train(plan, checkpoint, retry_leaner=retry_leaner)
+    with ExitStack() as opened:
+        opened.push(watch)  # ends it; it begins when the weights are in place
+        trainer, plan, metrics = run.train(plan, checkpoint, retry_leaner=retry_leaner)
     with closing(trainer):  # whatever happens, the engine's memory is given back
-        return _result(trainer, plan, metrics, tokenizer, evaluation, output)
+        trained: Any = trainer.model
+        _save(trained, tokenizer, output / "model")  # first of all: an evaluation that fails loses nothing
+        samples = _evaluate(trainer, tokenizer, evaluation, metrics)
+        steps, state = list(trainer.telemetry.records), trainer.state
+        stopped = state.global_step < state.max_steps
+        return FinetuneResult(trained, tokenizer, plan, metrics, state.log_history, samples, steps, output, stopped)
 
 
 # -- the arguments
 
 
-def _check(
-    batch_size: Any, epochs: Any, max_steps: Any, accumulation: Any, learning_rate: Any, init: Any, seed: Any
-) -> None:
+def _check(epochs: Any, learning_rate: Any, init: Any, seed: Any, baseline: Any, **switches: Any) -> None:
     """Raise `ConfigError` for the first option without a meaning."""
-    for name, value in (("batch_size", batch_size), ("max_steps", max_steps), ("gradient_accumulation", accumulation)):
-        left_out = value == {"batch_size": "auto"}.get(name)
-        if not left_out and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
     for name, value in (("epochs", epochs), ("learning_rate", learning_rate)):
         if value is not None and (not isinstance(value, int | float) or not 0 < value < float("inf")):
             raise ConfigError(f"{name} must be a positive number, got {value!r}")
@@ -233,9 +236,6 @@ def _check(
         raise ConfigError(f"init must be 'pretrained' or 'random', got {init!r}")
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {seed!r}")
-
-
-def _check_switches(baseline: Any, **switches: Any) -> None:
     if baseline not in ("predict", "measure"):
         raise ConfigError(f"baseline must be 'predict' or 'measure', got {baseline!r}")
     for name, value in switches.items():
@@ -257,13 +257,6 @@ def _working_dtype(offload: OffloadConfig | None, given: dict[str, Any]) -> Dtyp
 def _device(given: dict[str, Any]) -> torch.device:
     """Where training runs."""
     return torch.device("cpu") if given.get("use_cpu") else hardware.default_device()
-
-
-def _output(output_dir: Any, train_dataset: Any, eval_dataset: Any, *, resume: bool) -> Path:
-    """The output folder. It is not made if a file of rows, or a checkpoint to resume from, is missing."""
-    check_there(train_dataset)
-    check_there(eval_dataset, "eval_dataset: ")
-    return writable(output_dir, resume=resume)
 
 
 def _checkpoint(output: Path, config: Any, batch_size: int) -> Path:
@@ -305,13 +298,6 @@ class TrainingRun:
         Raises:
             OutOfVramError: the GPU's memory is full. A leaner plan was not allowed, not found, or not lean enough.
         """
-        with ExitStack() as opened:
-            opened.push(self.monitor)  # ends it; it begins when the weights are in place
-            return self._attempts(plan, checkpoint, retry_leaner=retry_leaner)
-
-    def _attempts(
-        self, plan: Plan, checkpoint: Path | None, *, retry_leaner: bool
-    ) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
         from offloadkit.hf.callbacks import AsksTheMonitor, StopPoint
 
         full = tried = ""
@@ -376,7 +362,7 @@ class TrainingRun:
                 f"{full}. retry_leaner found no plan for {format_bytes(budget)} of VRAM that changes no number: "
                 f"{why}{resume}"
             )
-        warnings.warn(f"{full}. Training goes on by a leaner plan", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"{full}. Training goes on by a leaner plan", RuntimeWarning, stacklevel=4)
         print(leaner, flush=True)
         both = f"the first was planned with {format_bytes(before)} of VRAM, this one with {format_bytes(after)}"
         return leaner, f". This was the second attempt: {both}{resume}"
@@ -424,8 +410,8 @@ class TrainingRun:
         num_steps = trainer.state.global_step - self.monitor.steps_before
         if num_steps == 0:
             return {}
-        mean_loss = trainer._total_loss_scalar / num_steps
-        return {"train_loss": mean_loss, "train_seconds": output.metrics["train_runtime"]}
+        seconds = output.metrics["train_runtime"]
+        return {"train_loss": trainer._total_loss_scalar / num_steps, "train_seconds": seconds}
 
 
 def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
@@ -439,23 +425,6 @@ def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
 
 
 # -- the result
-
-
-def _result(
-    trainer: OffloadSeq2SeqTrainer,
-    plan: Plan,
-    metrics: dict[str, float],
-    tokenizer: PreTrainedTokenizerBase,
-    evaluation: PreparedData | None,
-    output: Path,
-) -> FinetuneResult:
-    """Save what was trained, then evaluate it: an evaluation that fails loses nothing."""
-    trained: Any = trainer.model
-    _save(trained, tokenizer, output / "model")
-    samples = _evaluate(trainer, tokenizer, evaluation, metrics)
-    steps = list(trainer.telemetry.records)
-    history, stopped = trainer.state.log_history, trainer.state.global_step < trainer.state.max_steps
-    return FinetuneResult(trained, tokenizer, plan, metrics, history, samples, steps, output, stopped)
 
 
 def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:

@@ -126,11 +126,11 @@ def plan_source(
     device: torch.device | None,
 ) -> Plan:
     """`plan` of a model that was looked up already, with every wish in the config."""
-    check_rows(batch_size, max_input_length, max_target_length)
+    check_whole_numbers(batch_size=batch_size, max_input_length=max_input_length, max_target_length=max_target_length)
     machine, assumed = machine_for(config, device)
     config = _with_dtype(config, machine)
     with _outline(source, config, machine) as outline:
-        rows = outline.rows(batch_size, max_input_length, max_target_length, machine, config)
+        rows = outline.rows(batch_size, max_input_length, max_target_length)
         work = outline.work(rows)
         made = plan_of(outline.model, outline.layers, config, work=work, hardware=machine, assumed=assumed)
         if made.fits or made.basis is None:
@@ -200,7 +200,7 @@ def auto_batch_size(
     machine = measure(device)
     config = _with_dtype(config, machine)
     with _outline(source, config, machine) as outline:
-        return outline.rows("auto", max_input_length, max_target_length, machine, config).batch_size
+        return outline.rows("auto", max_input_length, max_target_length).batch_size
 
 
 def _with_dtype(config: OffloadConfig, machine: Hardware) -> OffloadConfig:
@@ -227,21 +227,19 @@ def check_fits(plan: Plan) -> None:
         raise DoesNotFitError(f"the plan {plan.explain()}")
 
 
-def check_rows(batch_size: Any, max_input_length: Any, max_target_length: Any) -> None:
-    """Raise `ConfigError` for anything that is not a positive number of rows or tokens."""
-    lengths = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    wishes = {"batch_size": None if batch_size == "auto" else batch_size, **lengths}
+def check_whole_numbers(**wishes: Any) -> None:
+    """Raise `ConfigError` for a wish that is not a whole number >= 1, None (left out), or "auto" as `batch_size`."""
     for name, value in wishes.items():
-        if value is not None and (type(value) is not int or value < 1):
+        left_out = value == "auto" if name == "batch_size" else value is None
+        if not left_out and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
 
 
 def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Hardware, bool]:
     """The machine to plan for, and whether its rates are assumed: this GPU, this CPU, or a card of the given size."""
     if device is None and config.vram is not None and hardware.default_device().type == "cpu":
-        size = parse_bytes(config.vram)
-        card = replace(ASSUMED_CARD, vram_total_bytes=size, vram_free_bytes=size)
-        ram = hardware.ram_available_bytes()
+        vram, ram = parse_bytes(config.vram), hardware.ram_available_bytes()
+        card = replace(ASSUMED_CARD, vram_total_bytes=vram, vram_free_bytes=vram)
         card = replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram)
         return (card if config.disk is None else with_disk(card, config.disk)), True
     return measure(device, folder=config.disk), False
@@ -271,14 +269,11 @@ class _Outline:
     model: Any
     layers: list[FlatLayer]
     task: Task
+    machine: Hardware
+    config: OffloadConfig
 
     def rows(
-        self,
-        batch_size: int | Literal["auto"],
-        max_input_length: int | None,
-        max_target_length: int | None,
-        machine: Hardware,
-        config: OffloadConfig,
+        self, batch_size: int | Literal["auto"], max_input_length: int | None, max_target_length: int | None
     ) -> Rows:
         """The micro-batch to plan for, with defaults for what was not given."""
         length = max_input_length or default_input_length(self.model.config, self.task)
@@ -286,9 +281,9 @@ class _Outline:
         rows = Rows(AUTO_BATCH_SIZE, length, target)
         if batch_size != "auto":
             return replace(rows, batch_size=batch_size)
-        if machine.device == "cpu":
+        if self.machine.device == "cpu":
             return rows
-        vram = parse_bytes(config.vram) if config.vram is not None else machine.vram_total_bytes
+        vram = self.machine.vram_total_bytes if self.config.vram is None else parse_bytes(self.config.vram)
         for size in BATCH_SIZES:
             rows = replace(rows, batch_size=size)
             work = self.work(rows)
@@ -299,33 +294,30 @@ class _Outline:
                 break
         return rows
 
-    def batch(self, rows: Rows) -> dict[str, torch.Tensor]:
-        """Arguments of forward: int64 on the meta device, with an attention mask, as if some rows were padded."""
+    def work(self, rows: Rows) -> MicroBatch | None:
+        """What a micro-batch computes; None if the model cannot run on the meta device.
+
+        It has an attention mask, as if some rows were padded.
+        """
         size, length = rows.batch_size, rows.input_length
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
-        return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
-
-    def work(self, rows: Rows) -> MicroBatch | None:
-        """What a micro-batch computes; None if the model cannot run on the meta device."""
+        batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
         try:
-            return replace(trace_micro_batch(self.model, self.batch(rows)), rows=rows)
+            return replace(trace_micro_batch(self.model, batch), rows=rows)
         except Exception as error:
             logger.warning(f"activations and seconds of this model cannot be planned: {type(error).__name__}: {error}")
             return None
 
     def smaller(self, rows: Rows) -> Iterator[tuple[str, MicroBatch]]:
         """Smaller micro-batches, each with its options in words: fewer rows first, then shorter rows."""
-        others = [
-            (f"batch_size={size}", replace(rows, batch_size=size)) for size in BATCH_SIZES if size < rows.batch_size
-        ]
-        half = rows.input_length // 2
-        if half:
+        sizes = [size for size in BATCH_SIZES if size < rows.batch_size]
+        others = [(f"batch_size={size}", replace(rows, batch_size=size)) for size in sizes]
+        if half := rows.input_length // 2:
             words = "max_input_length={}" if rows.batch_size == 1 else "batch_size=1, max_input_length={}"
             others.append((words.format(half), replace(rows, batch_size=1, input_length=half)))
         for words, other in others:
-            work = self.work(other)
-            if work is not None:
+            if (work := self.work(other)) is not None:
                 yield words, work
 
 
@@ -343,4 +335,4 @@ def _outline(source: ModelSource, config: OffloadConfig, machine: Hardware) -> I
         for layer in layers:
             for view in layer.views:
                 view.parameter.data = view.parameter.data.to(layer.dtype)
-        yield _Outline(model.train(), layers, source.task)
+        yield _Outline(model.train(), layers, source.task, machine, config)

@@ -29,6 +29,7 @@ _FLASH = (
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
 )
+_EMPTY = Stage("", Pass(), Pass(), 0, 0, 0, 0, 0, 0)
 _ALLOCATION = 512
 """torch's CUDA allocator rounds a tensor up to multiples of this many bytes."""
 
@@ -39,21 +40,13 @@ class AsOnGpu(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if function is nn.functional.scaled_dot_product_attention:
-            return _fused_attention(*args, **kwargs)
-        if function in (nn.functional.dropout, torch.dropout):
-            x, p, training = _dropout_arguments(*args, **kwargs)
-            return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
-        if function is nn.functional.rms_norm:
-            return _fused_norm(*args, **kwargs)
-        return function(*args, **kwargs)
+        return _ON_GPU.get(function, function)(*args, **(kwargs or {}))
 
 
-def _dropout_arguments(
+def _dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
-) -> tuple[torch.Tensor, float, bool]:
-    return input, p, training and train
+) -> torch.Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and train and p > 0 else input
 
 
 def _fused_attention(
@@ -90,9 +83,7 @@ def _fused_norm(
         weight = input.new_empty(tuple(normalized_shape))
     if weight.dtype != input.dtype:
         return nn.functional.rms_norm(input, normalized_shape, weight, eps)
-    apply: Any = _FusedNorm.apply
-    output: torch.Tensor = apply(input, weight)
-    return output
+    return _FusedNorm.apply(input, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -109,12 +100,21 @@ class _FusedNorm(torch.autograd.Function):
         return torch.addcmul(gradient, input, weight), gradient.sum(tuple(range(input.dim() - weight.dim())))
 
 
+_ON_GPU: dict[Any, Callable[..., Any]] = {
+    nn.functional.scaled_dot_product_attention: _fused_attention,
+    nn.functional.dropout: _dropout,
+    torch.dropout: _dropout,
+    nn.functional.rms_norm: _fused_norm,
+}
+"""By function: what torch would do on a GPU."""
+
+
 class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations and the bytes of live tensors.
 
     Attributes:
         live: bytes of the storages that were made since the start and still exist.
-        peak: highest `live` since `reset_peak`.
+        peak: highest `live` since it was last set.
     """
 
     def __init__(self, known: Sequence[torch.Tensor], *, mask_is_full: bool) -> None:
@@ -125,9 +125,6 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, weakref.ref[Any]] = {}
         for tensor in known:
             self._remember(tensor, 0)
-
-    def reset_peak(self) -> None:
-        self.peak = self.live
 
     def _remember(self, tensor: torch.Tensor, num_bytes: int) -> None:
         storage = tensor.untyped_storage()
@@ -150,8 +147,7 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function is torch.ops.aten._local_scalar_dense.default:
             return self._mask_is_full if args[0].dtype == torch.bool else 0
         output = function(*args, **kwargs)
-        made = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
-        read = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        made, read = _tensors(tree_flatten(output)[0]), _tensors(tree_flatten((args, kwargs))[0])
         storages = {id(tensor.untyped_storage()) for tensor in read}
         is_view = not function._schema.is_mutable and all(id(t.untyped_storage()) in storages for t in made)
         if made and not is_view and not function.__name__.startswith(("empty", "new_empty")):
@@ -165,13 +161,17 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = flop_registry.get(function.overloadpacket)
         if flops is None:
             self.total += Pass(moved_bytes=moved, num_operations=1)
-        else:
-            if function.overloadpacket in _FLASH:
-                args = _with_a_key_for_each_query(args)
-            number = flops(*args, **kwargs, out_val=output)
-            is_fused = function.overloadpacket in FUSED_ATTENTION
-            matmuls = {"fused_attention_flops": number, "num_attention": 1} if is_fused else {"flops": number}
-            self.total += Pass(**matmuls, matmul_bytes=moved, num_operations=1)
+            return
+        if function.overloadpacket in _FLASH:
+            args = _with_a_key_for_each_query(args)
+        number = flops(*args, **kwargs, out_val=output)
+        is_fused = function.overloadpacket in FUSED_ATTENTION
+        matmuls = {"fused_attention_flops": number, "num_attention": 1} if is_fused else {"flops": number}
+        self.total += Pass(**matmuls, matmul_bytes=moved, num_operations=1)
+
+
+def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _with_a_key_for_each_query(args: Sequence[Any]) -> list[Any]:
@@ -199,12 +199,13 @@ def trace_micro_batch(model: nn.Module, batch: dict[str, torch.Tensor]) -> Micro
         name: torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
         for name, tensor in batch.items()
     }
-    counter = OpCounter(
-        [*model.parameters(), *model.buffers(), *inputs.values()], mask_is_full="attention_mask" not in batch
-    )
+    known = [*model.parameters(), *model.buffers(), *inputs.values()]
+    counter = OpCounter(known, mask_is_full="attention_mask" not in batch)
     stages = _Stages(counter)
     with ExitStack() as undo:
-        undo.callback(_drop_gradients_of(model))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                undo.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)  # type: ignore[no-untyped-call]
         for name, block in repeated_blocks(model):
             undo.enter_context(_followed(name, block, stages))
         undo.enter_context(AsOnGpu())
@@ -226,86 +227,68 @@ class _Stages:
         self.counter = counter
         self._found: list[Stage] = []
         self._kinds: dict[Any, _Kind] = {}
-        self._begin()
+        self.begin()
 
     def in_order(self) -> tuple[Stage, ...]:
         """The stages in order, without empty ones outside the blocks."""
         return tuple(stage for stage in self._found if stage.block or stage.forward.num_operations)
 
-    def _begin(self) -> None:
-        self.counter.reset_peak()
+    def begin(self) -> None:
+        self.counter.peak = self.counter.live
         self._before, self._counted = self.counter.live, self.counter.total
 
     def _end_outside(self) -> None:
         counter = self.counter
-        self._found.append(
-            Stage(
-                block="",
-                forward=counter.total - self._counted,
-                backward=Pass(),
-                kept_bytes=counter.live - self._before,
-                output_bytes=0,
-                input_bytes=0,
-                shared_bytes=0,
-                forward_peak_bytes=counter.peak - self._before,
-                backward_peak_bytes=0,
-            )
+        stage = replace(
+            _EMPTY,
+            forward=counter.total - self._counted,
+            kept_bytes=counter.live - self._before,
+            forward_peak_bytes=counter.peak - self._before,
         )
+        self._found.append(stage)
 
     def end_of_forward(self) -> None:
         self._end_outside()
         self._at = len(self._found) - 1
-        self._begin()
+        self.begin()
 
     def before_block_backward(self, index: int) -> None:
         """Backward leaves the stage outside that follows block number `index`."""
         self.end_of_backward()
         self._at = index - 1
 
-    def after_block_backward(self) -> None:
-        self._begin()
-
     def end_of_backward(self) -> None:
         """Backward of the current outside stage is done."""
-        counter = self.counter
-        self._found[self._at] = replace(
-            self._found[self._at],
-            backward=counter.total - self._counted,
-            backward_peak_bytes=counter.peak - self._before,
-        )
+        passed, peak = self.counter.total - self._counted, self.counter.peak - self._before
+        self._found[self._at] = replace(self._found[self._at], backward=passed, backward_peak_bytes=peak)
 
     def run(self, name: str, block: nn.Module, forward: Callable[..., Any], arguments: Any) -> Any:
         """A block's outputs. If its kind was followed before, they are made from that first run."""
         self._end_outside()
         leaves, spec = tree_flatten(arguments)
-        key = _kind(block, leaves, spec)
+        key, tensors = _kind(block, leaves, spec), _tensors(leaves)
         if key not in self._kinds:
             self._kinds[key] = self._follow(forward, leaves, spec)
         kind = self._kinds[key]
         self._found.append(replace(kind.stage, block=name))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         trained = any(isinstance(output, _Made) and output.requires_grad for output in kind.outputs)
         anchor = torch.empty(0, device=META, requires_grad=trained)
         index = len(self._found) - 1
         made = iter(_Block.apply(self, index, kind.outputs, anchor, *tensors))  # type: ignore[no-untyped-call]
-        given: list[Any] = []
-        for output in kind.outputs:
-            if isinstance(output, _Handed):
-                given.append(tensors[output.input])
-            else:
-                given.append(next(made) if isinstance(output, _Made) else output)
-        self._begin()
+        given = [next(made) if isinstance(output, _Made) else output for output in kind.outputs]
+        given = [tensors[output.input] if isinstance(output, _Handed) else output for output in given]
+        self.begin()
         return tree_unflatten(given, kind.spec)
 
     def _follow(self, forward: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> _Kind:
         """Run one block forward and backward by itself."""
         counter = self.counter
-        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        inputs = _tensors(leaves)
         own = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in inputs]
         unused = iter(own)
         arguments = [next(unused) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(arguments, spec)
-        self._begin()
+        self.begin()
         result = forward(*args, **kwargs)
         forward_pass, forward_peak = counter.total - self._counted, counter.peak - self._before
         kept = counter.live - self._before
@@ -313,7 +296,7 @@ class _Stages:
         described = [_described(output, own) for output in outputs]
         made = [output for output, form in zip(outputs, described, strict=True) if isinstance(form, _Made)]
         storages = {id(output.untyped_storage()): output.untyped_storage().nbytes() for output in made}
-        self._begin()
+        self.begin()
         roots = [output for output in made if output.requires_grad]
         if roots:
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
@@ -393,9 +376,8 @@ class _Block(torch.autograd.Function):
         ctx.stages, ctx.index, ctx.needs = stages, index, [tensor.requires_grad for tensor in inputs]
         forms = [output for output in outputs if isinstance(output, _Made)]
         made = [torch.empty(form.shape, dtype=form.dtype, device=META) for form in forms]
-        ctx.mark_non_differentiable(
-            *(tensor for tensor, form in zip(made, forms, strict=True) if not form.requires_grad)
-        )
+        pairs = zip(made, forms, strict=True)
+        ctx.mark_non_differentiable(*(tensor for tensor, form in pairs if not form.requires_grad))
         return tuple(made)
 
     @staticmethod
@@ -403,7 +385,7 @@ class _Block(torch.autograd.Function):
         ctx.stages.before_block_backward(ctx.index)
         needs = zip(ctx.saved_tensors, ctx.needs, strict=True)
         gradients = [torch.empty_like(tensor) if needed else None for tensor, needed in needs]
-        ctx.stages.after_block_backward()
+        ctx.stages.begin()
         return None, None, None, None, *gradients
 
 
@@ -420,20 +402,6 @@ def _followed(name: str, block: nn.Module, stages: _Stages) -> Iterator[None]:
             block.forward = own
 
 
-def _drop_gradients_of(model: nn.Module) -> Callable[[], None]:
-    """Drop each gradient as soon as it is computed, as the engine does; returns what stops that."""
-
-    def drop(parameter: torch.Tensor) -> None:
-        parameter.grad = None
-
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    hooks: list[Any] = [
-        parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
-        for parameter in trained
-    ]
-
-    def stop() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return stop
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    """Drop a gradient as soon as it is computed, as the engine does."""
+    parameter.grad = None

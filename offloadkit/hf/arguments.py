@@ -106,15 +106,13 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
         told["activation_checkpointing"] = True
     defaults = {field.name: field.default for field in fields(OffloadConfig)}
     clashes = [
-        f"{name}: {getattr(offload, name)!r} in OffloadConfig, {value!r} by TrainingArguments"
+        f"\n  {name}: {getattr(offload, name)!r} in OffloadConfig, {value!r} by TrainingArguments"
         for name, value in told.items()
         if getattr(offload, name) not in (defaults[name], value)
     ]
     if clashes:
-        raise ConfigError(
-            "TrainingArguments say these, and OffloadConfig says otherwise; leave them out of OffloadConfig:\n  "
-            + "\n  ".join(clashes)
-        )
+        problem = "TrainingArguments say these, and OffloadConfig says otherwise; leave them out of OffloadConfig:"
+        raise ConfigError(problem + "".join(clashes))
     return replace(offload, **told)
 
 
@@ -154,12 +152,10 @@ def check_arguments(args: TrainingArguments) -> None:
         "torch_compile=True": (args.torch_compile, "leave it out: OffloadConfig(compile_blocks=True) compiles"),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "set per_device_train_batch_size"),
     }
-    checkpointing: Any = (
-        getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
-    )
+    options: Any = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
     for name, usual in _RECOMPUTATION.items():
-        refused[f"gradient_checkpointing_kwargs: {name}={checkpointing.get(name)!r}"] = (
-            checkpointing.get(name, usual) != usual,
+        refused[f"gradient_checkpointing_kwargs: {name}={options.get(name)!r}"] = (
+            options.get(name, usual) != usual,
             "leave it out: the engine recomputes every block, not reentrantly, and the plan may send its input to RAM",
         )
     problems = [f"{name}: {advice}" for name, (given, advice) in refused.items() if given]

@@ -6,7 +6,7 @@ import random
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from offloadkit.hf.quiet import is_live, progress_bars
+from offloadkit.monitor.monitor import Monitor
 
 
 class StopPoint(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -52,7 +53,11 @@ class StopPoint(TrainerCallback):  # type: ignore[misc, unused-ignore]
             NonFiniteGradientError: the last step's gradients were not finite.
         """
         trainer.optimizer.zero_grad()
-        _set_random_states(self._states)
+        random.setstate(self._states["python"])
+        np.random.set_state(self._states["numpy"])
+        torch.set_rng_state(self._states["torch"])
+        if "cuda" in self._states:
+            torch.cuda.set_rng_state(self._states["cuda"])
         args = trainer.args
         weights_only, args.save_only_model = args.save_only_model, False
         try:
@@ -69,30 +74,7 @@ def _random_states() -> dict[str, Any]:
     return states
 
 
-def _set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-
-
 _SHOWN = {"loss": "loss", "grad_norm": "norm", "learning_rate": "lr"}
-
-
-class Watching(Protocol):
-    """What the Trainer's loop needs of a `Monitor`."""
-
-    total_steps: int | None
-    steps_before: int
-
-    @property
-    def stop_requested(self) -> bool: ...
-
-    @property
-    def is_drawn(self) -> bool: ...
-
-    def start(self) -> Any: ...
 
 
 def show_progress(trainer: Trainer, *, monitored: bool = False) -> None:
@@ -157,7 +139,7 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
         stopped: whether training ended by that request.
     """
 
-    def __init__(self, monitor: Watching) -> None:
+    def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
         self._quiet = ExitStack()
         self.stopped = False
@@ -182,13 +164,11 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
             args.save_total_limit = 2  # else only the best model's checkpoint would be kept
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not self.stopped:
-            return
         # The Trainer calls this for an epoch that is cut short, too; its checkpoint is written already. At a true end
         # the checkpoint follows the evaluation, as in an uninterrupted run: evaluating draws random numbers.
-        at_the_end = float(state.epoch).is_integer()
-        control.should_evaluate = control.should_evaluate and at_the_end
-        control.should_save = at_the_end
+        if self.stopped:
+            control.should_save = float(state.epoch).is_integer()
+            control.should_evaluate = control.should_evaluate and control.should_save
 
 
 def _numbers(logs: dict[str, Any]) -> str:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PreparedData", "load_dataset_like", "prepare", "with_decoder_inputs"]
 
+Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
+"""From rows to a batch."""
 _DEFAULT_INPUT_LENGTHS: dict[Task, int] = {"seq2seq": 512, "causal": 1024, "classification": 512}
 DEFAULT_TARGET_LENGTH = 128
 _COLUMN_SETS: dict[str, tuple[tuple[str, ...], Task | None]] = {
@@ -42,24 +44,18 @@ _COLUMN_SETS: dict[str, tuple[tuple[str, ...], Task | None]] = {
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A tokenized dataset, its collator, and its counts."""
+    """A tokenized dataset and its collator."""
 
     dataset: Dataset
     """Columns input_ids, attention_mask and labels (lists of int; classification: one int)."""
 
-    collator: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    collator: Collate
     """Rows -> tensors int64 [rows, longest row], padded; labels with -100."""
 
     task: Task
 
     id2label: dict[int, str] | None = None
     """Classification: the name of each class id, for the head of the model and for the evaluation set."""
-
-    num_skipped: int = 0
-    """Rows left out because they have no target (empty text, all labels -100)."""
-
-    num_truncated: int = 0
-    """Inputs and targets that were cut to the longest length."""
 
     longest_input: int = 1
     """Tokens of the longest row."""
@@ -97,7 +93,9 @@ def prepare(
     dataset = dataset.with_format(None)
     kind = _column_set(dataset, task)
     task = _task_of(kind, dataset, model_config, task)
-    _check_lengths(max_input_length, max_target_length)
+    for length in (max_input_length, max_target_length):
+        if length is not None and (not isinstance(length, int) or length < 2):
+            raise DataError(f"max_input_length and max_target_length are whole numbers of tokens >= 2, got {length!r}")
     if task == "classification" and id2label is None:
         id2label = label_names(dataset, "labels" if kind == "tokenized" else "label", model_config)
     run = Tokenizing(
@@ -117,8 +115,8 @@ def prepare(
         )
     run.check_known()
     run.warn_of_losses()
-    counts = (run.num_skipped, run.num_truncated, run.longest_input, run.longest_target)
-    return PreparedData(tokenized, _collator(tokenizer, task), task, run.id2label, *counts)
+    collator = _collator(tokenizer, task)
+    return PreparedData(tokenized, collator, task, run.id2label, run.longest_input, run.longest_target)
 
 
 def prepare_both(
@@ -184,6 +182,8 @@ def _task_of(kind: str, dataset: Dataset, config: PreTrainedConfig, task: Task |
     Raises:
         DataError: they do not agree.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
     needed, its_task = _COLUMN_SETS[kind]
     wanted = task or its_task or _task_of_tokenized(dataset, config)
     encoder_decoder = bool(config.is_encoder_decoder)
@@ -197,16 +197,10 @@ def _task_of(kind: str, dataset: Dataset, config: PreTrainedConfig, task: Task |
             f"{' + '.join(needed)} trains a causal language model, and {config.model_type!r} is an encoder-decoder: "
             "give it the columns input + target"
         )
-    if wanted == "causal" and infer_task(config) == "classification" and _is_encoder(config):
+    masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES  # made to fill in masked tokens (BERT)
+    if wanted == "causal" and masked and infer_task(config) == "classification":
         raise DataError(f"{config.model_type!r} is an encoder and writes no text: give it the columns text + label")
     return wanted
-
-
-def _is_encoder(config: PreTrainedConfig) -> bool:
-    """Whether the model type was made to fill in masked tokens (BERT), not to continue text."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 def _task_of_tokenized(dataset: Dataset, config: PreTrainedConfig) -> Task:
@@ -225,12 +219,6 @@ def _task_of_tokenized(dataset: Dataset, config: PreTrainedConfig) -> Task:
     return "causal"
 
 
-def _check_lengths(*lengths: int | None) -> None:
-    for length in lengths:
-        if length is not None and (not isinstance(length, int) or length < 2):
-            raise DataError(f"max_input_length and max_target_length are whole numbers of tokens >= 2, got {length!r}")
-
-
 def default_input_length(config: PreTrainedConfig, task: Task) -> int:
     """The task's default, or the model's limit if that is less. (T5 has none: its positions are relative.)"""
     text_config = config.get_text_config()
@@ -238,7 +226,7 @@ def default_input_length(config: PreTrainedConfig, task: Task) -> int:
     return min([_DEFAULT_INPUT_LENGTHS[task], *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
 
 
-def _collator(tokenizer: PreTrainedTokenizerBase, task: Task) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+def _collator(tokenizer: PreTrainedTokenizerBase, task: Task) -> Collate:
     """HuggingFace's collators.
 
     Causal rows bring their own labels. `DataCollatorForLanguageModeling` would mask an end token that is also the
@@ -255,7 +243,7 @@ def _collator(tokenizer: PreTrainedTokenizerBase, task: Task) -> Callable[[list[
 class _PadDecoderInputs:
     """`DataCollatorForSeq2Seq`, plus the padding of a `decoder_input_ids` column, which it lacks."""
 
-    collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    collate: Collate
     pad_token_id: int
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -263,15 +251,12 @@ class _PadDecoderInputs:
             return self.collate(rows)
         decoder_rows = [torch.tensor(row["decoder_input_ids"]) for row in rows]
         batch = self.collate([{k: v for k, v in row.items() if k != "decoder_input_ids"} for row in rows])
-        batch["decoder_input_ids"] = torch.nn.utils.rnn.pad_sequence(
-            decoder_rows, batch_first=True, padding_value=self.pad_token_id
-        )
+        padded = torch.nn.utils.rnn.pad_sequence(decoder_rows, batch_first=True, padding_value=self.pad_token_id)
+        batch["decoder_input_ids"] = padded
         return batch
 
 
-def with_decoder_inputs(
-    collate: Callable[[list[dict[str, Any]]], dict[str, Any]], model: Any
-) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+def with_decoder_inputs(collate: Collate, model: Any) -> Collate:
     """A seq2seq collator that also makes `decoder_input_ids` from the labels, as the model does.
 
     With label smoothing the model gets no labels: the Trainer removes them from the batch and computes the loss itself.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +34,14 @@ def predict(model: Any, tokenizer: Any, data: PreparedData, *, num_rows: int, ba
     """
     was_training = model.training
     model.eval()
-    rows = data.dataset.select(range(min(num_rows, len(data.dataset))))
+    rows = data.dataset.select(range(min(num_rows, len(data.dataset)))).to_list()
     try:
         with torch.no_grad():
             if data.task == "causal":
                 return [_continue(model, tokenizer, row) for row in rows]
             answer = _write if data.task == "seq2seq" else _classify
-            return [sample for batch in _batches(rows, batch_size) for sample in answer(model, tokenizer, data, batch)]
+            batches = [rows[begin : begin + batch_size] for begin in range(0, len(rows), batch_size)]
+            return [sample for batch in batches for sample in answer(model, tokenizer, data, batch)]
     finally:
         model.train(was_training)
 
@@ -64,20 +64,9 @@ def share_correct(samples: list[Sample]) -> float:
     return sum(sample.correct for sample in samples) / len(samples)
 
 
-def _batches(rows: Any, batch_size: int) -> Iterator[list[dict[str, Any]]]:
-    for start in range(0, len(rows), batch_size):
-        yield list(rows.select(range(start, min(start + batch_size, len(rows)))))
-
-
 def _write(model: Any, tokenizer: Any, data: PreparedData, rows: list[dict[str, Any]]) -> list[Sample]:
     batch = data.collator(rows)
-    written = model.generate(
-        input_ids=batch["input_ids"].to(model.device),
-        attention_mask=batch["attention_mask"].to(model.device),
-        max_new_tokens=batch["labels"].shape[1],
-        num_beams=1,
-        do_sample=False,
-    )
+    written = _generate(model, batch["input_ids"], batch["attention_mask"], batch["labels"].shape[1])
     targets = [[token for token in row["labels"] if token >= 0] for row in rows]
     texts = (_text(tokenizer, ids) for ids in ([row["input_ids"] for row in rows], targets, written))
     return [Sample(*sample) for sample in zip(*texts, strict=True)]
@@ -99,15 +88,14 @@ def _continue(model: Any, tokenizer: Any, row: dict[str, Any]) -> Sample:
     ids = row["input_ids"]
     masked = next((index for index, label in enumerate(row.get("labels", ids)) if label >= 0), 0)
     cut = masked if 0 < masked < len(ids) else max(1, len(ids) // 2)
-    prompt = torch.tensor([ids[:cut]], device=model.device)
-    written = model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=min(_CONTINUED_TOKENS, len(ids) - cut),
-        num_beams=1,
-        do_sample=False,
-    )
+    prompt = torch.tensor([ids[:cut]])
+    written = _generate(model, prompt, torch.ones_like(prompt), min(_CONTINUED_TOKENS, len(ids) - cut))
     return Sample(*_text(tokenizer, [ids[:cut], ids[cut:], written[0, cut:].tolist()]))
+
+
+def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, num_tokens: int) -> Any:
+    inputs = {"input_ids": input_ids.to(model.device), "attention_mask": mask.to(model.device)}
+    return model.generate(**inputs, max_new_tokens=num_tokens, num_beams=1, do_sample=False)
 
 
 def _text(tokenizer: Any, ids: Any) -> list[str]:

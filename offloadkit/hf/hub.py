@@ -29,14 +29,8 @@ class Preset:
     hub_name: str
     """Hub name of the pretrained weights and the tokenizer."""
 
-    d_model: int
-    d_ff: int
-    num_layers: int
-    """Blocks of the encoder; the decoder has as many."""
-
-    num_heads: int
-    d_kv: int
-    """Width of one attention head; heads x d_kv need not be d_model."""
+    shape: tuple[int, ...]
+    """Values of `_SHAPE`."""
 
     gated: bool
     """v1.1 and flan: gated-gelu feed forward and an untied head. v1.0: relu and a head tied to the embeddings."""
@@ -46,11 +40,7 @@ class Preset:
         return {
             "architectures": ["T5ForConditionalGeneration"],
             "vocab_size": 32_128,
-            "d_model": self.d_model,
-            "d_ff": self.d_ff,
-            "num_layers": self.num_layers,
-            "num_heads": self.num_heads,
-            "d_kv": self.d_kv,
+            **dict(zip(_SHAPE, self.shape, strict=True)),
             "feed_forward_proj": "gated-gelu" if self.gated else "relu",
             "tie_word_embeddings": not self.gated,
             "pad_token_id": 0,
@@ -59,6 +49,8 @@ class Preset:
         }
 
 
+_SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "d_kv")
+"""The decoder has as many layers as the encoder; num_heads x d_kv (the width of a head) need not be d_model."""
 _V1_0 = {
     "small": (512, 2048, 6, 8, 64),
     "base": (768, 3072, 12, 12, 64),
@@ -79,11 +71,11 @@ _SIZE_ALIASES = {"xl": "3b", "xxl": "11b"}
 def _all_presets() -> dict[str, Preset]:
     presets: dict[str, Preset] = {}
     for size, shape in _V1_0.items():
-        preset = Preset(f"google-t5/t5-{size}", *shape, gated=False)
+        preset = Preset(f"google-t5/t5-{size}", shape, gated=False)
         presets |= {f"t5-{size}": preset, preset.hub_name: preset}
     for family in ("t5-v1_1", "flan-t5"):
         for size, shape in _V1_1.items():
-            preset = Preset(f"google/{family}-{size}", *shape, gated=True)
+            preset = Preset(f"google/{family}-{size}", shape, gated=True)
             for name in {size, _SIZE_ALIASES.get(size, size)}:
                 presets |= {f"{family}-{name}": preset, f"google/{family}-{name}": preset}
     return presets
@@ -91,11 +83,6 @@ def _all_presets() -> dict[str, Preset]:
 
 PRESETS: dict[str, Preset] = _all_presets()
 """Every name that is known without a network, in its short and its long form."""
-
-
-def close_names(name: str) -> list[str]:
-    """Up to three preset names that look like `name`, the closest first."""
-    return difflib.get_close_matches(name.lower(), sorted(PRESETS), n=3, cutoff=0.6)
 
 
 _CONNECTION_CLASSES = {"TransportError", "LocalEntryNotFoundError", "XetDownloadError", "ChunkedEncodingError"}
@@ -174,20 +161,14 @@ def hub_answers() -> bool:
 
 def no_model_message(name: str, reason: str) -> str:
     """What was tried for `name`, which preset may have been meant, and what to pass instead."""
-    similar = [preset for preset in close_names(name) if preset != name]
+    near = difflib.get_close_matches(name.lower(), sorted(PRESETS), n=3, cutoff=0.6)
+    similar = [preset for preset in near if preset != name]
     meant = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
     return (
         f"no model {name!r}: there is no such folder, no built-in preset of that name, and {reason}.{meant} Give a "
         "folder that save_pretrained wrote, a preset (t5-small ... t5-11b, flan-t5-small ... flan-t5-xxl), or a hub "
         "name such as 'google/flan-t5-base'"
     )
-
-
-def _not_found(name: str, kind: str) -> OffloadkitError:
-    private = f"A private or gated one answers the same: accept its licence at {_page(name, kind)} and set HF_TOKEN"
-    if kind == "dataset":
-        return DataError(f"no dataset {name!r}: there is no such file, and the hub knows none. {private}")
-    return ModelNotFoundError(f"{no_model_message(name, 'the hub knows none')}. {private}")
 
 
 def unreachable(name: str, kind: str) -> OffloadkitError:
@@ -211,7 +192,7 @@ def unreachable(name: str, kind: str) -> OffloadkitError:
 
 
 def _translate(error: BaseException, name: str, kind: str, found: bool) -> OffloadkitError | None:
-    chain = list(_chain(error))
+    chain = list(causes(error))
     status = next((code for code in map(_status, chain) if code is not None), None)
     class_names = {cls.__name__ for link in chain for cls in type(link).__mro__}
 
@@ -219,15 +200,17 @@ def _translate(error: BaseException, name: str, kind: str, found: bool) -> Offlo
         refused = DataError if kind == "dataset" else ModelAccessError
         return refused(_access_message(name, kind, status))
     if class_names & {"RepositoryNotFoundError", "HFValidationError", "DatasetNotFoundError"}:
-        return _not_found(name, kind)
+        private = f"A private or gated one answers the same: accept its licence at {_page(name, kind)} and set HF_TOKEN"
+        if kind == "dataset":
+            return DataError(f"no dataset {name!r}: there is no such file, and the hub knows none. {private}")
+        return ModelNotFoundError(f"{no_model_message(name, 'the hub knows none')}. {private}")
     if status is not None and (status == 429 or status >= 500):
         return DownloadError(f"the hub answered {status} for {name!r}. {_RERUN}")
     lost = class_names & _CONNECTION_CLASSES or any(isinstance(link, ConnectionError | TimeoutError) for link in chain)
     if lost or (kind != "dataset" and isinstance(error, OSError) and not os.path.isdir(name) and not hub_answers()):
-        if found or _is_cached(name, kind):
-            return DownloadError(
-                f"no connection to the hub while files of {name!r} are missing ({chain[-1]}). {_RERUN}"
-            )
+        if found or _snapshots(name, kind).is_dir():
+            missing = f"no connection to the hub while files of {name!r} are missing ({chain[-1]})"
+            return DownloadError(f"{missing}. {_RERUN}")
         return unreachable(name, kind)
     if kind == "dataset":
         return None
@@ -258,12 +241,10 @@ _RERUN = "Run the same again: a rerun resumes with the files that are still miss
 
 
 def _access_message(name: str, kind: str, status: int | None) -> str:
-    token = (
-        "HF_TOKEN is set, but its account has no access yet"
-        if os.environ.get("HF_TOKEN")
-        else "set the environment variable HF_TOKEN to a token of an account that has access "
-        "(https://huggingface.co/settings/tokens)"
-    )
+    where = "(https://huggingface.co/settings/tokens)"
+    token = f"set the environment variable HF_TOKEN to a token of an account that has access {where}"
+    if os.environ.get("HF_TOKEN"):
+        token = "HF_TOKEN is set, but its account has no access yet"
     return (
         f"the hub does not hand out {name!r} (HTTP {status or 403}): it is private or behind a licence. "
         f"Accept the licence at {_page(name, kind)}, and {token}; then run again"
@@ -274,13 +255,8 @@ def _page(name: str, kind: str) -> str:
     return f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
 
 
-def _is_cached(name: str, kind: str) -> bool:
-    """Whether any file of the repository lies in the hub's cache on this machine."""
-    return _snapshots(name, kind).is_dir()
-
-
 def _snapshots(name: str, kind: str) -> Path:
-    """Where the hub's cache on this machine has the repository's files."""
+    """Where the hub's cache on this machine has the repository's files, if it has any."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -288,7 +264,7 @@ def _snapshots(name: str, kind: str) -> Path:
     return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=repo_type), "snapshots")
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
     """The error, what caused it, what caused that, ..."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -45,7 +45,12 @@ class InitialWeights:
         self._bar = ByteBar("Drawing weights", sum(p.numel() * p.element_size() for p in self._names))
         for parameter in self._names:
             self._draw(parameter, set())
-        self._make_buffers()
+        draws = _draws(model, of_buffers=True)
+        for prefix, module in model.named_modules():
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    real = module._buffers[attribute] = torch.empty_like(buffer, device="cpu")
+                    self._write(real, f"{prefix}.{attribute}", set(), draws.get(buffer, []))
 
     def materialise(self, parameters: Sequence[nn.Parameter]) -> None:
         """Draw those of `parameters` that have no memory yet. This is a `weight_files.Materialise`."""
@@ -64,14 +69,6 @@ class InitialWeights:
 
     def _draw(self, parameter: nn.Parameter, others: set[int]) -> None:
         self._write(parameter, self._names[parameter], others, self._draws.get(parameter, []))
-
-    def _make_buffers(self) -> None:
-        draws = _draws(self._model, of_buffers=True)
-        for prefix, module in self._model.named_modules():
-            for attribute, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    real = module._buffers[attribute] = torch.empty_like(buffer, device="cpu")
-                    self._write(real, f"{prefix}.{attribute}", set(), draws.get(buffer, []))
 
     def _write(self, tensor: torch.Tensor, name: str, others: set[int], draws: Sequence[_Draw]) -> None:
         with torch.no_grad(), _OnlyInto(tensor, f"{self._seed} {name}", others) as only:
@@ -151,12 +148,11 @@ if TYPE_CHECKING:
 Task = Literal["seq2seq", "causal", "classification"]
 """What is learned: target tokens from input tokens, each next token, or one label for a text."""
 
-_AUTO_CLASSES: dict[str, str] = {
+_AUTO_CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
     "causal": "AutoModelForCausalLM",
     "classification": "AutoModelForSequenceClassification",
 }
-
 _NUM_AT_A_TIME = 16
 
 
@@ -260,21 +256,12 @@ def _untie_head(model: Any) -> None:
 
 
 def read(
-    source: str,
-    config: PreTrainedConfig,
-    task: str,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    progress: bool,
+    source: str, config: PreTrainedConfig, task: str, dtype: torch.dtype | None, device: torch.device, progress: bool
 ) -> PreTrainedModel:
     """Read a model from a folder or the hub, each tensor directly onto `device` and into `dtype`."""
     auto_class = auto_class_of(config, task)
-    with (
-        readable_hub_errors(source, found=True),
-        progress_bars(progress),
-        no_conversion_service(),
-        no_tying_advice(),
-    ):
+    errors = readable_hub_errors(source, found=True)
+    with errors, progress_bars(progress), no_conversion_service(), no_tying_advice():
         model = auto_class.from_pretrained(
             source,
             config=config,
@@ -327,6 +314,5 @@ def _complete_generation_config(model: PreTrainedModel) -> None:
     if generation.pad_token_id is None:
         generation.pad_token_id = eos
     if config.is_encoder_decoder and generation.decoder_start_token_id is None:
-        generation.decoder_start_token_id = (
-            generation.bos_token_id if generation.bos_token_id is not None else generation.pad_token_id
-        )
+        begin = generation.pad_token_id if generation.bos_token_id is None else generation.bos_token_id
+        generation.decoder_start_token_id = begin

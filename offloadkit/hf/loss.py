@@ -26,21 +26,20 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from offloadkit.errors import EngineStateError
+from offloadkit.hf.tokenize import IGNORED
 from offloadkit.kernels.linear_cross_entropy import Step, no_autocast, token_losses
-
-IGNORED_LABEL = -100
 
 
 def num_targets(model: Any, batch: Any) -> torch.Tensor | int:
     """Number of positions that the loss of one batch is a mean over: a scalar on the labels' device, or an int."""
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, torch.Tensor):
-        return _batch_size(batch)
+        return next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), 1)
     if labels.is_floating_point():
         return labels.numel()
     if "shift_labels" not in batch and _shifts_labels(model):
         labels = labels[..., 1:]
-    return (labels != IGNORED_LABEL).sum()
+    return (labels != IGNORED).sum()
 
 
 def _shifts_labels(model: Any) -> bool:
@@ -51,10 +50,6 @@ def _shifts_labels(model: Any) -> bool:
     if loss_type in LOSS_MAPPING:
         return LOSS_MAPPING[loss_type] is ForCausalLMLoss
     return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-
-def _batch_size(batch: Any) -> int:
-    return next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), 1)
 
 
 def with_a_target(inputs: Any, count: torch.Tensor | int) -> tuple[Any, torch.Tensor | int]:
@@ -104,21 +99,30 @@ def compute_loss_in_chunks(model: nn.Module, chunk_elements: int = CHUNK_ELEMENT
         # `self.weight` is what the engine's hooks provide while the module runs.
         return Logits(*map(_as_autocast_would, (input, self.weight, self.bias)), chunk_elements=chunk_elements)
 
-    method = MethodType(forward, head)  # a method: a deepcopy of the model binds it to its own head
-    setattr(head, "forward", method)  # noqa: B010  # mypy lets no method be assigned to
+    return give_method(head, "forward", forward)
+
+
+def give_method(module: nn.Module, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Replace a method of one module; returns what undoes it, unless others have replaced it since."""
+    method = MethodType(function, module)  # a method: a deepcopy of the model binds it to its own module
+    setattr(module, name, method)
 
     def undo() -> None:
-        if vars(head).get("forward") is method:
-            del head.forward
+        if vars(module).get(name) is method:
+            delattr(module, name)
 
     return undo
 
 
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on for tensors of this device type."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def _as_autocast_would(tensor: Any) -> Any:
-    if tensor is None or tensor.dtype == torch.float64 or not torch.amp.is_autocast_available(tensor.device.type):
+    if tensor is None or tensor.dtype == torch.float64 or not autocasts(tensor.device.type):
         return tensor
-    device = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 class Logits(torch.Tensor):
@@ -289,10 +293,6 @@ def _index(func: Any, logits: Logits, key: Any) -> Any:
     return logits.like(hidden=logits.hidden[key], origin=(logits, lambda whole: whole[key]))
 
 
-def _same(func: Any, logits: Logits, **_: Any) -> Any:
-    return logits
-
-
 def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
     """float, and to() on the same device, if they round nothing."""
     plain = _plain(logits)
@@ -368,7 +368,7 @@ _UNCOMPUTED: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("float", "to"), _cast),
     **dict.fromkeys(("add", "sub", "mul", "div", "true_divide", "tanh"), _pointwise),
     **dict.fromkeys(("__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__"), _pointwise),
-    "contiguous": _same,
+    "contiguous": lambda func, logits, **_: logits,
     "__getitem__": _index,
     "cross_entropy": _cross_entropy,
 }

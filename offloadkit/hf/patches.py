@@ -13,20 +13,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offloadkit.hf.loss import compute_loss_in_chunks
+from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
 from offloadkit.kernels import attention as attention_kernel
 
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of one family are trained. The defaults hold for every model that no entry names."""
+    """How the models of one family are trained."""
 
     model_types: tuple[str, ...] = ()
     """`model_type` of the configs whose attention is chosen here when offloadkit builds the model."""
@@ -38,11 +37,6 @@ class Family:
     """Classes whose eager attention adds a learned position bias, which our kernels can do instead. A class derived
     from one counts too. The file of the class must define `eager_attention_forward`."""
 
-    norms: tuple[str, ...] = ("RMSNorm", "LayerNorm")
-    """How the names of norm classes end. A norm that computes an RMS norm, which is tried, runs as one kernel."""
-
-
-DEFAULT = Family()
 
 FAMILIES = (
     # Learned attention bias: with it transformers' default, `sdpa`, is slower and larger than eager attention (T5-3B,
@@ -68,14 +62,9 @@ FAMILIES = (
 )
 
 
-def family_of(config: Any) -> Family:
-    """The entry for a model's config; `DEFAULT` where there is none."""
-    return next((family for family in FAMILIES if config.model_type in family.model_types), DEFAULT)
-
-
 def choose_attention(config: Any) -> None:
     """Have the model that is built from `config` compute attention as its family is trained."""
-    attention = family_of(config).attention
+    attention = next((family.attention for family in FAMILIES if config.model_type in family.model_types), None)
     if attention is not None:
         config._attn_implementation = attention
 
@@ -101,16 +90,13 @@ def patched(
 
 def without_caches(model: nn.Module) -> Callable[[], None]:
     """Have no part of `model` keep keys and values; returns what undoes it."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    changed: list[Any] = [config for config in configs.values() if getattr(config, "use_cache", False)]
-    for config in changed:
-        config.use_cache = False
-
-    def undo() -> None:
-        for config in changed:
-            config.use_cache = True
-
-    return undo
+    changes = ExitStack()
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+            changes.callback(setattr, config, "use_cache", True)
+    return changes.close
 
 
 def fuse(model: nn.Module, *, compiled: bool = False) -> Callable[[], None]:
@@ -135,32 +121,20 @@ def fuse_norms(model: nn.Module) -> Callable[[], None]:
     A norm computes as before if its class computes something else, if others replaced its forward, or if its input has
     another dtype than its weight.
     """
-    replaced: list[tuple[nn.Module, MethodType]] = []
+    changes = ExitStack()
     for module in model.modules():
         kind: Any = type(module)
         if "forward" not in vars(module) and _is_rms_norm(kind):
-            method = MethodType(_normalize, module)  # a method: a deepcopy of the model binds it to its own norm
-            setattr(module, "forward", method)  # noqa: B010  # mypy lets no method be assigned to
-            replaced.append((module, method))
-
-    def undo() -> None:
-        for module, method in replaced:
-            if vars(module).get("forward") is method:
-                del module.forward
-
-    return undo
+            changes.callback(give_method(module, "forward", _normalize))
+    return changes.close
 
 
 def _normalize(self: Any, hidden_states: Tensor) -> Tensor:
     kind = hidden_states.device.type
-    if kind == "cpu" or hidden_states.dtype != self.weight.dtype or _autocasts(kind) or torch.compiler.is_compiling():
+    if kind == "cpu" or hidden_states.dtype != self.weight.dtype or autocasts(kind) or torch.compiler.is_compiling():
         own: Tensor = type(self).forward(self, hidden_states)
         return own
     return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
-
-
-def _autocasts(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 @cache
@@ -169,8 +143,7 @@ def _is_rms_norm(kind: type[nn.Module]) -> bool:
 
     It is tried: transformers has a class for each family. Most are copies of one another; some differ in a detail.
     """
-    names = {name for family in (DEFAULT, *FAMILIES) for name in family.norms}
-    if not kind.__name__.endswith(tuple(names)) or kind.__module__.startswith("torch."):
+    if not kind.__name__.endswith(("RMSNorm", "LayerNorm")) or kind.__module__.startswith("torch."):
         return False
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         x, weight, epsilon = torch.linspace(-1.0, 2.0, 96).view(3, 32), torch.linspace(0.5, 1.5, 32), 0.5
@@ -195,7 +168,7 @@ NAME = "offloadkit"
 
 def fuse_attention(model: nn.Module) -> Callable[[], None]:
     """Run eager attention with a position bias by our kernels where possible; returns what undoes it."""
-    configs, replaced = list[Any](), list[tuple[nn.Module, MethodType]]()
+    changes = ExitStack()
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         width: Any = getattr(module, "key_value_proj_dim", None)
@@ -207,21 +180,15 @@ def fuse_attention(model: nn.Module) -> Callable[[], None]:
         if config._attn_implementation == "eager":
             _register()
             config._attn_implementation = NAME
-            configs.append(config)
+            changes.callback(_back_to_eager, config)
         if config._attn_implementation == NAME and "compute_bias" not in vars(module):
-            method = MethodType(_compute_bias, module)  # a method: a deepcopy of the model binds it to its own module
-            setattr(module, "compute_bias", method)  # noqa: B010  # mypy lets no method be assigned to
-            replaced.append((module, method))
+            changes.callback(give_method(module, "compute_bias", _compute_bias))
+    return changes.close
 
-    def undo() -> None:
-        for config in configs:
-            if config._attn_implementation == NAME:
-                config._attn_implementation = "eager"
-        for module, method in replaced:
-            if vars(module).get("compute_bias") is method:
-                del module.compute_bias
 
-    return undo
+def _back_to_eager(config: Any) -> None:
+    if config._attn_implementation == NAME:
+        config._attn_implementation = "eager"
 
 
 @cache
@@ -300,10 +267,6 @@ def _takes(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor
         and queries >= attention_kernel.LEAST_QUERIES
         and batch * heads <= MOST_ROWS
         and bias.shape == (1, heads, queries, key.shape[2])
-        and (mask is None or _takes_mask(mask, key.shape[2]))
+        and (mask is None or (mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[3] == key.shape[2]))
+        and (mask is None or (mask.is_floating_point() and not mask.requires_grad))
     )
-
-
-def _takes_mask(mask: Tensor, keys: int) -> bool:
-    is_of_pairs = mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[3] == keys
-    return is_of_pairs and mask.is_floating_point() and not mask.requires_grad

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 
@@ -20,17 +20,14 @@ def progress_bars(shown: bool) -> Iterator[None]:
     import transformers.utils.logging
 
     hub, loading = cast(Any, huggingface_hub.utils), cast(Any, transformers.utils.logging)
-    hub_was_shown, loading_was_shown = not hub.are_progress_bars_disabled(), loading.is_progress_bar_enabled()
-    if not shown:
-        loading.disable_progress_bar()
-        hub.disable_progress_bars()
-    try:
+    with ExitStack() as undo:
+        if not shown and loading.is_progress_bar_enabled():
+            loading.disable_progress_bar()
+            undo.callback(loading.enable_progress_bar)
+        if not shown and not hub.are_progress_bars_disabled():
+            hub.disable_progress_bars()
+            undo.callback(hub.enable_progress_bars)
         yield
-    finally:
-        if not shown and loading_was_shown:
-            loading.enable_progress_bar()
-        if not shown and hub_was_shown:
-            hub.enable_progress_bars()
 
 
 @contextmanager
@@ -65,14 +62,13 @@ def no_tying_advice() -> Iterator[None]:
 def no_conversion_service() -> Iterator[None]:
     """Keep transformers from asking a web service, on a thread, to convert a `.bin` checkpoint that it has read."""
     name = "DISABLE_SAFETENSORS_CONVERSION"
-    before = os.environ.get(name)
+    before = os.environ.pop(name, None)
     os.environ[name] = "1"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
+        del os.environ[name]
+        if before is not None:
             os.environ[name] = before
 
 
@@ -88,12 +84,8 @@ def bars_where_live() -> Iterator[None]:
     """Show the progress bars of datasets, transformers and the hub's client only if `is_live`, inside this context."""
     import datasets
 
-    were_shown = not datasets.are_progress_bars_disabled()
-    if not is_live():
-        datasets.disable_progress_bars()
-    try:
-        with progress_bars(is_live()):
-            yield
-    finally:
-        if were_shown:
-            datasets.enable_progress_bars()
+    with progress_bars(is_live()), ExitStack() as undo:
+        if not is_live() and not datasets.are_progress_bars_disabled():
+            datasets.disable_progress_bars()
+            undo.callback(datasets.enable_progress_bars)
+        yield

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from offloadkit.errors import DataError
-from offloadkit.hf.hub import hub_answers, readable_hub_errors, unreachable
+from offloadkit.hf.hub import causes, hub_answers, readable_hub_errors, unreachable
 from offloadkit.hf.quiet import no_loader_messages
 
 if TYPE_CHECKING:
@@ -81,10 +81,9 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
                 yield from (_checked(value, f"item {index}") for index, value in enumerate(json.load(file)))
             else:
                 yield from (_of_line(line, number) for number, line in enumerate(file, start=1) if line.strip())
-    except UnicodeDecodeError as error:
-        raise DataError(f"{str(path)!r} cannot be read as json: it is not saved as UTF-8 ({error})") from error
     except ValueError as error:
-        raise DataError(f"{str(path)!r} cannot be read as json: {error}") from error
+        why = f"it is not saved as UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise DataError(f"{str(path)!r} cannot be read as json: {why}") from error
 
 
 def _of_line(line: str, number: int) -> dict[str, Any]:
@@ -100,9 +99,6 @@ def _checked(value: Any, place: str) -> dict[str, Any]:
         raise ValueError(f"{place} is no JSON object but a {type(value).__name__}")
     return value
 
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _ACCEPTED = (
@@ -189,8 +185,7 @@ def _as_table(make: Callable[[], Any]) -> Dataset:
 
 def _from_name(name: str | os.PathLike[str], split: str) -> Dataset:
     check_there(name)
-    text = os.fspath(name)
-    path = Path(text).expanduser()
+    text, path = os.fspath(name), Path(name).expanduser()
     if path.is_file():
         return _from_file(path)
     if path.is_dir():
@@ -221,7 +216,7 @@ def _from_file(path: Path) -> Dataset:
     except Exception as error:  # each of the builders has its own classes
         if "corresponds to no data" in str(error):
             raise DataError(f"{str(path)!r} has no rows: training needs at least one") from error
-        raise DataError(f"{str(path)!r} cannot be read as {builder}: {_innermost(error)}") from error
+        raise DataError(f"{str(path)!r} cannot be read as {builder}: {list(causes(error))[-1]}") from error
 
 
 def _from_hub(name: str, split: str) -> Dataset:
@@ -238,10 +233,3 @@ def _from_hub(name: str, split: str) -> Dataset:
                 f"the hub's dataset {name!r} cannot be taken as it is ({error}): load the part you want with "
                 f"datasets.load_dataset({name!r}, ...) and pass that"
             ) from error
-
-
-def _innermost(error: BaseException) -> str:
-    """The message of an error's deepest cause."""
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    return str(error)

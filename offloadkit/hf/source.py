@@ -49,9 +49,6 @@ class ModelSource:
         init: "random" draws HuggingFace's initial weights instead of reading a checkpoint's.
     """
 
-    given: str | PreTrainedModel
-    init: Init
-
     def __init__(self, given: str | PreTrainedModel, location: str, init: Init, task: Task | None) -> None:
         """Use `resolve`.
 
@@ -93,10 +90,8 @@ class ModelSource:
         """A preset's architecture from this package. A folder goes before a preset of the same name."""
         from transformers import T5Config
 
-        is_preset = self.given in PRESETS if isinstance(self.given, str) else False
-        if not is_preset or os.path.isdir(self._location):
-            return None
-        return T5Config(**PRESETS[str(self.given)].config_values())
+        preset = PRESETS.get(self.given) if isinstance(self.given, str) else None
+        return None if preset is None or os.path.isdir(self._location) else T5Config(**preset.config_values())
 
     @property
     def task(self) -> Task:
@@ -166,7 +161,10 @@ class ModelSource:
         """
         device = torch.device(device)
         if self.model is not None:
-            return _take_over(self.model, dtype, device, self._id2label)
+            given: Any = self.model
+            if self._id2label and all(name == f"LABEL_{index}" for index, name in given.config.id2label.items()):
+                _set_labels(given.config, self._id2label)  # which have no names yet
+            return cast("PreTrainedModel", given.to(device=device, dtype=dtype))
         config, task = self.training_config(), self._task or infer_task(self.config)
         if self.init == "pretrained":
             model = read(self._location, config, task, dtype, device, progress)
@@ -245,8 +243,9 @@ class ModelSource:
             return False
         if tokenizer is None:
             tokenizer = self._tokenizer_name or None
-        is_name = isinstance(tokenizer, str | os.PathLike) and tokenizer != "byte"
-        return not is_name or _is_folder(tokenizer)
+        if not isinstance(tokenizer, str | os.PathLike) or tokenizer == "byte":
+            return True
+        return bool(os.fspath(tokenizer)) and os.path.isdir(os.path.expanduser(tokenizer))
 
 
 def resolve(
@@ -271,14 +270,11 @@ def resolve(
     from transformers import PreTrainedModel
 
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
-        raise ModelError(
-            f"a {type(model).__name__} is not a HuggingFace model: train it with offloadkit.OffloadEngine, which takes "
-            "any torch.nn.Module"
-        )
+        engine = "offloadkit.OffloadEngine, which takes any torch.nn.Module"
+        raise ModelError(f"a {type(model).__name__} is not a HuggingFace model: train it with {engine}")
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(
-            f"{reprlib.repr(model)} is no model: pass a hub name, a preset, a folder, or a HuggingFace model"
-        )
+        name = reprlib.repr(model)
+        raise ModelError(f"{name} is no model: pass a hub name, a preset, a folder, or a HuggingFace model")
     _check_decoder(model.config, f"the config of this {type(model).__name__}", "model.config.decoder_start_token_id")
     return ModelSource(model, "", cast(Init, init), task)
 
@@ -321,24 +317,14 @@ def _check_head(model: Any, task: Task, id2label: dict[int, str] | None) -> None
         )
 
 
-def _take_over(
-    model: Any, dtype: torch.dtype | None, device: torch.device, id2label: dict[int, str] | None
-) -> PreTrainedModel:
-    """A model that the user made, moved and converted in place; labels that have no names yet get them."""
-    if id2label and all(name == f"LABEL_{index}" for index, name in model.config.id2label.items()):
-        _set_labels(model.config, id2label)
-    return cast("PreTrainedModel", model.to(device=device, dtype=dtype))
-
-
 def _read_tokenizer(location: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or a hub name, once it is known to have a vocabulary."""
     from transformers import AutoTokenizer
 
     try:
         with readable_hub_errors(location, kind="tokenizer"):
-            tokenizer = cast(
-                "PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(location, **where_to_look(location))
-            )
+            read_tokenizer = AutoTokenizer.from_pretrained(location, **where_to_look(location))
+            tokenizer = cast("PreTrainedTokenizerBase", read_tokenizer)
     except (ModelError, TypeError) as error:
         if type(error) not in (ModelError, TypeError):
             raise
@@ -346,15 +332,7 @@ def _read_tokenizer(location: str) -> PreTrainedTokenizerBase:
             f"no tokenizer can be loaded from {location!r}: pass tokenizer= a name, a folder, a tokenizer, or 'byte' "
             f"({error})"
         ) from error
-    _check_vocabulary(tokenizer, location)
-    return tokenizer
-
-
-def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, location: str) -> None:
-    """Raise `ModelError` for a tokenizer that knows special tokens alone (T5's knows the word boundary too).
-
-    Transformers makes one where it finds no tokenizer files, and then every word becomes the unknown token.
-    """
+    # Without tokenizer files transformers makes one that knows special tokens alone (T5's knows the word boundary too).
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     if len(set(tokenizer.get_vocab()) - special) < 2:
         raise ModelError(
@@ -362,7 +340,4 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, location: str) -> None
             f"{type(tokenizer).__name__}, to which every word is unknown. Put them there, or pass tokenizer= the name "
             "or folder of the tokenizer that the model was trained with, or 'byte' for a model with random weights"
         )
-
-
-def _is_folder(name: str | os.PathLike[str]) -> bool:
-    return bool(os.fspath(name)) and os.path.isdir(os.path.expanduser(name))
+    return tokenizer

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any, cast
 
 from offloadkit.errors import DataError
@@ -41,7 +42,14 @@ def label_names(dataset: Dataset, column: str, config: PreTrainedConfig) -> dict
     from datasets import ClassLabel
 
     values = dataset[column][:]
-    found = _distinct(values, column)
+    for row, value in enumerate(values):
+        if value is None:
+            raise DataError(f"row {row} has no {column!r}: fill it in or drop the row")
+        if not isinstance(value, str | int):
+            raise DataError(
+                f"row {row} has the {column} {value!r}: a label is a string or a whole number (there is no regression)"
+            )
+    found = sorted(set(values))
     if len(found) < 2:
         raise DataError(f"every row has the {column} {found[0]!r}: there is nothing to tell apart")
     feature = dataset.features[column]
@@ -54,13 +62,11 @@ def label_names(dataset: Dataset, column: str, config: PreTrainedConfig) -> dict
 
 
 def label_ids(values: list[Any], indices: list[int], feature: Any, id2label: dict[int, str]) -> list[int]:
-    """The id of each label.
+    """The id of each label in a batch.
 
     Args:
-        values: labels of one batch.
-        indices: the rows they stand in.
+        indices: the rows that the labels stand in.
         feature: the column's feature; a `ClassLabel` names its numbers.
-        id2label: name of each id.
 
     Raises:
         DataError: a label that `id2label` does not know.
@@ -79,18 +85,6 @@ def label_ids(values: list[Any], indices: list[int], feature: Any, id2label: dic
     return ids
 
 
-def _distinct(values: list[Any], column: str) -> list[Any]:
-    """The different labels in sorted order."""
-    for row, value in enumerate(values):
-        if value is None:
-            raise DataError(f"row {row} has no {column!r}: fill it in or drop the row")
-        if not isinstance(value, str | int):
-            raise DataError(
-                f"row {row} has the {column} {value!r}: a label is a string or a whole number (there is no regression)"
-            )
-    return sorted(set(values))
-
-
 # -- token ids
 
 
@@ -106,7 +100,7 @@ class Tokenizing:
     max_target_length: int
     id2label: dict[int, str] | None
     num_skipped: int = 0
-    """Rows without a target, which are left out."""
+    """Rows without a target (empty text, all labels -100), which are left out."""
     num_truncated: int = 0
     """Inputs and targets that were cut."""
     longest_input: int = 1
@@ -122,12 +116,8 @@ class Tokenizing:
         if self.num_skipped:
             logger.warning("%d of %d rows left out: they teach nothing", self.num_skipped, len(self.dataset))
         if self.num_truncated:
-            logger.warning(
-                "%d inputs or targets cut (max_input_length %d, max_target_length %d): raise these to keep them whole",
-                self.num_truncated,
-                self.max_input_length,
-                self.max_target_length,
-            )
+            lengths = f"max_input_length {self.max_input_length}, max_target_length {self.max_target_length}"
+            logger.warning("%d inputs or targets cut (%s): raise these to keep them whole", self.num_truncated, lengths)
 
     def check_known(self) -> None:
         """Raise `DataError` if half of the tokens or more are the unknown one: nothing would be learned."""
@@ -165,22 +155,18 @@ def tokenize(run: Tokenizing, kind: str) -> Dataset:
         run.longest_input = max(run.longest_input, *map(len, tokens["input_ids"]))
         if run.task != "classification":
             run.longest_target = max(run.longest_target, *map(len, tokens["labels"]))
-        return {
-            name: [value for value, kept in zip(column, keep, strict=True) if kept] for name, column in tokens.items()
-        }
+        return {name: list(compress(column, keep)) for name, column in tokens.items()}
 
     with _temporary_files():
-        return cast(
-            "Dataset",
-            run.dataset.map(
-                rows_that_teach,
-                batched=True,
-                with_indices=True,
-                remove_columns=run.dataset.column_names,
-                new_fingerprint=generate_random_fingerprint(),
-                desc="Tokenizing",
-            ),
+        tokenized = run.dataset.map(
+            rows_that_teach,
+            batched=True,
+            with_indices=True,
+            remove_columns=run.dataset.column_names,
+            new_fingerprint=generate_random_fingerprint(),
+            desc="Tokenizing",
         )
+        return cast("Dataset", tokenized)
 
 
 def _pairs(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
@@ -242,7 +228,7 @@ def _already_tokenized(run: Tokenizing, batch: _Columns, indices: list[int]) -> 
                 raise DataError(f"row {index} has no {name!r}: fill it in or drop the row")
     known = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "labels")
     tokens = {name: batch[name] for name in known if name in batch}
-    tokens.setdefault("attention_mask", [[1] * len(row) for row in tokens["input_ids"]])
+    tokens.setdefault("attention_mask", _all_ones(tokens["input_ids"]))
     if run.task == "classification":
         tokens["labels"] = label_ids(batch["labels"], indices, run.dataset.features["labels"], run.id2label or {})
     elif "labels" not in tokens:
@@ -260,11 +246,11 @@ _TOKENIZERS: dict[str, Callable[[Tokenizing, _Columns, list[int]], _Columns]] = 
 
 
 def _causal_columns(rows: list[list[int]]) -> _Columns:
-    return {
-        "input_ids": rows,
-        "attention_mask": [[1] * len(row) for row in rows],
-        "labels": [list(row) for row in rows],
-    }
+    return {"input_ids": rows, "attention_mask": _all_ones(rows), "labels": [list(row) for row in rows]}
+
+
+def _all_ones(rows: list[list[int]]) -> list[list[int]]:
+    return [[1] * len(row) for row in rows]
 
 
 def _encode(run: Tokenizing, texts: list[str], max_length: int, *, target: bool = False) -> _Columns:
@@ -280,9 +266,9 @@ def _encode(run: Tokenizing, texts: list[str], max_length: int, *, target: bool 
 
 def _strings(batch: _Columns, column: str, indices: list[int]) -> list[str]:
     for index, value in zip(indices, batch[column], strict=True):
+        if value is None:
+            raise DataError(f"row {index} has no value in {column!r}: correct or drop the row")
         if not isinstance(value, str):
-            if value is None:
-                raise DataError(f"row {index} has no value in {column!r}: correct or drop the row")
             name = type(value).__name__
             article = "an" if name[0] in "aeiou" else "a"
             raise DataError(

@@ -111,11 +111,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
         """A torch AdamW that is never stepped, whatever `optim` is: `create_optimizer` reads its parameter groups."""
-        return torch.optim.AdamW, {
-            "lr": args.learning_rate,
-            "betas": (args.adam_beta1, args.adam_beta2),
-            "eps": args.adam_epsilon,
-        }
+        betas = (args.adam_beta1, args.adam_beta2)
+        return torch.optim.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Build the engine over the parameter groups that the Trainer class makes; returns the engine's optimizer.
@@ -136,12 +133,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                     f"{type(self).__name__}.create_optimizer makes {type(groups).__name__}; offloadkit steps with "
                     "optimizers of its own and can take over the groups of a plain torch.optim.AdamW only"
                 )
+            some = [group for group in groups.param_groups if group["params"]]
             self.engine = OffloadEngine(
                 self.model,
                 engine_config(self.offload, self.args),
-                param_groups=[
-                    {key: group[key] for key in _GROUP_KEYS} for group in groups.param_groups if group["params"]
-                ],
+                param_groups=[{key: group[key] for key in _GROUP_KEYS} for group in some],
                 device=self.args.device,
                 telemetry=self.telemetry,
                 plan=self._plan,
@@ -198,25 +194,24 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         Returns:
             This micro-batch's part of the accumulated batch's loss, a scalar on the device.
         """
-        assert self.engine is not None
-        if self._num_micro_batches == 1:
-            self._target_share = None
-        else:
+        engine = self.engine
+        assert engine is not None
+        share: torch.Tensor | float | None = None
+        if self._num_micro_batches != 1:
             inputs, count = with_a_target(inputs, num_targets(self.model, inputs))
-            self._target_share = count / self._window_targets
+            share = count / self._window_targets
         # A loss divided by this number is the micro-batch's mean, as it is if the model ignores `num_items_in_batch`.
         # `True` says that the user's compute_loss divides by the targets of the whole accumulated batch.
         if getattr(self, "loss_is_scaled_for_ga", None) is True:
-            self._target_share, num_items = None, self._window_targets
+            share, num_items = None, self._window_targets
         else:
             num_items = num_targets(self.model, inputs)
-        share = self._target_share
+        self._target_share = share
         self.current_gradient_accumulation_steps = 1
-        engine = self.engine
         with explained_shortage(engine.plan, engine.device, engine.drop_gradients):  # in the user's compute_loss
             loss: torch.Tensor = super().training_step(model, inputs, on_device(num_items, self.args.device))
         if not self.accelerator.sync_gradients:
-            self.engine.step(boundary=False)
+            engine.step(boundary=False)
         elif self.lr_scheduler is self._own_scheduler:
             self._apply_own_schedule()
         return loss if share is None else loss * share
@@ -298,8 +293,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """
         if self.engine is not None and "loss" in logs and "learning_rate" in logs:
             self._tr_loss.zero_()  # the Trainer subtracts the sum from itself, which would keep a NaN
-            grad_norm = self.engine.grad_norm()
-            if grad_norm is not None:
+            if (grad_norm := self.engine.grad_norm()) is not None:
                 logs["grad_norm"] = grad_norm
             if not isfinite(logs["loss"]) and self.offload.on_nonfinite == "raise":
                 self._explain_loss(logs["loss"])

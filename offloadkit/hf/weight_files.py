@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -191,7 +190,7 @@ class WeightFiles:
             del self._sources[parameter]
 
     def place(
-        self, model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None, config: Any
+        self, model: Any, state_dict: dict[str, Any] | None, checkpoint_files: Any, load_config: Any, *_: Any, **__: Any
     ) -> Any:
         """Stands in for `PreTrainedModel._load_pretrained_model`, but reads names, shapes and buffers only.
 
@@ -200,18 +199,16 @@ class WeightFiles:
         """
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
-        if config.hf_quantizer is not None or state_dict is not None or not files:
+        if load_config.hf_quantizer is not None or state_dict is not None or not checkpoint_files:
             raise ConversionNeededError("its weights are quantised")
         stored = {
             name: _Stored(file, name, shape, dtype, self._sources)
-            for file in map(_File, files)
+            for file in map(_File, checkpoint_files)
             for name, shape, dtype in file.tensors()
         }
         buffers = [name for name, _ in model.named_buffers()]
         with progress_bars(False):
-            info, offloaded = convert_and_load_state_dict_in_model(
-                model=model, state_dict=cast(Any, stored), load_config=config
-            )
+            info, offloaded = convert_and_load_state_dict_in_model(model, cast(Any, stored), load_config)
         self._read_buffers(model, buffers)
         self._decide_ties(model, info.missing_keys)
         open_questions = info.missing_and_mismatched()
@@ -275,26 +272,15 @@ def read_lazily(source: str, load: Callable[[], PreTrainedModel]) -> tuple[PreTr
         ConversionNeededError: only a plain `from_pretrained` can read this checkpoint.
         ModelError, ...: as `readable_hub_errors`.
     """
-    files = WeightFiles(source)
-    with _placing(files):
-        model = load()
-    files.keep(model)
-    return model, files.materialise
-
-
-@contextmanager
-def _placing(files: WeightFiles) -> Iterator[None]:
-    """Let `from_pretrained` place weights through `files`. It has no public hook between finding and reading files."""
     from transformers import PreTrainedModel
 
-    seam: Any = PreTrainedModel
-
-    def place(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *_: Any, **__: Any) -> Any:
-        return files.place(model, state_dict, checkpoint_files, load_config)
-
+    files = WeightFiles(source)
+    seam: Any = PreTrainedModel  # `from_pretrained` has no public hook between finding and reading files
     original = seam.__dict__["_load_pretrained_model"]
-    seam._load_pretrained_model = staticmethod(place)
+    seam._load_pretrained_model = staticmethod(files.place)
     try:
-        yield
+        model = load()
     finally:
         seam._load_pretrained_model = original
+    files.keep(model)
+    return model, files.materialise
