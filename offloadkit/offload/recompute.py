@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from offloadkit.device import host_memory
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.errors import ConfigError, ModelError
-from offloadkit.offload.layers import repeated_blocks
+from offloadkit.offload.layers import repeated_blocks, replace_forwards
 from offloadkit.offload.weights import LayerWeights
 
 Checkpoint = Literal["checkpoint", "offload"]
@@ -63,17 +63,7 @@ def checkpoint_activations(
 
     if getattr(model, "supports_gradient_checkpointing", False) and not compiled:
         return _checkpoint_huggingface(model, list(names), choices, recompute)
-    before = {block: vars(block).get("forward") for block in choices}
-    for block in choices:
-        block.forward = partial(recompute(block), block.forward)
-
-    def restore() -> None:
-        for block, forward in before.items():
-            del block.forward
-            if forward is not None:
-                block.forward = forward
-
-    return restore
+    return replace_forwards({block: partial(recompute(block), block.forward) for block in choices})
 
 
 def _checkpoint_huggingface(
@@ -152,15 +142,17 @@ class OffloadedInputs:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             output = _checkpoint(self.device, weights, forward, *args, **kwargs)
-        if first is not None and first._version != version:
-            raise changed_in_place(first)
+        if first is not None:
+            check_unwritten(first, version)
         return output
 
     def _send(self, tensor: torch.Tensor, name: str) -> _Handle:
         self._free_vram(1)
         view = self._take(tensor.numel() * tensor.element_size())
         tensor = tensor.detach().contiguous()
-        view.put(tensor, name)
+        view.name, view.shape, view.device = name, tensor.shape, None
+        view.slab.clear()
+        view.host = view.slab.cut(tensor.numel(), tensor.dtype)
         self.d2h.wait(record_compute(self.device))
         if view.returned is not None:
             self.d2h.wait(view.returned)
@@ -206,10 +198,7 @@ class OffloadedInputs:
     def _unpack(self, packed: tuple[torch.Tensor, int] | _Handle) -> torch.Tensor:
         """The input of the block that backward has reached. The input of the block before it is fetched ahead."""
         if isinstance(packed, tuple):
-            tensor, version = packed
-            if tensor._version != version:
-                raise changed_in_place(tensor)
-            return tensor
+            return check_unwritten(*packed)
         self._free_vram(0)
         saved = packed.view
         here = self._fetch(saved)
@@ -239,30 +228,25 @@ class _Handle:
     view: _OffloadedInput
 
 
+@dataclass(eq=False)
 class _OffloadedInput:
     """One input: its memory in RAM, and its copies to RAM and back.
 
     Attributes:
+        name: of its copies in a trace.
         host: 1-D pinned tensor with the input's elements.
         device: the input in VRAM, once it is fetched for backward.
         arrived: the end of the copy to RAM.
         returned: the end of the copy to VRAM.
     """
 
-    def __init__(self, slab: HostSlab) -> None:
-        self.slab, self.name = slab, ""
-        self.host = torch.empty(0)
-        self.shape = torch.Size()
-        self.device: torch.Tensor | None = None
-        self.arrived: Event | None = None
-        self.returned: Event | None = None
-
-    def put(self, tensor: torch.Tensor, name: str) -> None:
-        """Give `host` the size and dtype of `tensor`."""
-        self.name = name
-        self.slab.clear()
-        self.host = self.slab.cut(tensor.numel(), tensor.dtype)
-        self.shape, self.device = tensor.shape, None
+    slab: HostSlab
+    name: str = field(init=False)
+    host: torch.Tensor = field(init=False)
+    shape: torch.Size = field(init=False)
+    device: torch.Tensor | None = None
+    arrived: Event | None = None
+    returned: Event | None = None
 
 
 def recomputed_in_backward(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -289,25 +273,25 @@ class _Recomputation:
     ) -> None:
         self._function, self._kwargs = function, kwargs
         self._versions = [(tensor, tensor._version) for tensor in _tensors_in(kwargs.values())]
-        self._inputs = _Inputs(args)
+        # Tensors among the positional arguments are saved as an operation's inputs are. So hooks on saved tensors see
+        # them, and in-place changes before backward raise an error.
+        self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self._at = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        self._saved_args: Any = _save(_ANCHOR, *[args[index] for index in self._at])
         self._environment = _Environment(device)
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, tuple[torch.Tensor, int]] = {}
 
     def pack(self, tensor: torch.Tensor) -> int:
         """What autograd saves instead of `tensor`: its number, in the order of saving."""
-        saved = self._saved
-        saved.append((tensor.shape, tensor.dtype))
-        return len(saved) - 1
+        self._saved.append((tensor.shape, tensor.dtype))
+        return len(self._saved) - 1
 
     def unpack(self, index: int) -> torch.Tensor:
         """The tensor with number `index`. It is not kept: to unpack it again takes another run."""
         if index not in self._found:
             self._found = self._run_again()
-        tensor, version = self._found.pop(index)
-        if tensor._version != version:
-            raise changed_in_place(tensor)
-        return tensor
+        return check_unwritten(*self._found.pop(index))
 
     def _run_again(self) -> dict[int, tuple[torch.Tensor, int]]:
         """The tensors that the second run saves, by number, each with its version counter."""
@@ -325,12 +309,13 @@ class _Recomputation:
                 raise _FoundAllError
             return tensor
 
-        args = self._inputs.get()
+        args = list(self._args)
+        for index, saved in zip(self._at, self._saved_args.grad_fn.saved_tensors, strict=True):
+            args[index] = saved
         for tensor, version in self._versions:
-            if tensor._version != version:
-                raise changed_in_place(tensor)
+            check_unwritten(tensor, version)
         try:
-            with self._environment.restored(), saved_tensors_hooks(pack, _unchanged), torch.enable_grad():
+            with self._environment.restored(), saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
                 self._function(*args, **self._kwargs)
         except _FoundAllError:
             return found
@@ -351,17 +336,19 @@ class _FoundAllError(Exception):
     """Ends the second run: it has all tensors that backward needs."""
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def _described(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
-def changed_in_place(tensor: torch.Tensor) -> ModelError:
-    """The error for a tensor that was written to after autograd had saved it."""
-    return ModelError(
+def check_unwritten(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """`tensor`, which had `version` when autograd saved it.
+
+    Raises:
+        ModelError: it was written to since.
+    """
+    if tensor._version == version:
+        return tensor
+    raise ModelError(
         f"a tensor {_described(tensor.shape, tensor.dtype)} that backward needs was written to after it was saved. "
         "Either an in-place operation did it (x.mul_(2): compute x = x * 2 instead), or engine.step() came before "
         "engine.backward(loss)"
@@ -373,25 +360,6 @@ def _changed(found: str, expected: str) -> ModelError:
         f"a recomputed block saved {found}, and in its forward {expected}: its result depends on something that "
         "changed in between (a cache, a counter). Train it with Placement(activations='keep')"
     )
-
-
-class _Inputs:
-    """Positional arguments. Their tensors are saved as an operation's inputs are.
-
-    So hooks on saved tensors see them, and in-place changes before backward raise an error.
-    """
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
-        self._at = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-        self._saved: Any = _save(_ANCHOR, *[args[index] for index in self._at])
-
-    def get(self) -> list[Any]:
-        """The arguments."""
-        args = list(self._args)
-        for index, tensor in zip(self._at, self._saved.grad_fn.saved_tensors, strict=True):
-            args[index] = tensor
-        return args
 
 
 class _Save(torch.autograd.Function):

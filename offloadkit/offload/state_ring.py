@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -36,6 +36,18 @@ whoever queues next, on any stream."""
 _PAUSE = 1e-3
 
 _Layout = tuple[tuple[str, torch.dtype, int], ...]
+
+
+def cutter(memory: torch.Tensor) -> Callable[[int, torch.dtype], torch.Tensor]:
+    """A function that cuts 1-D uint8 `memory` as `HostSlab.cut` cuts a slab."""
+    at = 0
+
+    def cut(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal at
+        start, at = at, at + aligned(numel * dtype.itemsize)
+        return memory[start : start + numel * dtype.itemsize].view(dtype)
+
+    return cut
 
 
 @dataclass(eq=False)
@@ -80,18 +92,16 @@ class PassingStates:
         """In the order in which they pass."""
         total = self._host.weights.numel()
         size = chunk_numel(total)
-        return [self._chunk(start, min(size, total - start)) for start in range(0, total, size)]
-
-    def _chunk(self, start: int, numel: int) -> _Chunk:
-        host = {
-            array.name: self._host[array.name][array.part(start, start + numel)] for array in self._host.table.arrays
-        }
-        if self._resident is None:
-            host = {"weights": self._host.weights[start : start + numel]} | host
-        if self.gradient is not None:
-            host["gradient"] = self.gradient[start : start + numel]
-        resident = None if self._resident is None else self._resident[start : start + numel]
-        return _Chunk(start, numel, host, resident)
+        chunks = []
+        for start in range(0, total, size):
+            end = min(start + size, total)
+            host = {} if self._resident is not None else {"weights": self._host.weights[start:end]}
+            host |= {array.name: self._host[array.name][array.part(start, end)] for array in self.table.arrays}
+            if self.gradient is not None:
+                host["gradient"] = self.gradient[start:end]
+            resident = None if self._resident is None else self._resident[start:end]
+            chunks.append(_Chunk(start, end - start, host, resident))
+        return chunks
 
 
 @dataclass(eq=False)
@@ -106,14 +116,10 @@ class _Buffer:
 
     def parts(self, chunk: _Chunk) -> dict[str, torch.Tensor]:
         """The parts of a chunk here, one after the other."""
-        found = self.views.get(chunk.layout)
-        if found is None:
-            found, start = self.views.setdefault(chunk.layout, {}), 0
-            for name, dtype, numel in chunk.layout:
-                num_bytes = numel * dtype.itemsize
-                found[name] = self.memory[start : start + num_bytes].view(dtype)
-                start += aligned(num_bytes)
-        return found
+        if chunk.layout not in self.views:
+            cut = cutter(self.memory)
+            self.views[chunk.layout] = {name: cut(numel, dtype) for name, dtype, numel in chunk.layout}
+        return self.views[chunk.layout]
 
 
 class StateRing:
@@ -174,10 +180,25 @@ class StateRing:
         drained = layer.drained
         for chunk in layer.chunks:
             parts = _within(segments, chunk)
-            if parts:
-                self._hold_back()
-                buffer = self._fetched(layer, chunk)
-                drained = self._step_chunk(layer, chunk, buffer, gradient, parts, grad_scale, stream)
+            if not parts:
+                continue
+            self._hold_back()
+            buffer = self._fetched(layer, chunk)
+            here = buffer.parts(chunk)
+            weights = here["weights"] if chunk.resident is None else chunk.resident
+            state = FlatState(layer.table, weights, {array.name: here[array.name] for array in layer.table.arrays})
+            own = here["gradient"] if gradient is None else gradient[chunk.start : chunk.start + chunk.numel]
+            assert buffer.arrived is not None
+            stream.wait(buffer.arrived)
+            stream.run(partial(optimizer_step, state, own, parts, grad_scale))
+            self._stepped = stepped = stream.record()
+            self._under_way.append(stepped)
+            self.d2h.wait(stepped)
+            stepped_parts = [(part, here[of]) for of, part in chunk.host.items() if of != "gradient"]
+            buffer.free = drained = self.d2h.copy_all(stepped_parts, layer.name)
+            if self.fill_with_nan:
+                self.d2h.run(partial(buffer.memory.fill_, 255))
+                buffer.free = self.d2h.record()
         layer.drained = drained
         return stream.record()
 
@@ -187,35 +208,6 @@ class StateRing:
             self.d2h.wait(after)
         self.d2h.copy(into, source, layer.name)
         layer.drained = self.d2h.record()
-
-    def _step_chunk(
-        self,
-        layer: PassingStates,
-        chunk: _Chunk,
-        buffer: _Buffer,
-        gradient: torch.Tensor | None,
-        segments: Sequence[Segment],
-        grad_scale: float,
-        stream: CopyStream,
-    ) -> Event:
-        here = buffer.parts(chunk)
-        weights = here["weights"] if chunk.resident is None else chunk.resident
-        table = layer.table
-        state = FlatState(table, weights, {array.name: here[array.name] for array in table.arrays})
-        own = here["gradient"] if gradient is None else gradient[chunk.start : chunk.start + chunk.numel]
-        assert buffer.arrived is not None
-        stream.wait(buffer.arrived)
-        stream.run(lambda: optimizer_step(state, own, segments, grad_scale))
-        self._stepped = stepped = stream.record()
-        self._under_way.append(stepped)
-        self.d2h.wait(stepped)
-        stepped_parts = [(part, here[of]) for of, part in chunk.host.items() if of != "gradient"]
-        drained = self.d2h.copy_all(stepped_parts, layer.name)
-        buffer.free = drained
-        if self.fill_with_nan:
-            self.d2h.run(lambda: buffer.memory.fill_(255))
-            buffer.free = self.d2h.record()
-        return drained
 
     def _fetched(self, layer: PassingStates, chunk: _Chunk) -> _Buffer:
         """The buffer that holds all of a chunk when `arrived` is reached."""

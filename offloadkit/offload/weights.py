@@ -52,17 +52,17 @@ class PendingUpdate:
 
 
 class LayerWeights:
-    """The working weights of one flat layer. Its parameters are views of them, wherever they live.
+    """The working weights of one flat layer, in VRAM. Its parameters are views of them.
 
     Attributes:
+        flat: 1-D tensor of `layer.numel` elements, where the weights live between steps.
         pending: the update that forward has not waited for yet.
         num_updates: how many updates there were.
         stepped_on_gpu: whether the GPU steps the layer. Else the CPU does, and its weights are copied to the device.
     """
 
-    def __init__(self, layer: FlatLayer, device: torch.device, waits: Waits) -> None:
-        self.layer = layer
-        self.device = device
+    def __init__(self, layer: FlatLayer, flat: torch.Tensor, device: torch.device, waits: Waits) -> None:
+        self.layer, self.flat, self.device = layer, flat, device
         self.pending: PendingUpdate | None = None
         self.num_updates = 0
         self.stepped_on_gpu = False
@@ -72,10 +72,7 @@ class LayerWeights:
 
     def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Every view's part of `flat` (1-D, `layer.numel` elements) in its parameter's shape."""
-        return [
-            own_storage(flat[view.start : view.start + view.numel]).view(view.parameter.shape)
-            for view in self.layer.views
-        ]
+        return [own_storage(flat[view.elements]).view(view.parameter.shape) for view in self.layer.views]
 
     def bind(self, tensors: list[torch.Tensor]) -> None:
         """Make each parameter share the memory of its tensor, one for each view."""
@@ -83,11 +80,11 @@ class LayerWeights:
             view.parameter.data = tensor
         self._bound = tensors
 
-    def start(self, flat: torch.Tensor) -> None:
+    def start(self) -> None:
         """Bind the parameters to `flat` for the first time. Their old gradients are dropped."""
         for view in self.layer.views:
             view.parameter.grad = None
-        self.bind(self.tensors(flat))
+        self.bind(self.tensors(self.flat))
         self._versions = self._present_versions()
 
     def _present_versions(self) -> list[int]:
@@ -167,18 +164,6 @@ class LayerWeights:
                 written.append(view)
         self._versions = self._present_versions()
         return written
-
-
-class ResidentWeights(LayerWeights):
-    """The working weights of a flat layer that stays in VRAM.
-
-    Attributes:
-        flat: 1-D tensor on the device, `layer.numel` elements of its dtype.
-    """
-
-    def __init__(self, layer: FlatLayer, flat: torch.Tensor, waits: Waits) -> None:
-        super().__init__(layer, flat.device, waits)
-        self.flat = flat
 
 
 class ForwardHooks:
