@@ -35,17 +35,13 @@ from offloadkit.planner import NUM_GRADIENT_BUCKETS, is_small
 
 
 class BucketPool:
-    """Reusable device buffers of one size.
+    """Reusable device buffers of the size of the largest bucket.
 
     The pool holds NUM_GRADIENT_BUCKETS - 1 buckets; autograd holds the gradients of one more layer. A buffer is
     returned with the event of the copy that still reads it. The compute stream waits for it before it writes again.
     """
 
     def __init__(self, device: torch.device, num_bytes: int, waits: Waits) -> None:
-        """
-        Args:
-            num_bytes: size of the largest bucket.
-        """
         self._device, self._num_bytes, self._waits = device, num_bytes, waits
         self._free: list[tuple[torch.Tensor, Event | None]] = []
 
@@ -69,6 +65,7 @@ class LayerGradient:
     """One layer's gradient on its way from autograd to the step.
 
     Attributes:
+        on_device: whether the window's gradient stays in VRAM until the boundary.
         host: 1-D pinned tensor with the gradient of the whole window, valid after `sent`. It is fp32 if accumulated or
             tied, else in the layer's dtype. Ranges of views without a gradient are undefined. None: the GPU steps it.
         sums: fp64 [num_blocks] in pinned RAM: sums of squares of the window's gradient by norm block, after `sent`.
@@ -81,10 +78,6 @@ class LayerGradient:
     """
 
     def __init__(self, weights: LayerWeights, host: torch.Tensor | None, *, on_device: bool) -> None:
-        """
-        Args:
-            on_device: keep the window's gradient in VRAM until the boundary.
-        """
         self.weights, self.on_device = weights, on_device
         self.layer: FlatLayer = weights.layer
         self.host, self.sums = host, torch.empty(0)
@@ -273,12 +266,9 @@ class Gradients:
             layer.received.add(index)
 
     def _open(self, layer: LayerGradient, views: set[int]) -> None:
-        """Give the layer a bucket for the first gradients of a backward.
+        """Give the layer a bucket for the first gradients of a backward: those of `views` (indices).
 
         The compute stream waits where the last step, or a copy to RAM, may still read the layer's own buffer.
-
-        Args:
-            views: indices of the views that have these gradients.
         """
         layer.weights.check_waited([layer.layer.views[index] for index in views & layer.known])
         layer.weights.wait()
@@ -358,8 +348,7 @@ class Gradients:
     def _accumulate_in_ram(self, layer: LayerGradient, first: set[int], again: set[int]) -> None:
         """Copy a micro-batch's gradient to a staging buffer, from where the stepping thread adds it in RAM.
 
-        Args:
-            first, again: indices of the views that get their first, or another, gradient of the window.
+        The views `first` (indices) get their first gradient of the window, those of `again` another.
         """
         staged: list[torch.Tensor] = []  # the staging buffer, until it is given back
         try:

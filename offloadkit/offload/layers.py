@@ -307,8 +307,9 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             blocks.append((name, module))
     if not blocks:
         for name, module in model.named_modules():
-            is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-            if is_list and _are_alike(list(module.children())) and not _inside(name, blocks):
+            if not isinstance(module, nn.ModuleList | nn.Sequential) or _inside(name, blocks):
+                continue
+            if len(module) > 1 and len({type(child) for child in module}) == 1:
                 blocks += [(f"{name}.{child}" if name else child, block) for child, block in module.named_children()]
     return [(name, block) for name, block in blocks if any(True for _ in block.parameters())]
 
@@ -330,10 +331,6 @@ def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Callab
 
 def _inside(name: str, blocks: list[tuple[str, nn.Module]]) -> bool:
     return any(name == block or name.startswith(f"{block}.") for block, _ in blocks)
-
-
-def _are_alike(modules: list[nn.Module]) -> bool:
-    return len(modules) > 1 and len({type(module) for module in modules}) == 1
 
 
 def cut(model: nn.Module, groups: dict[nn.Parameter, int], dtypes: dict[nn.Parameter, torch.dtype]) -> list[FlatLayer]:

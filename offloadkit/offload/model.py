@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import count
 
 import torch
 from torch import nn
@@ -122,17 +123,15 @@ class PlacedModel:
         slabs = host_memory.allocate([*sizes, *shared], self._device, "the optimizer states")
         self.pinning_seconds = time.perf_counter() - started
         own, shared_slabs = slabs[: len(layers)], slabs[len(layers) :]
-        regions: Iterator[Region] = iter(())
         if on_disk:
-            self._disk = DiskStates(
-                StateFile(self._config.disk or tempfile.gettempdir(), on_disk), shared_slabs[num_staging:]
-            )
-            regions = iter([Region(self._disk, index) for index in range(len(on_disk))])
+            file = StateFile(self._config.disk or tempfile.gettempdir(), on_disk)
+            self._disk = DiskStates(file, shared_slabs[num_staging:])
+        regions = count()
         step_buffer = step_buffer_bytes([item[1:] for item in placed], self._accumulation)
         ring = StateRing(self._device, step_buffer, NUM_STEP_BUFFERS) if step_buffer else None
         states = []
         for (layer, _, placement), slab in zip(placed, own, strict=True):
-            region = next(regions) if placement.states == "disk" else None
+            region = Region(self._disk, next(regions)) if self._disk and placement.states == "disk" else None
             state = LayerState(
                 layer, placement, slab, self._config, self._device, self._waits, region=region, ring=ring
             )

@@ -62,24 +62,19 @@ def checkpoint_activations(
         return lambda forward, *args, **kwargs: run(weights.get(block, ()), forward, *args, **kwargs)
 
     if getattr(model, "supports_gradient_checkpointing", False) and not compiled:
-        return _checkpoint_huggingface(model, list(names), choices, recompute)
+        untyped: Any = model
+        # The model's own switch: `activation_checkpointing_enable` in newer transformers, `gradient_...` in older.
+        word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        getattr(untyped, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
+        blocks: list[Any] = list(names)
+        for block in blocks:
+            if block in choices:
+                block._gradient_checkpointing_func = recompute(block)
+            else:
+                block.gradient_checkpointing = False
+        switch_off: Callable[[], None] = getattr(untyped, f"{word}_checkpointing_disable")
+        return switch_off
     return replace_forwards({block: partial(recompute(block), block.forward) for block in choices})
-
-
-def _checkpoint_huggingface(
-    model: Any, blocks: Sequence[Any], choices: Mapping[nn.Module, Checkpoint], recompute: Callable[[nn.Module], Any]
-) -> Callable[[], None]:
-    """Use the model's own switch: `activation_checkpointing_enable` in newer transformers, `gradient_...` in older."""
-    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    enable, disable = (getattr(model, f"{word}_checkpointing_{end}") for end in ("enable", "disable"))
-    enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
-    for block in blocks:
-        if block in choices:
-            block._gradient_checkpointing_func = recompute(block)
-        else:
-            block.gradient_checkpointing = False
-    switch_off: Callable[[], None] = disable
-    return switch_off
 
 
 def _checkpoint(
@@ -156,8 +151,7 @@ class OffloadedInputs:
         self.d2h.wait(record_compute(self.device))
         if view.returned is not None:
             self.d2h.wait(view.returned)
-        self.d2h.copy(view.host, tensor.view(-1), name, timed=True)
-        view.arrived = self.d2h.record()
+        view.arrived = self.d2h.copy_all([(view.host, tensor.view(-1))], name)
         self._copying.append((tensor, view.arrived))
         self._order.append(view)
         handle = _Handle(view)
@@ -216,8 +210,7 @@ class OffloadedInputs:
             self.h2d.wait(record_compute(self.device))  # the compute stream may still use what was in this memory
             assert saved.arrived is not None
             self.h2d.wait(saved.arrived)
-            self.h2d.copy(saved.device.view(-1), saved.host, saved.name, timed=True)
-            saved.returned = self.h2d.record()
+            saved.returned = self.h2d.copy_all([(saved.device.view(-1), saved.host)], saved.name)
         return saved.device
 
 

@@ -123,16 +123,15 @@ class _Buffer:
 
 
 class StateRing:
-    """Buffers in VRAM that chunks of states take turns in, and the streams that fetch them and send them back."""
+    """Buffers in VRAM, of `num_bytes` each, that chunks of states take turns in.
+
+    It has the streams that fetch them and send them back.
+    """
 
     fill_with_nan: ClassVar[bool] = False
     """For tests: a buffer is filled with NaN as soon as its chunk was sent back."""
 
     def __init__(self, device: torch.device, num_bytes: int, num_buffers: int) -> None:
-        """
-        Args:
-            num_bytes: of one buffer.
-        """
         self.h2d, self.d2h = CopyStream(device, "H2D"), CopyStream(device, "D2H")
         memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
         made = record_compute(device)

@@ -182,8 +182,7 @@ class LayerState:
                 flat = FlatState.cut(self.layer.states, self.flat.weights, slab.cut)
                 optimizer_step(flat, self.gradient.host, segments, grad_scale)
         if self._streamed is None:
-            stream.copy(self.weights.flat, self.flat.weights, self.layer.name, timed=True)
-            self.uploaded = stream.record()
+            self.uploaded = stream.copy_all([(self.weights.flat, self.flat.weights)], self.layer.name)
 
     def _step_on_gpu(self, segments: Sequence[Segment], grad_scale: float, stream: CopyStream) -> None:
         if self.uploaded is not None:

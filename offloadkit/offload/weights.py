@@ -23,17 +23,6 @@ from offloadkit.offload.layers import FlatLayer, ParameterView, stays_fp32
 from offloadkit.optim.table import DTYPES, Dtype
 
 
-def own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as `view`, as a tensor with its own storage and version counter.
-
-    Code that saves models takes tensors of one storage for tied weights, and pickles whole storages. So each parameter
-    of a flat layer must look like a separate tensor.
-    """
-    conversions: Any = dlpack
-    tensor: torch.Tensor = conversions.from_dlpack(conversions.to_dlpack(view))
-    return tensor
-
-
 class PendingUpdate:
     """A layer's new weights, on their way. Once `recorded` is set, `arrived` is valid.
 
@@ -71,8 +60,14 @@ class LayerWeights:
         self._versions: list[int] = []
 
     def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Every view's part of `flat` (1-D, `layer.numel` elements) in its parameter's shape."""
-        return [own_storage(flat[view.elements]).view(view.parameter.shape) for view in self.layer.views]
+        """Every view's part of `flat` (1-D, `layer.numel` elements) in its parameter's shape.
+
+        Each has its own storage and version counter: code that saves models takes tensors of one storage for tied
+        weights, and pickles whole storages.
+        """
+        to_own: Any = dlpack
+        parts = [to_own.from_dlpack(to_own.to_dlpack(flat[view.elements])) for view in self.layer.views]
+        return [part.view(view.parameter.shape) for part, view in zip(parts, self.layer.views, strict=True)]
 
     def bind(self, tensors: list[torch.Tensor]) -> None:
         """Make each parameter share the memory of its tensor, one for each view."""
@@ -173,22 +168,18 @@ class ForwardHooks:
       block is a list of modules, which has no forward.
     - The forward of a module outside the blocks waits for the module's own layer.
     - The forward of the whole model waits for layers that nothing else waits for; without gradients it waits for all.
-    - `state_dict` and `load_state_dict` of any module wait for its layers.
+    - `state_dict` and `load_state_dict` of any module wait for its layers. Those of the whole model also call `settle`,
+      which finishes all updates.
     """
 
     def __init__(
         self, model: nn.Module, weights: Sequence[LayerWeights], settle: weakref.WeakMethod[Callable[[], None]]
     ) -> None:
-        """
-        Args:
-            settle: called before the whole model's weights are saved or loaded. It finishes all updates.
-        """
         self._model: nn.Module | None = model
         self._weights, self._settle = weights, settle
         self._order_of_use: dict[LayerWeights, int] = {}
         self._waited_at_root: set[LayerWeights] = set()
         self._ran: set[nn.Module] = set()
-        self._with_gradient: set[ParameterView] = set()
         self._layers_of: dict[nn.Module, list[LayerWeights]] = {}
         self._waiting_for: dict[nn.Module, list[LayerWeights]] = {}
         for weight in weights:
@@ -245,10 +236,8 @@ class ForwardHooks:
 
         That is so where neither its block nor all of its modules ran, as in `F.linear(x, self.embed.weight)`.
         """
-        if view not in self._with_gradient:
-            self._with_gradient.add(view)
-            if weight.layer.block not in self._ran and any(owner not in self._ran for owner, _ in view.owners):
-                self._waited_at_root.add(weight)
+        if weight.layer.block not in self._ran and any(owner not in self._ran for owner, _ in view.owners):
+            self._waited_at_root.add(weight)
 
     def forward_order(self) -> list[LayerWeights]:
         """The layers in the order in which forward uses them. Those that the whole model waits for come first."""
@@ -291,13 +280,10 @@ class TiedUses:
     """Hooks that make every use of a tied weight hand over its own gradient.
 
     While a module that holds a tied weight runs, the attribute is a `_Use` of the weight instead of the parameter.
+    `sink` takes the gradient of each use, in the parameter's shape.
     """
 
     def __init__(self, layers: Sequence[FlatLayer], sink: Callable[[ParameterView, torch.Tensor], None]) -> None:
-        """
-        Args:
-            sink: takes the gradient of each use, in the parameter's shape.
-        """
         self._hooks: list[Any] = []
         self._views_of = views_of = dict[nn.Module, dict[str, ParameterView]]()
         for view in (view for layer in layers for view in layer.views if view.shared):
