@@ -374,19 +374,20 @@ class _Environment:
 
     def __init__(self, device: torch.device) -> None:
         self._device_types: tuple[str, ...] = ("cpu",)
-        self._generators = [torch.default_generator]
+        generators = [torch.default_generator]
         if device.type == "cuda":
             self._device_types = ("cpu", "cuda")
-            self._generators.append(torch.cuda.default_generators[device.index])
-        self._random_states = self._present_random_states()
+            generators.append(torch.cuda.default_generators[device.index])
+        self._random_states = [(generator, generator.get_state()) for generator in generators]
         self._autocast = self._present_autocast()
         self._default_device = _default_device()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """A context with the environment as it was. Afterwards the random states are those of before the context."""
-        now = self._present_random_states()
-        self._set_random_states(self._random_states)
+        now = [(generator, generator.get_state()) for generator, _ in self._random_states]
+        for generator, state in self._random_states:
+            generator.set_state(state)
         try:
             with ExitStack() as contexts:
                 if self._autocast != self._present_autocast():
@@ -396,14 +397,8 @@ class _Environment:
                     contexts.enter_context(self._default_device)
                 yield
         finally:
-            self._set_random_states(now)
-
-    def _present_random_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-    def _set_random_states(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+            for generator, state in now:
+                generator.set_state(state)
 
     def _present_autocast(self) -> list[tuple[str, bool, torch.dtype, bool]]:
         """For each device type: its name, whether autocast is on, its dtype, and whether it caches casts."""

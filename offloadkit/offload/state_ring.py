@@ -64,42 +64,37 @@ class _Chunk:
         return tuple((name, part.dtype, part.numel()) for name, part in self.host.items())
 
 
+@dataclass(eq=False)
 class PassingStates:
     """What of a layer passes through VRAM when the GPU steps it.
 
     Attributes:
         name: in a trace.
-        table: of its states.
+        host: its states are in RAM, and so are its weights where they are not `resident`.
+        resident: 1-D working weights that are in VRAM and are stepped there.
+        gradient: 1-D, in RAM; None: it is in VRAM.
         drained: the end of the newest copy into `host`'s arrays; until then nobody else reads or writes them.
     """
 
-    def __init__(
-        self, layer: str, host: FlatState, resident: torch.Tensor | None, gradient: torch.Tensor | None
-    ) -> None:
-        """
-        Args:
-            layer: its name.
-            host: its states are in RAM, and so are its weights where they are not `resident`.
-            resident: 1-D working weights that are in VRAM and are stepped there.
-            gradient: 1-D, in RAM; None: it is in VRAM.
-        """
-        self.name, self.table = f"{layer} states", host.table
-        self._host, self._resident, self.gradient = host, resident, gradient
-        self.drained: Event | None = None
+    name: str
+    host: FlatState
+    resident: torch.Tensor | None
+    gradient: torch.Tensor | None
+    drained: Event | None = None
 
     @cached_property
     def chunks(self) -> list[_Chunk]:
         """In the order in which they pass."""
-        total = self._host.weights.numel()
+        total = self.host.weights.numel()
         size = chunk_numel(total)
         chunks = []
         for start in range(0, total, size):
             end = min(start + size, total)
-            host = {} if self._resident is not None else {"weights": self._host.weights[start:end]}
-            host |= {array.name: self._host[array.name][array.part(start, end)] for array in self.table.arrays}
+            host = {} if self.resident is not None else {"weights": self.host.weights[start:end]}
+            host |= {array.name: self.host[array.name][array.part(start, end)] for array in self.host.table.arrays}
             if self.gradient is not None:
                 host["gradient"] = self.gradient[start:end]
-            resident = None if self._resident is None else self._resident[start:end]
+            resident = None if self.resident is None else self.resident[start:end]
             chunks.append(_Chunk(start, end - start, host, resident))
         return chunks
 
@@ -176,7 +171,7 @@ class StateRing:
         """
         if unread is not None:
             self.d2h.wait(unread)
-        drained = layer.drained
+        drained, table = layer.drained, layer.host.table
         for chunk in layer.chunks:
             parts = _within(segments, chunk)
             if not parts:
@@ -185,7 +180,7 @@ class StateRing:
             buffer = self._fetched(layer, chunk)
             here = buffer.parts(chunk)
             weights = here["weights"] if chunk.resident is None else chunk.resident
-            state = FlatState(layer.table, weights, {array.name: here[array.name] for array in layer.table.arrays})
+            state = FlatState(table, weights, {array.name: here[array.name] for array in table.arrays})
             own = here["gradient"] if gradient is None else gradient[chunk.start : chunk.start + chunk.numel]
             assert buffer.arrived is not None
             stream.wait(buffer.arrived)

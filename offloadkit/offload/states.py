@@ -91,7 +91,7 @@ class LayerState:
         if ring is not None and placement.states == "ram" and gpu_can_step(placement):
             passing_gradient = host if placement.gradients == "ram" else None
             resident_weights = self.weights.flat if self._streamed is None else None
-            self._passing = PassingStates(layer.name, self.flat, resident_weights, passing_gradient)
+            self._passing = PassingStates(f"{layer.name} states", self.flat, resident_weights, passing_gradient)
         self.on_gpu = placement.step == "gpu"
         self.switchable = config.placement is None and by_cpu and self._passing is not None
         self._copy_is_stale = False
@@ -118,11 +118,10 @@ class LayerState:
                 "weights first, or pass materialise="
             )
         for view in self.layer.views:
-            source, remainder = view.parameter.data.reshape(-1), None
+            source = view.parameter.data.reshape(-1)
+            remainder = source if self.layer.dtype == torch.float16 else None
             if self.layer.dtype == torch.bfloat16 and source.dtype == torch.float32:
                 source, remainder = split_master(source)
-            elif self.layer.dtype == torch.float16:
-                remainder = source
             if self.flat.remainder is not None and remainder is not None:
                 self.flat.remainder[view.elements].copy_(remainder)
             self.flat.weights[view.elements].copy_(source)

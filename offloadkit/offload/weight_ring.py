@@ -32,6 +32,7 @@ class StreamedWeights(LayerWeights):
 
     Attributes:
         flat_bytes: `flat`, which is pinned, as uint8. Between steps the parameters are views of this memory.
+        block: the layers that come and go with this one, set by its `StreamedBlock`.
         copied: the end of the newest copy out of `flat`. Nobody writes to `flat` before it.
         written: the end of the newest copy into `flat`, if the GPU steps the layer.
     """
@@ -41,7 +42,7 @@ class StreamedWeights(LayerWeights):
         self.flat_bytes = flat.view(torch.uint8)
         self.copied: Event | None = None
         self.written: Event | None = None
-        self.block: StreamedBlock | None = None
+        self.block: StreamedBlock
         self._host_views: list[torch.Tensor] = []
         self._views: dict[int, list[torch.Tensor]] = {}
         nan = torch.full((1,), torch.nan, dtype=layer.dtype, device=device)
@@ -79,18 +80,15 @@ class StreamedWeights(LayerWeights):
         self.bind(self._views[address])
 
     def use(self) -> None:
-        assert self.block is not None
         self.block.use()
 
     def settle(self) -> None:
         self.wait()
         if self.written is not None:
             self.written.synchronize()
-        assert self.block is not None
         self.block.ring.evict(self.block)
 
     def start_update(self, views: set[int]) -> PendingUpdate:
-        assert self.block is not None
         self.block.ring.evict(self.block)
         pending = super().start_update(views)
         self.block.num_updates = [layer.num_updates for layer in self.block.layers]
@@ -101,8 +99,7 @@ class StreamedWeights(LayerWeights):
         Raises:
             EngineStateError: the block was recomputed, and its buffer went to another block before this gradient.
         """
-        block = self.block
-        if block is not None and block.recomputed and not block.ring.holds(block):
+        if self.block.recomputed and not self.block.ring.holds(self.block):
             raise EngineStateError(
                 f"the gradient of {view.name!r} came after its block had left VRAM: this model's backward does not run "
                 "block by block. Train it with Placement(activations='keep'), or with weights='vram'"
