@@ -145,11 +145,12 @@ class OffloadEngine:
         if not torch.is_grad_enabled():
             with explained_shortage(self.plan, self.device):
                 return self.module(*args, **kwargs)
-        began = self._records.start_forward()
-        with explained_shortage(self.plan, self.device, self.drop_gradients), self._placed.in_forward():
-            output = self.module(*args, **kwargs)
-        self._records.end_forward(began, num_tokens(self.module, kwargs))
-        return output
+        with (
+            self._records.forward(num_tokens(self.module, kwargs)),
+            explained_shortage(self.plan, self.device, self.drop_gradients),
+            self._placed.in_forward(),
+        ):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, scale_by_accumulation: bool = True) -> None:
         """Backward of one micro-batch. Gradients are gathered, and sent to RAM, layer by layer.
@@ -176,16 +177,15 @@ class OffloadEngine:
             raise ValueError(f"backward() takes a scalar loss, got a tensor of shape {tuple(loss.shape)}")
         if scale_by_accumulation and accumulation > 1:
             loss = loss / accumulation
-        began = self._records.start_backward(loss)
-        self._update_loss_scale()
-        try:
-            with explained_shortage(self.plan, self.device, self.drop_gradients), self._placed.in_backward():
-                loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
-                loss.backward()  # type: ignore[no-untyped-call]
-        except BaseException:
-            self.drop_gradients()
-            raise
-        self._records.end_backward(began)
+        with self._records.backward(loss):
+            self._update_loss_scale()
+            try:
+                with explained_shortage(self.plan, self.device, self.drop_gradients), self._placed.in_backward():
+                    loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
+                    loss.backward()  # type: ignore[no-untyped-call]
+            except BaseException:
+                self.drop_gradients()
+                raise
         self._num_backwards += 1
         self._stepped = False
 

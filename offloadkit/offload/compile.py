@@ -24,7 +24,6 @@ from offloadkit.errors import ConfigError
 from offloadkit.offload.layers import repeated_blocks, replace_forwards
 
 BACKEND = "inductor"
-"""The backend of torch.compile."""
 
 _DETERMINISTIC = "deterministic"
 """Option of inductor: kernels and padding are not chosen by measured times, so that numbers do not depend on them."""
@@ -97,8 +96,14 @@ class _EqualBlocks:
         """Blocks that ran compiled. Their recomputation must run compiled too."""
         self._fails = False
         self._compiled: Callable[..., Any] = self.uncompiled
+
+        def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return type(block).forward(block, *args, **kwargs)
+
+        # torch keeps compiled code, and which sizes it saw change, by code object. So each kind of block has its own.
+        code = run.__code__.replace(co_name=f"run_block_{next(_numbers)}")
         try:
-            self._compiled = torch.compile(_own_function(), backend=self._compile)
+            self._compiled = torch.compile(FunctionType(code, run.__globals__), backend=self._compile)
         except RuntimeError as error:  # torch does not support this Python or this system
             reason = reason or str(error)
         if reason and reason != _EMBEDDING:
@@ -158,16 +163,3 @@ class _EqualBlocks:
                 stacklevel=2,
             )
         self._fails = True
-
-
-def _own_function() -> Callable[..., Any]:
-    """A function that runs a block, with its own code object.
-
-    torch keeps compiled code, and which sizes it saw change, by code object.
-    """
-
-    def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return type(block).forward(block, *args, **kwargs)
-
-    code = run.__code__.replace(co_name=f"run_block_{next(_numbers)}")
-    return FunctionType(code, run.__globals__)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,35 +65,30 @@ class StepRecords:
         """Updates that may not be applied."""
         self._context_bytes: int | None = None
 
-    def start_forward(self) -> Event:
-        """Forward begins. Returns the event that `end_forward` takes."""
+    @contextmanager
+    def forward(self, num_tokens: int | None) -> Iterator[None]:
+        """While it is open, forward runs over `num_tokens` positions. One that fails is not recorded."""
         now = self._current
         if now.last_backward is not None:
             now.other_seconds += time.perf_counter() - now.last_backward
             now.last_backward = None
         _traced("forward")
-        return record_compute(self._device, timing=True)
-
-    def end_forward(self, began: Event, num_tokens: int | None) -> None:
-        """Forward over `num_tokens` positions ends."""
+        began = record_compute(self._device, timing=True)
+        yield
         if num_tokens is not None:
             self._current.num_tokens = (self._current.num_tokens or 0) + num_tokens
         _traced("")
         self._current.forwards.append((began, record_compute(self._device, timing=True)))
 
-    def start_backward(self, loss: torch.Tensor) -> Event:
-        """Backward of `loss` begins: a scalar, this micro-batch's share. Its value is copied to RAM, to be read later.
-
-        Returns the event that `end_backward` takes.
-        """
+    @contextmanager
+    def backward(self, loss: torch.Tensor) -> Iterator[None]:
+        """While it is open, backward of `loss` runs: a scalar, this micro-batch's share. Its value is copied to RAM."""
         copy = torch.empty((), dtype=torch.float32, pin_memory=self._device.type == "cuda")
         copy.copy_(loss.detach().reshape(()), non_blocking=True)
         self._current.losses.append(copy)
         _traced("backward")
-        return record_compute(self._device, timing=True)
-
-    def end_backward(self, began: Event) -> None:
-        """Backward ends."""
+        began = record_compute(self._device, timing=True)
+        yield
         _traced("")
         self._current.backwards.append((began, record_compute(self._device, timing=True)))
         self._current.last_backward = time.perf_counter()

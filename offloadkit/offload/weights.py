@@ -193,10 +193,7 @@ class ForwardHooks:
         self._hooks.append(model.register_forward_pre_hook(at_root, prepend=True))
         for module in dict.fromkeys([model, *self._layers_of]):
             untyped: Any = module
-            self._hooks += [
-                untyped.register_state_dict_pre_hook(wait),
-                untyped.register_load_state_dict_pre_hook(wait),
-            ]
+            self._hooks += [untyped.register_state_dict_pre_hook(wait), untyped.register_load_state_dict_pre_hook(wait)]
 
     def _hook_functions(self) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
         """The hooks of the whole model's forward, of a module's forward, and of a module's state_dict.
