@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -352,10 +352,8 @@ class Gradients:
         """
         staged: list[torch.Tensor] = []  # the staging buffer, until it is given back
         try:
-            if self._staging.empty():  # all are in use: wait until the stepping thread gives one back
-                with self._waits.blocking():
-                    staged.append(self._staging.get())
-            else:
+            # If all are in use, this waits until the stepping thread gives one back.
+            with self._waits.blocking() if self._staging.empty() else nullcontext():
                 staged.append(self._staging.get())
             self._accumulate_through(staged, layer, first, again)
         except BaseException:  # also an interrupt: else later micro-batches would wait for the buffer for ever

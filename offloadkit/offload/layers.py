@@ -138,11 +138,7 @@ def plan_of(
     hardware: Hardware | None = None,
     assumed: bool = False,
 ) -> Plan:
-    """The plan of `model` as cut into `layers`. The model may be on the meta device.
-
-    Args:
-        work, hardware, assumed: as for `make_plan`.
-    """
+    """The plan of `model` as cut into `layers`. The model may be on the meta device. For the rest see `make_plan`."""
     trained = {view.parameter for layer in layers for view in layer.views}
     frozen = [parameter for parameter in model.parameters() if parameter not in trained]
     return make_plan(

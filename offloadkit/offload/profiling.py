@@ -147,9 +147,7 @@ class Profile:
     """
 
     def __init__(self, steps: int, path: Path, device: torch.device, undo: ExitStack) -> None:
-        """
-        Args:
-            undo: gets a callback that ends the trace when the engine is closed.
+        """`undo` gets a callback that ends the trace when the engine is closed.
 
         Raises:
             ConfigError: `steps` is not a positive int, or other steps are being traced.

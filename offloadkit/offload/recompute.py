@@ -117,10 +117,7 @@ class OffloadedInputs:
     def checkpoint(
         self, name: str, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """As `_checkpoint`, but the first argument is in RAM until backward.
-
-        Args:
-            name: of the copies in a trace.
+        """As `_checkpoint`, but the first argument is in RAM until backward. In a trace its copies bear `name`.
 
         Raises:
             ModelError: the block wrote to its first argument, which was being copied.
@@ -137,8 +134,8 @@ class OffloadedInputs:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             output = _checkpoint(self.device, weights, forward, *args, **kwargs)
-        if first is not None:
-            check_unwritten(first, version)
+        if first is not None and first._version != version:
+            raise changed_in_place(first)
         return output
 
     def _send(self, tensor: torch.Tensor, name: str) -> _Handle:
@@ -192,7 +189,10 @@ class OffloadedInputs:
     def _unpack(self, packed: tuple[torch.Tensor, int] | _Handle) -> torch.Tensor:
         """The input of the block that backward has reached. The input of the block before it is fetched ahead."""
         if isinstance(packed, tuple):
-            return check_unwritten(*packed)
+            tensor, version = packed
+            if tensor._version != version:
+                raise changed_in_place(tensor)
+            return tensor
         self._free_vram(0)
         saved = packed.view
         here = self._fetch(saved)
@@ -284,7 +284,10 @@ class _Recomputation:
         """The tensor with number `index`. It is not kept: to unpack it again takes another run."""
         if index not in self._found:
             self._found = self._run_again()
-        return check_unwritten(*self._found.pop(index))
+        tensor, version = self._found.pop(index)
+        if tensor._version != version:
+            raise changed_in_place(tensor)
+        return tensor
 
     def _run_again(self) -> dict[int, tuple[torch.Tensor, int]]:
         """The tensors that the second run saves, by number, each with its version counter."""
@@ -306,7 +309,8 @@ class _Recomputation:
         for index, saved in zip(self._at, self._saved_args.grad_fn.saved_tensors, strict=True):
             args[index] = saved
         for tensor, version in self._versions:
-            check_unwritten(tensor, version)
+            if tensor._version != version:
+                raise changed_in_place(tensor)
         try:
             with self._environment.restored(), saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
                 self._function(*args, **self._kwargs)
@@ -333,15 +337,9 @@ def _described(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
-def check_unwritten(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """`tensor`, which had `version` when autograd saved it.
-
-    Raises:
-        ModelError: it was written to since.
-    """
-    if tensor._version == version:
-        return tensor
-    raise ModelError(
+def changed_in_place(tensor: torch.Tensor) -> ModelError:
+    """The error for a tensor that was written to after autograd had saved it."""
+    return ModelError(
         f"a tensor {_described(tensor.shape, tensor.dtype)} that backward needs was written to after it was saved. "
         "Either an in-place operation did it (x.mul_(2): compute x = x * 2 instead), or engine.step() came before "
         "engine.backward(loss)"

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import cycle
 from typing import ClassVar
 
 import torch
@@ -131,7 +132,7 @@ class StateRing:
         memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
         made = record_compute(device)
         self._buffers = [_Buffer(memory, {}, free=made) for memory in memories]
-        self._num_fetched = 0
+        self._turns = cycle(self._buffers)
         self._ahead: deque[tuple[_Chunk, _Buffer]] = deque()
         self._under_way: deque[Event] = deque()
         self._stepped: Event | None = None
@@ -147,7 +148,7 @@ class StateRing:
             if len(self._ahead) == len(self._buffers):
                 return
             states = [name for name in chunk.host if name != "gradient"]
-            self._ahead.append((chunk, self._fetch(layer, chunk, self._next_buffer(), states)))
+            self._ahead.append((chunk, self._fetch(layer, chunk, next(self._turns), states)))
 
     def step(
         self,
@@ -209,12 +210,7 @@ class StateRing:
             buffer = self._ahead.popleft()[1]
             return self._fetch(layer, chunk, buffer, ["gradient"]) if "gradient" in chunk.host else buffer
         self._ahead.clear()
-        return self._fetch(layer, chunk, self._next_buffer(), list(chunk.host))
-
-    def _next_buffer(self) -> _Buffer:
-        buffer = self._buffers[self._num_fetched % len(self._buffers)]
-        self._num_fetched += 1
-        return buffer
+        return self._fetch(layer, chunk, next(self._turns), list(chunk.host))
 
     def _fetch(self, layer: PassingStates, chunk: _Chunk, buffer: _Buffer, names: Sequence[str]) -> _Buffer:
         for event in (buffer.free, layer.drained, self._stepped):

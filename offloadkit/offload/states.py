@@ -106,8 +106,7 @@ class LayerState:
     def take_parameters(self, materialise: Materialise | None) -> None:
         """Take the parameters' present values as master weights and bind the parameters to the flat buffer.
 
-        Args:
-            materialise: makes parameters on the meta device real first, in RAM.
+        `materialise` makes parameters on the meta device real first, in RAM.
         """
         parameters = [view.parameter for view in self.layer.views]
         if materialise is not None:
@@ -134,8 +133,7 @@ class LayerState:
     def take_over(self, views: Sequence[ParameterView], *, keep_remainder: bool = False) -> None:
         """Take weights of `views` that were written from outside as the master weights. Their update is recorded.
 
-        Args:
-            keep_remainder: the caller sets the remainder next; else it adds nothing.
+        With `keep_remainder` the caller sets the remainder next; else it adds nothing.
         """
         self._wait_for_copies()
         if self._streamed is not None:

@@ -23,7 +23,7 @@ from torch import nn
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import FlatLayer, ParameterView
-from offloadkit.offload.recompute import check_unwritten
+from offloadkit.offload.recompute import changed_in_place
 from offloadkit.offload.weights import LayerWeights, PendingUpdate
 
 
@@ -271,7 +271,10 @@ class WeightRing:
                 for tensors that pass through hooks.
         """
         if type(saved) is tuple:
-            return check_unwritten(*saved)
+            tensor, version = saved
+            if tensor._version != version:
+                raise changed_in_place(tensor)
+            return tensor
         assert isinstance(saved, _SavedWeight)
         if saved.num_updates != saved.block.num_updates:
             for layer, num_updates in zip(saved.block.layers, saved.num_updates, strict=True):
