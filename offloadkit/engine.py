@@ -20,20 +20,19 @@ import torch
 from torch import nn
 
 from offloadkit import hardware
-from offloadkit.checkpoint.state import load_run_state, run_state
 from offloadkit.config import OffloadConfig
 from offloadkit.device.streams import record_compute
-from offloadkit.errors import EngineStateError, NonFiniteGradientError, OffloadkitError
+from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OffloadkitError
 from offloadkit.offload.layers import UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.profiling import Profile
-from offloadkit.offload.records import StepClock, StepReports, num_tokens
+from offloadkit.offload.records import StepRecords, num_tokens
 from offloadkit.offload.shortage import RamWatch, explained_shortage
-from offloadkit.offload.states import Materialise, optimizer_states
+from offloadkit.offload.states import Materialise
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import GroupOptions
-from offloadkit.optim.torch_optimizer import OffloadOptimizer
+from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
 from offloadkit.planner import Plan
 from offloadkit.telemetry import Telemetry
 
@@ -117,11 +116,14 @@ class OffloadEngine:
             param_groups or [{"params": [p for p in model.parameters() if p in trained]}],
             self.config,
             self,
-            optimizer_states(self._placed.states),
+            {
+                view.parameter: state.state_of(at)
+                for state in self._placed.states
+                for at, view in enumerate(state.layer.views)
+            },
         )
         self._untrained = UntrainedParameters(model, trained)
-        self._clock = StepClock(self.device)
-        self._reports = StepReports(self._clock, self.telemetry, self.plan, self.device, self.config.on_nonfinite)
+        self._records = StepRecords(self.telemetry, self.plan, self.device, self.config.on_nonfinite)
         has_fp16 = any(layer.dtype == torch.float16 for layer in layers)
         self.loss_scale = LossScale(self.config.loss_scale) if has_fp16 else None
         self._newest: Update | None = None
@@ -143,11 +145,12 @@ class OffloadEngine:
         if not torch.is_grad_enabled():
             with explained_shortage(self.plan, self.device):
                 return self.module(*args, **kwargs)
-        began = self._clock.start_forward()
-        with explained_shortage(self.plan, self.device, self.drop_gradients), self._placed.in_forward():
-            output = self.module(*args, **kwargs)
-        self._clock.end_forward(began, num_tokens(self.module, kwargs))
-        return output
+        with (
+            self._records.forward(num_tokens(self.module, kwargs)),
+            explained_shortage(self.plan, self.device, self.drop_gradients),
+            self._placed.in_forward(),
+        ):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, scale_by_accumulation: bool = True) -> None:
         """Backward of one micro-batch. Gradients are gathered, and sent to RAM, layer by layer.
@@ -174,16 +177,15 @@ class OffloadEngine:
             raise ValueError(f"backward() takes a scalar loss, got a tensor of shape {tuple(loss.shape)}")
         if scale_by_accumulation and accumulation > 1:
             loss = loss / accumulation
-        began = self._clock.start_backward(loss)
-        self._update_loss_scale()
-        try:
-            with explained_shortage(self.plan, self.device, self.drop_gradients), self._placed.in_backward():
-                loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
-                loss.backward()  # type: ignore[no-untyped-call]
-        except BaseException:
-            self.drop_gradients()
-            raise
-        self._clock.end_backward(began)
+        with self._records.backward(loss):
+            self._update_loss_scale()
+            try:
+                with explained_shortage(self.plan, self.device, self.drop_gradients), self._placed.in_backward():
+                    loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
+                    loss.backward()  # type: ignore[no-untyped-call]
+            except BaseException:
+                self.drop_gradients()
+                raise
         self._num_backwards += 1
         self._stepped = False
 
@@ -222,11 +224,10 @@ class OffloadEngine:
             self.drop_gradients()
             raise
         self.num_updates += 1
-        self._reports.add(update)
         self._newest, self._overflow_known, self._stepped, self._num_backwards = update, False, True, 0
-        self._clock.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy())
+        self._records.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy())
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
-        if self._profile is not None and self._profile.step(self._settle, self._reports.read, self.telemetry):
+        if self._profile is not None and self._profile.step(self._settle, self._records.read, self.telemetry):
             self._profile = None
         return True
 
@@ -294,7 +295,7 @@ class OffloadEngine:
         """Drop the gradients gathered since the last update, as `optimizer.zero_grad()` does."""
         self._check_open()
         self._placed.gradients.drop()
-        self._clock.drop_window()
+        self._records.drop_window()
         self._num_backwards, self._stepped = 0, True
 
     def _settle(self) -> None:
@@ -307,7 +308,7 @@ class OffloadEngine:
         """Record the steps that have finished in the telemetry, and report those that were not applied."""
         self._raise_thread_error()
         try:
-            self._reports.read()
+            self._records.read()
         except NonFiniteGradientError:
             self.drop_gradients()
             raise
@@ -323,7 +324,11 @@ class OffloadEngine:
         """
         self.synchronize()
         return {
-            **run_state(self.module, self.optimizer, self._placed),
+            "module": self.module.state_dict(),
+            "optimizer": {view.name: self.optimizer.state[view.parameter] for view in self._placed.views()},
+            "param_groups": [
+                {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+            ],
             "num_updates": self.num_updates,
             "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
         }
@@ -338,7 +343,23 @@ class OffloadEngine:
             ConfigError: the saved states are another optimizer's, or have another precision or working dtype.
         """
         self.synchronize()
-        load_run_state(state, self.module, self.optimizer, self._placed)
+        saved, groups = state["optimizer"], self.optimizer.param_groups
+        parameters = {view.name: view.parameter for view in self._placed.views()}
+        if parameters.keys() != saved.keys():
+            differing = sorted(parameters.keys() ^ saved.keys())
+            raise ModelError(f"the saved run has other parameters than this model: {', '.join(differing[:5])} differ")
+        if len(state["param_groups"]) != len(groups):
+            raise ModelError(
+                f"the saved run has {len(state['param_groups'])} parameter groups, this one has {len(groups)}"
+            )
+        for name, parameter in parameters.items():
+            check_states(self.optimizer.state[parameter], saved[name])
+        self.module.load_state_dict(state["module"])
+        self._placed.take_over_outside_writes(keep_remainder=True)
+        for name, parameter in parameters.items():
+            self.optimizer.load_parameter_state(parameter, saved[name])
+        for group, options in zip(groups, state["param_groups"], strict=True):
+            group.update(options)
         self.num_updates = state["num_updates"]
         if self.loss_scale is not None and state.get("loss_scale"):
             self.loss_scale.load_state_dict(state["loss_scale"])
@@ -364,7 +385,7 @@ class OffloadEngine:
         failing = sys.exception() is not None  # an error is already on its way to the caller: do not hide it
         try:
             self._settle()
-            self._reports.read()
+            self._records.read()
         except OffloadkitError:
             if not failing:
                 raise
@@ -372,10 +393,10 @@ class OffloadEngine:
             self._open = False
             self._finalizer()
             self.optimizer.state.clear()
-            self._reports.forget()
+            self._records.forget()
             self._newest = None
             self._placed.release()
-            del self._placed, self._reports, self._clock
+            del self._placed, self._records
             _open_engines.pop(self.module, None)
             self.telemetry.close()
             hardware.trim_heap()

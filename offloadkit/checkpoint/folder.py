@@ -120,17 +120,16 @@ def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
         ConfigError: it has not.
     """
     saved = json.loads((checkpoint / "config.json").read_text())
-    sizes: list[dict[str, Any]] = [{"model_type": saved.get("model_type")}, {"model_type": config.model_type}]
-    if sizes[0] == sizes[1]:
-        sizes = [
-            {name: getattr(one, name, None) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
-            for one in (type(config).from_dict(saved), config)
-        ]
-    for name, value in sizes[0].items():
-        if value != sizes[1][name]:
+    sizes: dict[str, tuple[Any, Any]] = {"model_type": (saved.get("model_type"), config.model_type)}
+    if saved.get("model_type") == config.model_type:
+        before = type(config).from_dict(saved)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            sizes[name] = getattr(before, name, None), getattr(config, name, None)
+    for name, (value, own) in sizes.items():
+        if value != own:
             raise ConfigError(
-                f"{checkpoint} is of another model, with {name} {value}, and this one has {sizes[1][name]}: resume "
-                "with the model of that run, or pass another output_dir"
+                f"{checkpoint} is of another model, with {name} {value}, and this one has {own}: resume with the "
+                "model of that run, or pass another output_dir"
             )
 
 

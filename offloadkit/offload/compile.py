@@ -21,10 +21,9 @@ import torch
 from torch import nn
 
 from offloadkit.errors import ConfigError
-from offloadkit.offload.layers import repeated_blocks
+from offloadkit.offload.layers import repeated_blocks, replace_forwards
 
 BACKEND = "inductor"
-"""The backend of torch.compile."""
 
 _DETERMINISTIC = "deterministic"
 """Option of inductor: kernels and padding are not chosen by measured times, so that numbers do not depend on them."""
@@ -61,24 +60,18 @@ def compile_blocks(model: nn.Module, tied: Collection[nn.Module]) -> Callable[[]
             "put its layers in an nn.ModuleList, or leave the switch off"
         )
     without_caches = bool(getattr(model, "supports_gradient_checkpointing", False))
-    before = []
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
     for (_, reason, _), blocks in kinds.items():
         forward = _EqualBlocks(blocks, reason).forward(without_caches)
         for block in blocks:
-            before.append((block, vars(block).get("forward")))
-            block.forward = MethodType(forward, block)  # a method: a deepcopy of the model calls its own block
-
-    def restore() -> None:
-        for block, forward in before:
-            del block.forward
-            if forward is not None:
-                block.forward = forward
-
-    return restore
+            forwards[block] = MethodType(forward, block)  # a method: a deepcopy of the model calls its own block
+    return replace_forwards(forwards)
 
 
 def _kind(block: nn.Module, tied: Collection[nn.Module]) -> Any:
     """A key that is equal for blocks that share a graph. Its second part is why the block is not compiled, or ""."""
+    from torch._inductor import config
+
     reason = ""
     if "forward" in vars(block):
         reason = "its forward was replaced"
@@ -86,7 +79,7 @@ def _kind(block: nn.Module, tied: Collection[nn.Module]) -> Any:
         reason = "it holds a tied weight"
     elif any(isinstance(module, nn.Embedding) for module in block.modules()):
         reason = _EMBEDDING
-    elif BACKEND == "inductor" and not _has_deterministic_option():
+    elif BACKEND == "inductor" and not hasattr(config, _DETERMINISTIC):
         reason = f"torch {torch.__version__} chooses kernels by measured time, so numbers would vary; 2.10 need not"
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
     return type(block), reason, tuple(parameters)
@@ -96,18 +89,21 @@ class _EqualBlocks:
     """Blocks that share a graph, one for each kind of input."""
 
     def __init__(self, blocks: Sequence[nn.Module], reason: str) -> None:
-        """
-        Args:
-            reason: why they cannot be compiled; "" if they can.
-        """
+        """`reason`: why they cannot be compiled; "" if they can."""
         self.what = f"{len(blocks)} x {type(blocks[0]).__name__}"
         self._own_forward = {block: vars(block)["forward"] for block in blocks if "forward" in vars(block)}
         self._ran: set[nn.Module] = set()
         """Blocks that ran compiled. Their recomputation must run compiled too."""
         self._fails = False
         self._compiled: Callable[..., Any] = self.uncompiled
+
+        def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return type(block).forward(block, *args, **kwargs)
+
+        # torch keeps compiled code, and which sizes it saw change, by code object. So each kind of block has its own.
+        code = run.__code__.replace(co_name=f"run_block_{next(_numbers)}")
         try:
-            self._compiled = torch.compile(_own_function(), backend=self._compile)
+            self._compiled = torch.compile(FunctionType(code, run.__globals__), backend=self._compile)
         except RuntimeError as error:  # torch does not support this Python or this system
             reason = reason or str(error)
         if reason and reason != _EMBEDDING:
@@ -167,22 +163,3 @@ class _EqualBlocks:
                 stacklevel=2,
             )
         self._fails = True
-
-
-def _own_function() -> Callable[..., Any]:
-    """A function that runs a block, with its own code object.
-
-    torch keeps compiled code, and which sizes it saw change, by code object.
-    """
-
-    def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return type(block).forward(block, *args, **kwargs)
-
-    code = run.__code__.replace(co_name=f"run_block_{next(_numbers)}")
-    return FunctionType(code, run.__globals__)
-
-
-def _has_deterministic_option() -> bool:
-    from torch._inductor import config
-
-    return hasattr(config, _DETERMINISTIC)

@@ -16,8 +16,8 @@ GPU (`optim.norm`). Gradients of an accumulation window are added in the order o
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -35,17 +35,13 @@ from offloadkit.planner import NUM_GRADIENT_BUCKETS, is_small
 
 
 class BucketPool:
-    """Reusable device buffers of one size.
+    """Reusable device buffers of the size of the largest bucket.
 
     The pool holds NUM_GRADIENT_BUCKETS - 1 buckets; autograd holds the gradients of one more layer. A buffer is
     returned with the event of the copy that still reads it. The compute stream waits for it before it writes again.
     """
 
     def __init__(self, device: torch.device, num_bytes: int, waits: Waits) -> None:
-        """
-        Args:
-            num_bytes: size of the largest bucket.
-        """
         self._device, self._num_bytes, self._waits = device, num_bytes, waits
         self._free: list[tuple[torch.Tensor, Event | None]] = []
 
@@ -65,37 +61,11 @@ class BucketPool:
         self._free.append((buffer, busy))
 
 
-class VramGradients:
-    """The gradients of one dtype that stay in VRAM until the boundary. One buffer, so one operation sums all of them.
-
-    Attributes:
-        parts: each layer's gradient, 1-D.
-    """
-
-    def __init__(
-        self, numels: Sequence[int], blocks: Sequence[torch.Tensor], dtype: torch.dtype, sums: torch.Tensor
-    ) -> None:
-        """
-        Args:
-            numels: elements of each layer.
-            blocks: each layer's norm blocks, as `norm_blocks` gives them.
-            sums: 1-D fp64 tensor on the device, which gets the sums of all blocks, one after the other.
-        """
-        starts = list(accumulate(numels, initial=0))
-        self._flat = torch.zeros(starts[-1], dtype=dtype, device=sums.device)
-        self.parts = [self._flat[start:end] for start, end in pairwise(starts)]
-        moved = [some + torch.tensor([start, 0]) for some, start in zip(blocks, starts[:-1], strict=True)]
-        self._blocks, self._sums = torch.cat(moved).to(sums.device), sums
-
-    def compute_sums(self) -> None:
-        """Compute the sums of squares of all blocks. Those of layers without a gradient are meaningless."""
-        block_sums(self._flat, self._blocks, self._sums)
-
-
 class LayerGradient:
     """One layer's gradient on its way from autograd to the step.
 
     Attributes:
+        on_device: whether the window's gradient stays in VRAM until the boundary.
         host: 1-D pinned tensor with the gradient of the whole window, valid after `sent`. It is fp32 if accumulated or
             tied, else in the layer's dtype. Ranges of views without a gradient are undefined. None: the GPU steps it.
         sums: fp64 [num_blocks] in pinned RAM: sums of squares of the window's gradient by norm block, after `sent`.
@@ -108,10 +78,6 @@ class LayerGradient:
     """
 
     def __init__(self, weights: LayerWeights, host: torch.Tensor | None, *, on_device: bool) -> None:
-        """
-        Args:
-            on_device: keep the window's gradient in VRAM until the boundary.
-        """
         self.weights, self.on_device = weights, on_device
         self.layer: FlatLayer = weights.layer
         self.host, self.sums = host, torch.empty(0)
@@ -128,6 +94,7 @@ class LayerGradient:
         self.at_end_only = self.layer.shared
         self.buffer: torch.Tensor | None = None
         self.accumulated: torch.Tensor | None = None
+        """1-D: the fp32 sum of the micro-batches, where it stays in VRAM."""
         self.own_buffer: torch.Tensor | None = None
         self.sent: Event | None = None
         self._places: dict[int, list[torch.Tensor]] = {}
@@ -154,35 +121,23 @@ class LayerGradient:
         address = self.buffer.data_ptr()
         if address not in self._places:
             bucket = self.bucket
-            self._places[address] = [
-                bucket[view.start : view.start + view.numel].view(view.parameter.shape) for view in self.layer.views
-            ]
+            self._places[address] = [bucket[view.elements].view(view.parameter.shape) for view in self.layer.views]
         return self._places[address]
-
-    def stay_in(self, memory: torch.Tensor, *, accumulated: bool) -> None:
-        """Have the window's gradient stay in `memory`: 1-D, the bucket itself or the fp32 sum of the micro-batches."""
-        if accumulated:
-            self.accumulated = memory
-        else:
-            self.own_buffer = memory.view(torch.uint8)
 
     def blocks_of(self, index: int) -> slice:
         """The part of `sums` that belongs to view `index`."""
         return slice(self._first_block[index], self._first_block[index + 1])
 
 
-def runs(layer: FlatLayer, indices: set[int]) -> Iterator[tuple[int, int]]:
+def runs(layer: FlatLayer, indices: set[int]) -> list[tuple[int, int]]:
     """(start, length) of the element ranges of the views `indices`. Ranges without padding between them are joined."""
-    start = end = -1
-    for index in sorted(indices):
-        view = layer.views[index]
-        if view.start != end:
-            if start >= 0:
-                yield start, end - start
-            start = view.start
-        end = view.start + view.numel
-    if start >= 0:
-        yield start, end - start
+    found: list[tuple[int, int]] = []
+    for view in (layer.views[index] for index in sorted(indices)):
+        if found and sum(found[-1]) == view.start:
+            found[-1] = found[-1][0], found[-1][1] + view.numel
+        else:
+            found.append((view.start, view.numel))
+    return found
 
 
 class Gradients:
@@ -210,7 +165,8 @@ class Gradients:
         self._accumulation = accumulation
         self._submit, self._got_gradient, self._waits = submit, got_gradient, waits
         self._device = layers[0].weights.device
-        passing = [layer for layer in layers if self._passes(layer)]
+        # Those whose micro-batch's gradient leaves its bucket as soon as it is complete.
+        passing = [layer for layer in layers if not layer.layer.shared and (not layer.on_device or accumulation > 1)]
         sizes = [layer.bucket_bytes for layer in passing]
         self._pool = BucketPool(self._device, max(sizes, default=0), waits)
         self._pooled = {layer for layer in passing if not is_small(layer.bucket_bytes, max(sizes))}
@@ -218,7 +174,8 @@ class Gradients:
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in staging:
             self._staging.put(buffer)
-        self._in_vram: list[VramGradients] = []
+        self._in_vram: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        """Gradients of one dtype that stay in VRAM, their norm blocks, and where the blocks' sums go: one operation."""
         self._allocate()
         self._hooks: list[Any] = []
         self._layer_of: dict[ParameterView, tuple[LayerGradient, int]] = {}
@@ -248,14 +205,15 @@ class Gradients:
                 start, end = end, end + len(layer.host_blocks)
                 layer.sums, layer.device_sums = self._host_sums[start:end], self._device_sums[start:end]
             if dtype is not None:
-                numels, blocks = [layer.layer.numel for layer in group], [layer.host_blocks for layer in group]
-                self._in_vram.append(VramGradients(numels, blocks, dtype, self._device_sums[first:end]))
-                for layer, part in zip(group, self._in_vram[-1].parts, strict=True):
-                    layer.stay_in(part, accumulated=self._accumulation > 1)
-
-    def _passes(self, layer: LayerGradient) -> bool:
-        """Whether a micro-batch's gradient leaves its bucket as soon as it is complete."""
-        return not layer.layer.shared and (not layer.on_device or self._accumulation > 1)
+                starts = list(accumulate((layer.layer.numel for layer in group), initial=0))
+                flat = torch.zeros(starts[-1], dtype=dtype, device=self._device)
+                for layer, (start, stop) in zip(group, pairwise(starts), strict=True):
+                    if self._accumulation > 1:
+                        layer.accumulated = flat[start:stop]
+                    else:
+                        layer.own_buffer = flat[start:stop].view(torch.uint8)
+                moved = [layer.host_blocks + torch.tensor([at, 0]) for layer, at in zip(group, starts, strict=False)]
+                self._in_vram.append((flat, torch.cat(moved).to(self._device), self._device_sums[first:end]))
 
     def _gradient_hook(self, view: ParameterView) -> Callable[[torch.Tensor], None]:
         layer, index = self._layer_of[view]
@@ -308,12 +266,9 @@ class Gradients:
             layer.received.add(index)
 
     def _open(self, layer: LayerGradient, views: set[int]) -> None:
-        """Give the layer a bucket for the first gradients of a backward.
+        """Give the layer a bucket for the first gradients of a backward: those of `views` (indices).
 
         The compute stream waits where the last step, or a copy to RAM, may still read the layer's own buffer.
-
-        Args:
-            views: indices of the views that have these gradients.
         """
         layer.weights.check_waited([layer.layer.views[index] for index in views & layer.known])
         layer.weights.wait()
@@ -334,8 +289,8 @@ class Gradients:
         """Send the gradients that stayed on the device, and the sums of all layers, to RAM."""
         window = [layer for layer in self.layers if layer.window]
         if any(layer.on_device for layer in window):
-            for gradients in self._in_vram:
-                gradients.compute_sums()
+            for flat, blocks, sums in self._in_vram:  # the sums of layers without a gradient are meaningless
+                block_sums(flat, blocks, sums)
         for layer in self.layers:
             # The sums in RAM are overwritten below. The last update's norm was computed from them before its weights
             # arrived, so wait for these, also where no forward has used the layer.
@@ -393,15 +348,12 @@ class Gradients:
     def _accumulate_in_ram(self, layer: LayerGradient, first: set[int], again: set[int]) -> None:
         """Copy a micro-batch's gradient to a staging buffer, from where the stepping thread adds it in RAM.
 
-        Args:
-            first, again: indices of the views that get their first, or another, gradient of the window.
+        The views `first` (indices) get their first gradient of the window, those of `again` another.
         """
         staged: list[torch.Tensor] = []  # the staging buffer, until it is given back
         try:
-            if self._staging.empty():  # all are in use: wait until the stepping thread gives one back
-                with self._waits.blocking():
-                    staged.append(self._staging.get())
-            else:
+            # If all are in use, this waits until the stepping thread gives one back.
+            with self._waits.blocking() if self._staging.empty() else nullcontext():
                 staged.append(self._staging.get())
             self._accumulate_through(staged, layer, first, again)
         except BaseException:  # also an interrupt: else later micro-batches would wait for the buffer for ever

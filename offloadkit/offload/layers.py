@@ -7,7 +7,7 @@ without repeated blocks is cut by size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
@@ -46,6 +46,11 @@ class ParameterView:
     """First element in the flat layer."""
 
     @property
+    def elements(self) -> slice:
+        """Its elements of the flat layer."""
+        return slice(self.start, self.start + self.numel)
+
+    @property
     def numel(self) -> int:
         return self.parameter.numel()
 
@@ -82,22 +87,15 @@ class FlatLayer:
             self.numel += -(-view.numel // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
         self.numel = max(self.numel, VIEW_ALIGNMENT)  # a layer of empty parameters needs a buffer too
 
-    @property
-    def num_norm_blocks(self) -> int:
-        """Number of blocks whose sums of squares make up the norm."""
-        return sum(-(-view.numel // NORM_BLOCK) for view in self.views)
-
     def shape(self) -> LayerShape:
         """What the plan needs to know of the layer."""
-        dtype: Dtype = DTYPE_NAMES[self.dtype]
-        num_parameters = sum(view.numel for view in self.views)
         return LayerShape(
             self.name,
-            num_parameters,
-            self.numel,
-            dtype,
-            self.num_norm_blocks,
-            self.shared,
+            num_parameters=sum(view.numel for view in self.views),
+            numel=self.numel,
+            dtype=DTYPE_NAMES[self.dtype],
+            num_norm_blocks=sum(-(-view.numel // NORM_BLOCK) for view in self.views),
+            shared=self.shared,
             in_block=self.block is not None,
             precision=self.precision,
             optimizer=self.optimizer,
@@ -140,19 +138,18 @@ def plan_of(
     hardware: Hardware | None = None,
     assumed: bool = False,
 ) -> Plan:
-    """The plan of `model` as cut into `layers`. The model may be on the meta device.
-
-    Args:
-        work, hardware, assumed: as for `make_plan`.
-    """
+    """The plan of `model` as cut into `layers`. The model may be on the meta device. For the rest see `make_plan`."""
     trained = {view.parameter for layer in layers for view in layer.views}
     frozen = [parameter for parameter in model.parameters() if parameter not in trained]
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    frozen_bytes = sum(parameter.numel() * parameter.element_size() for parameter in frozen) + buffers
-    num_frozen = sum(parameter.numel() for parameter in frozen)
-    shapes = [layer.shape() for layer in layers]
-    known: dict[str, Any] = {"work": work, "hardware": hardware, "assumed": assumed}
-    return make_plan(shapes, config, frozen=num_frozen, frozen_bytes=frozen_bytes, **known)
+    return make_plan(
+        [layer.shape() for layer in layers],
+        config,
+        frozen=sum(parameter.numel() for parameter in frozen),
+        frozen_bytes=sum(tensor.nbytes for tensor in (*frozen, *model.buffers())),
+        work=work,
+        hardware=hardware,
+        assumed=assumed,
+    )
 
 
 def check_plan(plan: Plan, layers: Sequence[FlatLayer], config: OffloadConfig) -> None:
@@ -187,10 +184,9 @@ def listed_groups(param_groups: Sequence[dict[str, Any]] | None) -> list[dict[st
     """`param_groups` with their parameters in lists. As torch does, it takes generators and single tensors too."""
     if param_groups is None:
         return None
-    params = [group["params"] for group in param_groups]
     return [
-        {**group, "params": [some] if isinstance(some, torch.Tensor) else list(some)}
-        for group, some in zip(param_groups, params, strict=True)
+        {**group, "params": [some] if isinstance(some := group["params"], torch.Tensor) else list(some)}
+        for group in param_groups
     ]
 
 
@@ -228,7 +224,8 @@ def group_indices(model: nn.Module, param_groups: Sequence[dict[str, Any]] | Non
                 groups[parameter] = index
     missing = [name for parameter, name in names.items() if parameter not in groups]
     if missing:
-        raise ModelError(f"trainable parameters in no optimizer group: {_listed(missing)}; add them, or freeze them")
+        listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ModelError(f"trainable parameters in no optimizer group: {listed}; add them, or freeze them")
     return groups
 
 
@@ -242,10 +239,7 @@ def _working_dtypes(
     Raises:
         ModelError: a parameter's dtype is not supported.
     """
-    if choice != "auto":
-        dtypes = dict.fromkeys(groups, DTYPES[choice])
-    else:
-        dtypes = {parameter: parameter.dtype for parameter in groups}
+    dtypes = {parameter: parameter.dtype if choice == "auto" else DTYPES[choice] for parameter in groups}
     for dtype in dtypes.values():
         if dtype not in DTYPE_NAMES:
             raise ModelError(
@@ -309,21 +303,30 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             blocks.append((name, module))
     if not blocks:
         for name, module in model.named_modules():
-            if (
-                isinstance(module, nn.ModuleList | nn.Sequential)
-                and _are_alike(list(module))
-                and not _inside(name, blocks)
-            ):
+            if not isinstance(module, nn.ModuleList | nn.Sequential) or _inside(name, blocks):
+                continue
+            if len(module) > 1 and len({type(child) for child in module}) == 1:
                 blocks += [(f"{name}.{child}" if name else child, block) for child, block in module.named_children()]
     return [(name, block) for name, block in blocks if any(True for _ in block.parameters())]
 
 
+def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Callable[[], None]:
+    """Give each module another `forward`. Returns a function that takes it away again."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
+
+    def restore() -> None:
+        for module, forward in before.items():
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+    return restore
+
+
 def _inside(name: str, blocks: list[tuple[str, nn.Module]]) -> bool:
     return any(name == block or name.startswith(f"{block}.") for block, _ in blocks)
-
-
-def _are_alike(modules: list[nn.Module]) -> bool:
-    return len(modules) > 1 and len({type(module) for module in modules}) == 1
 
 
 def cut(model: nn.Module, groups: dict[nn.Parameter, int], dtypes: dict[nn.Parameter, torch.dtype]) -> list[FlatLayer]:
@@ -333,13 +336,12 @@ def cut(model: nn.Module, groups: dict[nn.Parameter, int], dtypes: dict[nn.Param
         groups: optimizer group of each trainable parameter. Parameters not in it are in no layer.
         dtypes: dtype of each trainable parameter's working weight. A flat layer holds one dtype.
     """
-    views = list(_views(model, groups))
     blocks = repeated_blocks(model)
     inside = {module: name for name, block in blocks for module in block.modules()}
     block_of = dict(blocks)
     pieces: dict[tuple[str, torch.dtype], list[ParameterView]] = {}
     current: dict[torch.dtype, str] = {}
-    for view in views:
+    for view in _views(model, groups):
         homes = {inside.get(owner) for owner, _ in view.owners}
         home, dtype = homes.pop() if len(homes) == 1 else None, dtypes[view.parameter]
         if home is None:
@@ -385,9 +387,3 @@ def _piece(
     while (current[dtype], dtype) in pieces:
         current[dtype] += "'"
     return current[dtype]
-
-
-def _listed(names: Iterable[str]) -> str:
-    """The first five names, and how many more there are."""
-    listed = list(names)
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from itertools import count
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from offloadkit.hardware import trim_heap
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, ParameterView
-from offloadkit.offload.recompute import OffloadedInputs, checkpoint_activations
+from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint_activations
 from offloadkit.offload.shortage import RamWatch
 from offloadkit.offload.state_ring import StateRing
 from offloadkit.offload.states import LayerState, Materialise
@@ -76,9 +76,7 @@ class PlacedModel:
         """
         self.module, self._plan, self._device = module, plan, device
         self._materialise, self._ram_watch = materialise, ram_watch
-        self._accumulation, self._seed = config.gradient_accumulation, config.seed
-        self._may_switch = config.placement is None
-        self._folder = config.disk or tempfile.gettempdir()
+        self._config, self._accumulation = config, config.gradient_accumulation
         self._disk: DiskStates | None = None
         let_segments_grow(device)
         self._waits = Waits(device)
@@ -125,26 +123,17 @@ class PlacedModel:
         slabs = host_memory.allocate([*sizes, *shared], self._device, "the optimizer states")
         self.pinning_seconds = time.perf_counter() - started
         own, shared_slabs = slabs[: len(layers)], slabs[len(layers) :]
-        regions: Iterator[Region] = iter(())
         if on_disk:
-            self._disk = DiskStates(StateFile(self._folder, on_disk), shared_slabs[num_staging:])
-            regions = iter([Region(self._disk, index) for index in range(len(on_disk))])
+            file = StateFile(self._config.disk or tempfile.gettempdir(), on_disk)
+            self._disk = DiskStates(file, shared_slabs[num_staging:])
+        regions = count()
         step_buffer = step_buffer_bytes([item[1:] for item in placed], self._accumulation)
         ring = StateRing(self._device, step_buffer, NUM_STEP_BUFFERS) if step_buffer else None
         states = []
         for (layer, _, placement), slab in zip(placed, own, strict=True):
-            region = next(regions) if placement.states == "disk" else None
+            region = Region(self._disk, next(regions)) if self._disk and placement.states == "disk" else None
             state = LayerState(
-                layer,
-                placement,
-                slab,
-                self._accumulation,
-                self._device,
-                self._waits,
-                region=region,
-                ring=ring,
-                may_switch=self._may_switch,
-                seed=self._seed,
+                layer, placement, slab, self._config, self._device, self._waits, region=region, ring=ring
             )
             state.take_parameters(self._materialise)
             trim_heap()  # else holes of the size of matrices stay, which the next layer's do not fit into
@@ -155,14 +144,14 @@ class PlacedModel:
         return states, [slab.cut(staging, torch.uint8) for slab in shared_slabs[:num_staging]]
 
     def _checkpoint_blocks(self, config: OffloadConfig, undo: ExitStack) -> None:
-        choices: dict[nn.Module, Any] = {}
+        choices: dict[nn.Module, Checkpoint] = {}
         weights: dict[nn.Module, list[LayerWeights]] = {}
         for state in self.states:
             block = state.layer.block
             if block is not None:
                 weights.setdefault(block, []).append(state.weights)
-                if state.placement.activations != "keep":
-                    choices[block] = state.placement.activations
+                if (activations := state.placement.activations) != "keep":
+                    choices[block] = activations
         if choices or config.activation_checkpointing:
             undo.callback(
                 checkpoint_activations(self.module, choices, weights, self._offloaded, compiled=config.compile_blocks)

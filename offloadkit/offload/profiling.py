@@ -110,7 +110,7 @@ def bound(ranges: Sequence[Range], records: Sequence[StepRecord], machine: Hardw
         h2d, d2h = both_ways(h2d_bytes, d2h_bytes, machine)
         traffic = stepped + h2d_bytes + d2h_bytes
         computing = mean(_compute_seconds(record, name) for record in records)
-        with_waits = mean(_phase_seconds(record, name) for record in records)
+        with_waits = mean(record.seconds.get(name, 0.0) for record in records)
         shares[phase] = (
             Share("compute", computing, with_waits),
             Share("bus down", h2d_bytes / h2d, h2d_busy, h2d_bytes),
@@ -121,10 +121,6 @@ def bound(ranges: Sequence[Range], records: Sequence[StepRecord], machine: Hardw
     return Bound(mean(record.seconds["step"] for record in records), shares)
 
 
-def _phase_seconds(record: StepRecord, name: str) -> float:
-    return record.seconds.get(name, 0.0)
-
-
 def _within(each: Range, backwards: Sequence[Range]) -> bool:
     middle = (each.began + each.ended) / 2
     return any(backward.began <= middle <= backward.ended for backward in backwards)
@@ -133,7 +129,7 @@ def _within(each: Range, backwards: Sequence[Range]) -> bool:
 def _compute_seconds(record: StepRecord, name: str) -> float:
     """Seconds of forward or backward without its waits."""
     waits = (seconds for phase, seconds in record.seconds.items() if phase.startswith(name) and phase.endswith("wait"))
-    return max(0.0, _phase_seconds(record, name) - sum(waits))
+    return max(0.0, record.seconds.get(name, 0.0) - sum(waits))
 
 
 def breakdown(record: StepRecord) -> str:
@@ -151,9 +147,7 @@ class Profile:
     """
 
     def __init__(self, steps: int, path: Path, device: torch.device, undo: ExitStack) -> None:
-        """
-        Args:
-            undo: gets a callback that ends the trace when the engine is closed.
+        """`undo` gets a callback that ends the trace when the engine is closed.
 
         Raises:
             ConfigError: `steps` is not a positive int, or other steps are being traced.
@@ -194,7 +188,7 @@ class Profile:
             return False
         settle()
         ranges = self._trace.read()
-        self.stop()
+        trace.forget()
         read_reports()
         records = list(telemetry.records)[-self.num_steps :]
         trace.write(self.path, ranges)
@@ -207,13 +201,6 @@ class Profile:
     def _end_with_engine(self) -> None:
         if trace.prepared() is self._trace:
             traced = max(0, self._done - 1)
-            print(
-                f"no trace was written: the engine was closed after {traced} of {self.num_steps} traced steps",
-                flush=True,
-            )
-        self.stop()
-
-    def stop(self) -> None:
-        """End the trace. Later calls do nothing."""
-        if trace.prepared() is self._trace:
+            done = f"the engine was closed after {traced} of {self.num_steps} traced steps"
+            print(f"no trace was written: {done}", flush=True)
             trace.forget()

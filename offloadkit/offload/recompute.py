@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from offloadkit.device import host_memory
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.errors import ConfigError, ModelError
-from offloadkit.offload.layers import repeated_blocks
+from offloadkit.offload.layers import repeated_blocks, replace_forwards
 from offloadkit.offload.weights import LayerWeights
 
 Checkpoint = Literal["checkpoint", "offload"]
@@ -62,34 +62,19 @@ def checkpoint_activations(
         return lambda forward, *args, **kwargs: run(weights.get(block, ()), forward, *args, **kwargs)
 
     if getattr(model, "supports_gradient_checkpointing", False) and not compiled:
-        return _checkpoint_huggingface(model, list(names), choices, recompute)
-    before = {block: vars(block).get("forward") for block in choices}
-    for block in choices:
-        block.forward = partial(recompute(block), block.forward)
-
-    def restore() -> None:
-        for block, forward in before.items():
-            del block.forward
-            if forward is not None:
-                block.forward = forward
-
-    return restore
-
-
-def _checkpoint_huggingface(
-    model: Any, blocks: Sequence[Any], choices: Mapping[nn.Module, Checkpoint], recompute: Callable[[nn.Module], Any]
-) -> Callable[[], None]:
-    """Use the model's own switch: `activation_checkpointing_enable` in newer transformers, `gradient_...` in older."""
-    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    enable, disable = (getattr(model, f"{word}_checkpointing_{end}") for end in ("enable", "disable"))
-    enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
-    for block in blocks:
-        if block in choices:
-            block._gradient_checkpointing_func = recompute(block)
-        else:
-            block.gradient_checkpointing = False
-    switch_off: Callable[[], None] = disable
-    return switch_off
+        untyped: Any = model
+        # The model's own switch: `activation_checkpointing_enable` in newer transformers, `gradient_...` in older.
+        word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        getattr(untyped, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
+        blocks: list[Any] = list(names)
+        for block in blocks:
+            if block in choices:
+                block._gradient_checkpointing_func = recompute(block)
+            else:
+                block.gradient_checkpointing = False
+        switch_off: Callable[[], None] = getattr(untyped, f"{word}_checkpointing_disable")
+        return switch_off
+    return replace_forwards({block: partial(recompute(block), block.forward) for block in choices})
 
 
 def _checkpoint(
@@ -132,10 +117,7 @@ class OffloadedInputs:
     def checkpoint(
         self, name: str, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """As `_checkpoint`, but the first argument is in RAM until backward.
-
-        Args:
-            name: of the copies in a trace.
+        """As `_checkpoint`, but the first argument is in RAM until backward. In a trace its copies bear `name`.
 
         Raises:
             ModelError: the block wrote to its first argument, which was being copied.
@@ -160,12 +142,13 @@ class OffloadedInputs:
         self._free_vram(1)
         view = self._take(tensor.numel() * tensor.element_size())
         tensor = tensor.detach().contiguous()
-        view.put(tensor, name)
+        view.name, view.shape, view.device = name, tensor.shape, None
+        view.slab.clear()
+        view.host = view.slab.cut(tensor.numel(), tensor.dtype)
         self.d2h.wait(record_compute(self.device))
         if view.returned is not None:
             self.d2h.wait(view.returned)
-        self.d2h.copy(view.host, tensor.view(-1), name, timed=True)
-        view.arrived = self.d2h.record()
+        view.arrived = self.d2h.copy_all([(view.host, tensor.view(-1))], name)
         self._copying.append((tensor, view.arrived))
         self._order.append(view)
         handle = _Handle(view)
@@ -227,8 +210,7 @@ class OffloadedInputs:
             self.h2d.wait(record_compute(self.device))  # the compute stream may still use what was in this memory
             assert saved.arrived is not None
             self.h2d.wait(saved.arrived)
-            self.h2d.copy(saved.device.view(-1), saved.host, saved.name, timed=True)
-            saved.returned = self.h2d.record()
+            saved.returned = self.h2d.copy_all([(saved.device.view(-1), saved.host)], saved.name)
         return saved.device
 
 
@@ -239,30 +221,25 @@ class _Handle:
     view: _OffloadedInput
 
 
+@dataclass(eq=False)
 class _OffloadedInput:
     """One input: its memory in RAM, and its copies to RAM and back.
 
     Attributes:
+        name: of its copies in a trace.
         host: 1-D pinned tensor with the input's elements.
         device: the input in VRAM, once it is fetched for backward.
         arrived: the end of the copy to RAM.
         returned: the end of the copy to VRAM.
     """
 
-    def __init__(self, slab: HostSlab) -> None:
-        self.slab, self.name = slab, ""
-        self.host = torch.empty(0)
-        self.shape = torch.Size()
-        self.device: torch.Tensor | None = None
-        self.arrived: Event | None = None
-        self.returned: Event | None = None
-
-    def put(self, tensor: torch.Tensor, name: str) -> None:
-        """Give `host` the size and dtype of `tensor`."""
-        self.name = name
-        self.slab.clear()
-        self.host = self.slab.cut(tensor.numel(), tensor.dtype)
-        self.shape, self.device = tensor.shape, None
+    slab: HostSlab
+    name: str = field(init=False)
+    host: torch.Tensor = field(init=False)
+    shape: torch.Size = field(init=False)
+    device: torch.Tensor | None = None
+    arrived: Event | None = None
+    returned: Event | None = None
 
 
 def recomputed_in_backward(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -289,16 +266,19 @@ class _Recomputation:
     ) -> None:
         self._function, self._kwargs = function, kwargs
         self._versions = [(tensor, tensor._version) for tensor in _tensors_in(kwargs.values())]
-        self._inputs = _Inputs(args)
+        # Tensors among the positional arguments are saved as an operation's inputs are. So hooks on saved tensors see
+        # them, and in-place changes before backward raise an error.
+        self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self._at = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        self._saved_args: Any = _save(_ANCHOR, *[args[index] for index in self._at])
         self._environment = _Environment(device)
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, tuple[torch.Tensor, int]] = {}
 
     def pack(self, tensor: torch.Tensor) -> int:
         """What autograd saves instead of `tensor`: its number, in the order of saving."""
-        saved = self._saved
-        saved.append((tensor.shape, tensor.dtype))
-        return len(saved) - 1
+        self._saved.append((tensor.shape, tensor.dtype))
+        return len(self._saved) - 1
 
     def unpack(self, index: int) -> torch.Tensor:
         """The tensor with number `index`. It is not kept: to unpack it again takes another run."""
@@ -325,12 +305,14 @@ class _Recomputation:
                 raise _FoundAllError
             return tensor
 
-        args = self._inputs.get()
+        args = list(self._args)
+        for index, saved in zip(self._at, self._saved_args.grad_fn.saved_tensors, strict=True):
+            args[index] = saved
         for tensor, version in self._versions:
             if tensor._version != version:
                 raise changed_in_place(tensor)
         try:
-            with self._environment.restored(), saved_tensors_hooks(pack, _unchanged), torch.enable_grad():
+            with self._environment.restored(), saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
                 self._function(*args, **self._kwargs)
         except _FoundAllError:
             return found
@@ -349,10 +331,6 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 class _FoundAllError(Exception):
     """Ends the second run: it has all tensors that backward needs."""
-
-
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _described(shape: torch.Size, dtype: torch.dtype) -> str:
@@ -375,25 +353,6 @@ def _changed(found: str, expected: str) -> ModelError:
     )
 
 
-class _Inputs:
-    """Positional arguments. Their tensors are saved as an operation's inputs are.
-
-    So hooks on saved tensors see them, and in-place changes before backward raise an error.
-    """
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
-        self._at = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-        self._saved: Any = _save(_ANCHOR, *[args[index] for index in self._at])
-
-    def get(self) -> list[Any]:
-        """The arguments."""
-        args = list(self._args)
-        for index, tensor in zip(self._at, self._saved.grad_fn.saved_tensors, strict=True):
-            args[index] = tensor
-        return args
-
-
 class _Save(torch.autograd.Function):
     """Saves tensors as autograd does. Its backward never runs."""
 
@@ -413,19 +372,20 @@ class _Environment:
 
     def __init__(self, device: torch.device) -> None:
         self._device_types: tuple[str, ...] = ("cpu",)
-        self._generators = [torch.default_generator]
+        generators = [torch.default_generator]
         if device.type == "cuda":
             self._device_types = ("cpu", "cuda")
-            self._generators.append(torch.cuda.default_generators[device.index])
-        self._random_states = self._present_random_states()
+            generators.append(torch.cuda.default_generators[device.index])
+        self._random_states = [(generator, generator.get_state()) for generator in generators]
         self._autocast = self._present_autocast()
         self._default_device = _default_device()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """A context with the environment as it was. Afterwards the random states are those of before the context."""
-        now = self._present_random_states()
-        self._set_random_states(self._random_states)
+        now = [(generator, generator.get_state()) for generator, _ in self._random_states]
+        for generator, state in self._random_states:
+            generator.set_state(state)
         try:
             with ExitStack() as contexts:
                 if self._autocast != self._present_autocast():
@@ -435,14 +395,8 @@ class _Environment:
                     contexts.enter_context(self._default_device)
                 yield
         finally:
-            self._set_random_states(now)
-
-    def _present_random_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-    def _set_random_states(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+            for generator, state in now:
+                generator.set_state(state)
 
     def _present_autocast(self) -> list[tuple[str, bool, torch.dtype, bool]]:
         """For each device type: its name, whether autocast is on, its dtype, and whether it caches casts."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,43 +50,45 @@ class _Window:
     update: Update | None = None
 
 
-class StepClock:
-    """Marks the phases of each step, and makes its record later."""
+class StepRecords:
+    """Marks the phases of each step, adds finished steps to the telemetry, and reports those that were not applied.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    It never waits.
+    """
+
+    def __init__(self, telemetry: Telemetry, plan: Plan, device: torch.device, on_nonfinite: str) -> None:
+        self._telemetry, self._plan, self._device, self._on_nonfinite = telemetry, plan, device, on_nonfinite
         self._current = _Window(time.perf_counter())
-        self._ended: list[_Window] = []
+        self._ended: deque[_Window] = deque()
+        """Windows without a record."""
+        self._unreported: deque[Update] = deque()
+        """Updates that may not be applied."""
+        self._context_bytes: int | None = None
 
-    def start_forward(self) -> Event:
-        """Forward begins. Returns the event that `end_forward` takes."""
+    @contextmanager
+    def forward(self, num_tokens: int | None) -> Iterator[None]:
+        """While it is open, forward runs over `num_tokens` positions. One that fails is not recorded."""
         now = self._current
         if now.last_backward is not None:
             now.other_seconds += time.perf_counter() - now.last_backward
             now.last_backward = None
         _traced("forward")
-        return record_compute(self._device, timing=True)
-
-    def end_forward(self, began: Event, num_tokens: int | None) -> None:
-        """Forward over `num_tokens` positions ends."""
+        began = record_compute(self._device, timing=True)
+        yield
         if num_tokens is not None:
             self._current.num_tokens = (self._current.num_tokens or 0) + num_tokens
         _traced("")
         self._current.forwards.append((began, record_compute(self._device, timing=True)))
 
-    def start_backward(self, loss: torch.Tensor) -> Event:
-        """Backward of `loss` begins: a scalar, this micro-batch's share. Its value is copied to RAM, to be read later.
-
-        Returns the event that `end_backward` takes.
-        """
+    @contextmanager
+    def backward(self, loss: torch.Tensor) -> Iterator[None]:
+        """While it is open, backward of `loss` runs: a scalar, this micro-batch's share. Its value is copied to RAM."""
         copy = torch.empty((), dtype=torch.float32, pin_memory=self._device.type == "cuda")
         copy.copy_(loss.detach().reshape(()), non_blocking=True)
         self._current.losses.append(copy)
         _traced("backward")
-        return record_compute(self._device, timing=True)
-
-    def end_backward(self, began: Event) -> None:
-        """Backward ends."""
+        began = record_compute(self._device, timing=True)
+        yield
         _traced("")
         self._current.backwards.append((began, record_compute(self._device, timing=True)))
         self._current.last_backward = time.perf_counter()
@@ -102,18 +105,50 @@ class StepClock:
         now.update, now.learning_rate, now.busy = update, learning_rate, busy
         now.ended = time.perf_counter()
         self._ended.append(now)
+        self._unreported.append(update)
         self._current = _Window(now.ended, last_backward=now.ended)
 
-    def finished(self, memory: Callable[[], dict[str, dict[str, int]]]) -> list[StepRecord]:
-        """Records of the finished steps not recorded yet, oldest first.
+    def forget(self) -> None:
+        """Let go of the updates, and with them of the layers."""
+        self._ended.clear()
+        self._unreported.clear()
 
-        Args:
-            memory: the bytes of the record, by tier and category.
+    def read(self) -> None:
+        """Record finished steps, and report those that were not applied.
+
+        Raises:
+            NonFiniteGradientError: with `on_nonfinite="raise"`, for the oldest such step not reported yet.
         """
-        records = []
         while self._ended and _is_finished(self._ended[0]):
-            records.append(_record(self._ended.pop(0), memory()))
-        return records
+            self._telemetry.add(_record(self._ended.popleft(), self._memory()))
+        while self._unreported and self._unreported[0].norm_known.is_set():
+            update = self._unreported.popleft()
+            if update.skipped and not update.scale_may_fall:
+                self._report(update)
+
+    def _report(self, update: Update) -> None:
+        names = ", ".join(update.nonfinite[:3]) + (" and others" if len(update.nonfinite) > 3 else "")
+        message = f"the gradient norm of step {update.number} is {update.norm} (from {names}): the step was not applied"
+        if self._on_nonfinite == "skip":
+            warnings.warn(message, RuntimeWarning, stacklevel=5)
+            return
+        raise NonFiniteGradientError(
+            f"{message} and the weights are as before it. Look at the data and the loss of that step, lower the "
+            "learning rate, or pass OffloadConfig(on_nonfinite='skip') to skip such steps"
+        )
+
+    def _memory(self) -> dict[str, dict[str, int]]:
+        """Planned bytes by tier and category, and what the process uses now."""
+        tiers = {tier: dict(categories) for tier, categories in self._plan.tiers.items()}
+        tiers["ram"]["process"] = hardware.process_ram_bytes()
+        if self._device.type == "cuda":
+            allocator = torch.cuda.memory_stats_as_nested_dict(self._device)  # much faster than memory_stats
+            tiers["vram"]["process peak allocated"] = allocator["allocated_bytes"]["all"]["peak"]
+            reserved = allocator["reserved_bytes"]["all"]["current"]
+            if self._context_bytes is None:  # read after the first step, which has loaded the kernels
+                self._context_bytes = hardware.vram_context_bytes(self._device)
+            tiers["vram"] |= {"process reserved": reserved, "process": reserved + self._context_bytes}
+        return tiers
 
 
 def _traced(phase: str) -> None:
@@ -148,10 +183,9 @@ def _record(window: _Window, memory: dict[str, dict[str, int]]) -> StepRecord:
         if name == "d2h" and busy.last is not None and window.backwards:
             tail = busy.last.seconds_since(window.backwards[-1][1])
             seconds["gradient_tail"] = max(seconds.get("gradient_tail", 0.0), tail)
-    losses = [float(loss) for loss in window.losses]
     return StepRecord(
         step=update.number,
-        loss=sum(losses),
+        loss=sum(float(loss) for loss in window.losses),
         num_tokens=window.num_tokens,
         grad_norm=update.norm,
         learning_rate=window.learning_rate,
@@ -167,60 +201,3 @@ def num_tokens(model: nn.Module, batch: dict[str, Any]) -> int | None:
     names = ["input_ids", "labels"] if getattr(config, "is_encoder_decoder", False) else ["input_ids"]
     sizes = [batch[name].numel() for name in names if isinstance(batch.get(name), torch.Tensor)]
     return sum(sizes) or None
-
-
-class StepReports:
-    """Adds finished steps to the telemetry, and reports those that were not applied. It never waits."""
-
-    def __init__(
-        self, clock: StepClock, telemetry: Telemetry, plan: Plan, device: torch.device, on_nonfinite: str
-    ) -> None:
-        self._clock, self._telemetry, self._plan = clock, telemetry, plan
-        self._device, self._on_nonfinite = device, on_nonfinite
-        self._updates: deque[Update] = deque()
-        self._context_bytes: int | None = None
-
-    def add(self, update: Update) -> None:
-        """Add an update that was just started."""
-        self._updates.append(update)
-
-    def forget(self) -> None:
-        """Let go of the updates, and with them of the layers."""
-        self._updates.clear()
-
-    def read(self) -> None:
-        """Record finished steps, and report those that were not applied.
-
-        Raises:
-            NonFiniteGradientError: with `on_nonfinite="raise"`, for the oldest such step not reported yet.
-        """
-        for record in self._clock.finished(self._memory):
-            self._telemetry.add(record)
-        while self._updates and self._updates[0].norm_known.is_set():
-            update = self._updates.popleft()
-            if update.skipped and not update.scale_may_fall:
-                self._report(update)
-
-    def _report(self, update: Update) -> None:
-        names = ", ".join(update.nonfinite[:3]) + (" and others" if len(update.nonfinite) > 3 else "")
-        message = f"the gradient norm of step {update.number} is {update.norm} (from {names}): the step was not applied"
-        if self._on_nonfinite == "skip":
-            warnings.warn(message, RuntimeWarning, stacklevel=5)
-            return
-        raise NonFiniteGradientError(
-            f"{message} and the weights are as before it. Look at the data and the loss of that step, lower the "
-            "learning rate, or pass OffloadConfig(on_nonfinite='skip') to skip such steps"
-        )
-
-    def _memory(self) -> dict[str, dict[str, int]]:
-        """Planned bytes by tier and category, and what the process uses now."""
-        tiers = {tier: dict(categories) for tier, categories in self._plan.tiers.items()}
-        tiers["ram"]["process"] = hardware.process_ram_bytes()
-        if self._device.type == "cuda":
-            allocator = torch.cuda.memory_stats_as_nested_dict(self._device)  # much faster than memory_stats
-            tiers["vram"]["process peak allocated"] = allocator["allocated_bytes"]["all"]["peak"]
-            reserved = allocator["reserved_bytes"]["all"]["current"]
-            if self._context_bytes is None:  # read after the first step, which has loaded the kernels
-                self._context_bytes = hardware.vram_context_bytes(self._device)
-            tiers["vram"] |= {"process reserved": reserved, "process": reserved + self._context_bytes}
-        return tiers

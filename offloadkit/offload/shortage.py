@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import torch
 
@@ -58,8 +57,6 @@ class _RamPoll:
 class RamWatch:
     """Watches the RAM left, until it is closed or garbage-collected.
 
-    As a context manager (around loading, for example) it also checks at the end.
-
     Args:
         planned: bytes by category that the plan gives this process. The error names them.
         floor_bytes: what must be left, counting page cache as free. None: 1 % of the limit, but at least 256 MiB.
@@ -88,16 +85,6 @@ class RamWatch:
         self._poll.closed.set()
         if threading.current_thread() is not self._thread:  # a finalizer runs on any thread
             self._thread.join()
-
-    def __enter__(self) -> RamWatch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-        if error is None:
-            self.check()
 
 
 @contextmanager

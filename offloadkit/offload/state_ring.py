@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import cycle
 from typing import ClassVar
 
 import torch
@@ -38,6 +39,18 @@ _PAUSE = 1e-3
 _Layout = tuple[tuple[str, torch.dtype, int], ...]
 
 
+def cutter(memory: torch.Tensor) -> Callable[[int, torch.dtype], torch.Tensor]:
+    """A function that cuts 1-D uint8 `memory` as `HostSlab.cut` cuts a slab."""
+    at = 0
+
+    def cut(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal at
+        start, at = at, at + aligned(numel * dtype.itemsize)
+        return memory[start : start + numel * dtype.itemsize].view(dtype)
+
+    return cut
+
+
 @dataclass(eq=False)
 class _Chunk:
     """Elements start .. start + numel of a layer, and the parts of its arrays in RAM that pass, by name."""
@@ -52,46 +65,39 @@ class _Chunk:
         return tuple((name, part.dtype, part.numel()) for name, part in self.host.items())
 
 
+@dataclass(eq=False)
 class PassingStates:
     """What of a layer passes through VRAM when the GPU steps it.
 
     Attributes:
         name: in a trace.
-        table: of its states.
+        host: its states are in RAM, and so are its weights where they are not `resident`.
+        resident: 1-D working weights that are in VRAM and are stepped there.
+        gradient: 1-D, in RAM; None: it is in VRAM.
         drained: the end of the newest copy into `host`'s arrays; until then nobody else reads or writes them.
     """
 
-    def __init__(
-        self, layer: str, host: FlatState, resident: torch.Tensor | None, gradient: torch.Tensor | None
-    ) -> None:
-        """
-        Args:
-            layer: its name.
-            host: its states are in RAM, and so are its weights where they are not `resident`.
-            resident: 1-D working weights that are in VRAM and are stepped there.
-            gradient: 1-D, in RAM; None: it is in VRAM.
-        """
-        self.name, self.table = f"{layer} states", host.table
-        self._host, self._resident, self.gradient = host, resident, gradient
-        self.drained: Event | None = None
+    name: str
+    host: FlatState
+    resident: torch.Tensor | None
+    gradient: torch.Tensor | None
+    drained: Event | None = None
 
     @cached_property
     def chunks(self) -> list[_Chunk]:
         """In the order in which they pass."""
-        total = self._host.weights.numel()
+        total = self.host.weights.numel()
         size = chunk_numel(total)
-        return [self._chunk(start, min(size, total - start)) for start in range(0, total, size)]
-
-    def _chunk(self, start: int, numel: int) -> _Chunk:
-        host = {
-            array.name: self._host[array.name][array.part(start, start + numel)] for array in self._host.table.arrays
-        }
-        if self._resident is None:
-            host = {"weights": self._host.weights[start : start + numel]} | host
-        if self.gradient is not None:
-            host["gradient"] = self.gradient[start : start + numel]
-        resident = None if self._resident is None else self._resident[start : start + numel]
-        return _Chunk(start, numel, host, resident)
+        chunks = []
+        for start in range(0, total, size):
+            end = min(start + size, total)
+            host = {} if self.resident is not None else {"weights": self.host.weights[start:end]}
+            host |= {array.name: self.host[array.name][array.part(start, end)] for array in self.host.table.arrays}
+            if self.gradient is not None:
+                host["gradient"] = self.gradient[start:end]
+            resident = None if self.resident is None else self.resident[start:end]
+            chunks.append(_Chunk(start, end - start, host, resident))
+        return chunks
 
 
 @dataclass(eq=False)
@@ -106,32 +112,27 @@ class _Buffer:
 
     def parts(self, chunk: _Chunk) -> dict[str, torch.Tensor]:
         """The parts of a chunk here, one after the other."""
-        found = self.views.get(chunk.layout)
-        if found is None:
-            found, start = self.views.setdefault(chunk.layout, {}), 0
-            for name, dtype, numel in chunk.layout:
-                num_bytes = numel * dtype.itemsize
-                found[name] = self.memory[start : start + num_bytes].view(dtype)
-                start += aligned(num_bytes)
-        return found
+        if chunk.layout not in self.views:
+            cut = cutter(self.memory)
+            self.views[chunk.layout] = {name: cut(numel, dtype) for name, dtype, numel in chunk.layout}
+        return self.views[chunk.layout]
 
 
 class StateRing:
-    """Buffers in VRAM that chunks of states take turns in, and the streams that fetch them and send them back."""
+    """Buffers in VRAM, of `num_bytes` each, that chunks of states take turns in.
+
+    It has the streams that fetch them and send them back.
+    """
 
     fill_with_nan: ClassVar[bool] = False
     """For tests: a buffer is filled with NaN as soon as its chunk was sent back."""
 
     def __init__(self, device: torch.device, num_bytes: int, num_buffers: int) -> None:
-        """
-        Args:
-            num_bytes: of one buffer.
-        """
         self.h2d, self.d2h = CopyStream(device, "H2D"), CopyStream(device, "D2H")
         memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
         made = record_compute(device)
         self._buffers = [_Buffer(memory, {}, free=made) for memory in memories]
-        self._num_fetched = 0
+        self._turns = cycle(self._buffers)
         self._ahead: deque[tuple[_Chunk, _Buffer]] = deque()
         self._under_way: deque[Event] = deque()
         self._stepped: Event | None = None
@@ -147,7 +148,7 @@ class StateRing:
             if len(self._ahead) == len(self._buffers):
                 return
             states = [name for name in chunk.host if name != "gradient"]
-            self._ahead.append((chunk, self._fetch(layer, chunk, self._next_buffer(), states)))
+            self._ahead.append((chunk, self._fetch(layer, chunk, next(self._turns), states)))
 
     def step(
         self,
@@ -171,13 +172,28 @@ class StateRing:
         """
         if unread is not None:
             self.d2h.wait(unread)
-        drained = layer.drained
+        drained, table = layer.drained, layer.host.table
         for chunk in layer.chunks:
             parts = _within(segments, chunk)
-            if parts:
-                self._hold_back()
-                buffer = self._fetched(layer, chunk)
-                drained = self._step_chunk(layer, chunk, buffer, gradient, parts, grad_scale, stream)
+            if not parts:
+                continue
+            self._hold_back()
+            buffer = self._fetched(layer, chunk)
+            here = buffer.parts(chunk)
+            weights = here["weights"] if chunk.resident is None else chunk.resident
+            state = FlatState(table, weights, {array.name: here[array.name] for array in table.arrays})
+            own = here["gradient"] if gradient is None else gradient[chunk.start : chunk.start + chunk.numel]
+            assert buffer.arrived is not None
+            stream.wait(buffer.arrived)
+            stream.run(partial(optimizer_step, state, own, parts, grad_scale))
+            self._stepped = stepped = stream.record()
+            self._under_way.append(stepped)
+            self.d2h.wait(stepped)
+            stepped_parts = [(part, here[of]) for of, part in chunk.host.items() if of != "gradient"]
+            buffer.free = drained = self.d2h.copy_all(stepped_parts, layer.name)
+            if self.fill_with_nan:
+                self.d2h.run(partial(buffer.memory.fill_, 255))
+                buffer.free = self.d2h.record()
         layer.drained = drained
         return stream.record()
 
@@ -188,47 +204,13 @@ class StateRing:
         self.d2h.copy(into, source, layer.name)
         layer.drained = self.d2h.record()
 
-    def _step_chunk(
-        self,
-        layer: PassingStates,
-        chunk: _Chunk,
-        buffer: _Buffer,
-        gradient: torch.Tensor | None,
-        segments: Sequence[Segment],
-        grad_scale: float,
-        stream: CopyStream,
-    ) -> Event:
-        here = buffer.parts(chunk)
-        weights = here["weights"] if chunk.resident is None else chunk.resident
-        table = layer.table
-        state = FlatState(table, weights, {array.name: here[array.name] for array in table.arrays})
-        own = here["gradient"] if gradient is None else gradient[chunk.start : chunk.start + chunk.numel]
-        assert buffer.arrived is not None
-        stream.wait(buffer.arrived)
-        stream.run(lambda: optimizer_step(state, own, segments, grad_scale))
-        self._stepped = stepped = stream.record()
-        self._under_way.append(stepped)
-        self.d2h.wait(stepped)
-        stepped_parts = [(part, here[of]) for of, part in chunk.host.items() if of != "gradient"]
-        drained = self.d2h.copy_all(stepped_parts, layer.name)
-        buffer.free = drained
-        if self.fill_with_nan:
-            self.d2h.run(lambda: buffer.memory.fill_(255))
-            buffer.free = self.d2h.record()
-        return drained
-
     def _fetched(self, layer: PassingStates, chunk: _Chunk) -> _Buffer:
         """The buffer that holds all of a chunk when `arrived` is reached."""
         if self._ahead and self._ahead[0][0] is chunk:
             buffer = self._ahead.popleft()[1]
             return self._fetch(layer, chunk, buffer, ["gradient"]) if "gradient" in chunk.host else buffer
         self._ahead.clear()
-        return self._fetch(layer, chunk, self._next_buffer(), list(chunk.host))
-
-    def _next_buffer(self) -> _Buffer:
-        buffer = self._buffers[self._num_fetched % len(self._buffers)]
-        self._num_fetched += 1
-        return buffer
+        return self._fetch(layer, chunk, next(self._turns), list(chunk.host))
 
     def _fetch(self, layer: PassingStates, chunk: _Chunk, buffer: _Buffer, names: Sequence[str]) -> _Buffer:
         for event in (buffer.free, layer.drained, self._stepped):

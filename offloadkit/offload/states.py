@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from offloadkit.config import Placement
+from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.state_file import Region
 from offloadkit.device.streams import CopyStream, Event, Waits
@@ -16,44 +16,22 @@ from offloadkit.errors import ModelError
 from offloadkit.kernels.dispatch import optimizer_step
 from offloadkit.offload.gradients import LayerGradient, runs
 from offloadkit.offload.layers import FlatLayer, ParameterView
-from offloadkit.offload.state_ring import PassingStates, StateRing
+from offloadkit.offload.state_ring import PassingStates, StateRing, cutter
 from offloadkit.offload.weight_ring import StreamedWeights
-from offloadkit.offload.weights import LayerWeights, ResidentWeights
+from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim.moments import random_key
 from offloadkit.optim.reference import join_master, split_master
-from offloadkit.optim.table import FlatState, GroupOptions, Optimizer, Segment, aligned
+from offloadkit.optim.table import FlatState, GroupOptions, Optimizer, Segment
 from offloadkit.planner import cpu_can_step, gpu_can_step
 
 
 @lru_cache(maxsize=256)
 def _scalars(optimizer: Optimizer, options: GroupOptions, step: int) -> tuple[float, ...]:
-    return optimizer.scalars(
-        lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay, step=step
-    )
-
-
-def gradient_dtype(layer: FlatLayer, accumulation: int) -> torch.dtype:
-    """dtype of the gradient that the step reads: fp32 when it is a sum of several, else the layer's."""
-    return torch.float32 if accumulation > 1 or layer.shared else layer.dtype
+    return optimizer.scalars(**vars(options), step=step)
 
 
 Materialise = Callable[[Sequence[nn.Parameter]], None]
 """Makes parameters without memory real, in RAM and in their dtype; they stay the same objects."""
-
-Cut = Callable[[int, torch.dtype], torch.Tensor]
-"""Gives the next so many elements of some memory."""
-
-
-def _cutter(memory: torch.Tensor) -> Cut:
-    """Cuts 1-D uint8 `memory` as `HostSlab.cut` cuts a slab."""
-    at = 0
-
-    def cut(numel: int, dtype: torch.dtype) -> torch.Tensor:
-        nonlocal at
-        start, at = at, at + aligned(numel * dtype.itemsize)
-        return memory[start : start + numel * dtype.itemsize].view(dtype)
-
-    return cut
 
 
 class LayerState:
@@ -76,55 +54,49 @@ class LayerState:
         layer: FlatLayer,
         placement: Placement,
         slab: HostSlab,
-        accumulation: int,
+        config: OffloadConfig,
         device: torch.device,
         waits: Waits,
         *,
-        region: Region | None = None,
-        ring: StateRing | None = None,
-        may_switch: bool = False,
-        seed: int = 0,
+        region: Region | None,
+        ring: StateRing | None,
     ) -> None:
         """
         Args:
             slab: RAM for what `placement` puts there.
             region: disk for the states, where `placement` puts them there.
             ring: through which states in RAM pass when the GPU steps them; None where it steps none.
-            may_switch: whether another processor than the placement's may step the layer.
-            seed: of stochastic rounding.
         """
-        self.layer, self.placement, self._seed, self._region = layer, placement, seed, region
+        self.layer, self.placement, self._seed, self._region = layer, placement, config.seed, region
 
         def in_vram(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(numel, dtype=dtype, device=device)
 
         by_cpu = cpu_can_step(placement)
         weights = (slab.cut if by_cpu or placement.weights == "ram" else in_vram)(layer.numel, layer.dtype)
-        states = slab.cut if region is None else _cutter(region.mapped())
+        states = slab.cut if region is None else cutter(region.mapped())
         self.flat = FlatState.cut(layer.states, weights, in_vram if placement.states == "vram" else states)
         self.weights: LayerWeights
+        self._streamed: StreamedWeights | None = None
         if placement.weights == "ram":
-            self.weights = StreamedWeights(layer, weights, device, waits)
+            self.weights = self._streamed = StreamedWeights(layer, weights, device, waits)
         else:
-            self.weights = ResidentWeights(
-                layer, torch.zeros_like(weights, device=device) if by_cpu else weights, waits
-            )
-        host = slab.cut(layer.numel, gradient_dtype(layer, accumulation)) if by_cpu else None
+            resident = torch.zeros_like(weights, device=device) if by_cpu else weights
+            self.weights = LayerWeights(layer, resident, device, waits)
+        is_fp32 = config.gradient_accumulation > 1 or layer.shared  # the gradient is a sum of several
+        host = slab.cut(layer.numel, torch.float32 if is_fp32 else layer.dtype) if by_cpu else None
         self.gradient = LayerGradient(self.weights, host, on_device=placement.gradients == "vram")
-        self.ring, self._passing = ring, self._passing_states(host) if ring is not None else None
+        self.ring = ring
+        self._passing: PassingStates | None = None
+        if ring is not None and placement.states == "ram" and gpu_can_step(placement):
+            passing_gradient = host if placement.gradients == "ram" else None
+            resident_weights = self.weights.flat if self._streamed is None else None
+            self._passing = PassingStates(f"{layer.name} states", self.flat, resident_weights, passing_gradient)
         self.on_gpu = placement.step == "gpu"
-        self.switchable = may_switch and by_cpu and self._passing is not None
+        self.switchable = config.placement is None and by_cpu and self._passing is not None
         self._copy_is_stale = False
         self.steps = torch.zeros(len(layer.views), dtype=torch.float32)
         self.uploaded: Event | None = None
-
-    def _passing_states(self, host_gradient: torch.Tensor | None) -> PassingStates | None:
-        """What passes through VRAM where the GPU steps states in RAM."""
-        if self.placement.states != "ram" or not gpu_can_step(self.placement):
-            return None
-        resident = self.weights.flat if isinstance(self.weights, ResidentWeights) else None
-        gradient = host_gradient if self.placement.gradients == "ram" else None
-        return PassingStates(self.layer.name, self.flat, resident, gradient)
 
     @property
     def passes(self) -> bool:
@@ -134,8 +106,7 @@ class LayerState:
     def take_parameters(self, materialise: Materialise | None) -> None:
         """Take the parameters' present values as master weights and bind the parameters to the flat buffer.
 
-        Args:
-            materialise: makes parameters on the meta device real first, in RAM.
+        `materialise` makes parameters on the meta device real first, in RAM.
         """
         parameters = [view.parameter for view in self.layer.views]
         if materialise is not None:
@@ -146,58 +117,49 @@ class LayerState:
                 "weights first, or pass materialise="
             )
         for view in self.layer.views:
-            here, source = slice(view.start, view.start + view.numel), view.parameter.data.reshape(-1)
-            remainder = None
+            source = view.parameter.data.reshape(-1)
+            remainder = source if self.layer.dtype == torch.float16 else None
             if self.layer.dtype == torch.bfloat16 and source.dtype == torch.float32:
                 source, remainder = split_master(source)
-            elif self.layer.dtype == torch.float16:
-                remainder = source
             if self.flat.remainder is not None and remainder is not None:
-                self.flat.remainder[here].copy_(remainder)
-            self.flat.weights[here].copy_(source)
-        if isinstance(self.weights, ResidentWeights):
+                self.flat.remainder[view.elements].copy_(remainder)
+            self.flat.weights[view.elements].copy_(source)
+        if self._streamed is None:
             self.weights.flat.copy_(self.flat.weights)
-            self.weights.start(self.weights.flat)
-        else:
-            self.weights.start(self.flat.weights)
+        self.weights.start()
         if self._region is not None:
             self._region.forget_pages()
 
     def take_over(self, views: Sequence[ParameterView], *, keep_remainder: bool = False) -> None:
         """Take weights of `views` that were written from outside as the master weights. Their update is recorded.
 
-        Args:
-            keep_remainder: the caller sets the remainder next; else it adds nothing.
+        With `keep_remainder` the caller sets the remainder next; else it adds nothing.
         """
         self._wait_for_copies()
-        if isinstance(self.weights, StreamedWeights):
-            self.weights.save(views)
+        if self._streamed is not None:
+            self._streamed.save(views)
         for view in views:
-            here = slice(view.start, view.start + view.numel)
-            if isinstance(self.weights, ResidentWeights):
-                self.flat.weights[here].copy_(self.weights.flat[here])
-            if self.layer.dtype == torch.float16 and not keep_remainder:
-                self.flat.remainder[here].copy_(self.flat.weights[here])  # type: ignore[index]
-            elif self.flat.remainder is not None and not keep_remainder:
-                self.flat.remainder[here].zero_()
+            weights = self.flat.weights[view.elements]
+            if self._streamed is None:
+                weights.copy_(self.weights.flat[view.elements])
+            if self.flat.remainder is not None and not keep_remainder:
+                remainder = self.flat.remainder[view.elements]
+                remainder.copy_(weights) if self.layer.dtype == torch.float16 else remainder.zero_()
 
     def master(self, view: ParameterView) -> torch.Tensor:
         """fp32 copy of a parameter's master weights, in its shape, in RAM."""
-        here = slice(view.start, view.start + view.numel)
-        newest = self.weights.flat if isinstance(self.weights, ResidentWeights) else self.flat.weights
-        weights = newest[here].cpu()
+        weights = self.weights.flat[view.elements].cpu()
         if self.flat.remainder is None:
             return weights.view(view.parameter.shape).clone()
-        remainder = self.flat.remainder[here].cpu()
+        remainder = self.flat.remainder[view.elements].cpu()
         flat = join_master(weights, remainder) if remainder.dtype == torch.int16 else remainder.clone()
         return flat.view(view.parameter.shape)
 
     def step(self, views: set[int], options: Sequence[GroupOptions], grad_scale: float, stream: CopyStream) -> None:
         """One optimizer step of the parameters at `views`, in place; the others keep all, their step count too.
 
-        The calling thread waits for a step on the CPU; one on the GPU is queued.
-
-        Either way forward may ask for the layer's working weights once `uploaded` is reached.
+        The calling thread waits for a step on the CPU; one on the GPU is queued. Either way forward
+        may ask for the layer's working weights once `uploaded` is reached.
 
         Args:
             stream: for the weights that the CPU steps, or for the GPU's kernels; it has waited for the compute stream.
@@ -216,14 +178,13 @@ class LayerState:
             with self._region.in_ram() as slab:
                 flat = FlatState.cut(self.layer.states, self.flat.weights, slab.cut)
                 optimizer_step(flat, self.gradient.host, segments, grad_scale)
-        if isinstance(self.weights, ResidentWeights):
-            stream.copy(self.weights.flat, self.flat.weights, self.layer.name, timed=True)
-            self.uploaded = stream.record()
+        if self._streamed is None:
+            self.uploaded = stream.copy_all([(self.weights.flat, self.flat.weights)], self.layer.name)
 
     def _step_on_gpu(self, segments: Sequence[Segment], grad_scale: float, stream: CopyStream) -> None:
         if self.uploaded is not None:
             stream.wait(self.uploaded)
-        passing, streamed = self._passing, self.weights if isinstance(self.weights, StreamedWeights) else None
+        passing, streamed = self._passing, self._streamed
         if passing is None:
             gradient = self.gradient.kept
             stream.run(lambda: optimizer_step(self.flat, gradient, segments, grad_scale))
@@ -259,7 +220,6 @@ class LayerState:
         if self._copy_is_stale:
             assert self.ring is not None
             assert self._passing is not None
-            assert isinstance(self.weights, ResidentWeights)
             self.ring.copy_down(self._passing, self.flat.weights, self.weights.flat, self.uploaded)
             self._copy_is_stale = False
 
@@ -270,7 +230,7 @@ class LayerState:
 
     def _wait_for_copies(self) -> None:
         """Wait for copies to and from RAM: until then it is neither read nor written."""
-        copied = self.weights.copied if isinstance(self.weights, StreamedWeights) else None
+        copied = None if self._streamed is None else self._streamed.copied
         drained = None if self._passing is None else self._passing.drained
         for event in (copied, self.uploaded, drained):
             if event is not None:
@@ -283,7 +243,13 @@ class LayerState:
             self.steps[list(views)] += 1
         steps = [int(step) for step in self.steps.tolist()]  # at once: one by one a tensor's numbers take Python long
         if self.layer.states.is_rounded:
-            return [self._own_segment(index, options, steps[index]) for index in sorted(views)]
+            found = []
+            for index in sorted(views):  # one for each parameter, with random bits of its own
+                view, step = self.layer.views[index], steps[index]
+                scalars = _scalars(self.layer.states.optimizer, options[view.group], step)
+                key = random_key(self._seed, view.name, step)
+                found.append(Segment(view.start, view.numel, scalars, key))
+            return found
         kinds: dict[tuple[int, int], set[int]] = {}
         for index in views:
             kinds.setdefault((self.layer.views[index].group, steps[index]), set()).add(index)
@@ -296,13 +262,6 @@ class LayerState:
             for start, length in runs(self.layer, indices)
         ]
 
-    def _own_segment(self, index: int, options: Sequence[GroupOptions], step: int) -> Segment:
-        """One parameter's, with random bits of its own."""
-        view = self.layer.views[index]
-        key = random_key(self._seed, view.name, step)
-        scalars = _scalars(self.layer.states.optimizer, options[view.group], step)
-        return Segment(view.start, view.numel, scalars, key)
-
     def state_of(self, index: int) -> dict[str, torch.Tensor]:
         """A parameter's states, as torch optimizers keep them: views, in its shape; block scales are 1-D."""
         view, arrays = self.layer.views[index], {"step": self.steps[index]}
@@ -310,8 +269,3 @@ class LayerState:
             part = self.flat[array.name][array.part(view.start, view.start + view.numel)]
             arrays[array.name] = part if array.block > 1 else part.view(view.parameter.shape)
         return arrays
-
-
-def optimizer_states(layers: Sequence[LayerState]) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-    """Every parameter's states."""
-    return {view.parameter: state.state_of(index) for state in layers for index, view in enumerate(state.layer.views)}

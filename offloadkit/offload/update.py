@@ -271,10 +271,6 @@ class StepTimes:
     gpu: tuple[Event, Event] | None
     gpu_numel: int
 
-    def is_over(self) -> bool:
-        """Whether the GPU has finished too."""
-        return self.gpu is None or self.gpu[1].done()
-
 
 class StepBalancer:
     """Moves layers between CPU and GPU, so that both finish an update at the same time."""
@@ -307,7 +303,9 @@ class StepBalancer:
     def correct(self, layers: Sequence[LayerState]) -> None:
         """Move up to `MAX_MOVES` of `layers`, which are stepped next, if the finished updates say that it helps."""
         movable = [layer for layer in layers if layer.switchable]
-        while self._unread and self._unread[0].is_over():  # Python may be a step ahead of the GPU
+        while self._unread:
+            if (last := self._unread[0].gpu) is not None and not last[1].done():
+                break  # Python may be a step ahead of the GPU
             times = self._unread.popleft()
             gpu = times.gpu[1].seconds_since(times.gpu[0]) if times.gpu else 0.0
             self._averaged.append((times.cpu_seconds, times.cpu_numel, gpu, times.gpu_numel))

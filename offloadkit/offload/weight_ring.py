@@ -31,25 +31,25 @@ class StreamedWeights(LayerWeights):
     """The working weights of a flat layer in RAM.
 
     Attributes:
-        host: 1-D pinned tensor of `layer.numel` elements. Between steps the parameters are views of it.
-        host_bytes: the same memory as uint8.
-        copied: the end of the newest copy out of `host`. Nobody writes to `host` before it.
-        written: the end of the newest copy into `host`, if the GPU steps the layer.
+        flat_bytes: `flat`, which is pinned, as uint8. Between steps the parameters are views of this memory.
+        block: the layers that come and go with this one, set by its `StreamedBlock`.
+        copied: the end of the newest copy out of `flat`. Nobody writes to `flat` before it.
+        written: the end of the newest copy into `flat`, if the GPU steps the layer.
     """
 
-    def __init__(self, layer: FlatLayer, host: torch.Tensor, device: torch.device, waits: Waits) -> None:
-        super().__init__(layer, device, waits)
-        self.host, self.host_bytes = host, host.view(torch.uint8)
+    def __init__(self, layer: FlatLayer, flat: torch.Tensor, device: torch.device, waits: Waits) -> None:
+        super().__init__(layer, flat, device, waits)
+        self.flat_bytes = flat.view(torch.uint8)
         self.copied: Event | None = None
         self.written: Event | None = None
-        self.block: StreamedBlock | None = None
+        self.block: StreamedBlock
         self._host_views: list[torch.Tensor] = []
         self._views: dict[int, list[torch.Tensor]] = {}
         nan = torch.full((1,), torch.nan, dtype=layer.dtype, device=device)
         self._unbound = [nan.expand(view.parameter.shape) for view in layer.views]
 
-    def start(self, flat: torch.Tensor) -> None:
-        super().start(flat)
+    def start(self) -> None:
+        super().start()
         self._host_views = self._bound
 
     def bind_to_ram(self) -> None:
@@ -69,7 +69,7 @@ class StreamedWeights(LayerWeights):
         if self._bound is self._host_views or self._bound is self._unbound:
             return
         for view in views:
-            self.host[view.start : view.start + view.numel].copy_(view.parameter.data.reshape(-1))
+            self.flat[view.elements].copy_(view.parameter.data.reshape(-1))
 
     def bind_to_vram(self, memory: torch.Tensor) -> None:
         """Bind the parameters to `memory`: uint8, the layer's part of one of the ring's buffers."""
@@ -80,18 +80,15 @@ class StreamedWeights(LayerWeights):
         self.bind(self._views[address])
 
     def use(self) -> None:
-        assert self.block is not None
         self.block.use()
 
     def settle(self) -> None:
         self.wait()
         if self.written is not None:
             self.written.synchronize()
-        assert self.block is not None
         self.block.ring.evict(self.block)
 
     def start_update(self, views: set[int]) -> PendingUpdate:
-        assert self.block is not None
         self.block.ring.evict(self.block)
         pending = super().start_update(views)
         self.block.num_updates = [layer.num_updates for layer in self.block.layers]
@@ -102,8 +99,7 @@ class StreamedWeights(LayerWeights):
         Raises:
             EngineStateError: the block was recomputed, and its buffer went to another block before this gradient.
         """
-        block = self.block
-        if block is not None and block.recomputed and not block.ring.holds(block):
+        if self.block.recomputed and not self.block.ring.holds(self.block):
             raise EngineStateError(
                 f"the gradient of {view.name!r} came after its block had left VRAM: this model's backward does not run "
                 "block by block. Train it with Placement(activations='keep'), or with weights='vram'"
@@ -138,11 +134,6 @@ class StreamedBlock:
         self.recomputed = self.ring.in_backward
         self.ring.use(self)
 
-    def wait(self) -> None:
-        """Wait for the pending updates."""
-        for layer in self.layers:
-            layer.wait()
-
     def ready(self) -> bool:
         """Whether the newest weights are in RAM."""
         return all(layer.pending is None or layer.pending.recorded.is_set() for layer in self.layers)
@@ -168,7 +159,7 @@ class _Buffer:
     def parts(self, block: StreamedBlock) -> list[tuple[StreamedWeights, torch.Tensor]]:
         """Each layer of the block and its bytes in this buffer, one after the other."""
         if block not in self._parts:
-            ends = list(accumulate((layer.host_bytes.numel() for layer in block.layers), initial=0))
+            ends = list(accumulate((layer.flat_bytes.numel() for layer in block.layers), initial=0))
             places = [self.memory[start:end] for start, end in pairwise(ends)]
             self._parts[block] = list(zip(block.layers, places, strict=True))
         return self._parts[block]
@@ -203,7 +194,7 @@ class WeightRing:
         for layer in layers:
             by_block.setdefault(layer.layer.block, []).append(layer)
         self._blocks = [StreamedBlock(group, self) for group in by_block.values()]
-        size = max(sum(layer.host_bytes.numel() for layer in block.layers) for block in self._blocks)
+        size = max(sum(layer.flat_bytes.numel() for layer in block.layers) for block in self._blocks)
         self._memory = torch.zeros(num_buffers * size, dtype=torch.uint8, device=device)
         self._address, self._num_bytes, self._size = self._memory.data_ptr(), num_buffers * size, size
         self._as_dtype: dict[torch.dtype, torch.Tensor] = {}
@@ -220,7 +211,8 @@ class WeightRing:
         current = self._current
         if current is not None and current.block is block:
             return
-        block.wait()
+        for layer in block.layers:
+            layer.wait()
         if current is not None:
             self._release(current, block)
         buffer = self._buffer_of(block) or self._fetch(block)
@@ -314,7 +306,7 @@ class WeightRing:
             if layer.written is not None:  # the GPU's step may still be copying new weights to RAM
                 self.h2d.wait(layer.written)
             timed = self.in_forward or self.in_backward
-            buffer.arrived = self.h2d.copy_all([(memory, layer.host_bytes)], layer.layer.name, timed=timed)
+            buffer.arrived = self.h2d.copy_all([(memory, layer.flat_bytes)], layer.layer.name, timed=timed)
         buffer.block = block
         for layer in block.layers:
             layer.copied = buffer.arrived

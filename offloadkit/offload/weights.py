@@ -23,17 +23,6 @@ from offloadkit.offload.layers import FlatLayer, ParameterView, stays_fp32
 from offloadkit.optim.table import DTYPES, Dtype
 
 
-def own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as `view`, as a tensor with its own storage and version counter.
-
-    Code that saves models takes tensors of one storage for tied weights, and pickles whole storages. So each parameter
-    of a flat layer must look like a separate tensor.
-    """
-    conversions: Any = dlpack
-    tensor: torch.Tensor = conversions.from_dlpack(conversions.to_dlpack(view))
-    return tensor
-
-
 class PendingUpdate:
     """A layer's new weights, on their way. Once `recorded` is set, `arrived` is valid.
 
@@ -52,17 +41,17 @@ class PendingUpdate:
 
 
 class LayerWeights:
-    """The working weights of one flat layer. Its parameters are views of them, wherever they live.
+    """The working weights of one flat layer, in VRAM. Its parameters are views of them.
 
     Attributes:
+        flat: 1-D tensor of `layer.numel` elements, where the weights live between steps.
         pending: the update that forward has not waited for yet.
         num_updates: how many updates there were.
         stepped_on_gpu: whether the GPU steps the layer. Else the CPU does, and its weights are copied to the device.
     """
 
-    def __init__(self, layer: FlatLayer, device: torch.device, waits: Waits) -> None:
-        self.layer = layer
-        self.device = device
+    def __init__(self, layer: FlatLayer, flat: torch.Tensor, device: torch.device, waits: Waits) -> None:
+        self.layer, self.flat, self.device = layer, flat, device
         self.pending: PendingUpdate | None = None
         self.num_updates = 0
         self.stepped_on_gpu = False
@@ -71,11 +60,14 @@ class LayerWeights:
         self._versions: list[int] = []
 
     def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Every view's part of `flat` (1-D, `layer.numel` elements) in its parameter's shape."""
-        return [
-            own_storage(flat[view.start : view.start + view.numel]).view(view.parameter.shape)
-            for view in self.layer.views
-        ]
+        """Every view's part of `flat` (1-D, `layer.numel` elements) in its parameter's shape.
+
+        Each has its own storage and version counter: code that saves models takes tensors of one storage for tied
+        weights, and pickles whole storages.
+        """
+        to_own: Any = dlpack
+        parts = [to_own.from_dlpack(to_own.to_dlpack(flat[view.elements])) for view in self.layer.views]
+        return [part.view(view.parameter.shape) for part, view in zip(parts, self.layer.views, strict=True)]
 
     def bind(self, tensors: list[torch.Tensor]) -> None:
         """Make each parameter share the memory of its tensor, one for each view."""
@@ -83,11 +75,11 @@ class LayerWeights:
             view.parameter.data = tensor
         self._bound = tensors
 
-    def start(self, flat: torch.Tensor) -> None:
+    def start(self) -> None:
         """Bind the parameters to `flat` for the first time. Their old gradients are dropped."""
         for view in self.layer.views:
             view.parameter.grad = None
-        self.bind(self.tensors(flat))
+        self.bind(self.tensors(self.flat))
         self._versions = self._present_versions()
 
     def _present_versions(self) -> list[int]:
@@ -169,18 +161,6 @@ class LayerWeights:
         return written
 
 
-class ResidentWeights(LayerWeights):
-    """The working weights of a flat layer that stays in VRAM.
-
-    Attributes:
-        flat: 1-D tensor on the device, `layer.numel` elements of its dtype.
-    """
-
-    def __init__(self, layer: FlatLayer, flat: torch.Tensor, waits: Waits) -> None:
-        super().__init__(layer, flat.device, waits)
-        self.flat = flat
-
-
 class ForwardHooks:
     """Hooks that wait for a layer's weights before a module uses them, and note the order in which layers are used.
 
@@ -188,22 +168,18 @@ class ForwardHooks:
       block is a list of modules, which has no forward.
     - The forward of a module outside the blocks waits for the module's own layer.
     - The forward of the whole model waits for layers that nothing else waits for; without gradients it waits for all.
-    - `state_dict` and `load_state_dict` of any module wait for its layers.
+    - `state_dict` and `load_state_dict` of any module wait for its layers. Those of the whole model also call `settle`,
+      which finishes all updates.
     """
 
     def __init__(
         self, model: nn.Module, weights: Sequence[LayerWeights], settle: weakref.WeakMethod[Callable[[], None]]
     ) -> None:
-        """
-        Args:
-            settle: called before the whole model's weights are saved or loaded. It finishes all updates.
-        """
         self._model: nn.Module | None = model
         self._weights, self._settle = weights, settle
         self._order_of_use: dict[LayerWeights, int] = {}
         self._waited_at_root: set[LayerWeights] = set()
         self._ran: set[nn.Module] = set()
-        self._with_gradient: set[ParameterView] = set()
         self._layers_of: dict[nn.Module, list[LayerWeights]] = {}
         self._waiting_for: dict[nn.Module, list[LayerWeights]] = {}
         for weight in weights:
@@ -217,10 +193,7 @@ class ForwardHooks:
         self._hooks.append(model.register_forward_pre_hook(at_root, prepend=True))
         for module in dict.fromkeys([model, *self._layers_of]):
             untyped: Any = module
-            self._hooks += [
-                untyped.register_state_dict_pre_hook(wait),
-                untyped.register_load_state_dict_pre_hook(wait),
-            ]
+            self._hooks += [untyped.register_state_dict_pre_hook(wait), untyped.register_load_state_dict_pre_hook(wait)]
 
     def _hook_functions(self) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
         """The hooks of the whole model's forward, of a module's forward, and of a module's state_dict.
@@ -260,10 +233,8 @@ class ForwardHooks:
 
         That is so where neither its block nor all of its modules ran, as in `F.linear(x, self.embed.weight)`.
         """
-        if view not in self._with_gradient:
-            self._with_gradient.add(view)
-            if weight.layer.block not in self._ran and any(owner not in self._ran for owner, _ in view.owners):
-                self._waited_at_root.add(weight)
+        if weight.layer.block not in self._ran and any(owner not in self._ran for owner, _ in view.owners):
+            self._waited_at_root.add(weight)
 
     def forward_order(self) -> list[LayerWeights]:
         """The layers in the order in which forward uses them. Those that the whole model waits for come first."""
@@ -306,13 +277,10 @@ class TiedUses:
     """Hooks that make every use of a tied weight hand over its own gradient.
 
     While a module that holds a tied weight runs, the attribute is a `_Use` of the weight instead of the parameter.
+    `sink` takes the gradient of each use, in the parameter's shape.
     """
 
     def __init__(self, layers: Sequence[FlatLayer], sink: Callable[[ParameterView, torch.Tensor], None]) -> None:
-        """
-        Args:
-            sink: takes the gradient of each use, in the parameter's shape.
-        """
         self._hooks: list[Any] = []
         self._views_of = views_of = dict[nn.Module, dict[str, ParameterView]]()
         for view in (view for layer in layers for view in layer.views if view.shared):

@@ -314,7 +314,7 @@ MISSED_BY = {
     "branches on disk": ["PlacedModel.take_over_outside_writes: pending.weights.wait()"],
     "step fails": ["PlacedModel.release", "WeightRing.synchronize"],
     "backward fails": ["OffloadedInputs._send: self.d2h.wait(view.returned)"],
-    "shuffled, stepped by the GPU": ["StateRing.step"],
+    "shuffled, stepped by the GPU": ["StateRing.step: self.d2h.wait(unread)"],
     "shuffled, stepped by the CPU": [
         "LayerState._wait_for_copies: event.synchronize() copied",
         "LayerState._wait_for_copies: event.synchronize() self.uploaded",
