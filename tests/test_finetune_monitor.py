@@ -68,7 +68,7 @@ class Watched:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """A terminal, for the monitor."""
     display = Watched()
-    monkeypatch.setattr(sys.modules["offloadkit.finetuning"], "can_be_drawn", lambda: True)
+    monkeypatch.setattr("offloadkit.finetuning.can_be_drawn", lambda: True)
     monkeypatch.setattr(Monitor, "_chosen_display", lambda self: display if self._wanted == "auto" else None)
     return display
 

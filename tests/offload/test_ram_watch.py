@@ -131,16 +131,6 @@ def test_it_ends_when_it_is_closed_and_when_it_is_collected(machine: Machine) ->
     assert not thread.is_alive()
 
 
-def test_it_ends_with_its_context(machine: Machine) -> None:
-    before = set(threads())
-    with RamWatch(PLANNED):
-        assert set(threads()) - before
-    assert not set(threads()) - before
-    with pytest.raises(KeyError), RamWatch(PLANNED):
-        raise KeyError
-    assert not set(threads()) - before
-
-
 REAL = """
 import mmap, time
 from offloadkit import hardware

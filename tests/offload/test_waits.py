@@ -291,7 +291,7 @@ def test_nothing_races(name: str) -> None:
 
 NEVER_MISSED = {
     Wait("recompute.py", "OffloadedInputs._fetch", "self.h2d.wait(saved.arrived)"): "the compute stream, which this "
-    "stream waits for a line before, was made to wait for it by `_let_go`",
+    "stream waits for a line before, was made to wait for it by `_free_vram`",
     Wait("state_ring.py", "StateRing.copy_down", "self.d2h.wait(after)"): "this stream waited for each chunk's step",
     Wait("state_ring.py", "StateRing._fetch", "self.h2d.wait(event)", "self._stepped"): "it leaves the bus to others, "
     "and orders nothing",
