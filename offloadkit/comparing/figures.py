@@ -5,18 +5,17 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from offloadkit.comparing import words
+from offloadkit.comparing.knee import Knee
 from offloadkit.comparing.words import LABELS
-
-if TYPE_CHECKING:
-    from offloadkit.comparing.comparison import Comparison
-    from offloadkit.comparing.sweeping import Sweep
+from offloadkit.engines.forecast import Forecast
 
 COLOURS = {"baseline": "#8c8c8c", "offloadkit": "#0072b2", "deepspeed": "#e69f00"}
 HATCHES = {"baseline": "", "offloadkit": "", "deepspeed": "////"}
@@ -24,6 +23,44 @@ INK, QUIET, LIMIT = "#222222", "#666666", "#d55e00"
 GIB = 1 << 30
 _VALUE_WIDTH = 0.2
 """Of a size's panel: what "9.72" takes."""
+
+
+class Drawable(Protocol):
+    """What every chart asks of a result; see `Comparison` and `Sweep`."""
+
+    @property
+    def rows(self) -> list[dict[str, Any]]: ...
+    @property
+    def num_samples(self) -> int: ...
+    @property
+    def vram(self) -> int | None: ...
+    @property
+    def ram(self) -> int | None: ...
+    @property
+    def title(self) -> str: ...
+
+
+class DrawableComparison(Drawable, Protocol):
+    """What the chart of a comparison asks of it."""
+
+    @property
+    def remarks(self) -> list[str]: ...
+    def row(self, model: str, engine: str) -> dict[str, Any]: ...
+
+
+class DrawableSweep(Drawable, Protocol):
+    """What the chart of a sweep asks of it."""
+
+    @property
+    def forecasts(self) -> Mapping[int, Mapping[int, Forecast]]: ...
+    @property
+    def accumulations(self) -> list[int]: ...
+    @property
+    def sizes(self) -> list[int]: ...
+    def measured(self, accumulation: int, scaling: str = "none") -> dict[int, dict[str, Any]]: ...
+    def knee(self) -> Knee | None: ...
+    def predicted_knee(self) -> Knee | None: ...
+    def explain(self) -> str: ...
 
 
 class Chart(Figure):
@@ -40,7 +77,7 @@ class Chart(Figure):
         return text.getvalue()
 
 
-def comparison_chart(result: Comparison) -> Chart:
+def comparison_chart(result: DrawableComparison) -> Chart:
     """A line of three panels for each model: seconds, VRAM and RAM; the reason in the place of a missing bar."""
     models = list(dict.fromkeys(row["model"] for row in result.rows))
     engines = list(dict.fromkeys(row["engine"] for row in result.rows))
@@ -136,7 +173,7 @@ SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#cc79a7", "D")
 """Colour and marker of each line; after the last comes the first."""
 
 
-def sweep_chart(result: Sweep) -> Chart:
+def sweep_chart(result: DrawableSweep) -> Chart:
     """Step, epoch and VRAM against the batch size; the held-out loss where it was measured; what it means below."""
     learns = any("eval_loss" in row for row in result.rows)
     sentences = [line for text in result.explain().splitlines() for line in textwrap.wrap(text, 165 + 55 * learns)]
@@ -191,7 +228,7 @@ def _seconds_of(line: Any) -> list[float]:
     return [] if no_curve else [float(value) for value in line.get_ydata()]
 
 
-def _steps(axes: Axes, result: Sweep) -> None:
+def _steps(axes: Axes, result: DrawableSweep) -> None:
     """Measured and predicted steps, and the knee of the first accumulation."""
     _title(axes, "time of a step")
     _lines(axes, result, "step_seconds")
@@ -214,7 +251,7 @@ def _steps(axes: Axes, result: Sweep) -> None:
     _in_durations(axes)
 
 
-def _lines(axes: Axes, result: Sweep, key: str, *, scale: float = 1.0) -> None:
+def _lines(axes: Axes, result: DrawableSweep, key: str, *, scale: float = 1.0) -> None:
     """One line for each accumulation, and, where several were tried, each scaling of the learning rate."""
     scalings = list(dict.fromkeys(row["scaling"] for row in result.rows)) if key == "eval_loss" else ["none"]
     series = [(times, scaling) for times in result.accumulations for scaling in scalings]
@@ -233,7 +270,7 @@ def _lines(axes: Axes, result: Sweep, key: str, *, scale: float = 1.0) -> None:
         _in_durations(axes)
 
 
-def _label(result: Sweep, times: int, scaling: str, key: str) -> str | None:
+def _label(result: DrawableSweep, times: int, scaling: str, key: str) -> str | None:
     parts = []
     if len(result.accumulations) > 1:
         parts.append(f"{times} micro-batch{'es' if times > 1 else ''} a step")
@@ -244,7 +281,7 @@ def _label(result: Sweep, times: int, scaling: str, key: str) -> str | None:
     return ", ".join(parts) or None
 
 
-def _vram(axes: Axes, result: Sweep) -> None:
+def _vram(axes: Axes, result: DrawableSweep) -> None:
     """Peak VRAM, or, without a GPU, RAM."""
     key, name, limit = "vram_bytes", "VRAM", result.vram
     if not any(row.get("vram_bytes") for row in result.rows):
