@@ -70,7 +70,7 @@ TESTS: dict[str, list[str]] = {
     "planner/layout.py": [*PLAN, "tests/optim/test_table.py", CHANGES],
     "kernels/attention.py": ["tests/hf/test_fused_attention.py"],
     "kernels/attention_triton.py": ["tests/hf/test_fused_attention.py", *ALSO_SLOW],
-    "kernels/gpu_triton.py": ["tests/kernels/test_gpu.py", "tests/optim/test_gradient_norm.py", *ALSO_SLOW],
+    "kernels/gpu_triton.py": ["tests/kernels/test_gpu.py", "tests/optim/test_norm.py", *ALSO_SLOW],
     "kernels/linear_cross_entropy.py": ["tests/hf/test_chunked_loss.py"],
 }
 """Which tests are asked, by room, or by file where that has others."""

@@ -91,7 +91,7 @@ def test_the_batch_size_is_chosen_before_what_lives_where() -> None:
 
 @pytest.mark.slow
 def test_a_plan_says_what_batch_it_is_for() -> None:
-    made = offloadkit.plan("t5-base", vram="3GiB", ram="30GiB", gradient_accumulation=2)
+    made = offloadkit.plan("t5-base", vram="1.5GiB", ram="30GiB", gradient_accumulation=2)
     facts = made.to_dict()
     size = facts["batch_size"]
     assert size in planning.BATCH_SIZES
@@ -214,10 +214,10 @@ def test_a_refusal_proposes_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     disk = SimpleNamespace(total=500 * GIB, used=0, free=500 * GIB)
     monkeypatch.setattr(planning.shutil, "disk_usage", lambda folder: disk)
     monkeypatch.setattr(planning.tempfile, "gettempdir", lambda: str(tmp_path))
-    made = offloadkit.plan("t5-3b", vram="15GiB", ram="11GiB", batch_size=1)
+    small: dict[str, Any] = {"vram": "1.5GiB", "ram": "2.8GiB", "batch_size": 1}
+    made = offloadkit.plan("t5-base", **small)
     assert f"optimizer states on disk (OffloadConfig(disk={str(tmp_path)!r})" in made.explain()
-    wish = OffloadConfig(disk=str(tmp_path))
-    on_disk = offloadkit.plan("t5-3b", vram="15GiB", ram="11GiB", batch_size=1, offload=wish)
+    on_disk = offloadkit.plan("t5-base", **small, offload=OffloadConfig(disk=str(tmp_path)))
     assert on_disk.fits
     assert on_disk.total_bytes("disk") > 0
     assert "OffloadConfig(disk" not in on_disk.explain()
