@@ -126,8 +126,15 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         block_sums(torch.zeros(10).double(), blocks, out)
     with pytest.raises(TypeError, match="blocks must be int64 and out fp64"):
         block_sums(torch.zeros(10), blocks, out.float())
-    with pytest.raises(ValueError, match=r"expected gradient \[num_elements\]"):
-        block_sums(torch.zeros(10), blocks, torch.zeros(2, dtype=torch.float64))
+    sums = {
+        (torch.zeros(10), blocks): (2,),
+        (torch.zeros(2, 5), blocks): (1,),
+        (torch.zeros(10), blocks[0]): (2,),
+        (torch.zeros(10), torch.zeros(1, 3, dtype=torch.int64)): (1,),
+    }
+    for arguments, shape in sums.items():
+        with pytest.raises(ValueError, match=r"expected gradient \[num_elements\]"):
+            block_sums(*arguments, torch.zeros(shape, dtype=torch.float64))
     with pytest.raises(ValueError, match="must be contiguous"):
         block_sums(torch.zeros(20)[::2], blocks, out)
     with pytest.raises(ValueError, match="lie on meta, cpu, cpu"):
