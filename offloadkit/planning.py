@@ -133,7 +133,7 @@ def plan_source(
         rows = outline.rows(batch_size, max_input_length, max_target_length)
         work = outline.work(rows)
         made = plan_of(outline.model, outline.layers, config, work=work, hardware=machine, assumed=assumed)
-        if made.fits or made.basis is None:
+        if made.fits:
             return made
         folder = next((name for name in (tempfile.gettempdir(), ".") if not unfit_for_states(Path(name))), None)
         other = with_disk(machine, folder) if folder and not config.disk and machine.device != "cpu" else None

@@ -154,7 +154,7 @@ class Machine:
     @classmethod
     def of(cls, plan: Plan | None) -> Self | None:
         """The machine that `plan` was made for; None where it was made without one."""
-        if plan is None or plan.basis is None or plan.basis.hardware is None:
+        if plan is None or plan.basis.hardware is None:
             return None
         return cls(not plan.on_cpu, plan.basis.hardware.vram_bytes_per_second, plan.budgets)
 

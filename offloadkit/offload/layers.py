@@ -165,9 +165,8 @@ def check_plan(plan: Plan, layers: Sequence[FlatLayer], config: OffloadConfig) -
             "dtype"
         )
     made_for: dict[str, Any] = {"gradient_accumulation": plan.accumulation}
-    if plan.basis is not None:
-        for name in ("activation_checkpointing", "placement"):
-            made_for[name] = getattr(plan.basis.config, name)
+    for name in ("activation_checkpointing", "placement"):
+        made_for[name] = getattr(plan.basis.config, name)
     differing = [
         f"{name}: {planned!r} in the plan, {getattr(config, name)!r} in OffloadConfig"
         for name, planned in made_for.items()
