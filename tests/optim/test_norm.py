@@ -112,12 +112,13 @@ def test_blocks_are_added_in_order_without_compensation() -> None:
     assert total != math.fsum(values), "the values must tell the two apart"
 
 
-@pytest.mark.parametrize("block", [[-1, 5], [96, 5], [0, NORM_BLOCK + 1], [0, -1]])
+@pytest.mark.parametrize("block", [[-1, 5], [69_996, 5], [0, NORM_BLOCK + 1], [3, -1], [0, -1]])
 def test_a_block_outside_the_gradient_is_refused(block: list[int]) -> None:
     if not cpu.available():
         pytest.skip("the C kernel is not built")
-    with pytest.raises(ValueError, match="a block leaves the gradient of 100 elements"):
-        sums_of(torch.zeros(100), torch.tensor([block]))
+    for blocks in ([block], [[0, 4], block]):  # each is looked at
+        with pytest.raises(ValueError, match="a block leaves the gradient of 70000 elements"):
+            sums_of(torch.zeros(70_000), torch.tensor(blocks))
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
