@@ -81,7 +81,7 @@ def branches(*names: str, **options: Any) -> None:
         if options:
             patch.setattr(states, "optimizer_step", lambda *args: (time.sleep(0.2), step(*args))[1])
         else:
-            patch.setattr(update, "_norm", lambda new: (time.sleep(0.05), real(new))[1])
+            patch.setattr(update, "_norm", lambda new: (time.sleep(0.2), real(new))[1])
         for name in names:
             if name.isdigit() and options:
                 model.blocks[int(name)].load_state_dict(best[int(name)])
@@ -336,8 +336,10 @@ def test_waits_that_are_never_missed_are_there() -> None:
 def test_a_wait_that_is_gone_is_seen(wait: Wait) -> None:
     name = next((run for run, missed in MISSED_BY.items() if str(wait).startswith(tuple(missed))), "everywhere")
     with without(wait):
-        try:
-            found = races(name)
-        except (Exception, AssertionError):
-            return
-    assert found
+        for _ in range(3):  # on a busy machine, what comes before a wait may take longer than what it waits for
+            try:
+                if races(name):
+                    return
+            except (Exception, AssertionError):
+                return
+    raise AssertionError(f"nobody misses it in the run {name!r}")
