@@ -53,15 +53,11 @@ def test_t5_3b_fits_cards_of_every_size(small_batch: Model, vram: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulation", "precision"),
-    [
-        (1, "exact"),
-        pytest.param(4, "exact", marks=pytest.mark.slow),
-        pytest.param(1, "compact", marks=pytest.mark.slow),
-    ],
+    [(1, "exact"), (4, "exact"), (1, "compact")],
 )
 def test_more_vram_is_never_slower(small_batch: Model, accumulation: int, precision: Any) -> None:
     """But for what fits altogether: that is on the GPU altogether, though one CPU step could hide under forward."""
-    budgets = [3, 3.5, 4, 5, 6, 8, 12, 16, 20, 28, 36, 44, 64]
+    budgets = [3, 3.5, 5, 8, 12, 20, 36, 64]
     options = {"gradient_accumulation": accumulation, "precision": precision, "ram": "120GiB"}
     made = [plan(small_batch, vram=int(budget * GIB), **options) for budget in budgets]
     steps = [one.seconds.step for one in made if one.fits and one.seconds]
