@@ -336,14 +336,14 @@ def test_an_error_in_mid_run_releases_everything_though_somebody_keeps_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_an_error", [False, True])
-def test_a_cell_that_runs_again_and_again_ends_with_the_memory_and_the_threads_of_the_first(
+def test_a_cell_that_runs_ten_times_ends_with_the_memory_and_the_threads_of_the_first(
     with_an_error: bool, by_name: str, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if with_an_error:
         fails(monkeypatch)
     after: list[tuple[int, int]] = []
     last: Any = None
-    for _ in range(5):
+    for _ in range(10):
         try:
             last = finetune(by_name)
         except ZeroDivisionError as error:

@@ -68,7 +68,7 @@ def forecast(work: Work, device: torch.device) -> Forecast:
     seconds, basis = made.seconds, made.basis
     busy = {} if seconds is None else {name: float(number) for name, number in seconds.busy.items()}
     kept = recomputed = 0
-    if basis is not None and basis.work is not None:
+    if basis.work is not None:
         stages = basis.work.stages
         kept = activations(basis.work, ["keep"] * len(stages)).vram
         recomputed = activations(basis.work, ["checkpoint" if stage.block else "keep" for stage in stages]).vram
