@@ -21,6 +21,7 @@ from torch import nn
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
+from offloadkit.device.process_memory import phase
 from offloadkit.device.streams import record_compute
 from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OffloadkitError
 from offloadkit.offload.layers import UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
@@ -98,7 +99,9 @@ class OffloadEngine:
         self._finalizer = weakref.finalize(self, self._undo.close)
         self._ram_watch = RamWatch(self.plan.tiers["ram"])
         self._undo.callback(self._ram_watch.close)
-        with explained_shortage(self.plan, self.device):
+        self._steps_phase, self._phase_name = ExitStack(), ""
+        self._undo.callback(self._steps_phase.close)
+        with explained_shortage(self.plan, self.device), phase("reading", self.telemetry.peaks, self.device):
             self._placed = PlacedModel(
                 model,
                 layers,
@@ -145,6 +148,7 @@ class OffloadEngine:
         if not torch.is_grad_enabled():
             with explained_shortage(self.plan, self.device):
                 return self.module(*args, **kwargs)
+        self._begin_phase("first step" if self._newest is None else "training")
         with (
             self._records.forward(num_tokens(self.module, kwargs)),
             explained_shortage(self.plan, self.device, self.drop_gradients),
@@ -230,6 +234,13 @@ class OffloadEngine:
         if self._profile is not None and self._profile.step(self._settle, self._records.read, self.telemetry):
             self._profile = None
         return True
+
+    def _begin_phase(self, name: str) -> None:
+        """The steps' peaks of memory count as those of `name` from here on."""
+        if name != self._phase_name:
+            self._steps_phase.close()
+            self._steps_phase.enter_context(phase(name, self.telemetry.peaks, self.device))
+            self._phase_name = name
 
     def _new_update(self) -> Update:
         """A snapshot of what the stepping thread needs. From here on, forward waits for the updated layers."""
@@ -374,8 +385,9 @@ class OffloadEngine:
     def close(self) -> None:
         """Apply pending updates, detach from the model and free the engine's memory.
 
-        The model keeps its trained weights. It stays on its device if all its weights were there; else it is moved to
-        RAM. The optimizer's states are gone.
+        The model keeps its trained weights. It stays on its device if all its weights were there; else all of it is in
+        RAM then, and weights that were there stay where they are. The optimizer's states are gone, and are freed
+        before anything moves: closing takes no second copy of the weights.
 
         Raises:
             NonFiniteGradientError: as `step`. The engine is closed then too.
@@ -391,11 +403,19 @@ class OffloadEngine:
                 raise
         finally:
             self._open = False
+            self._steps_phase.close()
+            with phase("closing", self.telemetry.peaks, self.device):
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Detach from the model and free memory. Whatever fails, the model's weights are its own afterwards."""
+        try:
             self._finalizer()
             self.optimizer.state.clear()
             self._records.forget()
             self._newest = None
             self._placed.release()
+        finally:
             del self._placed, self._records
             _open_engines.pop(self.module, None)
             self.telemetry.close()

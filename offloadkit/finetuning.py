@@ -61,6 +61,7 @@ from offloadkit.checkpoint.folder import (
     writable,
 )
 from offloadkit.config import OffloadConfig, Precision
+from offloadkit.device.process_memory import forget_peak, phase
 from offloadkit.engines.baseline import measured_baseline
 from offloadkit.errors import ConfigError, OutOfVramError, errors_hold_nothing
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
@@ -68,7 +69,7 @@ from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
 from offloadkit.hf.quiet import bars_where_live
 from offloadkit.hf.read import check_there, on_hub
 from offloadkit.hf.source import ModelSource, resolve
-from offloadkit.hf.weight_files import Materialise
+from offloadkit.hf.weight_files import Materialise, written_in_pieces
 from offloadkit.monitor.monitor import Monitor, can_be_drawn
 from offloadkit.offload.layers import flat_layers
 from offloadkit.offload.shortage import leaner_budget
@@ -302,7 +303,7 @@ class TrainingRun:
 
         full = tried = ""
         if retry_leaner and self.args.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.args.device)  # `leaner_budget` reads this run's
+            forget_peak(self.args.device)  # `leaner_budget` reads this run's
         while True:
             model, materialise = self._load(plan, checkpoint)
             if full:
@@ -429,7 +430,8 @@ def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
 
 def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     def write(folder: Path) -> None:
-        model.save_pretrained(folder)
+        with written_in_pieces():
+            model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
     put_in_place(folder, write)

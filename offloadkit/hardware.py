@@ -19,7 +19,10 @@ from offloadkit.config import Precision
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
 _MAX_CONTEXT_BYTES = 1 << 30
+_highest_ram = 0
+"""What `process_peak_ram_bytes` was before the system's figure was started anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,11 +188,35 @@ def process_peak_ram_bytes() -> int:
 
     It is VmHWM if the system has it: ru_maxrss may start at the size of the program that forked this one.
     """
+    high_water = _high_water_bytes()
+    if high_water is None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return max(high_water, _highest_ram)
+
+
+def restart_peak_ram() -> int | None:
+    """Highest resident RAM since the last call, in bytes; from here on it is counted anew.
+
+    None if the system cannot do that. `process_peak_ram_bytes` is as if this had not been called.
+    """
+    global _highest_ram
+    high_water = _high_water_bytes()
+    if high_water is None:
+        return None
+    try:
+        _CLEAR_REFS.write_text("5")  # sets VmHWM to what is resident now
+    except OSError:
+        return None
+    _highest_ram = max(_highest_ram, high_water)
+    return high_water
+
+
+def _high_water_bytes() -> int | None:
     for line in text_of(Path("/proc/self/status")).splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return None
 
 
 def vram_bytes(device: torch.device) -> tuple[int, int]:

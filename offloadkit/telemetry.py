@@ -15,6 +15,10 @@ from typing import Any, TextIO
 from offloadkit.errors import OutputError
 
 
+Peaks = dict[str, dict[str, int]]
+"""Highest bytes that the process had, by phase of a run (see `planner.phases`) and tier, "ram" and "vram"."""
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One optimizer step, read after it has happened.
@@ -57,7 +61,13 @@ class StepRecord:
 
 
 class Telemetry:
-    """Keeps the newest records, hands each to its subscribers and appends it to a JSON-lines log."""
+    """Keeps the newest records, hands each to its subscribers and appends it to a JSON-lines log.
+
+    Attributes:
+        records: of the newest steps.
+        peaks: measured peaks of memory by phase. To measure them, engine and Trainer let torch's peak statistics start
+            anew where a phase begins or ends.
+    """
 
     def __init__(self, log_path: str | Path | None = None, keep: int = 10_000) -> None:
         """
@@ -65,6 +75,7 @@ class Telemetry:
             OutputError: the log cannot be written.
         """
         self.records: deque[StepRecord] = deque(maxlen=keep)
+        self.peaks: Peaks = {}
         self._subscribers: list[Callable[[StepRecord], None]] = []
         self._log_path, self._log = log_path, self._opened(log_path)
 

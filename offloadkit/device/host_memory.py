@@ -2,7 +2,8 @@
 
 torch's pinned allocator rounds sizes up to powers of two, and pins with one thread. A `HostSlab` is an anonymous
 mapping of exactly the requested bytes. It uses huge pages if the kernel gives them, is populated by all cores and is
-registered with CUDA. Forked DataLoader workers do not inherit it. It is freed with the last tensor cut from it.
+registered with CUDA. Forked DataLoader workers do not inherit it. It is freed with the last tensor cut from it, or
+becomes ordinary memory before (`make_ordinary`).
 """
 
 from __future__ import annotations
@@ -33,15 +34,18 @@ class HostSlab:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
-        mapping = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):
-                with suppress(OSError):  # older kernels refuse it: that costs time or memory only
-                    mapping.madvise(getattr(mmap, advice))
-        self._buffer = (ctypes.c_ubyte * self.num_bytes).from_buffer(mapping)
+        self._mapping = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._advise("MADV_HUGEPAGE")
+        self._advise("MADV_DONTFORK")
+        self._buffer = (ctypes.c_ubyte * self.num_bytes).from_buffer(self._mapping)
         self.address = ctypes.addressof(self._buffer)
         self._used = 0
         self.pinned = False
+
+    def _advise(self, advice: str) -> None:
+        if hasattr(mmap, advice):
+            with suppress(OSError):  # older kernels refuse it: that costs time or memory only
+                self._mapping.madvise(getattr(mmap, advice))
 
     def populate(self) -> None:
         """Back every page with RAM now, filled with zeros."""
@@ -51,8 +55,19 @@ class HostSlab:
         """Register the slab with CUDA. Returns False if the system refuses (the limit of locked memory)."""
         if int(_cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0)) == 0:
             self.pinned = True
-            weakref.finalize(self._buffer, _unpin, self.address, os.getpid()).atexit = False
+            self._unpin = weakref.finalize(self._buffer, _unpin, self.address, os.getpid())
+            self._unpin.atexit = False
         return self.pinned
+
+    def make_ordinary(self) -> None:
+        """Unpin the slab and have forked processes inherit it. Nothing moves; no copy to or from it may be under way.
+
+        It then outlives the engine as the memory of its tensors.
+        """
+        if self.pinned:
+            self._unpin()
+            self.pinned = False
+        self._advise("MADV_DOFORK")
 
     def clear(self) -> None:
         """Start cutting from the beginning again."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
 
 from offloadkit import hardware
+from offloadkit.telemetry import Peaks
 
+_cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -98,3 +102,73 @@ def tree_ram_bytes(pid: int) -> int:
         with suppress(psutil.Error):  # it has ended in the meantime
             total += int(member.memory_info().rss)
     return total
+
+
+# ---- peaks by phase ------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Phase:
+    name: str
+    peaks: Peaks
+    device: torch.device
+
+
+_open: list[_Phase] = []
+"""Those of this process, outermost first: the counters of the system and of torch are the process's too."""
+_highest_reserved: dict[int, int] = {}
+"""What torch had reserved in the phases that are over, by the GPU's index."""
+
+
+@contextmanager
+def phase(name: str, peaks: Peaks, device: torch.device) -> Iterator[None]:
+    """While it is open, the process's highest RAM and VRAM are noted in `peaks[name]`: "ram" and, on a GPU, "vram".
+
+    RAM is what is resident, pinned pages included. VRAM is what torch has reserved on `device`, and the context. A
+    phase that is opened again keeps its highest figures. What happens in an inner phase counts there alone. Torch's
+    peak statistics start anew at both ends (see `peak_reserved_bytes`).
+    """
+    here = _Phase(name, peaks, device)
+    _note(device)
+    _open.append(here)
+    try:
+        yield
+    finally:
+        _note(device)
+        _open.remove(here)
+
+
+def sample_ram() -> None:
+    """Call it now and then: the innermost phase notes what is used. It tells the peak where the system does not."""
+    if phases := _open[-1:]:
+        _raise(phases[0], "ram", hardware.process_ram_bytes())
+
+
+def peak_reserved_bytes(device: torch.device) -> int:
+    """Most that torch has reserved on a GPU since `forget_peak`, in bytes, whatever phases came and went."""
+    return max(torch.cuda.max_memory_reserved(device), _highest_reserved.get(device.index or 0, 0))
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let `peak_reserved_bytes` of a GPU start anew."""
+    torch.cuda.reset_peak_memory_stats(device)
+    _highest_reserved.pop(device.index or 0, None)
+
+
+def _note(device: torch.device) -> None:
+    """Note in the innermost phase what was reached since the last call, and start counting anew."""
+    inner = _open[-1] if _open else None
+    peak = hardware.restart_peak_ram()
+    if inner is not None:
+        _raise(inner, "ram", hardware.process_ram_bytes() if peak is None else peak)
+    if device.type == "cuda" and _cuda.is_initialized():
+        reserved = torch.cuda.max_memory_reserved(device)
+        _highest_reserved[device.index or 0] = peak_reserved_bytes(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        if inner is not None and inner.device == device:
+            _raise(inner, "vram", reserved + hardware.vram_context_bytes(device))
+
+
+def _raise(here: _Phase, tier: str, num_bytes: int) -> None:
+    found = here.peaks.setdefault(here.name, {})
+    found[tier] = max(found.get(tier, 0), num_bytes)

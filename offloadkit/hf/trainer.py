@@ -15,7 +15,7 @@ in chunks (`loss.py`): the logits exist whole only where somebody reads them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,13 @@ from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from offloadkit.checkpoint.folder import written_to
 from offloadkit.config import OffloadConfig
+from offloadkit.device.process_memory import phase
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
 from offloadkit.hf.loss import num_targets, on_device, with_a_target
 from offloadkit.hf.patches import patched
+from offloadkit.hf.weight_files import written_in_pieces
 from offloadkit.offload.shortage import explained_shortage
 from offloadkit.offload.states import Materialise
 from offloadkit.planner import Plan
@@ -248,11 +250,13 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """As the Trainer, unless `materialise` will read the weights. (Private; called before `create_optimizer`.)"""
         if self._materialise is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with self._phase("resuming"):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As the Trainer. The user's scheduler continues from the rates of its own optimizer. (Private.)"""
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with nullcontext() if checkpoint is None else self._phase("resuming"):
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.lr_scheduler is self._own_scheduler:
             groups = self.lr_scheduler.optimizer.param_groups
             for group, rate in zip(groups, self.lr_scheduler.get_last_lr(), strict=True):
@@ -275,8 +279,17 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As the Trainer; a full disk raises `OutputError`. (Private; the loop has no public hook for it.)"""
-        with written_to(Path(self.args.output_dir)):
+        with written_to(Path(self.args.output_dir)), self._phase("saving"):
             super()._save_checkpoint(model, trial)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer, without a copy of the weights in RAM. (Private; every way to save the model goes here.)"""
+        with written_in_pieces(), self._phase("saving"):
+            super()._save(*args, **kwargs)
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        """While it is open, peaks of memory are those of `name` in the telemetry."""
+        return phase(name, self.telemetry.peaks, self.args.device)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """As the Trainer, but a tied weight is not missing if the file has it under its other name. (Private.)"""
@@ -316,7 +329,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             if self._materialise is not None:
                 self._materialise(list(self.model.parameters()))
             self.model.to(self.args.device)
-        return super().evaluation_loop(*args, **kwargs)
+        with self._phase("evaluation"):
+            return super().evaluation_loop(*args, **kwargs)
 
     def close(self) -> None:
         """Finish and close the engine; the model keeps its trained weights. A later `train()` builds a new engine."""

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import count
+from itertools import count, islice
 
 import torch
 from torch import nn
@@ -109,9 +109,10 @@ class PlacedModel:
     def _allocate(self, layers: Sequence[FlatLayer]) -> tuple[list[LayerState], list[torch.Tensor]]:
         """The layers' states, and the staging buffers for accumulation in RAM."""
         placed = list(zip(layers, self._plan.layers, self._plan.placements, strict=True))
-        sizes = [  # the norm's sums have a place of their own
-            sum(shape.ram_bytes(placement, self._accumulation).values()) - shape.sums_bytes()
-            for _, shape, placement in placed
+        in_ram = [shape.weight_bytes() if placement.weights == "ram" else 0 for _, shape, placement in placed]
+        sizes = [  # the norm's sums have a place of their own, and so have weights that live in RAM
+            sum(shape.ram_bytes(placement, self._accumulation).values()) - shape.sums_bytes() - weights
+            for (_, shape, placement), weights in zip(placed, in_ram, strict=True)
         ]
         through_ram = [shape.bucket_bytes() for _, shape, placement in placed if placement.gradients == "ram"]
         num_staging = NUM_STAGING if self._accumulation > 1 and through_ram else 0
@@ -120,9 +121,10 @@ class PlacedModel:
         shared = [*[staging] * num_staging, *[max(on_disk, default=0)] * (NUM_STATE_BUFFERS if on_disk else 0)]
         started = time.perf_counter()
         gc.collect()  # an engine that an exception left behind may be held by cycles only
-        slabs = host_memory.allocate([*sizes, *shared], self._device, "the optimizer states")
+        needed = [*sizes, *shared, *filter(None, in_ram)]
+        slabs = iter(host_memory.allocate(needed, self._device, "the optimizer states"))
         self.pinning_seconds = time.perf_counter() - started
-        own, shared_slabs = slabs[: len(layers)], slabs[len(layers) :]
+        own, shared_slabs = list(islice(slabs, len(sizes))), list(islice(slabs, len(shared)))
         if on_disk:
             file = StateFile(self._config.disk or tempfile.gettempdir(), on_disk)
             self._disk = DiskStates(file, shared_slabs[num_staging:])
@@ -133,7 +135,15 @@ class PlacedModel:
         for (layer, _, placement), slab in zip(placed, own, strict=True):
             region = Region(self._disk, next(regions)) if self._disk and placement.states == "disk" else None
             state = LayerState(
-                layer, placement, slab, self._config, self._device, self._waits, region=region, ring=ring
+                layer,
+                placement,
+                slab,
+                self._config,
+                self._device,
+                self._waits,
+                region=region,
+                ring=ring,
+                weights_slab=next(slabs) if placement.weights == "ram" else None,
             )
             state.take_parameters(self._materialise)
             trim_heap()  # else holes of the size of matrices stay, which the next layer's do not fit into
@@ -226,13 +236,22 @@ class PlacedModel:
             yield from state.layer.views
 
     def release(self) -> None:
-        """Give memory and disk back. A model with weights in RAM is in RAM as a whole then, in memory of its own."""
+        """Give memory and disk back, once nothing steps or copies any more. The model keeps its weights.
+
+        States and gradients go first. Weights that live in RAM stay where they are, as ordinary memory. So no moment
+        takes more RAM than training did, unless VRAM holds more than that: a model with weights in RAM is in RAM as a
+        whole then.
+        """
         if self._disk is not None:
             self._disk.file.close()
+            self._disk = None
+        slabs = [state.weights_slab for state in self.states if state.weights_slab is not None]
+        self.states.clear()
+        del self.gradients
+        self._offloaded.release()
         if self._ring is not None:
             self._ring.synchronize()
-            while self.states:
-                state = self.states.pop()
-                for view in state.layer.views:
-                    view.parameter.data = view.parameter.data.to("cpu", copy=True)
+            self._ring.release()
+            for slab in slabs:
+                slab.make_ordinary()
             self.module.to("cpu")

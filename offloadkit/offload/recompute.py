@@ -138,6 +138,11 @@ class OffloadedInputs:
             raise changed_in_place(first)
         return output
 
+    def release(self) -> None:
+        """Free the RAM. A model may keep this object alive, in the functions by which its blocks recompute."""
+        self._free.clear()
+        self._copying.clear()
+
     def _send(self, tensor: torch.Tensor, name: str) -> _Handle:
         self._free_vram(1)
         view = self._take(tensor.numel() * tensor.element_size())

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offloadkit import hardware
+from offloadkit.device import process_memory
 from offloadkit.errors import OutOfRamError, OutOfVramError
 from offloadkit.planner import Plan
 from offloadkit.units import format_bytes
@@ -37,6 +38,7 @@ class _RamPoll:
     def run(self) -> None:
         """Read the RAM left until closed. Where it is too little, set `warning`."""
         while not self.closed.wait(_INTERVAL_SECONDS):
+            process_memory.sample_ram()
             available = hardware.ram_available_bytes()
             if available < self.floor_bytes:
                 self.warning = self._explain(available)
@@ -114,7 +116,7 @@ def leaner_budget(plan: Plan, device: torch.device) -> int:
     planned = plan.total_bytes("vram")
     used = planned
     if device.type == "cuda":
-        used = hardware.vram_context_bytes(device) + torch.cuda.max_memory_reserved(device)
+        used = hardware.vram_context_bytes(device) + process_memory.peak_reserved_bytes(device)
     return max(1, min(planned, used) - max(planned // 8, 2 * (used - planned)))
 
 

@@ -44,6 +44,7 @@ class LayerState:
         on_gpu: whether the GPU steps it next. The stepping thread may change it where the layer is `switchable`.
         switchable: whether both processors can step it and the user has not chosen one.
         steps: fp32 [num_views], how often each parameter was stepped.
+        weights_slab: RAM of the weights alone, where they live in RAM. They stay there when the engine is closed.
         gradient: its gradient on the way to the step.
         uploaded: the end of the newest step. Then resident weights are new in VRAM, and a gradient in VRAM may be
             written again. Streamed weights know by themselves when they may be fetched.
@@ -60,25 +61,29 @@ class LayerState:
         *,
         region: Region | None,
         ring: StateRing | None,
+        weights_slab: HostSlab | None = None,
     ) -> None:
         """
         Args:
             slab: RAM for what `placement` puts there.
+            weights_slab: RAM for weights that live there; None where they live in VRAM.
             region: disk for the states, where `placement` puts them there.
             ring: through which states in RAM pass when the GPU steps them; None where it steps none.
         """
         self.layer, self.placement, self._seed, self._region = layer, placement, config.seed, region
+        self.weights_slab = weights_slab
 
         def in_vram(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(numel, dtype=dtype, device=device)
 
         by_cpu = cpu_can_step(placement)
-        weights = (slab.cut if by_cpu or placement.weights == "ram" else in_vram)(layer.numel, layer.dtype)
+        cut_weights = weights_slab.cut if weights_slab is not None else slab.cut if by_cpu else in_vram
+        weights = cut_weights(layer.numel, layer.dtype)
         states = slab.cut if region is None else cutter(region.mapped())
         self.flat = FlatState.cut(layer.states, weights, in_vram if placement.states == "vram" else states)
         self.weights: LayerWeights
         self._streamed: StreamedWeights | None = None
-        if placement.weights == "ram":
+        if weights_slab is not None:
             self.weights = self._streamed = StreamedWeights(layer, weights, device, waits)
         else:
             resident = torch.zeros_like(weights, device=device) if by_cpu else weights

@@ -79,6 +79,10 @@ class StreamedWeights(LayerWeights):
                 self._views[address] = self.tensors(memory.view(self.layer.dtype))
         self.bind(self._views[address])
 
+    def forget_vram(self) -> None:
+        """Let go of the views of the ring's buffers."""
+        self._views.clear()
+
     def use(self) -> None:
         self.block.use()
 
@@ -254,6 +258,19 @@ class WeightRing:
     def synchronize(self) -> None:
         """Block the calling thread until all copies are done. Their memory may be freed after that."""
         self.h2d.synchronize()
+
+    def release(self) -> None:
+        """Free the buffers, to which no copy is under way. The parameters are bound to RAM; the ring's use is over.
+
+        A model may keep the ring alive, in the functions by which its blocks recompute.
+        """
+        for block in self._blocks:
+            for layer in block.layers:
+                layer.forget_vram()
+        self._buffers.clear()
+        self._as_dtype.clear()
+        self._current = None
+        self._memory = self._memory[:0].clone()
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | _SavedWeight:
         offset = tensor.data_ptr() - self._address

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import re
+import sys
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,14 +207,31 @@ def test_weights_written_from_outside_count(device: str) -> None:
     assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
 
 
-def test_a_closed_engine_leaves_a_whole_model_in_memory_of_its_own(device: str) -> None:
+def test_a_closed_engine_leaves_a_whole_model_where_its_weights_were_in_ram(device: str) -> None:
+    """No second copy is made; what was not in RAM is brought there. Ordinary memory, which forked workers inherit."""
     model = TinyLM()
     with OffloadEngine(model, config(STREAMED), device=device) as engine:
         train(engine, tokens(3, device))
-        kept = [weight.data_ptr() for weight in model.blocks.parameters()]
+        kept = {weight.data_ptr() for state in engine._placed.states for weight in state.weights._bound}
+        slabs = [state.weights_slab for state in engine._placed.states if state.weights_slab is not None]
     assert {weight.device.type for weight in model.parameters()} == {"cpu"}
-    assert not set(kept) & {weight.data_ptr() for weight in model.blocks.parameters()}
+    assert {weight.data_ptr() for weight in model.blocks.parameters()} <= kept
+    assert len(slabs) == len(model.blocks)
+    assert not any(slab.pinned or not is_inherited(slab.address) for slab in slabs)
     model(tokens(1)[0]).backward()
+
+
+def is_inherited(address: int) -> bool:
+    """Whether forked processes have the mapping at `address`."""
+    if sys.platform != "linux":
+        return True
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return "dc" not in line.split()  # do not copy on fork
+    raise AssertionError(f"nothing is mapped at {address:x}")
 
 
 def test_a_recomputed_block_that_left_too_early_is_an_error(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
