@@ -45,7 +45,7 @@ import gc
 import os
 import warnings
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -74,6 +74,7 @@ from offloadkit.monitor.monitor import Monitor, can_be_drawn
 from offloadkit.offload.layers import flat_layers
 from offloadkit.offload.shortage import leaner_budget
 from offloadkit.planner import Dtype, Plan
+from offloadkit.planner.phases import differing
 from offloadkit.planning import (
     auto_batch_size,
     check_whole_numbers,
@@ -83,7 +84,7 @@ from offloadkit.planning import (
     shown_plan,
     with_wishes,
 )
-from offloadkit.telemetry import StepRecord
+from offloadkit.telemetry import Peaks, StepRecord
 from offloadkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ class FinetuneResult:
     output_dir: Path
     stopped: bool = False
     """Whether an interrupt or the stop button ended training early; `resume=True` goes on."""
+    peaks: Peaks = field(default_factory=dict)
+    """Measured peaks of RAM and VRAM by phase, beside those of `plan.phases`; in bytes."""
 
     @property
     def model_dir(self) -> Path:
@@ -131,9 +134,10 @@ class FinetuneResult:
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()) or "nothing was trained"
         name = type(self.model).__name__
+        memory = "".join(f"\n  {sentence}" for sentence in differing(self.plan.phases, self.peaks))
         return (
             f"FinetuneResult({name} of {self.plan.num_parameters:,} parameters, {len(self.steps)} steps\n"
-            f"  {numbers}\n  model in {self.model_dir})"
+            f"  {numbers}\n  model in {self.model_dir}{memory})"
         )
 
 
@@ -218,11 +222,15 @@ def finetune(
         trainer, plan, metrics = run.train(plan, checkpoint, retry_leaner=retry_leaner)
     with closing(trainer):  # whatever happens, the engine's memory is given back
         trained: Any = trainer.model
-        _save(trained, tokenizer, output / "model")  # first of all: an evaluation that fails loses nothing
+        peaks = trainer.telemetry.peaks
+        with phase("saving", peaks, args.device):
+            _save(trained, tokenizer, output / "model")  # first of all: an evaluation that fails loses nothing
         samples = _evaluate(trainer, tokenizer, evaluation, metrics)
         steps, state = list(trainer.telemetry.records), trainer.state
         stopped = state.global_step < state.max_steps
-        return FinetuneResult(trained, tokenizer, plan, metrics, state.log_history, samples, steps, output, stopped)
+    for sentence in differing(plan.phases, peaks):
+        print(sentence, flush=True)
+    return FinetuneResult(trained, tokenizer, plan, metrics, state.log_history, samples, steps, output, stopped, peaks)
 
 
 # -- the arguments
@@ -450,7 +458,8 @@ def _evaluate(
     metrics["eval_loss"] = known[-1] if known else trainer.evaluate()["eval_loss"]
     num_rows = _NUM_SHOWN if evaluation.task == "causal" else NUM_PREDICTED
     batch_size = trainer.args.per_device_eval_batch_size
-    samples = predict(trainer.model, tokenizer, evaluation, num_rows=num_rows, batch_size=batch_size)
+    with phase("generation", trainer.telemetry.peaks, trainer.args.device):
+        samples = predict(trainer.model, tokenizer, evaluation, num_rows=num_rows, batch_size=batch_size)
     if evaluation.task != "causal":
         metrics["exact_match" if evaluation.task == "seq2seq" else "accuracy"] = share_correct(samples)
     print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))

@@ -14,7 +14,6 @@ from typing import Any, TextIO
 
 from offloadkit.errors import OutputError
 
-
 Peaks = dict[str, dict[str, int]]
 """Highest bytes that the process had, by phase of a run (see `planner.phases`) and tier, "ram" and "vram"."""
 

@@ -30,7 +30,7 @@ def save(folder: str) -> None:
 
 
 def train(folder: str) -> None:
-    """Print what a few steps of `finetune` were planned to take and took, in bytes."""
+    """Print what a few steps of `finetune` were planned to take and took, in bytes; then by phase, [planned, took]."""
     import offloadkit
     from offloadkit import hardware
 
@@ -47,7 +47,12 @@ def train(folder: str) -> None:
         monitor=False,
     )
     planned = result.plan.total_bytes("ram") + result.plan.total_bytes("vram")
-    print(json.dumps([planned, hardware.process_peak_ram_bytes(), result.plan.num_parameters]))
+    phases = {
+        phase.name: (phase.ram, result.peaks[phase.name]["ram"])
+        for phase in result.plan.phases
+        if phase.name in result.peaks
+    }
+    print(json.dumps([planned, hardware.process_peak_ram_bytes(), result.plan.num_parameters, phases]))
 
 
 def head(way: str) -> None:

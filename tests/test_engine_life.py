@@ -20,6 +20,7 @@ from torch import nn
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine as EngineOfDevice
 from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OutOfVramError
+from offloadkit.hardware import process_ram_bytes
 from offloadkit.offload import update
 from offloadkit.offload.gradients import Gradients
 from offloadkit.telemetry import Telemetry
@@ -216,6 +217,48 @@ def test_interrupts_lose_no_staging_buffer(submitted: bool) -> None:
         engine.synchronize()
         assert gradients._staging.qsize() == 2
     assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in expected.state_dict().items())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_closing_frees_the_states_and_copies_no_weights() -> None:
+    """16 MiB of weights in RAM, and 48 of moments and gradients."""
+    model, mib = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(4)]), 1 << 20
+    config = OffloadConfig(placement=Placement(weights="ram", activations="checkpoint"))
+    engine = OffloadEngine(model, config)
+    engine.backward(engine(torch.ones(1, 1024)).sum())
+    engine.step()
+    engine.synchronize()
+    before = process_ram_bytes()
+    gc.disable()
+    try:
+        engine.close()
+        after = process_ram_bytes()
+    finally:
+        gc.enable()
+    assert engine.telemetry.peaks["closing"]["ram"] < before + 4 * mib
+    assert after < before - 44 * mib
+    assert {"reading", "first step", "closing"} == engine.telemetry.peaks.keys()
+
+
+def test_an_error_in_the_middle_of_closing_leaves_the_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    torch.manual_seed(0)
+    model, expected = TinyLM(), TinyLM()
+    expected.load_state_dict(model.state_dict())
+    config = OffloadConfig(placement=Placement(weights="ram"))
+    engine = OffloadEngine(model, config)
+    with OffloadEngine(expected, config) as other:
+        train(other, tokens(2))
+    train(engine, tokens(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "to", full, raising=False)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.close()
+    assert all(torch.equal(weight, expected.state_dict()[name]) for name, weight in model.state_dict().items())
+    with OffloadEngine(model, config) as second:  # nothing of the first is in its way
+        train(second, tokens(1))
 
 
 UNFINISHED = """

@@ -11,8 +11,8 @@ from typing import Any
 
 from offloadkit import hardware
 from offloadkit.checkpoint.folder import writable
-from offloadkit.device.process_memory import peak_reserved_bytes
 from offloadkit.demo.dates import date_pairs
+from offloadkit.device.process_memory import peak_reserved_bytes
 from offloadkit.finetuning import NUM_PREDICTED, FinetuneResult, finetune
 from offloadkit.hf.data import load_dataset_like, prepare
 from offloadkit.hf.evaluate import predict, share_correct

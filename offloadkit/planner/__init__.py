@@ -1,7 +1,8 @@
 """The planner: how many bytes of each kind a run needs, where they live, and how long a step takes. Pure arithmetic.
 
 `work`: what a micro-batch computes, as `tracing` counts it. `layout`: bytes of a layer and of a run. `seconds`: the
-time of a step. `search`: the fastest placements. `plan`: all of it as one `Plan`, and in words.
+time of a step. `phases`: what reading, saving and closing take. `search`: the fastest placements. `plan`: all of it as
+one `Plan`, and in words.
 """
 
 from __future__ import annotations

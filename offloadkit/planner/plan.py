@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from html import escape
-from itertools import islice
+from itertools import groupby, islice
 from textwrap import wrap
 from typing import Any
 
@@ -14,6 +15,7 @@ from offloadkit.config import OffloadConfig, Placement, Precision
 from offloadkit.hardware import Hardware
 from offloadkit.optim.table import optimizer_named
 from offloadkit.planner.layout import LayerShape, activations, choices, possible, run_bytes
+from offloadkit.planner.phases import Phase, phases_of
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import FEW_CORES, Seconds, StepModel, cpu_step_rate
 from offloadkit.planner.work import MicroBatch, Rows
@@ -49,8 +51,8 @@ class Plan:
     """The memory of a run and the seconds of its steps, computed from shapes alone.
 
     Attributes:
-        tiers: bytes by tier ("vram", "ram", "disk") and category. Without a micro-batch to plan for, activations and
-            the framework's own memory are not included.
+        tiers: a training step's bytes by tier ("vram", "ram", "disk") and category. Without a micro-batch to plan for,
+            activations and the framework's own memory are not included.
         budgets: bytes that may be used, by tier; {} if nothing is known of the machine.
         seconds: the predicted step. None without a micro-batch or a machine to plan for.
         large_gpu_seconds: seconds of a step on a GPU that holds everything and is otherwise the same, or None.
@@ -76,15 +78,23 @@ class Plan:
     basis: Basis = field(compare=False)
 
     def total_bytes(self, tier: str) -> int:
-        """Planned bytes of a tier."""
+        """Planned bytes of a tier in training steps."""
         return sum(self.tiers[tier].values())
 
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The highest memory of each phase of a run, from reading the model to closing. It leaves out what `tiers`
+        does."""
+        work = self.basis.work
+        return phases_of(self.layers, self.placements, self.accumulation, self.tiers, work, on_cpu=self.on_cpu)
+
     def needs(self) -> dict[str, int]:
-        """Planned bytes by tier. Without a GPU, the bytes of VRAM are in RAM, and count there too."""
-        needs = {tier: self.total_bytes(tier) for tier in TIERS}
-        if self.on_cpu:
-            needs["ram"] += needs["vram"]
-        return needs
+        """Planned bytes by tier; of RAM those of the phase that takes the most. Without a GPU, VRAM counts there too.
+
+        Generation is left out: most runs do not generate.
+        """
+        ram = max(phase.ram for phase in self.phases if phase.name != "generation")
+        return {tier: self.total_bytes(tier) for tier in TIERS} | {"ram": ram}
 
     def lacking(self) -> dict[str, int]:
         """Missing bytes by tier; {} if the plan fits. Without a GPU, VRAM has a budget only if the config gives one."""
@@ -118,7 +128,7 @@ class Plan:
 
     def explain(self) -> str:
         """In sentences with numbers: whether it fits, what limits the step, and what would help."""
-        return "\n".join([*_fit(self), *_limit(self), *_help(self)])
+        return "\n".join([*_fit(self), *_limit(self), *_help(self), *_by_phase(self)])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that was predicted, in types that JSON takes."""
@@ -135,6 +145,7 @@ class Plan:
             "total_bytes": {tier: self.total_bytes(tier) for tier in self.tiers},
             "available_bytes": self.budgets,
             "missing_bytes": self.lacking(),
+            "phases": [asdict(phase) for phase in self.phases],
             "checkpoint_bytes": self.checkpoint_bytes,
             "checkpoint_peak_bytes": self.checkpoint_peak_bytes,
             "num_tokens": self.num_tokens,
@@ -545,6 +556,16 @@ def _help(plan: Plan) -> Iterator[str]:
             tier = "disk" if plan.total_bytes("disk") else "ram"
             saved = format_bytes(max(0, plan.total_bytes(tier) - other.total_bytes(tier)))
             yield f"precision='compact' would save {saved} of {TIERS[tier]}: {step / other.seconds.step:.3g}x faster"
+
+
+def _by_phase(plan: Plan) -> Iterator[str]:
+    """A small table of the phases' peaks. One line stands for neighbours with the same figures."""
+    if plan.num_tokens is None or not plan.fits:
+        return
+    yield "peaks by phase:"
+    for cells, some in groupby(plan.phases, lambda phase: (phase.vram, phase.ram)):
+        tiers = {"ram": cells[1]} if plan.on_cpu else {"vram": cells[0], "ram": cells[1]}
+        yield f"  {of_tiers(tiers)}: {', '.join(phase.name for phase in some)}"
 
 
 def _changed(plan: Plan, other: Plan) -> str:

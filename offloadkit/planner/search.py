@@ -19,6 +19,7 @@ from offloadkit.planner.layout import (
     buffer_bytes,
     choices,
 )
+from offloadkit.planner.phases import moved_bytes, ram_peak, staged_bytes
 from offloadkit.planner.seconds import IN_VRAM, Seconds, StepModel
 from offloadkit.planner.work import MicroBatch
 
@@ -104,6 +105,8 @@ class Search:
         """
         self._layers, self._work, self._hardware, self._accumulation = layers, work, hardware, accumulation
         self._frozen_bytes, self._all_recomputed = frozen_bytes, all_recomputed
+        self._staged = staged_bytes(layers)
+        self._all_weights = frozen_bytes + sum(layer.weight_bytes() for layer in layers)
         self.model = StepModel(layers, work, hardware, accumulation, compiled=compiled)
         self._blocks = list(dict.fromkeys(layer.name for layer in layers if layer.in_block))
         number = {name: index for index, name in enumerate(self._blocks)}
@@ -146,7 +149,7 @@ class Search:
     # -- the memory that placements need
 
     def bytes(self, placements: Sequence[Placement]) -> tuple[int, int, int]:
-        """Total bytes of VRAM, RAM and disk: the sums of `layout.run_bytes`, computed faster."""
+        """Bytes of VRAM, RAM and disk that a plan needs: those of `layout.run_bytes` and `phases`, computed faster."""
         vram, ram, disk = self._frozen_bytes, 0, 0
         for index, where in enumerate(placements):
             own = self._own_bytes(index, where)
@@ -154,7 +157,8 @@ class Search:
         buffers = buffer_bytes(list(zip(self._layers, placements, strict=True)), self._accumulation)
         held = self._activations(tuple(choices(self._layers, placements, self._work)))
         vram += sum(buffers["vram"].values()) + held.vram + self._hardware.vram_context_bytes + ALLOCATOR_BYTES
-        return vram, ram + sum(buffers["ram"].values()) + held.ram + FRAMEWORK_RAM_BYTES["cuda"], disk
+        slabs, moved = ram + sum(buffers["ram"].values()), moved_bytes(self._all_weights, placements)
+        return vram, FRAMEWORK_RAM_BYTES["cuda"] + ram_peak(slabs, held.ram, self._staged, moved), disk
 
     def _bytes_of_layer(self, index: int, where: Placement) -> tuple[int, int, int]:
         layer = self._layers[index]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,11 +55,11 @@ def test_loading_leaves_no_holes_in_the_heap() -> None:
     assert 0.8 * planned < grown < planned + 48 * MIB
 
 
-def printed(*arguments: str) -> list[float]:
+def printed(*arguments: str) -> list[Any]:
     """The numbers that a run of tests/peak_ram.py prints last."""
     command = [sys.executable, "-m", "tests.peak_ram", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found: list[float] = json.loads(done.stdout.splitlines()[-1])
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -67,9 +68,13 @@ def printed(*arguments: str) -> list[float]:
 def test_a_run_takes_the_ram_that_its_plan_says(tmp_path: Path) -> None:
     """The committed table has it for half a billion parameters, within 5 %; these are 0.14 billion."""
     subprocess.run([sys.executable, "-m", "tests.peak_ram", "save", str(tmp_path)], cwd=ROOT, check=True)
-    planned, peak, num_parameters = printed("train", str(tmp_path))
+    planned, peak, num_parameters, phases = printed("train", str(tmp_path))
     assert num_parameters > 130e6
     assert abs(planned / peak - 1) < 0.08
+    assert phases.keys() == {"reading", "first step", "training", "saving", "closing"}
+    assert {name: abs(expected / took - 1) < 0.08 for name, (expected, took) in phases.items()} == dict.fromkeys(
+        phases, True
+    )
 
 
 @pytest.mark.slow

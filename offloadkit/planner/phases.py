@@ -1,0 +1,156 @@
+"""Peaks of memory by phase of a run. Training steps are not all that takes memory; each formula says what else does.
+
+Words of the formulas: *slabs* are the RAM of the flat layers (`layout.tier_bytes`); *framework* is Python and its
+libraries; *held* are activations. On a GPU torch keeps what it has reserved, so no later phase takes less VRAM than
+training. Without a GPU, what would be in VRAM is in RAM, and activations are given back after each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from offloadkit.config import Placement
+from offloadkit.planner.layout import LayerShape, buffer_bytes
+from offloadkit.planner.work import MicroBatch
+from offloadkit.units import format_bytes
+
+PhaseName = Literal["reading", "first step", "training", "evaluation", "generation", "saving", "closing", "resuming"]
+PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
+
+_LATE_FRAMEWORK_BYTES = 700 << 20
+"""RAM of the framework on a GPU that comes with the first step: cuBLAS, kernels, Triton. Before it there is at most
+1.0 GiB: in benchmarks/results.csv (w6, w6-48) reading, with its staged layer, was not the peak."""
+_TOLERANCE, _TOLERATED_BYTES = 0.05, 1 << 29
+"""A peak is named beside the plan's if it differs by more than both: this fraction, and these bytes."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The highest memory of one part of a run, in bytes."""
+
+    name: PhaseName
+    vram: int
+    """Without a GPU: what would be in VRAM. It is part of `ram` then."""
+    ram: int
+
+
+def staged_bytes(layers: Sequence[LayerShape]) -> int:
+    """RAM of the largest layer's parameters as they are read, before they are copied to their places (`LayerState`).
+
+    They are taken to be read in the working dtype. Of an fp32 checkpoint that is trained in bf16 they are twice that.
+    """
+    return max((layer.weight_bytes() for layer in layers), default=0)
+
+
+def moved_bytes(weights: int, placements: Sequence[Placement]) -> int:
+    """RAM that the model takes when its engine is closed: all `weights`, if those of any layer were in RAM."""
+    return weights if any(where.weights == "ram" for where in placements) else 0
+
+
+def ram_peak(slabs: int, held: int, staged: int, moved: int) -> int:
+    """Most RAM of a run on a GPU, without the framework's.
+
+    Slabs are there from before reading until closing. What is staged is gone when the inputs of recomputed blocks
+    (`held`) and the rest of the framework come; the slabs but those of weights are gone when the model is `moved`.
+    """
+    return max(slabs + max(held, staged - _LATE_FRAMEWORK_BYTES), moved)
+
+
+def phases_of(
+    layers: Sequence[LayerShape],
+    placements: Sequence[Placement],
+    accumulation: int,
+    tiers: Mapping[str, Mapping[str, int]],
+    work: MicroBatch | None,
+    *,
+    on_cpu: bool,
+) -> tuple[Phase, ...]:
+    """The phases in time order. `tiers`: the training step's bytes (`layout.run_bytes`), with their leavings-out.
+
+    - Reading: all slabs are populated, then each layer is staged, and copied to its place (`PlacedModel._allocate`).
+      Buckets of gradients come with the first backward.
+    - First step and training: what `tiers` says. All buffers are made in the first step.
+    - Evaluation: no gradient is there, and one stage's activations at a time.
+    - Generation: as evaluation, with keys and values of all blocks.
+    - Saving: tensors are written from where they are (`checkpoint.tensor_file`), in pieces that do not count.
+    - Closing: states are freed first; weights in RAM stay in place. If there are any, the others are moved there.
+    - Resuming: as reading. States are read in pieces that are smaller than a staged layer.
+    """
+    ram, vram = dict(tiers["ram"]), dict(tiers["vram"])
+    framework, held_in_ram, held = ram.pop("framework", 0), ram.pop("activations", 0), vram.pop("activations", 0)
+    slabs, lasting = sum(ram.values()), sum(vram.values())
+    built = lasting - buffer_bytes(list(zip(layers, placements, strict=True)), accumulation)["vram"]["gradients"]
+    staged = staged_bytes(layers)
+    weights = sum(layer.weight_bytes() for layer in layers) + vram.get("frozen weights", 0)
+    moved = moved_bytes(weights, placements)
+    forward = _forward_bytes(work)
+    generating = forward + _cache_bytes(work)
+    begun, full = framework + slabs, framework + slabs + held_in_ram
+    if on_cpu:
+        read = begun + max(built, _read_beside(layers, placements))
+        found: dict[PhaseName, tuple[int, int]] = {
+            "reading": (built, read),
+            "first step": (lasting + held, full + lasting + held),
+            "training": (lasting + held, full + lasting + held),
+            "evaluation": (lasting + forward, full + lasting + forward),
+            "generation": (lasting + generating, full + lasting + generating),
+            "saving": (lasting, full + lasting),
+            "closing": (lasting, full + lasting),
+            "resuming": (built, read),
+        }
+    else:
+        reserved = lasting + held
+        read = begun + staged - min(framework, _LATE_FRAMEWORK_BYTES)
+        found = {
+            "reading": (built, read),
+            "first step": (reserved, full),
+            "training": (reserved, full),
+            "evaluation": (max(reserved, built + forward), full),
+            "generation": (max(reserved, built + generating), full),
+            "saving": (reserved, full),
+            "closing": (reserved, max(full, framework + moved)),
+            "resuming": (built, read),
+        }
+    return tuple(Phase(name, *found[name]) for name in PHASES)
+
+
+def _read_beside(layers: Sequence[LayerShape], placements: Sequence[Placement]) -> int:
+    """Without a GPU: most bytes beside the slabs while layers are read, one after the other."""
+    most = read = 0
+    for layer, where in zip(layers, placements, strict=True):
+        read += layer.weight_bytes() if where.weights == "vram" else 0
+        read += sum(layer.state_bytes().values()) if where.states == "vram" else 0
+        most = max(most, read + layer.weight_bytes())
+    return most
+
+
+def _forward_bytes(work: MicroBatch | None) -> int:
+    """Most activations of a forward without gradients over a micro-batch: one stage's at a time."""
+    stages = work.stages if work else ()
+    return max((stage.input_bytes + stage.shared_bytes + stage.forward_peak_bytes for stage in stages), default=0)
+
+
+def _cache_bytes(work: MicroBatch | None) -> int:
+    """Keys and values that generation keeps: at most two arrays of each block's hidden states.
+
+    An encoder's blocks stand for what the decoder keeps of the encoder's output. A causal model continues one row at a
+    time (`hf.evaluate.predict`).
+    """
+    if work is None:
+        return 0
+    cached = sum(2 * stage.input_bytes for stage in work.stages if stage.block)
+    one_by_one = work.rows is not None and work.rows.target_length is None
+    return cached // work.rows.batch_size if one_by_one and work.rows else cached
+
+
+def differing(phases: Sequence[Phase], peaks: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """Sentences on phases whose measured peaks (`Telemetry.peaks`) are not what was planned: by more than 5 % and
+    0.5 GiB."""
+    for phase in phases:
+        for tier, planned in (("ram", phase.ram), ("vram", phase.vram)):
+            took = peaks.get(phase.name, {}).get(tier)
+            if took is not None and abs(took - planned) > max(_TOLERANCE * planned, _TOLERATED_BYTES):
+                both = f"took {format_bytes(took)} of {tier.upper()}, {format_bytes(planned)} were planned"
+                yield f"memory: {phase.name} {both}"

@@ -1,0 +1,47 @@
+"""Peaks of memory by phase."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from offloadkit import hardware
+from offloadkit.device.process_memory import phase, sample_ram
+from offloadkit.telemetry import Peaks
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_each_phase_has_its_own_peak_and_the_process_keeps_the_highest() -> None:
+    peaks: Peaks = {}
+    before = hardware.process_ram_bytes()
+    with phase("outer", peaks, CPU):
+        taken = b"x" * (64 * MIB)
+        del taken
+        with phase("inner", peaks, CPU):
+            taken = b"x" * (16 * MIB)
+            del taken
+    assert peaks["outer"]["ram"] > before + 60 * MIB
+    assert before + 12 * MIB < peaks["inner"]["ram"] < before + 32 * MIB
+    assert hardware.process_peak_ram_bytes() >= peaks["outer"]["ram"]
+    with phase("outer", peaks, CPU):
+        pass
+    assert peaks["outer"]["ram"] > before + 60 * MIB  # opened again, it keeps its highest
+
+
+def test_where_the_system_has_no_peak_that_starts_anew_it_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = iter([5, 9, 7])
+    monkeypatch.setattr(hardware, "restart_peak_ram", lambda: None)
+    monkeypatch.setattr(hardware, "process_ram_bytes", lambda: next(used))
+    peaks: Peaks = {}
+    sample_ram()  # no phase is open: nothing to note
+    with phase("outer", peaks, CPU):
+        with phase("inner", peaks, CPU):  # 5: the outer one so far
+            sample_ram()  # 9
+        # 7, as the inner one ends
+        monkeypatch.setattr(hardware, "process_ram_bytes", lambda: 3)
+    assert peaks == {"outer": {"ram": 5}, "inner": {"ram": 9}}

@@ -1,0 +1,85 @@
+"""What reading, saving and closing take beside training's steps, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.planner import LayerShape, MicroBatch, Plan, make_plan
+from offloadkit.planner.layout import activations, choices, run_bytes
+from offloadkit.planner.phases import PHASES, Phase, differing
+from offloadkit.planner.search import Search
+from tests.planner.machines import GIB, H200, shape, stage
+
+LAYERS = [shape(f"block.{index}", 2**27) for index in range(8)]
+WORK = MicroBatch(tuple(stage(layer.name, kept=1 << 20) for layer in LAYERS), 640)
+WEIGHTS = 8 * 2**28
+IN_VRAM = Placement(states="vram", gradients="vram", step="gpu")
+
+
+def planned(*placements: Placement, layers: list[LayerShape] = LAYERS) -> Plan:
+    """A plan for the H200. `placements`: of the first layers; the others are in VRAM altogether."""
+    every = (*placements, *[IN_VRAM] * (len(layers) - len(placements)))
+    held = activations(WORK, choices(layers, every, WORK))
+    tiers = run_bytes(layers, every, 1, held=held, context_bytes=H200.vram_context_bytes)
+    made = make_plan(layers, OffloadConfig(), work=WORK, hardware=replace(H200, ram_available_bytes=999 * GIB))
+    made = replace(made, placements=every, tiers=tiers)
+    assert Search(layers, WORK, H200, 1).bytes(every)[1] == made.needs()["ram"]
+    return made
+
+
+def by_name(plan: Plan) -> dict[str, Phase]:
+    assert tuple(phase.name for phase in plan.phases) == PHASES
+    return {phase.name: phase for phase in plan.phases}
+
+
+def test_a_model_that_moves_to_ram_at_the_end_needs_room_for_all_of_it() -> None:
+    """One layer's weights are in RAM: closing brings the others there, which training had no room for."""
+    resident, mixed = planned(), planned(Placement(weights="ram"))
+    assert by_name(resident)["closing"].ram == by_name(resident)["training"].ram
+    framework = mixed.tiers["ram"]["framework"]
+    assert mixed.total_bytes("ram") < framework + WEIGHTS
+    assert by_name(mixed)["closing"].ram == framework + WEIGHTS == mixed.needs()["ram"]
+    short = replace(mixed, budgets={"vram": 64 * GIB, "ram": mixed.total_bytes("ram")})
+    assert short.lacking() == {"ram": framework + WEIGHTS - mixed.total_bytes("ram")}
+
+
+def test_states_in_ram_leave_room_for_the_weights_when_they_are_gone() -> None:
+    phases = by_name(planned(*[Placement(weights="ram")] * 8))
+    assert phases["closing"] == replace(phases["training"], name="closing")
+    assert phases["saving"].ram == phases["training"].ram
+
+
+def test_a_large_layer_is_staged_in_ram_while_it_is_read() -> None:
+    embedding = shape("embedding", 2**30)
+    phases = by_name(planned(layers=[embedding, *LAYERS]))
+    late = phases["training"].ram + embedding.weight_bytes() - phases["reading"].ram
+    assert 0 < late < GIB  # what the framework gets with the first step
+    assert phases["resuming"].ram == phases["reading"].ram > phases["training"].ram
+    assert phases["reading"].vram < phases["training"].vram
+
+
+def test_without_a_gpu_everything_is_ram_and_activations_go_after_each_step() -> None:
+    made = make_plan(LAYERS, OffloadConfig(), work=WORK, hardware=replace(H200, device="cpu"))
+    phases = by_name(made)
+    assert phases["training"].ram == made.total_bytes("ram") + made.total_bytes("vram") == made.needs()["ram"]
+    assert phases["training"].ram - phases["saving"].ram == made.tiers["vram"]["activations"]
+
+
+def test_the_phases_are_a_small_table_in_what_is_explained() -> None:
+    made = planned(Placement(weights="ram"))
+    lines = made.explain().splitlines()
+    table = lines[lines.index("peaks by phase:") + 1 :]
+    assert [name for line in table for name in line.split(": ")[1].split(", ")] == list(PHASES)
+    assert "GiB of VRAM and " in table[0]
+    assert made.to_dict()["phases"][0]["name"] == "reading"
+    assert "peaks by phase" not in replace(made, budgets={"vram": 1, "ram": 1}).explain()
+
+
+@pytest.mark.parametrize(("took", "named"), [(9.6, False), (10.4, False), (11, True), (9, True)])
+def test_a_peak_is_named_if_it_is_not_what_was_planned(took: float, named: bool) -> None:
+    phases = [Phase("closing", 0, 10 * GIB), Phase("reading", 0, GIB // 4)]
+    said = list(differing(phases, {"closing": {"ram": int(took * GIB)}, "reading": {"ram": GIB // 2}}))
+    assert said == [f"memory: closing took {took:g} GiB of RAM, 10 GiB were planned"] * named
