@@ -220,12 +220,13 @@ def test_interrupts_lose_no_staging_buffer(submitted: bool) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_closing_frees_the_states_and_copies_no_weights() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_closing_frees_the_states_and_copies_no_weights(device: str) -> None:
     """16 MiB of weights in RAM, and 48 of moments and gradients."""
     model, mib = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(4)]), 1 << 20
     config = OffloadConfig(placement=Placement(weights="ram", activations="checkpoint"))
-    engine = OffloadEngine(model, config)
-    engine.backward(engine(torch.ones(1, 1024)).sum())
+    engine = OffloadEngine(model, config, device=device)
+    engine.backward(engine(torch.ones(1, 1024, device=device)).sum())
     engine.step()
     engine.synchronize()
     before = process_ram_bytes()
@@ -235,7 +236,7 @@ def test_closing_frees_the_states_and_copies_no_weights() -> None:
         after = process_ram_bytes()
     finally:
         gc.enable()
-    assert engine.telemetry.peaks["closing"]["ram"] < before + 4 * mib
+    assert engine.telemetry.peaks["closing"]["ram"] < before + 8 * mib
     assert after < before - 44 * mib
     assert {"reading", "first step", "closing"} == engine.telemetry.peaks.keys()
 

@@ -65,6 +65,7 @@ def test_pairs_are_learned_and_the_folder_is_loaded_by_from_pretrained(
     assert result.plan.num_parameters == sum(parameter.numel() for parameter in result.model.parameters())
     assert len(result.steps) == 150
     assert "exact_match" in repr(result)
+    assert result.peaks.keys() == {phase.name for phase in result.plan.phases} - {"resuming"}
     assert str(result.model_dir) in repr(result)
     loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / "model")
     assert all(torch.equal(weight, result.model.state_dict()[name]) for name, weight in loaded.state_dict().items())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offloadkit import hardware
-from offloadkit.device.process_memory import phase, sample_ram
+from offloadkit.device.process_memory import forget_peak, peak_reserved_bytes, phase, sample_ram
 from offloadkit.telemetry import Peaks
 
 MIB = 1 << 20
@@ -45,3 +45,21 @@ def test_where_the_system_has_no_peak_that_starts_anew_it_is_sampled(monkeypatch
         # 7, as the inner one ends
         monkeypatch.setattr(hardware, "process_ram_bytes", lambda: 3)
     assert peaks == {"outer": {"ram": 5}, "inner": {"ram": 9}}
+
+
+@pytest.mark.gpu
+def test_a_phase_on_the_gpu_has_what_torch_reserved_in_it() -> None:
+    peaks: Peaks = {}
+    device = hardware.default_device()
+    torch.cuda.empty_cache()
+    forget_peak(device)
+    with phase("outer", peaks, device):
+        taken = torch.empty(256 * MIB, dtype=torch.uint8, device=device)
+        del taken
+        torch.cuda.empty_cache()
+        with phase("inner", peaks, device):
+            torch.zeros(1, device=device)
+    assert peaks["outer"]["vram"] > peaks["inner"]["vram"] + 200 * MIB
+    assert peak_reserved_bytes(device) >= 256 * MIB
+    forget_peak(device)
+    assert peak_reserved_bytes(device) < 256 * MIB

@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, Seq2SeqTrainer, T5ForConditionalGeneration, Trainer, TrainerCallback
+from transformers import (
+    EarlyStoppingCallback,
+    Seq2SeqTrainer,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    modeling_utils,
+)
 from transformers.integrations import integration_utils
 
 from offloadkit.config import OffloadConfig, Placement
+from offloadkit.hf import weight_files
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer, OffloadTrainerMixin
 from offloadkit.offload.recompute import OffloadedInputs
 from tests.hf.training import arguments, assert_close, bert, class_rows, logged, seq2seq_rows, t5, train
@@ -49,9 +57,15 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path: Path, save
     assert logged(resumed, "grad_norm")[-2:] == logged(whole, "grad_norm")[-2:]
 
 
-def test_the_saved_model_is_loaded_by_from_pretrained(tmp_path: Path) -> None:
+def test_the_saved_model_is_loaded_by_from_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written in pieces, by the Trainer's call alone."""
+    written: list[Path] = []
+    write, theirs = weight_files.write_tensors, modeling_utils.safe_save_file
+    monkeypatch.setattr(weight_files, "write_tensors", lambda *args: (written.append(Path(args[1])), write(*args)))
     trainer = train(tmp_path, t5(), seq2seq_rows(), bf16=True)
     trainer.save_model()
+    assert written == [tmp_path / "model.safetensors"]
+    assert modeling_utils.safe_save_file is theirs
     loaded = T5ForConditionalGeneration.from_pretrained(tmp_path)
     assert loaded.dtype == torch.bfloat16
     expected = trainer.model.state_dict()
