@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from offloadkit.config import OffloadConfig, Placement
+from offloadkit.device import process_memory
 from offloadkit.engine import OffloadEngine as EngineOfDevice
 from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OutOfVramError
 from offloadkit.hardware import process_ram_bytes
@@ -50,6 +51,7 @@ def test_an_engine_that_is_forgotten_lets_go_of_the_model() -> None:
     del engine
     gc.collect()
     assert threading.active_count() == num_threads
+    assert process_memory._open == []
     model(tokens(1)[0]).backward()
     assert model.norm.weight.grad is not None
     before = model.norm.weight.detach().clone()

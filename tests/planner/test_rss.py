@@ -66,15 +66,17 @@ def printed(*arguments: str) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and trims glibc's heap")
 def test_a_run_takes_the_ram_that_its_plan_says(tmp_path: Path) -> None:
-    """The committed table has it for half a billion parameters, within 5 %; these are 0.14 billion."""
+    """The committed table has it for half a billion parameters, within 5 %; these are 0.14 billion.
+
+    Of each phase too: a second copy of the weights would be 530 MiB.
+    """
     subprocess.run([sys.executable, "-m", "tests.peak_ram", "save", str(tmp_path)], cwd=ROOT, check=True)
     planned, peak, num_parameters, phases = printed("train", str(tmp_path))
     assert num_parameters > 130e6
     assert abs(planned / peak - 1) < 0.08
     assert phases.keys() == {"reading", "first step", "training", "saving", "closing"}
-    assert {name: abs(expected / took - 1) < 0.08 for name, (expected, took) in phases.items()} == dict.fromkeys(
-        phases, True
-    )
+    for name, (expected, took) in phases.items():  # Python and its libraries differ by 200 MiB from those assumed
+        assert abs(expected - took) < 0.05 * took + 200 * MIB, name
 
 
 @pytest.mark.slow
