@@ -134,7 +134,7 @@ class FinetuneResult:
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()) or "nothing was trained"
         name = type(self.model).__name__
-        memory = "".join(f"\n  {sentence}" for sentence in differing(self.plan.phases, self.peaks))
+        memory = "".join(f"\n  {sentence}" for sentence in _not_as_planned(self.plan, self.peaks))
         return (
             f"FinetuneResult({name} of {self.plan.num_parameters:,} parameters, {len(self.steps)} steps\n"
             f"  {numbers}\n  model in {self.model_dir}{memory})"
@@ -228,7 +228,7 @@ def finetune(
         samples = _evaluate(trainer, tokenizer, evaluation, metrics)
         steps, state = list(trainer.telemetry.records), trainer.state
         stopped = state.global_step < state.max_steps
-    for sentence in differing(plan.phases, peaks):
+    for sentence in _not_as_planned(plan, peaks):
         print(sentence, flush=True)
     return FinetuneResult(trained, tokenizer, plan, metrics, state.log_history, samples, steps, output, stopped, peaks)
 
@@ -444,6 +444,11 @@ def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 
     put_in_place(folder, write)
     print(f"the model is in {folder}", flush=True)
+
+
+def _not_as_planned(plan: Plan, peaks: Peaks) -> list[str]:
+    """Sentences on phases that took other memory than planned. None where activations could not be planned."""
+    return [] if plan.num_tokens is None else list(differing(plan.phases, peaks))
 
 
 def _evaluate(
