@@ -74,4 +74,4 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a contiguous tensor in order, `PIECE_BYTES` at a time; of one in RAM they are views."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     for begin in range(0, flat.numel(), PIECE_BYTES):
-        yield memoryview(flat[begin : begin + PIECE_BYTES].cpu().numpy())
+        yield flat[begin : begin + PIECE_BYTES].cpu().numpy().data
