@@ -49,6 +49,7 @@ def t5(width: int = 16, dropout: float = 0.1) -> T5ForConditionalGeneration:
 
 def finetune(model: Any, rows: Any, **options: Any) -> offloadkit.FinetuneResult:
     defaults: dict[str, Any] = {"tokenizer": "byte", "max_steps": 3, "batch_size": 4, "use_cpu": True}
+    defaults["overwrite"] = not options.get("resume")
     return offloadkit.finetune(model, rows, **(defaults | options))
 
 
