@@ -95,6 +95,18 @@ def test_texts_train_a_causal_model_and_are_continued() -> None:
     assert result.samples[0].prediction.startswith("abc")
 
 
+def test_pairs_train_a_causal_model_to_answer_the_input() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=384, **SHAPE))
+    rows = [{"frage": "xyzw", "antwort": "abab"}] * 8
+    columns: dict[str, Any] = {"template": "<{frage}>", "target_column": "antwort", "eval_strategy": "no"}
+    result = finetune(
+        model, rows, eval_dataset=rows[:1], max_steps=30, learning_rate=3e-2, save_strategy="no", **columns
+    )
+    assert result.metrics["eval_loss"] < 0.5
+    assert (result.samples[0].input, result.samples[0].prediction) == ("<xyzw>", "abab")
+
+
 def test_the_seed_decides_every_weight() -> None:
     runs = [finetune(t5(), PAIRS, seed=seed).model.state_dict() for seed in (1, 1, 2)]
     same, other = [all(torch.equal(runs[0][name], run[name]) for name in run) for run in runs[1:]]

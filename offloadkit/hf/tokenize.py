@@ -246,7 +246,7 @@ def _with_chat_template(run: Tokenizing, batch: _Columns, indices: list[int]) ->
     Yields:
         As `_one_after_the_other`.
     """
-    columns, template = run.columns, run.tokenizer.apply_chat_template
+    template: Callable[..., Any] = run.tokenizer.apply_chat_template
     texts = []
     for index, prompt, target in zip(indices, *_both_messages(run, batch, indices), strict=True):
         whole = template(prompt + target, tokenize=False)
@@ -256,8 +256,8 @@ def _with_chat_template(run: Tokenizing, batch: _Columns, indices: list[int]) ->
         if not whole.startswith(opened):
             raise DataError(
                 f"row {index}: the tokenizer's chat template writes the input otherwise when an answer follows, so it "
-                f"is open where {columns.target!r} begins: set tokenizer.chat_template to one that does not, or give "
-                "the rows as `messages`, which are learned as a whole"
+                f"is open where {run.columns.target!r} begins: set tokenizer.chat_template to one that does not, or "
+                "give the rows as `messages`, which are learned as a whole"
             )
         texts.append((opened, whole))
     if not texts:
