@@ -12,7 +12,7 @@ What the arguments of `finetune` take:
   has one, else written right behind the input and closed by the end token. The evaluation set is evaluated after each
   epoch and at the end.
 - `input_column`, `target_column`: which columns are input and target (or text and label), if their names do not say it.
-- `template`: makes the input from several columns by `str.format`, such as "{question}\n\n{context}".
+- `template`: makes the input from several columns by `str.format`, such as "{context} Question: {question}".
 - `tokenizer`: None takes the model's own; "byte" is one token a byte, for models with random weights.
 - `output_dir`: its folder "model" is what `from_pretrained` loads; checkpoints lie beside it.
 - `overwrite`: replace the model and the checkpoints of an earlier run in `output_dir`. Without it (and without
@@ -203,8 +203,8 @@ def finetune(
     offload = with_wishes(offload, vram=vram, ram=ram, **wishes)
     check_there(train_dataset)
     check_there(eval_dataset, "eval_dataset: ")
-    read = (model, getattr(model, "name_or_path", None), tokenizer, train_dataset, eval_dataset)
-    earlier = earlier_run(output_dir, resume=resume, overwrite=overwrite, in_use=read)
+    in_use = (model, getattr(model, "name_or_path", None), tokenizer, train_dataset, eval_dataset)
+    earlier = earlier_run(output_dir, resume=resume, overwrite=overwrite, in_use=in_use)
     output = writable(output_dir, resume=resume)  # not made if a file of rows, or a checkpoint to resume, is missing
     source = resolve(model, init=init)
     checkpoint = newest_checkpoint(output) if resume else None

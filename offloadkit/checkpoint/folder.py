@@ -113,8 +113,8 @@ def why_broken(path: Path) -> str | None:
     return None
 
 
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "d_kv")
-_SIZES += ("head_dim", "intermediate_size", "d_ff")
+_SIZES = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "d_kv"]
+_SIZES += ["head_dim", "intermediate_size", "d_ff"]
 
 
 def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
