@@ -40,10 +40,10 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 class Between:
-    """Has something done after each `num_bytes` that were read or written, such as dropping pages of mapped memory."""
+    """Has something done each time a few pieces were read or written, such as dropping pages of mapped memory."""
 
-    def __init__(self, act: Callable[[], None] = lambda: None, num_bytes: int = 4 * PIECE_BYTES) -> None:
-        self._act, self._every, self._since = act, num_bytes, 0
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act, self._every, self._since = act, 4 * PIECE_BYTES, 0
 
     def moved(self, num_bytes: int) -> None:
         """So many more bytes were read or written."""

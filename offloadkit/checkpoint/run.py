@@ -110,7 +110,7 @@ def save_run(folder: Path, numbers: RunNumbers, **more: Any) -> None:
 
     def write(new: Path) -> None:
         numbers.write(new, **more)
-        write_weights(new, numbers.weights, Between())
+        write_weights(new, numbers.weights)
         write_random(new)
         write_manifest(new)
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from offloadkit.checkpoint.arrays import ArrayFile, Between, write_arrays
+from offloadkit.checkpoint.arrays import ArrayFile, write_arrays
 from offloadkit.errors import ConfigError, ModelError
 
 WEIGHT_FILE = "weights.safetensors"
 
 
-def write_weights(folder: Path, weights: Mapping[str, Any], between: Between) -> None:
+def write_weights(folder: Path, weights: Mapping[str, Any]) -> None:
     """Write a `state_dict()`.
 
     Raises:
         ModelError: something in it is no tensor.
         OSError: it could not be written.
     """
-    write_arrays(folder / WEIGHT_FILE, _distinct(weights), between=between)
+    write_arrays(folder / WEIGHT_FILE, _distinct(weights))
 
 
 def check_weights(file: ArrayFile, weights: Mapping[str, Any]) -> None:
@@ -60,14 +60,11 @@ def check_weights(file: ArrayFile, weights: Mapping[str, Any]) -> None:
 def load_weights(file: ArrayFile, weights: Mapping[str, Any]) -> None:
     """Write the saved weights into those of a `state_dict()`, in place; `check_weights` comes before."""
     for name, tensor in _distinct(weights).items():
-        whole = (
-            tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        )
-        flat = whole.view(-1)
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
         for start, piece in file.pieces(name, pinned=tensor.is_cuda):
             flat[start : start + piece.numel()].copy_(piece)
-        if whole is not tensor:
-            tensor.copy_(whole)
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
 
 
 def _distinct(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
