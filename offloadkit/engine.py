@@ -381,7 +381,7 @@ class OffloadEngine:
         for view in views:
             names[view.group].append(view.name)
         groups = [{"options": group, "parameters": of} for group, of in zip(state["param_groups"], names, strict=True)]
-        facts = {"optimizer": self.config.optimizer, "precision": self.config.precision}
+        facts: dict[str, Any] = {"optimizer": self.config.optimizer, "precision": self.config.precision}
         if self.config.precision != "exact":
             facts["seed"] = self.config.seed
         return RunNumbers(
@@ -410,7 +410,7 @@ class OffloadEngine:
             ModelError: the module's `state_dict()` does.
         """
         states = None if scheduler is None else scheduler.state_dict()
-        save_run(Path(folder).expanduser(), self.numbers(), scheduler=states, position=position)
+        save_run(Path(folder).expanduser().absolute(), self.numbers(), scheduler=states, position=position)
 
     def load_checkpoint(self, folder: str | Path, *, scheduler: Any = None) -> Any:
         """Go on from `save_checkpoint`, under any placement.
@@ -427,7 +427,7 @@ class OffloadEngine:
                 changed then.
             EngineStateError: in the middle of an accumulation window.
         """
-        folder, numbers = Path(folder).expanduser(), self.numbers()
+        folder, numbers = Path(folder).expanduser().absolute(), self.numbers()
 
         def took_weights() -> None:
             self._placed.take_over_outside_writes(keep_remainder=True)

@@ -182,7 +182,7 @@ class ArrayFile:
             yield start // array.dtype.itemsize, piece.view(array.dtype)
 
     def _read_bytes(self, into: torch.Tensor, start: int) -> None:
-        memory = memoryview(into.numpy())
+        memory = into.numpy().data
         while memory.nbytes:
             try:
                 num_read = os.preadv(self._file, [memory], start)

@@ -14,6 +14,7 @@ in chunks (`loss.py`): the logits exist whole only where somebody reads them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from math import isfinite
@@ -311,7 +312,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             super()._save(output_dir, state_dict)
         (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
         with written_beside(folder / "training_args.json") as file:
-            file.write(self.args.to_json_string().encode())
+            file.write(json.dumps(self.args.to_dict(), indent=2, default=str).encode())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Both as data, in `run.json` and `states-*.safetensors`. (Private, as above.)"""
