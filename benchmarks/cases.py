@@ -40,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _decoder(4096, 14_336, 32, 32, 8, 128_256, tied=False),
     "llama-2-13b": _decoder(5120, 13_824, 40, 40, 40, 32_000, tied=False),
     "mistral-7b": _decoder(4096, 14_336, 32, 32, 8, 32_000, tied=False) | {"model_type": "mistral"},
+    "qwen3-4b": _decoder(2560, 9728, 36, 32, 8, 151_936, tied=True) | {"model_type": "qwen3", "head_dim": 128},
 }
 """Shapes of models that are no T5; weights are random."""
 HUB_NAMES = {
@@ -48,6 +49,7 @@ HUB_NAMES = {
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
     "llama-2-13b": "meta-llama/Llama-2-13b-hf",
     "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "qwen3-4b": "Qwen/Qwen3-4B",
 }
 """What `offloadkit plan` takes for them. T5s go by the names that they have here."""
 _T5_TINY = {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
@@ -81,7 +83,12 @@ class EngineSetup:
     @property
     def plans(self) -> bool:
         """Whether a case's budgets are for this engine."""
-        return self.engine == "offloadkit"
+        return self.engine == "offloadkit" or self.is_door
+
+    @property
+    def is_door(self) -> bool:
+        """Whether it is one of `benchmarks.doors`: a whole training, not an engine's steps."""
+        return self.engine.startswith("offloadkit-")
 
 
 ENGINES = {
@@ -109,12 +116,22 @@ ENGINES = {
         "DeepSpeed ZeRO-3, buckets of 200 M", "zero3", (("bucket_elements", 200_000_000),), "deepspeed"
     ),
     "roundpipe": EngineSetup("RoundPipe (weights one step old, no clipping)", "roundpipe", package="roundpipe"),
+    **{
+        f"offloadkit-{door}": EngineSetup(f"offloadkit, {title}", f"offloadkit-{door}")
+        for door, title in (
+            ("finetune", "`finetune`"),
+            ("trainer", "`OffloadTrainer`"),
+            ("sft", "TRL's SFTTrainer"),
+            ("loop", "a loop of one's own"),
+        )
+    },
 }
 """By the name that the command line takes."""
 
 ON_GPU = ("hf", "ours-on-gpu", "ours-on-gpu-compiled")
 OURS = ("offloadkit", "offloadkit-compiled")
 ZERO2 = ("zero2", "zero2-50m", "zero2-200m")
+DOORS = ("offloadkit-finetune", "offloadkit-trainer", "offloadkit-loop")
 
 
 @dataclass(frozen=True)
@@ -122,7 +139,7 @@ class Case:
     """One piece of work within one budget. Sizes are those of a micro-batch; budgets are in GiB."""
 
     claim: str
-    """What it is measured for: "W1" to "W7", "growth", "plan", "fit", "blog" or "try"."""
+    """What it is measured for: "W1" to "W7", "doors", "growth", "plan", "fit", "blog" or "try"."""
     model: str
     batch_size: int
     input_length: int
@@ -209,6 +226,11 @@ CASES: dict[str, Case] = {
     "w6-ragged": _llama("W6", 8, 1024, 24, mask="ragged", engines=(*_PEERS, "roundpipe")),
     "w6-48": _llama("W6", 8, 1024, 48),
     "w7": _llama("W7", 32, 1024, 24, engines=(*_PEERS, "roundpipe")),
+    "doors-t5-3b-24": _t5("doors", "t5-3b", 8, 24, engines=DOORS),
+    "doors-t5-3b-6": _t5("doors", "t5-3b", 1, 6, engines=DOORS),
+    "doors-llama-3b-24": _llama("doors", 8, 1024, 24, engines=(*DOORS, "offloadkit-sft")),
+    "doors-qwen3-4b-24": _llama("doors", 4, 2048, 24, "qwen3-4b", engines=DOORS),
+    "doors-llama-8b-24": _llama("doors", 4, 2048, 24, "llama-3.1-8b", engines=DOORS),
     **{
         f"growth-{model}-{rows * times}": _t5(
             "growth", model, rows, vram, accumulation=times, engines=("hf", "ours-on-gpu", *OURS)
@@ -253,5 +275,6 @@ CASES: dict[str, Case] = {
     "fit-llama-13b": _llama("fit", 1, 2048, 24, "llama-2-13b", ram=112, precision="compact"),
     "tiny": Case("try", "t5-tiny", 2, 16, 8, vram=2, engines=("hf", "ours-on-gpu", *OURS, "torchao")),
     "tiny-ragged": Case("try", "t5-tiny", 2, 16, 8, vram=2, mask="ragged", engines=("hf", "ours-on-gpu", "offloadkit")),
+    "tiny-doors": Case("try", "t5-tiny", 2, 16, 8, engines=DOORS),
     "tiny-llama": Case("try", "llama-tiny", 2, 16, vram=2, engines=("hf", "offloadkit")),
 }

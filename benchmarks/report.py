@@ -32,6 +32,7 @@ _TITLES = {
     "W5": "T5-3B with two CPU cores",
     "W6": "A Llama of 3.2 G parameters on cards of 24 and 48 GB",
     "W7": "The same Llama with larger batches on a card of 24 GB",
+    "doors": "The same work through every door",
     "growth": "How a step grows with the batch",
     "blog": "Every engine within a consumer card",
     "fit": "Will it fit?",
@@ -88,6 +89,8 @@ This page is written by `python -m benchmarks report` from `benchmarks/results.c
   compute. Compiled rows are set against compiled rows, if any. "-" under a ratio: no such row of that commit and day.
 - The other engines have the whole card, unless a heading says otherwise.
 - An engine recomputes activations only where it does not fit otherwise; its row says so. In older rows a person chose.
+- *Every door* is a whole training as its user writes it: weights read from a folder by `from_pretrained` or
+  `finetune`, rows of text, the budget. Its seconds are those between updates, its memory that of the whole process.
 - *ragged* rows are a quarter to all of the length, padded, with an attention mask. Other rows are full.
 """
 

@@ -78,10 +78,23 @@ def _measured(
     with tempfile.TemporaryDirectory() as scratch, _ended_by_signals():
         config_of(case.model).save_pretrained(scratch)
         work = replace(case.work(setup, scratch, tempfile.gettempdir()), steps=steps, warmup=WARMUP)
+        if setup.is_door:
+            _write_weights(work, timeout)
         raw = _in_fresh_process(work, case, setup, timeout, device, verbose)
         if raw["status"] == "does not fit" and not setup.plans:
             raw = _in_fresh_process(replace(work, recomputed=True), case, setup, timeout, device, verbose)
         return raw
+
+
+def _write_weights(work: Work, timeout: float) -> None:
+    """The doors read a model's weights from a folder; they are written once, by a process of their own."""
+    from benchmarks.doors import folder_of
+    from offloadkit.engines.runner import in_fresh_process
+
+    folder = folder_of(work)
+    if not folder.exists():
+        task = {"function": "benchmarks.doors:prepare", "work": work.to_dict(), "folder": str(folder)}
+        in_fresh_process(task, timeout=timeout, ram=None, log=None)
 
 
 def _in_fresh_process(
@@ -116,7 +129,10 @@ def measure_here(task: dict[str, Any]) -> dict[str, Any]:
     from offloadkit.engines.runner import version
     from offloadkit.engines.worker import measured
 
-    row = measured(Work(**task["work"]), task["engine"])
+    work, name = Work(**task["work"]), task["engine"]
+    if name.startswith("offloadkit-"):
+        from benchmarks.doors import measured
+    row = measured(work, name)
     machine = dict(hardware.describe_machine(hardware.default_device()))
     versions = {name: version(name) for name in ("torch", "transformers", "deepspeed", "torchao", "roundpipe")}
     versions["offloadkit"] = __version__  # a checkout need not be installed

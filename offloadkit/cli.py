@@ -174,7 +174,19 @@ def train(
     ] = False,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the order of rows, dropout and random weights.")] = 0,
+    input_column: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="What is input, if no known name says it.")
+    ] = None,
+    target_column: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="What is target or label, if no known name says it.")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(help="Makes the input of several columns, e.g. '{question} {context}'.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier run's model and checkpoints in the output folder.")
+    ] = False,
     retry_leaner: Annotated[
         bool, typer.Option("--retry-leaner", help="When the GPU's memory is full, continue once with less in VRAM.")
     ] = False,
@@ -203,7 +215,11 @@ def train(
         learning_rate=learning_rate,
         init="random" if random_weights else "pretrained",
         seed=seed,
+        input_column=input_column,
+        target_column=target_column,
+        template=template,
         resume=resume,
+        overwrite=overwrite,
         retry_leaner=retry_leaner,
         compile_blocks=compile_blocks,
         **wishes,

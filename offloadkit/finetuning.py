@@ -6,18 +6,26 @@ What the arguments of `finetune` take:
 
 - `model`: a hub name, preset, folder, or a model, which is then trained in place.
 - `train_dataset`, `eval_dataset`: a `datasets.Dataset`, list of dicts, pandas frame, path to
-  .jsonl/.json/.csv/.parquet, or hub name. Columns: input + target (encoder-decoders), text or messages (decoders),
-  text + label (classifiers), or tokenized. The evaluation set is evaluated after each epoch and at the end.
+  .jsonl/.json/.csv/.parquet, or hub name. Columns: input + target (or prompt + completion), text or messages
+  (decoders), text + label (classifiers), or tokenized. Other well-known names are understood (Alpaca, Dolly, ShareGPT:
+  see `hf/columns.py`). Of a decoder's pairs only the target is learned: through the tokenizer's chat template if it
+  has one, else written right behind the input and closed by the end token. The evaluation set is evaluated after each
+  epoch and at the end.
+- `input_column`, `target_column`: which columns are input and target (or text and label), if their names do not say it.
+- `template`: makes the input from several columns by `str.format`, such as "{context} Question: {question}".
 - `tokenizer`: None takes the model's own; "byte" is one token a byte, for models with random weights.
 - `output_dir`: its folder "model" is what `from_pretrained` loads; checkpoints lie beside it.
+- `overwrite`: replace the model and the checkpoints of an earlier run in `output_dir`. Without it (and without
+  `resume`) such a folder is refused. They stay until the first step is done, the model until the new one is written.
 - `epochs`, `max_steps`: how long to train; `max_steps` goes before `epochs`.
 - `batch_size`: rows in a micro-batch; "auto": see `planning.BATCH_SIZES`.
 - `gradient_accumulation`: micro-batches an update.
 - `learning_rate`: None takes `LEARNING_RATES`. It rises over the first 5 % of the steps and falls linearly to 0.
 - `init`: "random" starts from random weights.
-- `max_input_length`, `max_target_length`: in tokens; None is 512 (causal: 1024) for inputs and 128 for targets. The
-  plan is made for the longest row. If rows or tokenizer must be downloaded first, the plan is made for these lengths
-  before the download, and made again for the longest row after it.
+- `max_input_length`, `max_target_length`: in tokens; None is 512 (causal: 1024) for inputs and 128 for targets. A
+  decoder's input and target share `max_input_length`. The plan is made for the longest row. If rows or tokenizer must
+  be downloaded first, the plan is made for these lengths before the download, and made again for the longest row
+  after it.
 - `retry_leaner`: when the GPU's memory is full, write a checkpoint of the last finished step and go on from it, once,
   by a plan with less in VRAM. The weights come out as if there had been room. As with `resume`, the loss and seconds
   that are handed back are those since the checkpoint.
@@ -52,6 +60,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from offloadkit import hardware
+from offloadkit.checkpoint.earlier_run import EarlierRun, earlier_run
 from offloadkit.checkpoint.folder import (
     check_readable,
     check_same_model,
@@ -64,6 +73,7 @@ from offloadkit.checkpoint.folder import (
 from offloadkit.config import OffloadConfig, Precision
 from offloadkit.engines.baseline import measured_baseline
 from offloadkit.errors import ConfigError, OutOfVramError, errors_hold_nothing
+from offloadkit.hf.columns import ColumnWish
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
 from offloadkit.hf.quiet import bars_where_live
@@ -160,7 +170,11 @@ def finetune(
     max_input_length: int | None = None,
     max_target_length: int | None = None,
     seed: int = 0,
+    input_column: str | None = None,
+    target_column: str | None = None,
+    template: str | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     retry_leaner: bool = False,
     monitor: bool = True,
     baseline: Literal["predict", "measure"] = "predict",
@@ -171,6 +185,7 @@ def finetune(
 
     Raises:
         ConfigError: an argument has no meaning, or two contradict each other.
+            Also if `output_dir` holds an earlier run, and neither `resume` nor `overwrite` is given.
         OutputError: `output_dir` cannot be written; found out before anything is loaded.
         DataError, ModelError, ModelNotFoundError, ModelAccessError: the dataset or the model will not do.
         DoesNotFitError: what the plan needs is not there; found out before anything is downloaded or loaded.
@@ -182,14 +197,22 @@ def finetune(
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     numbers = {"batch_size": batch_size, "max_steps": max_steps, "gradient_accumulation": gradient_accumulation}
     check_whole_numbers(**numbers, **lengths)
-    _check(epochs, learning_rate, init, seed, baseline, resume=resume, retry_leaner=retry_leaner, monitor=monitor)
+    switches = {"resume": resume, "overwrite": overwrite, "retry_leaner": retry_leaner, "monitor": monitor}
+    _check(epochs, learning_rate, init, seed, baseline, **switches)
+    wish = ColumnWish(input_column, target_column, template)
     dtype = _working_dtype(offload, training_arguments)
     wishes: dict[str, Any] = {"precision": precision, "compile_blocks": compile_blocks, "working_dtype": dtype}
     offload = with_wishes(offload, vram=vram, ram=ram, **wishes)
     check_there(train_dataset)
     check_there(eval_dataset, "eval_dataset: ")
+    in_use = (model, getattr(model, "name_or_path", None), tokenizer, train_dataset, eval_dataset)
+    earlier = earlier_run(output_dir, resume=resume, overwrite=overwrite, in_use=in_use)
     output = writable(output_dir, resume=resume)  # not made if a file of rows, or a checkpoint to resume, is missing
     source = resolve(model, init=init)
+    checkpoint = newest_checkpoint(output) if resume else None
+    if checkpoint is not None:
+        check_readable(checkpoint)
+        check_same_model(checkpoint, source.config)
     at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
     if batch_size == "auto":
         batch_size = auto_batch_size(source, offload, **lengths, device=_device(training_arguments))
@@ -202,18 +225,23 @@ def finetune(
     size: dict[str, Any] = {"batch_size": batch_size, **lengths, "device": args.device}
     assumed = None if at_once else shown_plan(source, offload, **size)
     tokenizer = source.load_tokenizer(tokenizer)
-    data, evaluation = prepare_both(train_dataset, eval_dataset, tokenizer, source.config, **lengths)
+    data, evaluation = prepare_both(train_dataset, eval_dataset, tokenizer, source.config, **lengths, wish=wish)
     source = source.for_rows(data.task, data.id2label)
     size |= longest_row(data, evaluation)
     plan = plan_for_rows(source, offload, assumed, **size)
 
-    checkpoint = _checkpoint(output, source.config, batch_size) if resume else None
+    if checkpoint is not None:
+        for skipped, why in skipped_checkpoints(output):
+            print(f"{skipped} is skipped: it {why}", flush=True)
+        print(f"going on from {checkpoint}", flush=True)
+        if warning := other_rows(checkpoint, batch_size):
+            print(warning, flush=True)
     seconds = None
     if baseline == "measure":
         step: dict[str, Any] = {"batch_size": batch_size, "accumulation": gradient_accumulation, "dtype": dtype}
         seconds = measured_baseline(source.given, data, **step, folder=output / "baseline")
     watch = Monitor(plan, baseline_seconds=seconds, display="auto" if monitor and can_be_drawn() else "none")
-    run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch)
+    run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch, earlier)
     with ExitStack() as opened:
         opened.push(watch)  # ends it; it begins when the weights are in place
         trainer, plan, metrics = run.train(plan, checkpoint, retry_leaner=retry_leaner)
@@ -261,19 +289,6 @@ def _device(given: dict[str, Any]) -> torch.device:
     return torch.device("cpu") if given.get("use_cpu") else hardware.default_device()
 
 
-def _checkpoint(output: Path, config: Any, batch_size: int) -> Path:
-    """The newest checkpoint, whole and of this very model."""
-    checkpoint = newest_checkpoint(output)
-    check_readable(checkpoint)
-    check_same_model(checkpoint, config)
-    for skipped, why in skipped_checkpoints(output):
-        print(f"{skipped} is skipped: it {why}", flush=True)
-    print(f"going on from {checkpoint}", flush=True)
-    if warning := other_rows(checkpoint, batch_size):
-        print(warning, flush=True)
-    return checkpoint
-
-
 # -- the training
 
 
@@ -293,6 +308,8 @@ class TrainingRun:
     evaluation: PreparedData | None
     monitor: Monitor
     """Watches every attempt, from its first step on; its `telemetry` holds what all of them recorded."""
+    earlier: EarlierRun
+    """Its checkpoints make room for those of this run, once a step is done or one is written."""
 
     def train(
         self, plan: Plan, checkpoint: Path | None, *, retry_leaner: bool
@@ -302,7 +319,7 @@ class TrainingRun:
         Raises:
             OutOfVramError: the GPU's memory is full. A leaner plan was not allowed, not found, or not lean enough.
         """
-        from offloadkit.hf.callbacks import AsksTheMonitor, StopPoint
+        from offloadkit.hf.callbacks import AfterAStep, AsksTheMonitor, StopPoint
 
         full = tried = ""
         if retry_leaner and self.args.device.type == "cuda":
@@ -315,6 +332,7 @@ class TrainingRun:
                 # The checkpoint's parameters are not those of its config: a head of its own, or fewer tied weights.
                 plan = shown_plan(resolve(model, task=self.data.task), self.offload, **self.size)
             trainer, stop_point = self._trainer(model, materialise, plan), StopPoint()
+            trainer.add_callback(AfterAStep(self.earlier.remove_checkpoints))
             trainer.add_callback(stop_point)
             trainer.add_callback(asks := AsksTheMonitor(self.monitor))
             self.monitor.plan = plan
@@ -397,6 +415,7 @@ class TrainingRun:
         if again and not stop_point.any_step_finished(trainer):
             return began_from
         self.args.ignore_data_skip = False  # the batches that are left, not those of the epoch's beginning
+        self.earlier.remove_checkpoints()
         return stop_point.save(trainer)  # of a model in memory, the engine has changed the weights already
 
     def _end(self, trainer: OffloadSeq2SeqTrainer, *, stopped: bool) -> None:

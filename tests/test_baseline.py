@@ -56,6 +56,7 @@ def t5() -> Any:
 
 def finetune(model: Any, **options: Any) -> offloadkit.FinetuneResult:
     defaults: dict[str, Any] = {"tokenizer": "byte", "max_steps": 3, "batch_size": 2, "use_cpu": True}
+    defaults["overwrite"] = True
     return offloadkit.finetune(model, PAIRS, output_dir="out", save_strategy="no", **(defaults | options))
 
 

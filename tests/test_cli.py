@@ -85,14 +85,21 @@ def test_switches_of_train_are_those_of_finetune(monkeypatch: pytest.MonkeyPatch
     told: list[dict[str, object]] = []
     done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetuning"]
     monkeypatch.setattr(finetune, "finetune", lambda *_, **options: (told.append(options), done)[1])
-    for switches in ((), ("--resume",), ("--retry-leaner",), ("--compile-blocks",)):
+    names = ("resume", "overwrite", "retry_leaner", "compile_blocks")
+    for switches in ((), *((f"--{name.replace('_', '-')}",) for name in names)):
         assert run("train", "model", "data.jsonl", *switches).exit_code == 0
-    assert [tuple(options[name] for name in ("resume", "retry_leaner", "compile_blocks")) for options in told] == [
-        (False, False, False),
-        (True, False, False),
-        (False, True, False),
-        (False, False, True),
-    ]
+    found = [[name for name in names if options[name]] for options in told]
+    assert found == [[], *([name] for name in names)]
+
+
+def test_train_takes_the_names_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, object]] = []
+    done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetuning"]
+    monkeypatch.setattr(finetune, "finetune", lambda *_, **options: (told.append(options), done)[1])
+    values = {"input_column": "q", "target_column": "a", "template": "{q}?"}
+    given = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", value)]
+    assert run("train", "model", "data.jsonl", *given).exit_code == 0
+    assert {name: told[0][name] for name in values} == values
 
 
 def test_train_takes_the_lengths_and_the_dtype_that_plan_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ def t5(width: int = 16, dropout: float = 0.1) -> T5ForConditionalGeneration:
 
 def finetune(model: Any, rows: Any, **options: Any) -> offloadkit.FinetuneResult:
     defaults: dict[str, Any] = {"tokenizer": "byte", "max_steps": 3, "batch_size": 4, "use_cpu": True}
+    defaults["overwrite"] = not options.get("resume")
     return offloadkit.finetune(model, rows, **(defaults | options))
 
 
@@ -92,6 +93,18 @@ def test_texts_train_a_causal_model_and_are_continued() -> None:
     assert result.metrics["eval_loss"] < 0.5
     assert result.samples[0].input == "abcabc"
     assert result.samples[0].prediction.startswith("abc")
+
+
+def test_pairs_train_a_causal_model_to_answer_the_input() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=384, **SHAPE))
+    rows = [{"frage": "xyzw", "antwort": "abab"}] * 8
+    columns: dict[str, Any] = {"template": "<{frage}>", "target_column": "antwort", "eval_strategy": "no"}
+    result = finetune(
+        model, rows, eval_dataset=rows[:1], max_steps=30, learning_rate=3e-2, save_strategy="no", **columns
+    )
+    assert result.metrics["eval_loss"] < 0.5
+    assert (result.samples[0].input, result.samples[0].prediction) == ("<xyzw>", "abab")
 
 
 def test_the_seed_decides_every_weight() -> None:
@@ -339,8 +352,8 @@ def test_a_missing_file_is_named_before_anything_is_planned_or_made(
 
 
 def test_rows_with_unknown_columns_are_refused() -> None:
-    with pytest.raises(DataError, match="question"):
-        finetune(t5(), [{"question": "a", "answer": "b"}])
+    with pytest.raises(DataError, match="source, answer"):
+        finetune(t5(), [{"source": "a", "answer": "b"}])
 
 
 @pytest.mark.parametrize(("rows", "reason"), [([], "empty"), ([{"text": "a"}], "no column set fits")])

@@ -42,6 +42,7 @@ def t5() -> Any:
 
 def finetune(model: Any, rows: Any = PAIRS, **options: Any) -> Plan:
     defaults: dict[str, Any] = {"tokenizer": "byte", "max_steps": 1, "batch_size": ROWS, "use_cpu": True}
+    defaults["overwrite"] = True
     return offloadkit.finetune(model, rows, save_strategy="no", **(defaults | options)).plan
 
 

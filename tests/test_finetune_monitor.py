@@ -47,6 +47,7 @@ def finetune(model: Any, output: str = "out", **options: Any) -> offloadkit.Fine
     """3 updates an epoch, the last of one micro-batch; 8 in all."""
     defaults: dict[str, Any] = {"init": "random", "max_steps": 8, "batch_size": 2, "gradient_accumulation": 2}
     defaults |= {"use_cpu": True, "learning_rate": 1e-2, "save_strategy": "no"}
+    defaults["overwrite"] = not options.get("resume")
     return offloadkit.finetune(model, PAIRS, output_dir=output, **(defaults | options))
 
 

@@ -60,6 +60,7 @@ def finetune(model: Any, **options: Any) -> offloadkit.FinetuneResult:
     defaults |= {"max_input_length": 64, "max_target_length": 16}
     if isinstance(model, str):
         defaults["init"] = "random"
+    defaults["overwrite"] = not options.get("resume")
     return offloadkit.finetune(model, PAIRS, **(defaults | options))
 
 

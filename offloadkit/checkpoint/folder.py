@@ -193,6 +193,10 @@ def why_broken(path: Path) -> str | None:
     return None
 
 
+_SIZES = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "d_kv"]
+_SIZES += ["head_dim", "intermediate_size", "d_ff"]
+
+
 def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
     """Check that the checkpoint's model has the type and sizes of `config`.
 
@@ -203,7 +207,7 @@ def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
     sizes: dict[str, tuple[Any, Any]] = {"model_type": (saved.get("model_type"), config.model_type)}
     if saved.get("model_type") == config.model_type:
         before = type(config).from_dict(saved)
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        for name in _SIZES:
             sizes[name] = getattr(before, name, None), getattr(config, name, None)
     for name, (value, own) in sizes.items():
         if value != own:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,14 +56,17 @@ def tokenizer_folder(tokenizer: Any, folder: Path) -> str | None:
     return str(kept_folder(folder, "tokenizer", tokenizer.save_pretrained))
 
 
-def rows_file(dataset: Any, folder: Path, name: str, split: str) -> tuple[str, int]:
+def rows_file(dataset: Any, folder: Path, name: str, split: str, columns: Collection[str]) -> tuple[str, int]:
     """The rows as a .parquet file, named by their contents, and their number.
+
+    Args:
+        columns: that the user names.
 
     Raises:
         DataError: as `finetune`.
         OutputError: it cannot be written.
     """
-    rows = load_dataset_like(dataset, split=split)
+    rows = load_dataset_like(dataset, split=split, columns=columns)
     with written_to(folder / f"{name}.parquet"), tempfile.TemporaryDirectory(dir=folder) as scratch:
         waiting = Path(scratch) / name
         rows.to_parquet(str(waiting))
@@ -90,7 +93,7 @@ def check_arguments(arguments: dict[str, Any], of_sweep: Iterable[str]) -> None:
     """
     from offloadkit.hf.arguments import argument_names, did_you_mean
 
-    own = {"output_dir", "max_steps", "epochs", "batch_size", "resume"}
+    own = {"output_dir", "max_steps", "epochs", "batch_size", "resume", "overwrite"}
     known = {*of_sweep, *inspect.signature(finetune).parameters, *argument_names()}
     for name, value in arguments.items():
         if name not in known:

@@ -41,6 +41,7 @@ from offloadkit.engines.forecast import Forecast
 from offloadkit.engines.runner import Row, Runs
 from offloadkit.engines.work import Work
 from offloadkit.errors import ConfigError
+from offloadkit.hf.columns import ColumnWish
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH
 from offloadkit.hf.quiet import bars_where_live
 from offloadkit.units import format_bytes, parse_bytes
@@ -330,13 +331,14 @@ def _written_down(
     """What `finetune` is told, as files that other processes can read; and the number of rows.
 
     Raises:
-        DataError, ModelError: as `finetune`.
+        ConfigError, DataError, ModelError: as `finetune`.
     """
-    path, number = learning.rows_file(train, folder, "train", "train")
+    columns = ColumnWish(*(given.get(name) for name in ("input_column", "target_column", "template"))).named
+    path, number = learning.rows_file(train, folder, "train", "train", columns)
     told = given | {"model": learning.weights_folder(model, folder, given.get("init", "pretrained"))}
     told |= {"train_dataset": path, "tokenizer": learning.tokenizer_folder(tokenizer, folder)}
     if held_out is not None:
-        told["eval_dataset"] = learning.rows_file(held_out, folder, "held-out", "validation")[0]
+        told["eval_dataset"] = learning.rows_file(held_out, folder, "held-out", "validation", columns)[0]
     return told, number
 
 

@@ -79,6 +79,7 @@ def run_demo(
         eval_dataset=rows,
         tokenizer=tokenizer,
         output_dir=folder,
+        overwrite=(folder / "summary.json").is_file(),  # an earlier demo's
         seed=seed,
         save_strategy="no",
         eval_strategy="no",

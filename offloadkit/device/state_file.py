@@ -23,6 +23,7 @@ import torch
 
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.errors import OutputError
+from offloadkit.optim.table import aligned
 
 NETWORK_MOUNTS = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre", "afs"}
 RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
@@ -55,11 +56,23 @@ class StateFile:
         self._file, self.direct = _file_for_states(Path(folder), max(total, _PAGE))
         self._closing = weakref.finalize(self, os.close, self._file)
         self._mapping = mmap.mmap(self._file, max(total, _PAGE))
+        # torch keeps the buffer of a view, not its mapping's lock: this object keeps that.
+        self._memory = (ctypes.c_ubyte * len(self._mapping)).from_buffer(self._mapping)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "offloadkit-disk")
 
-    def mapped(self, index: int) -> torch.Tensor:
-        """uint8 view of a region, through the page cache. Do not use it while the region is read or written."""
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self._sizes[index], offset=self._starts[index])
+    def mapped(
+        self, index: int, offset: int = 0, numel: int | None = None, dtype: torch.dtype = torch.uint8
+    ) -> torch.Tensor:
+        """1-D view of a region, through the page cache. Do not use it while the region is read or written.
+
+        Each view has a storage of its own: torch saves no storage that is viewed as several dtypes.
+
+        Args:
+            offset: bytes from the beginning of the region.
+            numel: None: up to the end of the region, in bytes.
+        """
+        count = self._sizes[index] - offset if numel is None else numel
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._starts[index] + offset)
 
     def forget_pages(self, index: int | None = None) -> None:
         """Flush a mapped region to disk, and drop its pages from RAM. None: all regions."""
@@ -82,6 +95,7 @@ class StateFile:
     def close(self) -> None:
         """Wait for reads and writes, and close the file. Its space is free once no view of a region is left."""
         self._pool.shutdown()
+        del self._memory
         with suppress(BufferError):
             self._mapping.close()
         self._closing()
@@ -155,13 +169,16 @@ class Region:
 
     def __init__(self, states: DiskStates, index: int) -> None:
         self._states, self._index = states, index
+        self._cut_bytes = 0
 
-    def mapped(self) -> torch.Tensor:
-        """uint8 view of the states, for use between steps."""
-        return self._states.file.mapped(self._index)
+    def cut(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A mapped view of the next `numel` elements, for use between steps: cut as `HostSlab.cut` cuts a slab."""
+        offset = self._cut_bytes
+        self._cut_bytes += aligned(numel * dtype.itemsize)
+        return self._states.file.mapped(self._index, offset, numel, dtype)
 
     def forget_pages(self) -> None:
-        """Flush what was written to `mapped`, and drop its pages from RAM."""
+        """Flush what was written to mapped views, and drop its pages from RAM."""
         self._states.file.forget_pages(self._index)
 
     def prefetch(self) -> None:

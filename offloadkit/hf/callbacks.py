@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -59,6 +60,16 @@ class StopPoint(TrainerCallback):  # type: ignore[misc, unused-ignore]
         finally:
             args.save_only_model = weights_only
         return Path(args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+
+
+class AfterAStep(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Calls a function after each step, before a checkpoint of it is written."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._call()
 
 
 _SHOWN = {"loss": "loss", "grad_norm": "norm", "learning_rate": "lr"}

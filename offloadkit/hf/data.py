@@ -1,12 +1,12 @@
 """From rows to what a Trainer needs: the task that the columns define, token ids, and the collator.
 
-| columns | task |
+| kind of columns (see `columns.py`) | task |
 |---|---|
-| `input`, `target` | seq2seq |
-| `messages` (a list of role/content dicts) | causal, through the tokenizer's chat template |
-| `text`, `label` | classification |
-| `text` | causal |
-| `input_ids` (`labels`, `attention_mask`, `decoder_input_ids`) | tokenized: by model and shape of `labels` |
+| pairs | seq2seq; of a causal model causal, where only the target has labels |
+| messages | causal, through the tokenizer's chat template |
+| labelled text | classification |
+| text | causal |
+| tokenized | by model and shape of `labels` |
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offloadkit.errors import DataError
+from offloadkit.hf.columns import BY_NAME, Columns, ColumnWish, Kind, choose
 from offloadkit.hf.load import Task, infer_task
 from offloadkit.hf.read import load_dataset_like
 from offloadkit.hf.tokenize import IGNORED, Tokenizing, label_names, tokenize
@@ -32,14 +33,6 @@ Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 """From rows to a batch."""
 _DEFAULT_INPUT_LENGTHS: dict[Task, int] = {"seq2seq": 512, "causal": 1024, "classification": 512}
 DEFAULT_TARGET_LENGTH = 128
-_COLUMN_SETS: dict[str, tuple[tuple[str, ...], Task | None]] = {
-    "tokenized": (("input_ids",), None),
-    "pairs": (("input", "target"), "seq2seq"),
-    "messages": (("messages",), "causal"),
-    "labelled text": (("text", "label"), "classification"),
-    "text": (("text",), "causal"),
-}
-"""Column sets in the order in which they are tried; other columns are left out."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +66,7 @@ def prepare(
     max_input_length: int | None = None,
     max_target_length: int | None = None,
     id2label: dict[int, str] | None = None,
+    wish: ColumnWish = BY_NAME,
 ) -> PreparedData:
     """Tokenize a dataset for a model.
 
@@ -81,25 +75,27 @@ def prepare(
         tokenizer: what `ModelSource.load_tokenizer` returns.
         model_config: tells what the model can learn, and how long its inputs may be.
         task: None: by the columns.
-        max_input_length: tokens of input in a row, with the end token. None: 512 (causal: 1024), or the model's
-            limit if that is less.
+        max_input_length: tokens of input in a row, with the end token; of a causal model input and target together.
+            None: 512 (causal: 1024), or the model's limit if that is less.
         max_target_length: tokens of target in a row of seq2seq; None: 128.
         id2label: for an evaluation set, the classes of the training set.
+        wish: which columns the user names.
 
     Raises:
         DataError: no column set fits, or none fits this model; a field is missing; a token id is beyond the vocabulary;
             no row has a target.
     """
     dataset = dataset.with_format(None)
-    kind = _column_set(dataset, task)
-    task = _task_of(kind, dataset, model_config, task)
+    columns = _columns(dataset, model_config, task, wish)
+    task = _task_of(columns, dataset, model_config, task)
     for length in (max_input_length, max_target_length):
         if length is not None and (not isinstance(length, int) or length < 2):
             raise DataError(f"max_input_length and max_target_length are whole numbers of tokens >= 2, got {length!r}")
     if task == "classification" and id2label is None:
-        id2label = label_names(dataset, "labels" if kind == "tokenized" else "label", model_config)
+        id2label = label_names(dataset, columns.target or "labels", model_config)
     run = Tokenizing(
         dataset,
+        columns,
         tokenizer,
         task,
         vocab_size=model_config.get_text_config().vocab_size,
@@ -107,12 +103,11 @@ def prepare(
         max_target_length=max_target_length or DEFAULT_TARGET_LENGTH,
         id2label=id2label if task == "classification" else None,
     )
-    tokenized = tokenize(run, kind)
+    tokenized = tokenize(run)
     if len(tokenized) == 0:
-        raise DataError(
-            f"there is nothing to learn in any of the {len(dataset)} rows: "
-            + ("all labels are -100" if kind == "tokenized" else "their text gives no tokens to predict")
-        )
+        why = "all labels are -100" if columns.kind == "tokenized" else "their text gives no tokens to predict"
+        why = run.why_cut_off() if run.cut_off else why
+        raise DataError(f"there is nothing to learn in any of the {len(dataset)} rows: {why}")
     run.check_known()
     run.warn_of_losses()
     collator = _collator(tokenizer, task)
@@ -127,22 +122,29 @@ def prepare_both(
     *,
     max_input_length: int | None,
     max_target_length: int | None,
+    wish: ColumnWish = BY_NAME,
 ) -> tuple[PreparedData, PreparedData | None]:
     """The training set and, unless it is None, the evaluation set, for the same task and labels.
 
+    Where the training set's names do not say by themselves what is learned from which column, that is printed.
+
     Args:
         train_dataset, eval_dataset: what `load_dataset_like` takes.
+        wish: which columns the user names, of both.
 
     Raises:
         DataError: as `prepare`; of the evaluation set, its message begins with "eval_dataset: ".
     """
-    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    data = prepare(load_dataset_like(train_dataset), tokenizer, model_config, **lengths)
+    how: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length, "wish": wish}
+    rows = load_dataset_like(train_dataset, columns=wish.named)
+    data = prepare(rows, tokenizer, model_config, **how)
+    if said := _columns(rows, model_config, data.task, wish).in_words(rows.column_names):
+        print(said, flush=True)
     if eval_dataset is None:
         return data, None
     try:
-        rows = load_dataset_like(eval_dataset, split="validation")
-        return data, prepare(rows, tokenizer, model_config, task=data.task, id2label=data.id2label, **lengths)
+        rows = load_dataset_like(eval_dataset, split="validation", columns=wish.named)
+        return data, prepare(rows, tokenizer, model_config, task=data.task, id2label=data.id2label, **how)
     except DataError as error:
         raise DataError(f"eval_dataset: {error}") from error
 
@@ -156,49 +158,61 @@ def longest_row(*prepared: PreparedData | None) -> dict[str, int]:
     }
 
 
-def _column_set(dataset: Dataset, task: Task | None) -> str:
-    """The first column set in the dataset that fits the task.
+_KINDS: dict[Task, set[Kind]] = {
+    "seq2seq": {"tokenized", "pairs"},
+    "causal": {"tokenized", "pairs", "messages", "text"},
+    "classification": {"tokenized", "labelled text"},
+}
+"""The column sets that a task can be learned from."""
+
+
+def _columns(dataset: Dataset, config: PreTrainedConfig, task: Task | None, wish: ColumnWish) -> Columns:
+    """What to learn from. Where no names fit the model, what they say all the same: `_task_of` explains that.
 
     Raises:
-        DataError: there is none. The message shows the columns found and the sets accepted.
+        DataError: as `choose`.
     """
-    columns = set(dataset.column_names)
-    for kind, (needed, its_task) in _COLUMN_SETS.items():
-        if columns.issuperset(needed) and (task is None or its_task in (task, None)):
-            return kind
-    sets = "; ".join(f"{' + '.join(needed)} ({its_task or 'tokenized'})" for needed, its_task in _COLUMN_SETS.values())
-    wanted = f" for task {task!r}" if task else ""
-    known = {name for needed, _ in _COLUMN_SETS.values() for name in needed}
-    other = next((name for name in dataset.column_names if name not in known), "question")
-    raise DataError(
-        f"no column set fits{wanted}. Columns found: {', '.join(dataset.column_names) or 'none'}. Accepted: {sets}. "
-        f"Rename yours, e.g. dataset.rename_column({other!r}, {'target' if 'input' in columns else 'input'!r})"
-    )
+    if task is None and wish.named:
+        task = infer_task(config)
+    tasks: list[Task] = [task] if task else ["classification"]
+    if task is None and not _fills_in_masks(config):
+        tasks.append("seq2seq" if config.is_encoder_decoder else "causal")
+    names = dataset.column_names
+    try:
+        return choose(names, set().union(*(_KINDS[each] for each in tasks)), wish)
+    except DataError as error:
+        if wish.named:
+            raise
+        if task is not None:
+            raise DataError(f"for task {task!r} {error}") from error
+        return choose(names, set().union(*_KINDS.values()), wish)
 
 
-def _task_of(kind: str, dataset: Dataset, config: PreTrainedConfig, task: Task | None) -> Task:
+def _fills_in_masks(config: PreTrainedConfig) -> bool:
+    """Whether the model is an encoder made to fill in masked tokens (BERT), which writes no text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and infer_task(config) == "classification"
+
+
+def _task_of(columns: Columns, dataset: Dataset, config: PreTrainedConfig, task: Task | None) -> Task:
     """The task that columns, model and user agree on.
 
     Raises:
         DataError: they do not agree.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    needed, its_task = _COLUMN_SETS[kind]
-    wanted = task or its_task or _task_of_tokenized(dataset, config)
     encoder_decoder = bool(config.is_encoder_decoder)
+    of_kind: dict[Kind, Task] = {"messages": "causal", "text": "causal", "labelled text": "classification"}
+    of_kind["pairs"] = "seq2seq" if encoder_decoder else "causal"
+    wanted = task or of_kind.get(columns.kind) or _task_of_tokenized(dataset, config)
     if wanted == "seq2seq" and not encoder_decoder:
-        raise DataError(
-            f"{' + '.join(needed)} trains an encoder-decoder (T5, BART), and {config.model_type!r} is none: "
-            "join each pair into one `text`, or into `messages`"
-        )
+        raise DataError(f"seq2seq is learned by an encoder-decoder (T5, BART), and {config.model_type!r} is none")
     if wanted == "causal" and encoder_decoder:
         raise DataError(
-            f"{' + '.join(needed)} trains a causal language model, and {config.model_type!r} is an encoder-decoder: "
-            "give it the columns input + target"
+            f"{' + '.join(columns.inputs)} trains a causal language model, and {config.model_type!r} is an "
+            "encoder-decoder: give it the columns input + target"
         )
-    masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES  # made to fill in masked tokens (BERT)
-    if wanted == "causal" and masked and infer_task(config) == "classification":
+    if wanted == "causal" and _fills_in_masks(config):
         raise DataError(f"{config.model_type!r} is an encoder and writes no text: give it the columns text + label")
     return wanted
 

@@ -4,52 +4,54 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from offloadkit.errors import DataError
+from offloadkit.hf.columns import CONVERSATIONS, TEXTS, columns_to_read
 from offloadkit.hf.hub import causes, hub_answers, readable_hub_errors, unreachable
 from offloadkit.hf.quiet import no_loader_messages
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
-_READ = {"input", "target", "text", "label", "messages"}
-_READ |= {"input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "labels"}
-"""Columns whose values are read. Of others only the names are kept: their values may have no common type."""
 
-
-def dataset_from_json(path: Path) -> Dataset:
+def dataset_from_json(path: Path, columns: Collection[str] = ()) -> Dataset:
     """The rows of a file with one JSON object in each line, or with one list of them. They go to the cache, not to RAM.
+
+    Args:
+        columns: to be read beside those that are read by their names. Of others only the names are kept: their values
+            may have no common type.
 
     Raises:
         DataError: the file is neither, has no rows, or has a column whose values have no common type.
     """
     import datasets
 
-    features = _features(path)
+    features = _features(path, columns)
     told = {"path": str(path), "columns": tuple(features), "changed": path.stat().st_mtime_ns}
+    told["read"] = tuple(sorted(columns_to_read(features, columns)))
     try:
         return cast("Dataset", datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=told))
     except datasets.exceptions.DatasetGenerationError as error:
         raise DataError(f"{str(path)!r} cannot be read as json: {error.__cause__ or error}") from error
 
 
-def _rows(path: str, columns: tuple[str, ...], changed: int) -> Iterator[dict[str, Any]]:
+def _rows(path: str, columns: tuple[str, ...], changed: int, read: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Every row with every column. `changed` tells the cache that the file differs from the one it knows."""
     for row in _objects(Path(path)):
-        yield {name: _value(name, row) for name in columns}
+        yield {name: _value(name, row) if name in read else None for name in columns}
 
 
 def _value(column: str, row: dict[str, Any]) -> Any:
     """The value to keep. Messages are kept as text: their tool calls differ in type from one to the next."""
-    value = row.get(column) if column in _READ else None
-    return json.dumps(value) if column == "messages" and isinstance(value, list) else value
+    value = row.get(column)
+    return json.dumps(value) if column in CONVERSATIONS and isinstance(value, list) else value
 
 
-def _features(path: Path) -> Features:
-    """The columns of all the rows, and their types."""
+def _features(path: Path, named: Collection[str]) -> Features:
+    """The columns of all the rows, and their types; nothing of those that are not read."""
     from datasets import Features, Sequence, Value
 
     found: dict[str, set[type]] = {}
@@ -60,8 +62,9 @@ def _features(path: Path) -> Features:
         raise DataError(f"{str(path)!r} has no rows: training needs at least one")
     known: dict[type, Any] = {str: Value("string"), bool: Value("bool"), int: Value("int64"), float: Value("float64")}
     known[list] = Sequence(Value("int64"))
-    features = {}
+    features, read = {}, columns_to_read(found, named)
     for column, types in found.items():
+        types = types if column in read else set()
         types -= {type(None)} | ({int} if float in types else set())
         if len(types) > 1 or not types <= set(known):
             names = " and ".join(sorted(each.__name__ for each in types))
@@ -107,19 +110,20 @@ _ACCEPTED = (
 )
 
 
-def load_dataset_like(data: object, *, split: str = "train") -> Dataset:
+def load_dataset_like(data: object, *, split: str = "train", columns: Collection[str] = ()) -> Dataset:
     """The rows of `data`; their content is not checked yet.
 
     Args:
         data: a `datasets.Dataset`, a list of dicts (one a row), a pandas frame, the path of a .jsonl, .json, .csv or
             .parquet file, or a dataset's hub name.
         split: which part of a hub dataset or of a `DatasetDict`.
+        columns: that will be read beside those with names that are known.
 
     Raises:
         DataError: `data` is none of these, the file is missing or broken, or there is not one row.
         DownloadError: the connection to the hub broke.
     """
-    dataset = _load(data, split)
+    dataset = _load(data, split, columns)
     if len(dataset) == 0:
         raise DataError("the dataset is empty: training needs at least one row")
     return dataset
@@ -140,7 +144,7 @@ def on_hub(data: object) -> bool:
     return isinstance(data, str | os.PathLike) and not Path(data).expanduser().exists()
 
 
-def _load(data: object, split: str) -> Dataset:
+def _load(data: object, split: str, columns: Collection[str]) -> Dataset:
     import datasets
 
     if isinstance(data, datasets.Dataset):
@@ -152,7 +156,7 @@ def _load(data: object, split: str) -> Dataset:
     if isinstance(data, datasets.IterableDataset | datasets.IterableDatasetDict):
         raise DataError("a streaming dataset has no length: load it without streaming=True")
     if isinstance(data, str | os.PathLike):
-        return _from_name(data, split)
+        return _from_name(data, split, columns)
     if hasattr(data, "columns") and hasattr(data, "iloc"):
         return _as_table(lambda: datasets.Dataset.from_pandas(data, preserve_index=False))
     if isinstance(data, Sequence):
@@ -183,11 +187,11 @@ def _as_table(make: Callable[[], Any]) -> Dataset:
         raise DataError(f"the rows do not make a table: {error}") from error
 
 
-def _from_name(name: str | os.PathLike[str], split: str) -> Dataset:
+def _from_name(name: str | os.PathLike[str], split: str, columns: Collection[str]) -> Dataset:
     check_there(name)
     text, path = os.fspath(name), Path(name).expanduser()
     if path.is_file():
-        return _from_file(path)
+        return _from_file(path, columns)
     if path.is_dir():
         raise DataError(
             f"{text!r} is a folder: pass one file of it ({', '.join(_BUILDERS)}), or datasets.load_from_disk({text!r}) "
@@ -196,7 +200,7 @@ def _from_name(name: str | os.PathLike[str], split: str) -> Dataset:
     return _from_hub(text, split)
 
 
-def _from_file(path: Path) -> Dataset:
+def _from_file(path: Path, columns: Collection[str]) -> Dataset:
     import datasets
 
     builder = _BUILDERS.get(path.suffix.lower())
@@ -205,10 +209,10 @@ def _from_file(path: Path) -> Dataset:
     if path.stat().st_size == 0:
         raise DataError(f"{str(path)!r} is empty: training needs at least one row")
     if builder == "json":
-        return dataset_from_json(path)
+        return dataset_from_json(path, columns)
     options: dict[str, Any] = {}
     if builder == "csv":  # texts as they were written, were they numbers or "None"; an empty cell holds nothing
-        options = {"converters": dict.fromkeys(("input", "target", "text"), str)}
+        options = {"converters": dict.fromkeys((*TEXTS, *columns), str)}
         options |= {"keep_default_na": False, "na_values": [""]}
     try:
         with no_loader_messages():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any, cast
 
 from offloadkit.errors import DataError
+from offloadkit.hf.columns import Columns, strings
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -49,7 +49,7 @@ def label_names(dataset: Dataset, column: str, config: PreTrainedConfig) -> dict
             raise DataError(
                 f"row {row} has the {column} {value!r}: a label is a string or a whole number (there is no regression)"
             )
-    found = sorted(set(values))
+    found = sorted(set(values), key=int if all(str(value).isdecimal() for value in values) else None)
     if len(found) < 2:
         raise DataError(f"every row has the {column} {found[0]!r}: there is nothing to tell apart")
     feature = dataset.features[column]
@@ -93,6 +93,7 @@ class Tokenizing:
     """One pass over the rows: its inputs and its counts."""
 
     dataset: Dataset
+    columns: Columns
     tokenizer: PreTrainedTokenizerBase
     task: str
     vocab_size: int
@@ -101,6 +102,8 @@ class Tokenizing:
     id2label: dict[int, str] | None
     num_skipped: int = 0
     """Rows without a target (empty text, all labels -100), which are left out."""
+    cut_off: list[int] = field(default_factory=list)
+    """Rows that are left out because their input alone is as long as a row may be: nothing of the target is left."""
     num_truncated: int = 0
     """Inputs and targets that were cut."""
     longest_input: int = 1
@@ -115,9 +118,19 @@ class Tokenizing:
         """Log how many rows were left out or cut, if any."""
         if self.num_skipped:
             logger.warning("%d of %d rows left out: they teach nothing", self.num_skipped, len(self.dataset))
+        if self.cut_off:
+            logger.warning("%d of %d rows left out: %s", len(self.cut_off), len(self.dataset), self.why_cut_off())
         if self.num_truncated:
             lengths = f"max_input_length {self.max_input_length}, max_target_length {self.max_target_length}"
             logger.warning("%d inputs or targets cut (%s): raise these to keep them whole", self.num_truncated, lengths)
+
+    def why_cut_off(self) -> str:
+        """Why the rows `cut_off` cannot be learned."""
+        shown = ", ".join(map(str, self.cut_off[:5])) + (", ..." if len(self.cut_off) > 5 else "")
+        return (
+            f"their input alone takes all of max_input_length {self.max_input_length}, and nothing of the target is "
+            f"left (rows {shown}): raise max_input_length, or shorten their input"
+        )
 
     def check_known(self) -> None:
         """Raise `DataError` if half of the tokens or more are the unknown one: nothing would be learned."""
@@ -130,7 +143,7 @@ class Tokenizing:
                 )
 
 
-def tokenize(run: Tokenizing, kind: str) -> Dataset:
+def tokenize(run: Tokenizing) -> Dataset:
     """The rows of `run.dataset` as token ids, without rows that have no target.
 
     A dataset in RAM stays there. One in files is written to a temporary folder, never beside its own files. The random
@@ -138,12 +151,13 @@ def tokenize(run: Tokenizing, kind: str) -> Dataset:
 
     Args:
         run: its counts are filled in. Its dataset gives plain Python values.
-        kind: the column set, a key of `_TOKENIZERS`.
 
     Raises:
         DataError: a field is missing or has the wrong type, or a token id lies beyond the vocabulary.
     """
     from datasets.fingerprint import generate_random_fingerprint
+
+    kind = run.columns.kind
 
     def rows_that_teach(batch: _Columns, indices: list[int]) -> _Columns:
         tokens = _TOKENIZERS[kind](run, batch, indices)
@@ -151,7 +165,10 @@ def tokenize(run: Tokenizing, kind: str) -> Dataset:
         if kind != "tokenized":
             _count_unknown(run, tokens)
         keep = [_num_learned(run.task, labels) > 0 for labels in tokens["labels"]]
-        run.num_skipped += keep.count(False)
+        cut_off = set(run.cut_off)
+        run.num_skipped += sum(
+            not teaches and index not in cut_off for index, teaches in zip(indices, keep, strict=True)
+        )
         run.longest_input = max(run.longest_input, *map(len, tokens["input_ids"]))
         if run.task != "classification":
             run.longest_target = max(run.longest_target, *map(len, tokens["labels"]))
@@ -170,14 +187,106 @@ def tokenize(run: Tokenizing, kind: str) -> Dataset:
 
 
 def _pairs(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
-    tokens = _encode(run, _strings(batch, "input", indices), run.max_input_length)
-    tokens["labels"] = _encode(run, _strings(batch, "target", indices), run.max_target_length, target=True)["input_ids"]
+    if run.task == "causal":
+        return _prompts(run, batch, indices)
+    tokens = _encode(run, run.columns.texts(batch, indices), run.max_input_length)
+    targets = strings(batch[run.columns.target], run.columns.target, indices)
+    tokens["labels"] = _encode(run, targets, run.max_target_length, target=True)["input_ids"]
     return tokens
+
+
+def _prompts(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
+    """Input and target in one row each; the labels of the input are -100. `max_input_length` is for both together."""
+    whole = _with_chat_template if run.tokenizer.chat_template is not None else _one_after_the_other
+    rows, labels = [], []
+    for index, (prompt, row) in zip(indices, whole(run, batch, indices), strict=True):
+        row_labels = [IGNORED] * prompt + row[prompt:]
+        if len(row) > run.max_input_length:
+            row, row_labels = row[: run.max_input_length], row_labels[: run.max_input_length]
+            if _num_learned(run.task, row_labels):
+                run.num_truncated += 1
+            else:
+                run.cut_off.append(index)
+        rows.append(row)
+        labels.append(row_labels)
+    return {"input_ids": rows, "attention_mask": _all_ones(rows), "labels": labels}
+
+
+def _one_after_the_other(run: Tokenizing, batch: _Columns, indices: list[int]) -> Iterator[tuple[int, list[int]]]:
+    """Rows without a chat template: the target follows its input with nothing between, and then the end token.
+
+    The input has the tokens that it has by itself, as it will have when the trained model continues it.
+
+    Yields:
+        How many tokens are the input's, and the tokens of the row.
+    """
+    for name in (*run.columns.inputs, run.columns.target):
+        if any(map(_are_messages, batch[name])):
+            raise DataError(_NO_TEMPLATE.format(column=name))
+    prompts = run.columns.texts(batch, indices)
+    targets = strings(batch[run.columns.target], run.columns.target, indices)
+    eos = run.tokenizer.eos_token_id
+    end = [] if eos is None else [eos]
+
+    def ids(texts: list[str], **options: Any) -> list[list[int]]:
+        found = run.tokenizer(texts, verbose=False, **options)["input_ids"]
+        return [row[:-1] if row[-1:] == end else row for row in found]  # some tokenizers write it by themselves
+
+    together = ids([prompt + target for prompt, target in zip(prompts, targets, strict=True)])
+    apart = ids(targets, add_special_tokens=False)
+    for prompt, row, target in zip(ids(prompts), together, apart, strict=True):
+        merged = row[: len(prompt)] != prompt  # the target's first letters and the input's last ones
+        yield len(prompt), (prompt + target if merged else row) + end
+
+
+def _with_chat_template(run: Tokenizing, batch: _Columns, indices: list[int]) -> Iterator[tuple[int, list[int]]]:
+    """Rows through the chat template: the input is the user's message, the target the assistant's with all that the
+    template writes for it. Lists of messages are taken as they are.
+
+    Yields:
+        As `_one_after_the_other`.
+    """
+    template: Callable[..., Any] = run.tokenizer.apply_chat_template
+    texts = []
+    for index, prompt, target in zip(indices, *_both_messages(run, batch, indices), strict=True):
+        whole = template(prompt + target, tokenize=False)
+        opened = template(prompt, tokenize=False, add_generation_prompt=True)
+        if not whole.startswith(opened):  # some open the answer otherwise when it is still to be written
+            opened = template(prompt, tokenize=False)
+        if not whole.startswith(opened):
+            raise DataError(
+                f"row {index}: the tokenizer's chat template writes the input otherwise when an answer follows, so it "
+                f"is open where {run.columns.target!r} begins: set tokenizer.chat_template to one that does not, or "
+                "give the rows as `messages`, which are learned as a whole"
+            )
+        texts.append((opened, whole))
+    if not texts:
+        return
+    begun, rows = (
+        run.tokenizer(list(part), add_special_tokens=False, verbose=False)["input_ids"]
+        for part in zip(*texts, strict=True)
+    )
+    for start, row in zip(begun, rows, strict=True):
+        differs = (at for at, (one, other) in enumerate(zip(start, row, strict=False)) if one != other)
+        yield next(differs, min(len(start), len(row))), row
+
+
+def _both_messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> tuple[list[Any], list[Any]]:
+    """The messages of each row's input, and those of its target."""
+    both = []
+    for columns, role in ((run.columns, "user"), (Columns("text", (run.columns.target,)), "assistant")):
+        name, alone = columns.inputs[0], len(columns.inputs) == 1 and not columns.template
+        if alone and any(map(_are_messages, batch[name])):
+            found = [_messages_of(value, name, index) for index, value in zip(indices, batch[name], strict=True)]
+        else:
+            found = [[{"role": role, "content": text}] for text in columns.texts(batch, indices)]
+        both.append(found)
+    return both[0], both[1]
 
 
 def _text(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     """Each row ends with the end token if it fits, so that the model learns to stop."""
-    rows = _encode(run, _strings(batch, "text", indices), run.max_input_length)["input_ids"]
+    rows = _encode(run, run.columns.texts(batch, indices), run.max_input_length)["input_ids"]
     eos = run.tokenizer.eos_token_id
     for row in rows:
         if eos is not None and 0 < len(row) < run.max_input_length and row[-1] != eos:
@@ -186,24 +295,51 @@ def _text(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
 
 
 def _messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
+    (column,) = run.columns.inputs
     if run.tokenizer.chat_template is None:
-        raise DataError(
-            "the tokenizer has no chat template, so `messages` cannot become text: use the instruct version, set "
-            "tokenizer.chat_template, or write the conversation into a `text` column"
-        )
+        raise DataError(_NO_TEMPLATE.format(column=column))
     rows = []
-    for index, messages in zip(indices, batch["messages"], strict=True):
-        messages = _parsed(messages)
-        if not isinstance(messages, list) or not messages:
-            raise DataError(f"row {index} has no messages: fill them in or drop the row")
-        for message in messages:
-            if not isinstance(message, dict) or not message.get("role") or message.get("content") is None:
-                raise DataError(f"row {index} has a message without role or content: {message!r}")
+    for index, value in zip(indices, batch[column], strict=True):
+        messages = _messages_of(value, column, index)
         text = run.tokenizer.apply_chat_template(messages, tokenize=False)
         row = run.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         run.num_truncated += len(row) > run.max_input_length
         rows.append(row[: run.max_input_length])
     return _causal_columns(rows)
+
+
+_NO_TEMPLATE = (
+    "the tokenizer has no chat template, so `{column}` cannot become text: use the instruct version, set "
+    "tokenizer.chat_template, or write the conversation into a `text` column"
+)
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+"""ShareGPT's names, where they are not those of chat templates."""
+
+
+def _messages_of(value: Any, column: str, row: int) -> list[dict[str, Any]]:
+    """A conversation as role/content dicts; from/value dicts become such.
+
+    Raises:
+        DataError: there is no message, or one without a role or content.
+    """
+    messages = _parsed(value)
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"row {row} has no {column}: fill them in or drop the row")
+    found = []
+    for message in messages:
+        if isinstance(message, dict) and message.get("from") and message.get("role") is None:
+            role = str(message["from"])
+            message = {"role": _ROLES.get(role, role), "content": message.get("value")}
+        if not isinstance(message, dict) or not message.get("role") or message.get("content") is None:
+            raise DataError(f"row {row} has a message without role or content: {message!r}")
+        found.append(message)
+    return found
+
+
+def _are_messages(value: Any) -> bool:
+    """Whether a value is a list of messages and no text."""
+    value = _parsed(value) if isinstance(value, str) and value.startswith("[{") else value
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def _parsed(messages: Any) -> Any:
@@ -215,8 +351,9 @@ def _parsed(messages: Any) -> Any:
 
 
 def _labelled_text(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
-    tokens = _encode(run, _strings(batch, "text", indices), run.max_input_length)
-    tokens["labels"] = label_ids(batch["label"], indices, run.dataset.features["label"], run.id2label or {})
+    tokens = _encode(run, run.columns.texts(batch, indices), run.max_input_length)
+    label = run.columns.target
+    tokens["labels"] = label_ids(batch[label], indices, run.dataset.features[label], run.id2label or {})
     return tokens
 
 
@@ -262,20 +399,6 @@ def _encode(run: Tokenizing, texts: list[str], max_length: int, *, target: bool 
             again = {"text_target": text} if target else {"text": text}
             run.num_truncated += len(run.tokenizer(**again, verbose=False)["input_ids"]) > max_length
     return tokens
-
-
-def _strings(batch: _Columns, column: str, indices: list[int]) -> list[str]:
-    for index, value in zip(indices, batch[column], strict=True):
-        if value is None:
-            raise DataError(f"row {index} has no value in {column!r}: correct or drop the row")
-        if not isinstance(value, str):
-            name = type(value).__name__
-            article = "an" if name[0] in "aeiou" else "a"
-            raise DataError(
-                f"row {index} has {article} {name} instead of a string in {column!r}: write it as text, such as "
-                f"{reprlib.repr(str(value))}"
-            )
-    return batch[column]
 
 
 def _num_learned(task: str, labels: Any) -> int:

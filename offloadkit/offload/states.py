@@ -16,7 +16,7 @@ from offloadkit.errors import ModelError
 from offloadkit.kernels.dispatch import optimizer_step
 from offloadkit.offload.gradients import LayerGradient, runs
 from offloadkit.offload.layers import FlatLayer, ParameterView
-from offloadkit.offload.state_ring import PassingStates, StateRing, cutter
+from offloadkit.offload.state_ring import PassingStates, StateRing
 from offloadkit.offload.weight_ring import StreamedWeights
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim.moments import random_key
@@ -74,7 +74,7 @@ class LayerState:
 
         by_cpu = cpu_can_step(placement)
         weights = (slab.cut if by_cpu or placement.weights == "ram" else in_vram)(layer.numel, layer.dtype)
-        states = slab.cut if region is None else cutter(region.mapped())
+        states = (region or slab).cut
         self.flat = FlatState.cut(layer.states, weights, in_vram if placement.states == "vram" else states)
         self.weights: LayerWeights
         self._streamed: StreamedWeights | None = None

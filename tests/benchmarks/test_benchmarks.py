@@ -13,6 +13,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import plans, report, run, table
 from benchmarks.cases import CASES, ENGINES, GIB, HUB_NAMES, config_of
+from benchmarks.doors import DOORS
 from benchmarks.table import Row
 from offloadkit.engines.work import IGNORED_LABEL, Work, num_tokens, random_batches
 from offloadkit.engines.worker import ENGINES as RUN
@@ -141,7 +142,8 @@ def test_budgets_are_offloadkit_s_alone_but_where_they_hold_for_all() -> None:
 
 
 def test_every_case_has_engines_and_a_model_that_are_known() -> None:
-    assert {setup.engine for setup in ENGINES.values()} == set(RUN)
+    assert {setup.engine for setup in ENGINES.values() if not setup.is_door} == set(RUN)
+    assert {name for name, setup in ENGINES.items() if setup.is_door} == {f"offloadkit-{door}" for door in DOORS}
     for case in CASES.values():
         assert set(case.engines) <= set(ENGINES)
     for model in {case.model for case in CASES.values()}:
@@ -332,3 +334,12 @@ def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice: 'w99'" in capsys.readouterr().err
     command.main(["list"])
     assert "w1: W1, t5-3b, 8 x (512+128), full" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_door_reads_the_model_from_a_folder_and_makes_a_row(tmp_path: Path) -> None:
+    (row,) = run.run(["tiny-doors"], engines=["offloadkit-trainer"], steps=2, out=tmp_path / "t.csv", device="cpu")
+    assert row["status"] == "measured", row["reason"]
+    assert (row["engine"], row["steps"], row["tokens"]) == ("offloadkit-trainer", 2, 48)
+    assert row["seconds"] > 0
+    assert row["planned_ram_bytes"] > 0

@@ -206,14 +206,22 @@ def test_what_has_no_meaning_is_refused(wrong: dict[str, Any], message: str, tmp
 def test_columns_that_will_not_do_are_said_once(
     tmp_path: Path, in_this_process: list[Task], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"question": "1", "answer": "2"}] * 8
-    with pytest.raises(DataError, match="Columns found: question, answer"):
+    rows = [{"source": "1", "answer": "2"}] * 8
+    with pytest.raises(DataError, match="Columns found: source, answer"):
         sweep("t5-tiny", rows, tokenizer="byte", batch_sizes=(1, 2, 4), output_dir=tmp_path)
     assert len(in_this_process) == 1
     assert capsys.readouterr().out.endswith("refused\n")
     with pytest.raises(ConfigError, match="bogus"):
         sweep("t5-tiny", PAIRS, tokenizer="byte", lr_scheduler_type="bogus", batch_sizes=(1, 2), output_dir=tmp_path)
     assert len(in_this_process) == 2
+
+
+def test_columns_that_are_named_reach_training(tmp_path: Path, in_this_process: list[Task]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"q": "1", "a": "2"}\n' * 2)
+    named = {"input_column": "q", "target_column": "a"}
+    (row,) = sweep("t5-tiny", path, tokenizer="byte", batch_sizes=(2,), output_dir=tmp_path / "out", **named).rows
+    assert row["status"] == "measured"
 
 
 def test_rows_that_cannot_be_written_down_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,13 @@ def test_regions_keep_what_was_written(tmp_path: Path, direct: bool, monkeypatch
     file.close()
 
 
+def test_a_view_outlives_its_file(tmp_path: Path) -> None:
+    file = StateFile(tmp_path, [4096])
+    view = file.mapped(0, 8, 3, torch.int16).fill_(7)
+    file.close()
+    assert view.tolist() == [7, 7, 7]
+
+
 def test_what_was_read_ahead_and_not_stepped_is_read_again(tmp_path: Path) -> None:
     file = StateFile(tmp_path, [4096])
     states = DiskStates(file, [HostSlab(4096)])
@@ -114,6 +121,21 @@ def test_nothing_is_left_on_disk(tmp_path: Path) -> None:
             train(engine, tokens(2))
             assert not list(tmp_path.iterdir()), "the file has no name"
     assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+@pytest.mark.parametrize("precision", ["exact", "compact", "tiny"])
+def test_states_on_disk_are_saved_by_torch_and_go_on(tmp_path: Path, precision: Any) -> None:
+    batches = tokens(4)
+    with engine_on(tmp_path, precision=precision) as engine:
+        train(engine, batches[:2])
+        torch.save(engine.state_dict(), tmp_path / "saved.pt")
+        train(engine, batches[2:])
+        expected = engine.master_weights()
+    with engine_on(tmp_path, precision=precision) as engine:
+        engine.load_state_dict(torch.load(tmp_path / "saved.pt"))
+        train(engine, batches[2:])
+        weights = engine.master_weights()
+    assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
 
 
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

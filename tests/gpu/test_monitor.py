@@ -115,7 +115,13 @@ def test_a_loop_of_ones_own_is_set_against_this_gpu(tmp_path: Path, monkeypatch:
 def finetune(folder: Path, **options: Any) -> None:
     train, _ = date_pairs(64 * 4, 16)
     rows = [pair._asdict() for pair in train]
-    fixed: dict[str, Any] = {"tokenizer": "byte", "max_steps": 8, "batch_size": 32, "save_strategy": "no"}
+    fixed: dict[str, Any] = {
+        "tokenizer": "byte",
+        "max_steps": 8,
+        "batch_size": 32,
+        "save_strategy": "no",
+        "overwrite": True,
+    }
     offloadkit.finetune(small_t5(seed=0), rows, output_dir=folder, **fixed, **options)
 
 

@@ -186,7 +186,7 @@ def test_labels_that_are_no_classes_are_refused(labels: list[Any], message: str)
 def test_task_overrides_what_the_columns_suggest() -> None:
     rows = [{"text": "the cat", "label": "x"}]
     assert prepared(rows, WORDS, LLAMA, task="causal").task == "causal"
-    with pytest.raises(DataError, match="no column set fits for task 'seq2seq'"):
+    with pytest.raises(DataError, match="for task 'seq2seq' no column set fits"):
         prepared(rows, WORDS, T5, task="seq2seq")
 
 
@@ -217,16 +217,17 @@ def test_tokenized_rows_with_one_label_each_are_classification() -> None:
 
 def test_unknown_columns_shows_those_found_and_those_accepted() -> None:
     with pytest.raises(DataError) as raised:
-        prepared([{"input": "a", "answer": "b"}])
-    rename = "rename_column('answer', 'target')"
-    for part in ("input, answer", "input + target", "messages", "text + label", "input_ids", rename):
+        prepared([{"source": "a", "answer": "b"}])
+    says = ("'answer' can be the target", "source, answer", "input + target", "messages", "text + label", "input_ids")
+    for part in (*says, "input_column=", "target_column=", "template="):
         assert part in str(raised.value)
+    assert "rename" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("rows", "tokenizer", "config", "message"),
     [
-        (PAIRS, WORDS, LLAMA, r"input \+ target trains an encoder-decoder .* 'llama' is none"),
+        (PAIRS, BYTES, BERT, r"'bert' is an encoder and writes no text.* text \+ label"),
         ([{"text": "the"}], BYTES, T5, r"text trains a causal language model, and 't5' .* input \+ target"),
         ([{"text": "the"}], WORDS, BERT, r"'bert' is an encoder and writes no text.* text \+ label"),
     ],

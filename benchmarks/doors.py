@@ -1,0 +1,250 @@
+"""The same work through each door: `finetune`, a HuggingFace Trainer, TRL's SFTTrainer, a loop of the user's own.
+
+Each door does what its users do: weights are read from a folder in the usual way, rows are text over bytes, and the
+budget is the only thing that offloadkit is told. Seconds and memory are those of the whole process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from offloadkit import (
+    OffloadConfig,
+    OffloadEngine,
+    OffloadSeq2SeqTrainer,
+    OffloadTrainer,
+    OffloadTrainerMixin,
+    finetune,
+    hardware,
+)
+from offloadkit.device.process_memory import DeviceMemory
+from offloadkit.engines.work import SHORTEST_SHARE, Work, plain_model
+from offloadkit.planner import Plan
+from offloadkit.telemetry import Telemetry
+
+Row = dict[str, Any]
+_LEAST, _MOST = 32, 126
+"""Bytes of printable ASCII."""
+
+
+def prepare(task: dict[str, Any]) -> Row:
+    """Write the model's random weights and a tokenizer over bytes to the folder that the doors read."""
+    from transformers import ByT5Tokenizer
+
+    work, folder = Work(**task["work"]), Path(task["folder"])
+    device = hardware.default_device()
+    model: Any = plain_model(work, "bf16" if work.dtype is None else work.dtype, device, device)
+    model.save_pretrained(folder)
+    ByT5Tokenizer().save_pretrained(folder)
+    return {}
+
+
+def folder_of(work: Work) -> Path:
+    """Where the doors read the weights of this model, in the folder for temporary files."""
+    digest = hashlib.sha256((Path(work.model) / "config.json").read_bytes() + str(work.dtype).encode()).hexdigest()
+    return Path(tempfile.gettempdir()) / "offloadkit-doors" / digest[:16]
+
+
+def measured(work: Work, engine: str) -> Row:
+    """What one door took, as `offloadkit.engines.worker.measured` gives it, and what the plan said."""
+    device = hardware.default_device()
+    vram = DeviceMemory(device)
+    telemetry = Telemetry()
+    telemetry.subscribe(lambda _: vram.sample())
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    assert work.steps is not None
+    door, num_steps = DOORS[engine.removeprefix("offloadkit-")], work.warmup + work.steps
+    plan, losses = door(work, str(folder_of(work)), num_steps, telemetry)
+    vram.sample()
+    records = list(telemetry.records)[work.warmup :]
+    each = [record.seconds["step"] for record in records if "step" in record.seconds]
+    peak = torch.cuda.max_memory_reserved() + hardware.vram_context_bytes(device) if device.type == "cuda" else 0
+    return {
+        "dtype": work.dtype_on(device),
+        "num_tokens": work.rows * (work.input_length + work.target_length),
+        "step_seconds": median(each),
+        "all_step_seconds": each,
+        "phase_seconds": {
+            name: median(record.seconds.get(name, 0.0) for record in records) for name in records[-1].seconds
+        },
+        "num_warmup": work.warmup,
+        "last_loss": losses[-1],
+        "vram_bytes": max(vram.peak_bytes, peak),
+        "max_allocated_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
+        "peak_ram_bytes": hardware.process_peak_ram_bytes(),
+        "num_parameters": plan.num_parameters,
+        "planned": {
+            "vram_bytes": plan.total_bytes("vram"),
+            "ram_bytes": plan.total_bytes("ram"),
+            "disk_bytes": plan.total_bytes("disk"),
+            "step_seconds": plan.seconds and plan.seconds.step,
+            "placements": {str(where): plan.placements.count(where) for where in dict.fromkeys(plan.placements)},
+        },
+    }
+
+
+# -- the rows
+
+
+def _rows(work: Work, num_steps: int) -> list[dict[str, str]]:
+    """Random text whose tokens, the end included, have the work's lengths."""
+    draw = random.Random(work.seed)
+
+    def text(length: int, first: bool) -> str:
+        if work.mask == "ragged" and not first:
+            length = draw.randint(max(2, length // SHORTEST_SHARE), length)
+        return "".join(chr(draw.randint(_LEAST + 1, _MOST)) for _ in range(length - 1))
+
+    rows = []
+    for index in range(num_steps * work.rows):
+        first = index % work.batch_size == 0
+        row = {"input": text(work.input_length, first)}
+        rows.append(row | {"target": text(work.target_length, first)} if work.target_length else {"text": row["input"]})
+    return rows
+
+
+def _tokenized(work: Work, tokenizer: Any, num_steps: int) -> list[dict[str, list[int]]]:
+    rows = []
+    for row in _rows(work, num_steps):
+        ids = tokenizer(row.get("input") or row["text"])["input_ids"]
+        labels = tokenizer(row["target"])["input_ids"] if "target" in row else ids
+        rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
+    return rows
+
+
+# -- the doors
+
+
+def _finetune(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> tuple[Plan, list[float]]:
+    with tempfile.TemporaryDirectory() as output:
+        lengths: Row = {"max_input_length": work.input_length}
+        lengths |= {"max_target_length": work.target_length} if work.target_length else {}
+        result = finetune(
+            folder,
+            _rows(work, num_steps),
+            output_dir=output,
+            batch_size=work.batch_size,
+            gradient_accumulation=work.accumulation,
+            max_steps=num_steps,
+            vram=work.vram,
+            ram=work.ram,
+            monitor=False,
+            save_strategy="no",
+            logging_steps=5,
+            **lengths,
+        )
+        for record in result.steps:
+            telemetry.add(record)
+        return result.plan, [log["loss"] for log in result.history if "loss" in log]
+
+
+def _model_and_tokenizer(work: Work, folder: str) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    made: Any = AutoModelForSeq2SeqLM if work.target_length else AutoModelForCausalLM
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[work.dtype or "bf16"]
+    return made.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+
+
+def _trainer(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> tuple[Plan, list[float]]:
+    from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainingArguments, TrainingArguments
+
+    model, tokenizer = _model_and_tokenizer(work, folder)
+    kind: Any = OffloadSeq2SeqTrainer if work.target_length else OffloadTrainer
+    arguments: Any = Seq2SeqTrainingArguments if work.target_length else TrainingArguments
+    with tempfile.TemporaryDirectory() as output:
+        trainer = kind(
+            model=model,
+            args=arguments(output, **_arguments(work, num_steps)),
+            train_dataset=_dataset(_tokenized(work, tokenizer, num_steps)),
+            data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+            offload=OffloadConfig(vram=work.vram, ram=work.ram),
+            telemetry=telemetry,
+        )
+        return _trained(trainer)
+
+
+def _sft(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> tuple[Plan, list[float]]:
+    from trl import SFTConfig, SFTTrainer
+
+    class OffloadSFTTrainer(OffloadTrainerMixin, SFTTrainer):  # type: ignore[misc]
+        pass
+
+    model, tokenizer = _model_and_tokenizer(work, folder)
+    with tempfile.TemporaryDirectory() as output:
+        trainer = OffloadSFTTrainer(
+            model=model,
+            args=SFTConfig(output, max_length=work.input_length, **_arguments(work, num_steps)),
+            train_dataset=_dataset(_rows(work, num_steps)),
+            processing_class=tokenizer,
+            offload=OffloadConfig(vram=work.vram, ram=work.ram),
+            telemetry=telemetry,
+        )
+        return _trained(trainer)
+
+
+def _loop(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> tuple[Plan, list[float]]:
+    from torch.utils.data import DataLoader
+    from transformers import DataCollatorForSeq2Seq
+
+    model, tokenizer = _model_and_tokenizer(work, folder)
+    rows, collate = _tokenized(work, tokenizer, num_steps), DataCollatorForSeq2Seq(tokenizer, model=model)
+    device = hardware.default_device()
+    batches = DataLoader(rows, batch_size=work.batch_size, collate_fn=collate, pin_memory=device.type == "cuda")  # type: ignore[arg-type]
+    config = OffloadConfig(gradient_accumulation=work.accumulation, vram=work.vram, ram=work.ram)
+    longest: Row = {name: tensor.to(device) for name, tensor in next(iter(batches)).items()}
+    losses = []
+    with OffloadEngine(model, config, example=longest, telemetry=telemetry) as engine:
+        for batch in batches:
+            loss = engine(**{name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        engine.synchronize()
+        return engine.plan, [float(loss) for loss in losses]
+
+
+def _arguments(work: Work, num_steps: int) -> Row:
+    return {
+        "per_device_train_batch_size": work.batch_size,
+        "gradient_accumulation_steps": work.accumulation,
+        "max_steps": num_steps,
+        "learning_rate": 1e-4,
+        "bf16": work.dtype in (None, "bf16") and torch.cuda.is_available(),
+        "use_cpu": not torch.cuda.is_available(),
+        "save_strategy": "no",
+        "report_to": "none",
+        "logging_steps": 5,
+        "disable_tqdm": True,
+    }
+
+
+def _dataset(rows: list[Any]) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
+
+
+def _trained(trainer: Any) -> tuple[Plan, list[float]]:
+    with closing(trainer):
+        trainer.train()
+        return trainer.engine.plan, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+DOORS: dict[str, Callable[[Work, str, int, Telemetry], tuple[Plan, list[float]]]] = {
+    "finetune": _finetune,
+    "trainer": _trainer,
+    "sft": _sft,
+    "loop": _loop,
+}
+"""By the engine's name in the table, after "offloadkit-"."""

@@ -1,0 +1,89 @@
+"""What an earlier `finetune` left in an output folder. It is replaced only where the user says so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from offloadkit.checkpoint.folder import written_to
+from offloadkit.errors import ConfigError, OutputError
+
+
+@dataclass
+class EarlierRun:
+    """What an output folder held before a new run, and the new run is to replace."""
+
+    checkpoints: list[Path]
+    """Those not removed yet. The earlier model is none of these: it stays until the new one takes its place."""
+
+    def remove_checkpoints(self) -> None:
+        """Remove them, once: the new run is ready to write its own, which may have the same names.
+
+        Raises:
+            OutputError: one cannot be removed.
+        """
+        while self.checkpoints:
+            with written_to(self.checkpoints[0].parent):
+                shutil.rmtree(self.checkpoints[0])
+            del self.checkpoints[0]
+
+
+def earlier_run(
+    folder: str | os.PathLike[str], *, resume: bool, overwrite: bool, in_use: Iterable[object] = ()
+) -> EarlierRun:
+    """What is to be replaced in `folder`, once it is clear that it may be. Nothing is changed here.
+
+    Args:
+        folder: need not exist.
+        resume: go on with what is there: nothing is to be replaced.
+        overwrite: the user allows it.
+        in_use: what the new run reads: folders and files, names, and anything else, which is passed over.
+
+    Raises:
+        ConfigError: both are wanted, or an earlier run is there and neither is. Also if the new run reads a checkpoint
+            that it would remove.
+        OutputError: `model` in it is no saved model, so it is not replaced.
+    """
+    if resume and overwrite:
+        raise ConfigError("resume=True goes on with the run in output_dir and overwrite=True replaces it: pass one")
+    if not os.fspath(folder):
+        return EarlierRun([])  # `writable` refuses it
+    path = Path(folder).expanduser()
+    models = [model for name in ("model", ".model-old") if (model := path / name).exists()]  # see `put_in_place`
+    for model in models:
+        if not (model / "config.json").is_file() and not (model.is_dir() and not any(model.iterdir())):
+            raise OutputError(
+                f"{model} is no saved model, and training would replace it: pass another output_dir, such as "
+                f"{_free_beside(path)}"
+            )
+    if resume:
+        return EarlierRun([])
+    named = [found for found in path.glob("checkpoint-*") if found.name.removeprefix("checkpoint-").isdigit()]
+    named += path.glob(".checkpoint-*-old")  # see `set_aside`
+    checkpoints = sorted(found for found in named if found.is_dir())
+    if (models or checkpoints) and not overwrite:
+        there = "a trained model" if models else f"checkpoints ({checkpoints[-1].name})"
+        raise ConfigError(
+            f"the output folder {path} holds {there} of an earlier run: pass resume=True (--resume) to go on with it, "
+            f"overwrite=True (--overwrite) to replace it, or another output_dir (--output), such as "
+            f"{_free_beside(path)}"
+        )
+    for used in in_use:
+        read = Path(used).expanduser().resolve() if isinstance(used, str | os.PathLike) and os.fspath(used) else None
+        for checkpoint in checkpoints:
+            if read is not None and read.is_relative_to(checkpoint.resolve()):
+                raise ConfigError(
+                    f"this run reads {used}, which overwrite=True would remove: pass another output_dir, such as "
+                    f"{_free_beside(path)}, or resume=True to go on from the newest checkpoint"
+                )
+    return EarlierRun(checkpoints)
+
+
+def _free_beside(folder: Path) -> Path:
+    """A folder of a similar name that is not there."""
+    named = folder if folder.name else folder.resolve() / "run"
+    return next(path for number in count(2) if not (path := named.with_name(f"{named.name}-{number}")).exists())

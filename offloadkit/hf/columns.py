@@ -1,0 +1,293 @@
+"""What the columns of a dataset are: input, target, conversation or label. By their names, or as the user says.
+
+| columns | kind |
+|---|---|
+| `input_ids` (`labels`, `attention_mask`, `decoder_input_ids`) | tokenized |
+| `input` + `target`, `prompt` + `completion` | pairs |
+| `messages` (a list of role/content dicts) | messages |
+| `text` + `label` | labelled text |
+| `text` | text |
+| one of `_QUESTIONS`, of `_CONTEXTS` or of both, and one of `_TARGETS` | pairs |
+| `conversations` (a list of from/value dicts: ShareGPT) | messages |
+
+Rows above go before rows below. Where names leave a doubt, nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any, Literal
+
+from offloadkit.errors import ConfigError, DataError
+
+Kind = Literal["tokenized", "pairs", "messages", "labelled text", "text"]
+
+_QUESTIONS = ("instruction", "question", "prompt", "query", "document", "article", "dialogue", "text")
+_CONTEXTS = ("input", "context")
+"""What is read beside a question (Alpaca's `input`, Dolly's `context`), or is the input by itself."""
+_TARGETS = ("target", "completion", "output", "response", "answer", "summary", "highlights")
+_PARTS = ("system", "system_prompt", "history", "choices", "options", "passage")
+"""They belong to the input, in a way that the names do not say."""
+_TOKENIZED = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "labels")
+TEXTS = (*_QUESTIONS, *_CONTEXTS, *_TARGETS)
+"""Columns that hold text under these names."""
+CONVERSATIONS = ("messages", "conversations", "prompt", "completion")
+"""Columns that may hold lists of messages."""
+
+ACCEPTED = "input + target, prompt + completion, text, messages, text + label, or input_ids"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns that are learned from."""
+
+    kind: Kind
+    inputs: tuple[str, ...]
+    """Several are joined by an empty line, without those that are empty in a row."""
+    target: str = ""
+    """pairs and labelled text: the target or the label."""
+    template: str = ""
+    """Makes the input from `inputs` by `str.format`."""
+
+    def texts(self, batch: dict[str, list[Any]], indices: list[int]) -> list[str]:
+        """The input of each row.
+
+        Args:
+            indices: the rows of the batch.
+
+        Raises:
+            DataError: a row has no input, or one that is no string.
+        """
+        if self.template:
+            for name in self.inputs:
+                for index, value in zip(indices, batch[name], strict=True):
+                    if value is None:
+                        raise DataError(f"row {index} has no value in {name!r}: correct or drop the row")
+            rows = zip(*(batch[name] for name in self.inputs), strict=True)
+            return [
+                self._filled(dict(zip(self.inputs, row, strict=True)), index)
+                for index, row in zip(indices, rows, strict=True)
+            ]
+        first, *others = self.inputs
+        texts = strings(batch[first], first, indices)
+        for name in others:
+            more = strings(["" if value is None else value for value in batch[name]], name, indices)
+            texts = [f"{text}\n\n{value}" if value.strip() else text for text, value in zip(texts, more, strict=True)]
+        return texts
+
+    def _filled(self, row: dict[str, Any], index: int) -> str:
+        try:
+            return self.template.format_map(row)
+        except (LookupError, TypeError, ValueError) as error:
+            raise DataError(f"template {self.template!r} cannot be filled with row {index}: {error}") from error
+
+    def in_words(self, names: Iterable[str]) -> str:
+        """What is learned from which of the columns `names`; "" where the names say it by themselves."""
+        used = {*self.inputs, self.target}
+        left_out = [name for name in names if name in (*TEXTS, *_PARTS) and name not in used]
+        by_name = {("input", "target"), ("prompt", "completion"), ("text", "label"), ("text", ""), ("messages", "")}
+        plain = not self.template and (*self.inputs, self.target) in by_name
+        if self.kind == "tokenized" or (plain and not left_out):
+            return ""
+        first, second = {
+            "pairs": ("input", "target"),
+            "labelled text": ("text", "label"),
+            "messages": ("conversation", ""),
+            "text": ("text", ""),
+        }[self.kind]
+        what = repr(self.template) if self.template else " + ".join(self.inputs)
+        to = f", the {second} is {self.target}" if self.target else ""
+        out = f" (not read: {', '.join(left_out)})" if left_out else ""
+        return f"of each row the {first} is {what}{to}{out}"
+
+
+@dataclass(frozen=True)
+class ColumnWish:
+    """What the user says of the columns: `input_column`, `target_column` and `template` of `finetune`."""
+
+    input: str | None = None
+    target: str | None = None
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ConfigError: a value is no text, both input and template are given, or the template cannot be read.
+        """
+        given = {"input_column": self.input, "target_column": self.target, "template": self.template}
+        for name, value in given.items():
+            if value is not None and (not isinstance(value, str) or not value):
+                what = "a text with {column}s in it" if name == "template" else "the name of a column"
+                raise ConfigError(f"{name} must be {what}, got {reprlib.repr(value)}")
+        if self.input is not None and self.template is not None:
+            raise ConfigError("input_column and template both make the input: pass one of them")
+        if self.template is not None and (not self.inputs or not all(self.inputs)):
+            raise ConfigError(
+                f"template {self.template!r} must have names of columns in braces, such as "
+                "'Question: {question}'; braces of the text itself are doubled: {{ }}"
+            )
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The columns that make the input, each once.
+
+        Raises:
+            ConfigError: the template cannot be read.
+        """
+        if self.template is None:
+            return () if self.input is None else (self.input,)
+        try:
+            fields = [field for _, field, _, _ in Formatter().parse(self.template) if field is not None]
+        except ValueError as error:
+            raise ConfigError(
+                f"template {self.template!r} cannot be read ({error}): braces of the text itself are doubled: {{{{ }}}}"
+            ) from error
+        return tuple(dict.fromkeys(fields))
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """All columns that are named."""
+        return self.inputs if self.target is None else (*self.inputs, self.target)
+
+
+BY_NAME = ColumnWish()
+"""The user says nothing."""
+
+
+def choose(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> Columns:
+    """What to learn from.
+
+    Args:
+        names: the columns found.
+        kinds: those that the model, and the task, can learn from.
+
+    Raises:
+        DataError: a column that the user names is not there; or no names fit, or several do. The message says what
+            was found, what is accepted, and how to say what is what.
+    """
+    if wish.named:
+        return _wished(names, kinds, wish)
+    found = [*_exact(names), *_recognised(names)]
+    fitting = [columns for columns in found if columns.kind in kinds]
+    if not fitting:
+        raise DataError(f"no column set fits: {_unclear(names)}. {_how_to_say(names)}")
+    return fitting[0]
+
+
+def columns_to_read(names: Collection[str], named: Collection[str]) -> set[str]:
+    """The columns whose values may be learned from. Those of others may have no common type.
+
+    Args:
+        named: by the user.
+    """
+    base = {"input", "target", "text", "label", "messages", "prompt", "completion", *_TOKENIZED, *named}
+    if not named and any(columns.kind in ("tokenized", "pairs", "labelled text") for columns in _exact(names)):
+        return base
+    return {*base, *TEXTS, *CONVERSATIONS}
+
+
+def strings(values: list[Any], column: str, indices: list[int]) -> list[str]:
+    """The values, once they are known to be strings.
+
+    Raises:
+        DataError: one of them is missing or is no string.
+    """
+    for index, value in zip(indices, values, strict=True):
+        if value is None:
+            raise DataError(f"row {index} has no value in {column!r}: correct or drop the row")
+        if not isinstance(value, str):
+            name = type(value).__name__
+            article = "an" if name[0] in "aeiou" else "a"
+            raise DataError(
+                f"row {index} has {article} {name} instead of a string in {column!r}: write it as text, such as "
+                f"{reprlib.repr(str(value))}"
+            )
+    return values
+
+
+def _exact(names: Collection[str]) -> list[Columns]:
+    """The column sets that the documentation names."""
+    sets = [
+        Columns("tokenized", ("input_ids",)),
+        Columns("pairs", ("input",), "target"),
+        Columns("pairs", ("prompt",), "completion"),
+        Columns("messages", ("messages",)),
+        Columns("labelled text", ("text",), "label"),
+        Columns("text", ("text",)),
+    ]
+    if "instruction" in names:
+        del sets[1]  # `input` is a part of the input only
+    return [columns for columns in sets if {*columns.inputs, columns.target} - {""} <= set(names)]
+
+
+def _recognised(names: Collection[str]) -> list[Columns]:
+    """What other names say, where they leave no doubt."""
+    found = []
+    inputs, targets = _inputs(names), [name for name in _TARGETS if name in names]
+    if inputs and len(targets) == 1:
+        found.append(Columns("pairs", inputs, targets[0]))
+    if "conversations" in names:
+        found.append(Columns("messages", ("conversations",)))
+    return found
+
+
+def _inputs(names: Collection[str]) -> tuple[str, ...]:
+    """The question, what belongs to it, or both; none where there is a doubt."""
+    questions = [name for name in _QUESTIONS if name in names]
+    if len(questions) > 1 and questions[-1] == "text":
+        questions.pop()  # often the whole row, written out
+    contexts = [name for name in _CONTEXTS if name in names]
+    doubt = len(questions) > 1 or len(contexts) > 1 or any(name in names for name in _PARTS)
+    return () if doubt or (questions == ["text"] and contexts) else (*questions, *contexts)
+
+
+def _wished(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> Columns:
+    for name in wish.named:
+        if name not in names:
+            raise DataError(f"there is no column {name!r}. Columns found: {', '.join(names) or 'none'}")
+    inputs = wish.inputs or _inputs([name for name in names if name != wish.target])
+    if not inputs:
+        others = ", ".join(name for name in names if name != wish.target) or "none"
+        raise DataError(
+            f"the target is {wish.target!r}, and of the other columns ({others}) no name says which is the input: "
+            "pass input_column= or template= (--input-column, --template)"
+        )
+    labelled = "labelled text" in kinds
+    known = [name for name in (("label",) if labelled else _TARGETS) if name in names and name not in inputs]
+    target = wish.target or (known[0] if len(known) == 1 else "")
+    if target in wish.inputs and target:
+        raise DataError(f"column {target!r} cannot be input and target at once")
+    if not target and "text" not in kinds:
+        raise DataError(
+            f"the input is {' + '.join(inputs)}, and the target is missing: pass target_column= (--target-column). "
+            f"Columns found: {', '.join(names)}"
+        )
+    if not target and known:
+        raise DataError(f"{_listed(known)} could each be the target: pass target_column= (--target-column) for one")
+    kind: Kind = "labelled text" if labelled else "pairs" if target else "text"
+    return Columns(kind, inputs, target, wish.template or "")
+
+
+def _unclear(names: Sequence[str]) -> str:
+    """Why the columns say nothing."""
+    targets = [name for name in _TARGETS if name in names]
+    if len(targets) > 1:
+        return f"{_listed(targets)} could each be the target"
+    if targets and not _inputs(names):
+        return f"{targets[0]!r} can be the target, and it is open which columns make the input"
+    return "no name says what is input and what is target"
+
+
+def _how_to_say(names: Sequence[str]) -> str:
+    return (
+        f"Columns found: {', '.join(names) or 'none'}. Accepted: {ACCEPTED}. Of yours say which are which: "
+        "input_column= and target_column=, or template= where several columns make the input, with their names in "
+        "braces (--input-column, --target-column, --template)"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(map(repr, names))

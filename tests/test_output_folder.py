@@ -1,0 +1,146 @@
+"""An output folder with an earlier run: never replaced unasked, gone on with or replaced where the user says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+import offloadkit
+from offloadkit.errors import ConfigError, DataError, OutputError
+from tests.hf.tiny import llama_config, t5_config
+
+PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(4)]
+SMALL: dict[str, Any] = {"d_model": 16, "d_ff": 24, "num_layers": 1}
+
+
+@pytest.fixture(autouse=True)
+def _a_folder(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def t5(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(T5Config(**t5_config(**(SMALL | changes)).to_dict()))
+
+
+def finetune(model: Any, rows: Any = PAIRS, **options: Any) -> offloadkit.FinetuneResult:
+    defaults: dict[str, Any] = {"tokenizer": "byte", "batch_size": 4, "use_cpu": True, "output_dir": "out"}
+    return offloadkit.finetune(model, rows, **(defaults | {"max_steps": 1} | options))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def used() -> Path:
+    """A folder that looks as an earlier run leaves it, with a file of the user's."""
+    for name in ("model/config.json", "checkpoint-1/config.json", "checkpoint-7/trainer_state.json", "mine.txt"):
+        path = Path("out") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    return Path("out")
+
+
+def test_a_used_folder_is_refused_before_anything_is_done(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out-2").mkdir()
+    before = contents(used)
+    says = r"out holds a trained model .*resume=True \(--resume\).*overwrite=True \(--overwrite\).* such as out-3$"
+    with pytest.raises(ConfigError, match=says):
+        finetune("no/such-model", "no/such-rows")
+    assert contents(used) == before
+    assert capsys.readouterr().out == ""
+
+
+def test_checkpoints_alone_make_a_folder_used_and_files_of_others_do_not(used: Path) -> None:
+    (used / "model" / "config.json").rename(used / "config.json")
+    (used / "model").rmdir()
+    with pytest.raises(ConfigError, match=r"holds checkpoints \(checkpoint-7\) of an earlier run"):
+        finetune(t5())
+    for name in ("checkpoint-1", "checkpoint-7"):
+        (used / name).rename(used / f"{name}-of-mine")
+    assert finetune(t5(), save_strategy="no").model_dir.is_dir()
+
+
+def test_overwriting_replaces_what_finetune_writes_and_nothing_else(used: Path) -> None:
+    """A new checkpoint of an old one's name is the new one's as a whole, and stays while training goes on."""
+    (used / "checkpoint-1" / "old.bin").touch()
+    (used / "checkpoint-x").mkdir()
+    result = finetune(t5(), overwrite=True, max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=3)
+    assert sorted(path.name for path in used.iterdir()) == [
+        *("checkpoint-1", "checkpoint-2", "checkpoint-x", "mine.txt", "model")
+    ]
+    assert not (used / "checkpoint-1" / "old.bin").exists()
+    assert json.loads((result.model_dir / "config.json").read_text())["model_type"] == "t5"
+
+
+def test_overwriting_removes_nothing_before_a_step_is_done(used: Path) -> None:
+    before = contents(used)
+    with pytest.raises(DataError):
+        finetune(t5(), [{"a": "b"}], overwrite=True)
+    with pytest.raises(ZeroDivisionError):
+        finetune(failing(), overwrite=True)
+    assert contents(used) == before
+
+
+def failing() -> Any:
+    model = t5()
+
+    def fail(*_: Any) -> None:
+        _ = 1 / 0
+
+    model.lm_head.register_forward_hook(fail)
+    return model
+
+
+def test_a_folder_named_model_that_holds_no_model_is_never_replaced(used: Path) -> None:
+    (used / "model" / "config.json").rename(used / "model" / "train.py")
+    with pytest.raises(OutputError, match=r"model is no saved model, .*pass another output_dir, such as out-2"):
+        finetune(t5(), overwrite=True)
+
+
+def test_a_model_that_a_killed_save_had_set_aside_counts(used: Path) -> None:
+    (used / "model").rename(used / ".model-old")
+    with pytest.raises(ConfigError, match="holds a trained model"):
+        finetune(t5())
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_checkpoint_that_is_trained_from_is_not_removed(used: Path, in_memory: bool) -> None:
+    t5().save_pretrained("out/checkpoint-7")
+    model = T5ForConditionalGeneration.from_pretrained("out/checkpoint-7") if in_memory else "out/checkpoint-7"
+    with pytest.raises(ConfigError, match=r"reads out/checkpoint-7, which overwrite=True would remove"):
+        finetune(model, overwrite=True)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_model_that_is_replaced_by_what_is_trained_from_it_is_whole(in_memory: bool) -> None:
+    """transformers maps the file that is read."""
+    weights = finetune(t5(), max_steps=2, save_strategy="no").model.state_dict()
+    model = T5ForConditionalGeneration.from_pretrained("out/model") if in_memory else "out/model"
+    trained = finetune(model, max_steps=2, save_strategy="no", overwrite=True).model.state_dict()
+    saved = T5ForConditionalGeneration.from_pretrained("out/model").state_dict()
+    assert all(torch.equal(saved[name], weight) for name, weight in trained.items())
+    assert not all(torch.equal(weights[name], weight) for name, weight in trained.items())
+
+
+def test_resuming_another_models_run_is_refused_before_anything_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    finetune(t5())
+    before = contents(Path("out"))
+    capsys.readouterr()
+    others = [LlamaForCausalLM(LlamaConfig(**llama_config().to_dict())), t5(d_ff=32), t5(num_heads=4, d_kv=4)]
+    for other in others:
+        with pytest.raises(ConfigError, match=r"out/checkpoint-1 is of another model, with .* another output_dir"):
+            finetune(other, resume=True, max_steps=2)
+    assert capsys.readouterr().out == ""
+    assert contents(Path("out")) == before
+
+
+def test_going_on_and_replacing_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="pass one"):
+        finetune(t5(), resume=True, overwrite=True)
