@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from offloadkit import hardware
+from offloadkit.checkpoint.run import RunNumbers, load_run, save_run
+from offloadkit.checkpoint.states import SavedStates
 from offloadkit.config import OffloadConfig
 from offloadkit.device.process_memory import phase
 from offloadkit.device.streams import record_compute
@@ -332,7 +334,11 @@ class OffloadEngine:
         Returns:
             "module": the model's state_dict. "optimizer": the optimizer's `state`, by parameter name. "param_groups":
             options by group. "num_updates". "loss_scale": the state of the fp16 loss scale, else None.
+
+        Raises:
+            EngineStateError: in the middle of an accumulation window, whose gradients are no part of it.
         """
+        self._check_window()
         self.synchronize()
         return {
             "module": self.module.state_dict(),
@@ -374,6 +380,104 @@ class OffloadEngine:
         self.num_updates = state["num_updates"]
         if self.loss_scale is not None and state.get("loss_scale"):
             self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def numbers(self) -> RunNumbers:
+        """All numbers of the run by name, settled and live: what a checkpoint holds.
+
+        Raises:
+            EngineStateError: as `state_dict`.
+        """
+        state, views = self.state_dict(), list(self._placed.views())
+        names: list[list[str]] = [[] for _ in state["param_groups"]]
+        for view in views:
+            names[view.group].append(view.name)
+        groups = [{"options": group, "parameters": of} for group, of in zip(state["param_groups"], names, strict=True)]
+        facts: dict[str, Any] = {"optimizer": self.config.optimizer, "precision": self.config.precision}
+        if self.config.precision != "exact":
+            facts["seed"] = self.config.seed
+        return RunNumbers(
+            state["module"],
+            state["optimizer"],
+            {view.name: tuple(view.parameter.shape) for view in views},
+            groups,
+            facts,
+            {name: state[name] for name in ("num_updates", "loss_scale")},
+            self._placed.forget_pages,
+        )
+
+    def save_checkpoint(self, folder: str | Path, *, scheduler: Any = None, position: Any = None) -> None:
+        """Write all that a run needs to go on exactly: weights, states, counts and random states.
+
+        An older checkpoint in `folder` stays until the new one is whole.
+
+        Args:
+            scheduler: a learning-rate scheduler, whose `state_dict()` is saved.
+            position: where the loop is in its data, as numbers, texts, lists, dicts and tensors.
+
+        Raises:
+            EngineStateError: in the middle of an accumulation window: its gradients would be lost.
+            OutputError: it cannot be written, or `folder` holds other files.
+            ConfigError: `position` or the scheduler's state holds something that is not data.
+            ModelError: the module's `state_dict()` does.
+        """
+        states = None if scheduler is None else scheduler.state_dict()
+        with phase("saving", self.telemetry.peaks, self.device):
+            save_run(Path(folder).expanduser().absolute(), self.numbers(), scheduler=states, position=position)
+
+    def load_checkpoint(self, folder: str | Path, *, scheduler: Any = None) -> Any:
+        """Go on from `save_checkpoint`, under any placement.
+
+        Args:
+            scheduler: one like that which was saved.
+
+        Returns:
+            The `position` that was saved.
+
+        Raises:
+            ModelError: the folder is not whole, a file is cut, or it is of another model. Nothing is changed then.
+            ConfigError: another optimizer, precision, seed or working dtype, or it holds no scheduler. Nothing is
+                changed then.
+            EngineStateError: in the middle of an accumulation window.
+        """
+        folder, numbers = Path(folder).expanduser().absolute(), self.numbers()
+
+        def took_weights() -> None:
+            self._placed.take_over_outside_writes(keep_remainder=True)
+
+        with phase("resuming", self.telemetry.peaks, self.device):
+            values = load_run(folder, numbers, with_scheduler=scheduler is not None, took_weights=took_weights)
+            self._go_on(values)
+        if scheduler is not None:
+            scheduler.load_state_dict(values["scheduler"])
+        return values.get("position")
+
+    def load_states(self, folder: Path) -> dict[str, Any]:
+        """Load the states of a checkpoint whose weights the module has; returns the values in its `run.json`.
+
+        Raises:
+            ModelError, ConfigError: as `load_checkpoint`.
+        """
+        numbers = self.numbers()
+        with SavedStates(folder) as saved:
+            values = numbers.check(folder, saved)
+            numbers.load_states(saved)
+        self._go_on(values)
+        return values
+
+    def _go_on(self, values: dict[str, Any]) -> None:
+        """Take the options and counts of a saved run."""
+        for group, saved in zip(self.optimizer.param_groups, values["groups"], strict=True):
+            group.update(saved["options"])
+        self.num_updates = values["counts"]["num_updates"]
+        if self.loss_scale is not None and values["counts"]["loss_scale"]:
+            self.loss_scale.load_state_dict(values["counts"]["loss_scale"])
+
+    def _check_window(self) -> None:
+        if self._num_backwards:
+            raise EngineStateError(
+                f"{self._num_backwards} micro-batches of an accumulation window are done, and their gradients are in "
+                "no checkpoint: end the window with step() first, or drop them with optimizer.zero_grad()"
+            )
 
     def master_weights(self) -> dict[str, torch.Tensor]:
         """fp32 copies of all master weights, in RAM, by parameter name."""

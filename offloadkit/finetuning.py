@@ -67,6 +67,7 @@ from offloadkit.checkpoint.folder import (
     newest_checkpoint,
     other_rows,
     put_in_place,
+    skipped_checkpoints,
     writable,
 )
 from offloadkit.config import OffloadConfig, Precision
@@ -78,8 +79,9 @@ from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_dec
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
 from offloadkit.hf.quiet import bars_where_live
 from offloadkit.hf.read import check_there, on_hub
+from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.hf.source import ModelSource, resolve
-from offloadkit.hf.weight_files import Materialise, written_in_pieces
+from offloadkit.hf.weight_files import Materialise
 from offloadkit.monitor.monitor import Monitor, can_be_drawn
 from offloadkit.offload.layers import flat_layers
 from offloadkit.offload.shortage import leaner_budget
@@ -234,6 +236,8 @@ def finetune(
     plan = plan_for_rows(source, offload, assumed, **size)
 
     if checkpoint is not None:
+        for skipped, why in skipped_checkpoints(output):
+            print(f"{skipped} is skipped: it {why}", flush=True)
         print(f"going on from {checkpoint}", flush=True)
         if warning := other_rows(checkpoint, batch_size):
             print(warning, flush=True)
@@ -457,7 +461,7 @@ def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
 
 def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     def write(folder: Path) -> None:
-        with written_in_pieces():
+        with saved_in_pieces():
             model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

@@ -1,4 +1,7 @@
-"""Runs whose peak RAM a test reads, each in a fresh process: `python -m tests.peak_ram train|head FOLDER|WAY`."""
+"""Runs whose peak RAM a test reads, each in a fresh process.
+
+`python -m tests.peak_ram train|checkpoint|head FOLDER|WAY`.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,32 @@ def train(folder: str) -> None:
     print(json.dumps([planned, hardware.process_peak_ram_bytes(), result.plan.num_parameters, phases]))
 
 
+def checkpoint(folder: str) -> None:
+    """Print the bytes that saving and loading a checkpoint add to peak RAM, for states in RAM and on disk, and what the
+    checkpoint holds. Pieces are of 1 MiB."""
+    import torch
+    from torch import nn
+
+    from offloadkit import OffloadConfig, OffloadEngine, Placement, hardware
+    from offloadkit.checkpoint import arrays
+
+    arrays.PIECE_BYTES = 2**20
+    added = []
+    for states in ("ram", "disk"):
+        model = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(5)]).bfloat16()
+        config = OffloadConfig(placement=Placement(states=states), disk=folder)
+        with OffloadEngine(model, config, device="cpu") as engine:
+            engine.backward(engine(torch.ones(1, 2000, dtype=torch.bfloat16)).sum())
+            engine.step()
+            engine.synchronize()
+            before = hardware.process_peak_ram_bytes()
+            engine.save_checkpoint(Path(folder) / "saved")
+            engine.load_checkpoint(Path(folder) / "saved")
+            added.append(hardware.process_peak_ram_bytes() - before)
+    size = sum(path.stat().st_size for path in (Path(folder) / "saved").iterdir())
+    print(json.dumps([*added, size]))
+
+
 def head(way: str) -> None:
     """Print the bytes that forward and backward of a large head add to peak RAM, and the loss."""
     import torch
@@ -77,4 +106,4 @@ def head(way: str) -> None:
 
 
 if __name__ == "__main__":
-    {"save": save, "train": train, "head": head}[sys.argv[1]](sys.argv[2])
+    {"save": save, "train": train, "checkpoint": checkpoint, "head": head}[sys.argv[1]](sys.argv[2])

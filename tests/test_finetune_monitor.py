@@ -261,7 +261,7 @@ def test_resuming_what_was_done_already_takes_no_step_and_says_so(
 def test_an_interrupt_is_heeded_where_nothing_is_drawn(by_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at_step(2, monkeypatch, interrupt)
     assert len(finetune(by_name, monitor=False).steps) == 2
-    assert Path("out/checkpoint-2/optimizer.pt").is_file()
+    assert Path("out/checkpoint-2/manifest.json").is_file()
 
 
 def test_in_a_shell_a_training_that_was_stopped_says_how_to_go_on_and_exits_as_interrupted(

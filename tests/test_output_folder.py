@@ -71,6 +71,7 @@ def test_overwriting_replaces_what_finetune_writes_and_nothing_else(used: Path) 
     """A new checkpoint of an old one's name is the new one's as a whole, and stays while training goes on."""
     (used / "checkpoint-1" / "old.bin").touch()
     (used / "checkpoint-x").mkdir()
+    (used / ".checkpoint-4-old").mkdir()
     result = finetune(t5(), overwrite=True, max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=3)
     assert sorted(path.name for path in used.iterdir()) == [
         *("checkpoint-1", "checkpoint-2", "checkpoint-x", "mine.txt", "model")

@@ -63,6 +63,7 @@ def earlier_run(
     if resume:
         return EarlierRun([])
     named = [found for found in path.glob("checkpoint-*") if found.name.removeprefix("checkpoint-").isdigit()]
+    named += path.glob(".checkpoint-*-old")  # see `set_aside`
     checkpoints = sorted(found for found in named if found.is_dir())
     if (models or checkpoints) and not overwrite:
         there = "a trained model" if models else f"checkpoints ({checkpoints[-1].name})"

@@ -1,4 +1,8 @@
-"""The output folder: checked before any work, its checkpoints checked before resuming, the model saved in one move."""
+"""The output folder: checked before any work, its checkpoints checked before resuming, folders saved in one move.
+
+A checkpoint's `manifest.json` names its files and their sizes. It is written last, so a folder that has one is whole.
+Checkpoints of earlier versions have none. They are known by their `optimizer.pt`, and are read all the same.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 from zipfile import BadZipFile, ZipFile
 
 from safetensors import SafetensorError, safe_open
@@ -18,6 +22,9 @@ from offloadkit.errors import ConfigError, ModelError, OffloadkitError, OutputEr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+MANIFEST = "manifest.json"
+_VERSION = 1
 
 
 def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
@@ -60,41 +67,114 @@ def newest_checkpoint(folder: Path) -> Path:
     """
     whole = _complete_checkpoints(folder)
     if not whole:
+        skipped = "".join(f"; {path.name} {why}" for path, why in skipped_checkpoints(folder))
         raise ConfigError(
             f"there is no complete checkpoint to resume from in {folder}: leave resume out to begin anew; a run writes "
-            "checkpoints with save_strategy='epoch' (the default) or 'steps'"
+            f"checkpoints with save_strategy='epoch' (the default) or 'steps'{skipped}"
         )
     return whole[-1]
 
 
+def _checkpoints(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+
+
 def _complete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints that were written completely, the newest last."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    # The Trainer writes trainer_state.json last: where it is, the rest is.
-    whole = [path for path in found if (path / "trainer_state.json").is_file() and (path / "optimizer.pt").is_file()]
+    _put_back(folder)
+    whole = [path for path in _checkpoints(folder) if why_not_whole(path) is None]
 
     def age(path: Path) -> tuple[int, int]:
-        return (path / "trainer_state.json").stat().st_mtime_ns, int(path.name.removeprefix("checkpoint-"))
+        last = path / MANIFEST if (path / MANIFEST).is_file() else path / "trainer_state.json"
+        return last.stat().st_mtime_ns, int(path.name.removeprefix("checkpoint-"))
 
     return sorted(whole, key=age)
 
 
-def check_readable(checkpoint: Path) -> None:
-    """Check that no file of the checkpoint is truncated or damaged. Of large files only the directory is read.
+def skipped_checkpoints(folder: Path) -> list[tuple[Path, str]]:
+    """Checkpoints that a run cannot go on from, and why, in the order of their steps."""
+    found = sorted(_checkpoints(folder), key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    return [(path, why) for path in found if (why := why_not_whole(path)) is not None]
+
+
+def why_not_whole(checkpoint: Path) -> str | None:
+    """Why a run cannot go on from the folder `checkpoint`. None if it was written completely, states included."""
+    if (checkpoint / MANIFEST).is_file():
+        files = _manifest(checkpoint)
+        if files is not None and not any(name.startswith("states-") for name in files):
+            return "holds weights alone, without optimizer states"
+        return None
+    # Earlier versions: the Trainer wrote trainer_state.json last.
+    if (checkpoint / "trainer_state.json").is_file() and (checkpoint / "optimizer.pt").is_file():
+        return None
+    return f"has no {MANIFEST}, so it was not written completely"
+
+
+def write_manifest(checkpoint: Path) -> None:
+    """Write the list of all files in the folder `checkpoint`, which is complete by that.
 
     Raises:
-        ModelError: a file cannot be opened.
+        OSError: it could not be written, or a file's bytes did not reach the disk.
     """
-    for path in sorted(checkpoint.iterdir()):
-        why = why_broken(path)
-        if why is None:
-            continue
-        others = [other.name for other in _complete_checkpoints(checkpoint.parent) if other != checkpoint]
-        then = f"resume=True (--resume) then goes on from {others[-1]}" if others else "there is none before it"
-        raise ModelError(
-            f"{path.name} of the checkpoint {checkpoint} cannot be read ({why}): it is cut or broken. Delete the "
-            f"folder {checkpoint}; {then}"
-        )
+    files = {}
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file() and path.name != MANIFEST:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # else the manifest may be on disk before what it names
+            files[path.relative_to(checkpoint).as_posix()] = path.stat().st_size
+    manifest = {"format": "offloadkit checkpoint", "version": _VERSION, "ranks": 1, "files": files}
+    with written_beside(checkpoint / MANIFEST) as file:
+        file.write(json.dumps(manifest, indent=1).encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _manifest(checkpoint: Path) -> dict[str, int] | None:
+    """Bytes of each file, by name. None: it cannot be read.
+
+    Raises:
+        ModelError: a later version has written it.
+    """
+    try:
+        found = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        version, files = int(found["version"]), {str(name): int(size) for name, size in found["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if version > _VERSION:
+        raise ModelError(f"{checkpoint} was written by a later version of offloadkit (format {version}): update it")
+    return files
+
+
+def check_readable(checkpoint: Path) -> None:
+    """Check that the checkpoint is whole and no file truncated or damaged. Of large files only the directory is read.
+
+    Raises:
+        ModelError: it is not whole, or a file is missing, cut or cannot be opened.
+    """
+    if not checkpoint.is_dir():
+        raise ModelError(f"there is no checkpoint {checkpoint}: it is no folder")
+    why = why_not_whole(checkpoint)
+    if why is not None:
+        raise ModelError(f"training cannot go on from {checkpoint}: it {why}. {_what_then(checkpoint)}")
+    sizes = _manifest(checkpoint) or {} if (checkpoint / MANIFEST).is_file() else {}
+    names = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    for name in sorted(names | sizes.keys()):
+        size = (checkpoint / name).stat().st_size if name in names else 0
+        if size != sizes.get(name, size):
+            cut: str | None = f"it has {size} bytes, {sizes[name]} were written"
+        else:
+            cut = why_broken(checkpoint / name)
+        if cut is not None:
+            raise ModelError(
+                f"{name} of the checkpoint {checkpoint} cannot be read ({cut}): it is cut or broken. "
+                f"{_what_then(checkpoint)}"
+            )
+
+
+def _what_then(checkpoint: Path) -> str:
+    others = [other.name for other in _complete_checkpoints(checkpoint.parent) if other != checkpoint]
+    then = f"resume=True (--resume) then goes on from {others[-1]}" if others else "there is none before it"
+    return f"Delete the folder {checkpoint}; {then}"
 
 
 def why_broken(path: Path) -> str | None:
@@ -173,13 +253,59 @@ def written_to(folder: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def written_beside(path: Path) -> Iterator[IO[bytes]]:
+    """A context with a new file that takes the name `path` at its end. Whoever has mapped the old one keeps it.
+
+    After an error the new file is gone, and the old one is as it was.
+    """
+    new = path.with_name(f".{path.name}-new")
+    try:
+        with new.open("wb") as file:
+            yield file
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def set_aside(folder: Path) -> Iterator[None]:
+    """A context in which `folder` is written anew. After an error it is gone, or the old one is back."""
+    old = _aside(folder)
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        if old.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}-old")
+
+
+def _put_back(folder: Path) -> None:
+    """Give back the checkpoints that a run had set aside when it was killed, where no whole one took their place."""
+    for old in folder.glob(".checkpoint-*-old"):
+        checkpoint = old.with_name(old.name.removeprefix(".").removesuffix("-old"))
+        if why_not_whole(old) is None and not (checkpoint / MANIFEST).is_file():
+            shutil.rmtree(checkpoint, ignore_errors=True)
+            old.rename(checkpoint)
+
+
 def put_in_place(folder: Path, save: Callable[[Path], None]) -> None:
     """Have `save` fill a new folder beside `folder`, and rename it to `folder` when it is complete.
 
     Raises:
         OutputError: it could not be written (a full disk). The old `folder` is still there.
     """
-    new, old = (folder.with_name(f".{folder.name}-{kind}") for kind in ("new", "old"))
+    new, old = folder.with_name(f".{folder.name}-new"), _aside(folder)
     try:
         with written_to(folder):
             if old.exists() and not folder.exists():  # a process was killed between the renames below

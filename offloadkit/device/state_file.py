@@ -74,9 +74,12 @@ class StateFile:
         count = self._sizes[index] - offset if numel is None else numel
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._starts[index] + offset)
 
-    def forget_pages(self, index: int) -> None:
-        """Flush the mapped region to disk, and drop its pages from RAM."""
-        start, size = self._starts[index], _whole_pages(self._sizes[index])
+    def forget_pages(self, index: int | None = None) -> None:
+        """Flush a mapped region to disk, and drop its pages from RAM. None: all regions."""
+        if index is None:
+            start, size = 0, len(self._mapping)
+        else:
+            start, size = self._starts[index], _whole_pages(self._sizes[index])
         self._mapping.flush(start, size)
         self._mapping.madvise(mmap.MADV_DONTNEED, start, size)
         os.posix_fadvise(self._file, start, size, os.POSIX_FADV_DONTNEED)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
+from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.hf.quiet import is_live, progress_bars
 from offloadkit.monitor.monitor import Monitor
 
@@ -29,17 +27,17 @@ class StopPoint(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def __init__(self) -> None:
         self._first_step = 0
         self._at_new_epoch = False
-        self._states = _random_states()
+        self._states = random_states()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._first_step = state.global_step
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._states, self._at_new_epoch = _random_states(), True
+        self._states, self._at_new_epoch = random_states(), True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self._at_new_epoch:
-            self._states = _random_states()
+            self._states = random_states()
         self._at_new_epoch = False
 
     def any_step_finished(self, trainer: Any) -> bool:
@@ -54,11 +52,7 @@ class StopPoint(TrainerCallback):  # type: ignore[misc, unused-ignore]
             NonFiniteGradientError: the last step's gradients were not finite.
         """
         trainer.optimizer.zero_grad()
-        random.setstate(self._states["python"])
-        np.random.set_state(self._states["numpy"])
-        torch.set_rng_state(self._states["torch"])
-        if "cuda" in self._states:
-            torch.cuda.set_rng_state(self._states["cuda"])
+        set_random_states(self._states)
         args = trainer.args
         weights_only, args.save_only_model = args.save_only_model, False
         try:
@@ -76,13 +70,6 @@ class AfterAStep(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._call()
-
-
-def _random_states() -> dict[str, Any]:
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
 
 
 _SHOWN = {"loss": "loss", "grad_norm": "norm", "learning_rate": "lr"}

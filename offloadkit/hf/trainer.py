@@ -14,6 +14,7 @@ in chunks (`loss.py`): the logits exist whole only where somebody reads them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from math import isfinite
@@ -22,8 +23,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from offloadkit.checkpoint.folder import written_to
+from offloadkit.checkpoint.folder import (
+    MANIFEST,
+    check_readable,
+    newest_checkpoint,
+    set_aside,
+    write_manifest,
+    written_beside,
+    written_to,
+)
+from offloadkit.checkpoint.run import read_random, write_random
+from offloadkit.checkpoint.values import as_json
 from offloadkit.config import OffloadConfig
 from offloadkit.device.process_memory import phase
 from offloadkit.engine import OffloadEngine
@@ -31,7 +44,7 @@ from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
 from offloadkit.hf.loss import num_targets, on_device, with_a_target
 from offloadkit.hf.patches import patched
-from offloadkit.hf.weight_files import written_in_pieces
+from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.offload.shortage import explained_shortage
 from offloadkit.offload.states import Materialise
 from offloadkit.planner import Plan
@@ -162,6 +175,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if scheduler is self._own_scheduler:
             self._apply_own_schedule()
+        if self.args.save_strategy != "no" and not self.args.save_only_model:
+            as_json(scheduler.state_dict(), "the scheduler's state")  # what cannot be saved is refused before training
         return scheduler
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
@@ -254,38 +269,90 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As the Trainer. The user's scheduler continues from the rates of its own optimizer. (Private.)"""
+        """Load what `_save_optimizer_and_scheduler` wrote, or the Trainer's own files of earlier versions. (Private.)
+
+        The user's scheduler continues from the rates of its own optimizer.
+        """
         with nullcontext() if checkpoint is None else self._phase("resuming"):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None and self.engine is not None and (Path(checkpoint) / MANIFEST).is_file():
+                self.engine.drop_gradients()
+                self.lr_scheduler.load_state_dict(self.engine.load_states(Path(checkpoint))["scheduler"])
+            else:
+                super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.lr_scheduler is self._own_scheduler:
             groups = self.lr_scheduler.optimizer.param_groups
             for group, rate in zip(groups, self.lr_scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
 
+    # -- checkpoints: the Trainer's folder, with data in the place of its pickles
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As the Trainer, but older ones go when this one is whole. (Private; the loop has no public hook for it.)
+
+        Raises:
+            OutputError: the disk is full.
+        """
+        output, limit = Path(self._get_output_dir(trial=trial)), self.args.save_total_limit
+        folder = output / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self.args.save_total_limit = None
+        try:
+            with self._phase("saving"), written_to(output), set_aside(folder):
+                super()._save_checkpoint(model, trial)
+                write_manifest(folder)
+        finally:
+            self.args.save_total_limit = limit
+        rotate_checkpoints(
+            output_dir=str(output),
+            save_total_limit=limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """As the Trainer, with the arguments as JSON: `training_args.bin` is a pickle. (Private, as above.)"""
+        folder = Path(output_dir or self.args.output_dir)
+        with saved_in_pieces(), self._phase("saving"):
+            super()._save(output_dir, state_dict)
+        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+        with written_beside(folder / "training_args.json") as file:
+            file.write(json.dumps(self.args.to_dict(), indent=2, default=str).encode())
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Both as data, in `run.json` and `states-*.safetensors`. (Private, as above.)"""
+        assert self.engine is not None
+        self.engine.numbers().write(Path(output_dir), scheduler=self.lr_scheduler.state_dict())
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The random states, as data. (Private, as above.)"""
+        write_random(Path(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Those that `_save_rng_state` wrote, or the Trainer's own file of earlier versions. (Private, as above.)"""
+        if checkpoint is not None and (Path(checkpoint) / MANIFEST).is_file():
+            read_random(Path(checkpoint))
+        else:
+            super()._load_rng_state(checkpoint)
+
     # -- around the loop
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer; returns when the last update is done.
 
         Raises:
+            ModelError: `resume_from_checkpoint` is not whole, or a file of it is cut.
+            ConfigError: it is True, and no checkpoint is whole.
             NonFiniteGradientError: NaN or Inf gradients, unless `offload.on_nonfinite` is "skip".
         """
+        if resume_from_checkpoint:
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = str(newest_checkpoint(Path(self.args.output_dir)))
+            check_readable(Path(resume_from_checkpoint))
         with self._before_the_engine:
             self._before_the_engine.enter_context(left_to_the_engine(self.args))
-            output = super().train(*args, **kwargs)
+            output = super().train(resume_from_checkpoint or None, *args, **kwargs)
         if self.engine is not None:
             self.engine.synchronize()
         return output
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As the Trainer; a full disk raises `OutputError`. (Private; the loop has no public hook for it.)"""
-        with written_to(Path(self.args.output_dir)), self._phase("saving"):
-            super()._save_checkpoint(model, trial)
-
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer, without a copy of the weights in RAM. (Private; every way to save the model goes here.)"""
-        with written_in_pieces(), self._phase("saving"):
-            super()._save(*args, **kwargs)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """While it is open, peaks of memory are those of `name` in the telemetry."""

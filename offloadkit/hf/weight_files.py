@@ -3,26 +3,23 @@
 `read_lazily` lets transformers do its loading (finding and fetching files, names, dtypes, tied weights, the report of
 missing ones) with tensors that have no memory. Each remembers which stored tensor it stands for. The values are read in
 pieces when the engine asks for them, so that beside the engine's memory there is never more than a flat layer.
-`written_in_pieces` has `save_pretrained` write tensors from where they are.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import nn
 
-from offloadkit.checkpoint.tensor_file import can_write, write_tensors
 from offloadkit.hf.hub import readable_hub_errors
 from offloadkit.hf.quiet import progress_bars
 from offloadkit.offload.states import Materialise
 
-__all__ = ["ByteBar", "ConversionNeededError", "Materialise", "become", "read_lazily", "written_in_pieces"]
+__all__ = ["ByteBar", "ConversionNeededError", "Materialise", "become", "read_lazily"]
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -287,24 +284,3 @@ def read_lazily(source: str, load: Callable[[], PreTrainedModel]) -> tuple[PreTr
         seam._load_pretrained_model = original
     files.keep(model)
     return model, files.materialise
-
-
-@contextmanager
-def written_in_pieces() -> Iterator[None]:
-    """While it is open, `save_pretrained` copies no whole file's tensors from the GPU to RAM before it writes them."""
-    from transformers import modeling_utils
-
-    seam: Any = modeling_utils  # `save_pretrained` has no public hook for how a file is written
-    original = seam.safe_save_file
-
-    def write(tensors: dict[str, torch.Tensor], path: str, metadata: dict[str, str] | None = None) -> None:
-        if can_write(tensors):
-            write_tensors(tensors, path, metadata)
-        else:
-            original(tensors, path, metadata=metadata)
-
-    seam.safe_save_file = write
-    try:
-        yield
-    finally:
-        seam.safe_save_file = original

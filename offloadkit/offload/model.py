@@ -230,6 +230,11 @@ class PlacedModel:
             copies.append(("h2d", self._ring.h2d))
         return [*self._waits.take().items(), *((name, stream.take_busy()) for name, stream in copies)]
 
+    def forget_pages(self) -> None:
+        """Drop the pages of states on disk from RAM; they were mapped to be read or written between steps."""
+        if self._disk is not None:
+            self._disk.file.forget_pages()
+
     def views(self) -> Iterator[ParameterView]:
         """Every trained parameter's place."""
         for state in self.states:

@@ -74,7 +74,7 @@ def phases_of(
     - First step and training: what `tiers` says. All buffers are made in the first step.
     - Evaluation: no gradient is there, and one stage's activations at a time.
     - Generation: as evaluation, with keys and values of all blocks.
-    - Saving: tensors are written from where they are (`checkpoint.tensor_file`), in pieces that do not count.
+    - Saving: tensors are written from where they are (`checkpoint.arrays`), in pieces that do not count.
     - Closing: states are freed first; weights in RAM stay in place. If there are any, the others are moved there.
     - Resuming: as reading. States are read in pieces that are smaller than a staged layer.
     """

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.integrations import integration_utils
 
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.hf import weight_files
+from offloadkit.hf import saving
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer, OffloadTrainerMixin
 from offloadkit.offload.recompute import OffloadedInputs
 from tests.hf.training import arguments, assert_close, bert, class_rows, logged, seq2seq_rows, t5, train
@@ -60,8 +60,8 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path: Path, save
 def test_the_saved_model_is_loaded_by_from_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written in pieces, by the Trainer's call alone."""
     written: list[Path] = []
-    write, theirs = weight_files.write_tensors, modeling_utils.safe_save_file
-    monkeypatch.setattr(weight_files, "write_tensors", lambda *args: (written.append(Path(args[1])), write(*args)))
+    write, theirs = saving.write_arrays, modeling_utils.safe_save_file
+    monkeypatch.setattr(saving, "write_arrays", lambda *args: (written.append(args[0]), write(*args)))
     trainer = train(tmp_path, t5(), seq2seq_rows(), bf16=True)
     trainer.save_model()
     assert written == [tmp_path / "model.safetensors"]
@@ -188,7 +188,8 @@ def test_the_engine_recomputes_in_every_run_not_the_trainer(tmp_path: Path, monk
     trainer.train()
     assert in_first_run == len(sent) - in_first_run > 0
     assert trainer.args.gradient_checkpointing
-    (saved,) = {torch.load(path, weights_only=False).gradient_checkpointing for path in tmp_path.rglob("*args.bin")}
+    args = [json.loads(path.read_text()) for path in tmp_path.rglob("training_args.json")]
+    (saved,) = {found.get("activation_checkpointing", found.get("gradient_checkpointing")) for found in args}
     assert saved
     trainer.close()
     assert not trainer.model.is_gradient_checkpointing

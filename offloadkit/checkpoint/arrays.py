@@ -1,0 +1,209 @@
+"""Files of safetensors, written and read piece by piece: beside the arrays themselves only one piece is in RAM."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from offloadkit.checkpoint.folder import written_beside
+from offloadkit.errors import ModelError
+
+PIECE_BYTES = 64 * 2**20
+"""What is read or written at once."""
+_HEADER_LENGTH = struct.Struct("<Q")
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+class Between:
+    """Has something done each time a few pieces were read or written, such as dropping pages of mapped memory."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act, self._every, self._since = act, 4 * PIECE_BYTES, 0
+
+    def moved(self, num_bytes: int) -> None:
+        """So many more bytes were read or written."""
+        self._since += num_bytes
+        if self._since >= self._every:
+            self.finish()
+
+    def finish(self) -> None:
+        """Have it done now."""
+        self._since = 0
+        self._act()
+
+
+def can_hold(dtype: torch.dtype) -> bool:
+    """Whether `write_arrays` takes arrays of `dtype`."""
+    return dtype in _DTYPE_NAMES
+
+
+def write_arrays(
+    path: Path,
+    arrays: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    between: Between | None = None,
+) -> None:
+    """Write `arrays`, of any device, into a file of safetensors. It has its name when it is complete.
+
+    Raises:
+        ModelError: safetensors has no name for an array's dtype.
+        OSError: it could not be written. A file of that name is as it was.
+    """
+    # The larger elements come first: so each array starts at a multiple of its element's size, as readers want it.
+    ordered = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": dict(metadata or {})}
+    end = 0
+    for name, array in ordered:
+        if array.dtype not in _DTYPE_NAMES:
+            raise ModelError(f"{name!r} is {array.dtype}, which a file of safetensors cannot hold")
+        start, end = end, end + array.nbytes
+        header[name] = {
+            "dtype": _DTYPE_NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [start, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with written_beside(path) as file:
+        file.write(_HEADER_LENGTH.pack(len(encoded)))
+        file.write(encoded)
+        for _, array in ordered:
+            memory = array.detach().reshape(-1).view(torch.uint8)
+            for start in range(0, memory.numel(), PIECE_BYTES):
+                piece = memory[start : start + PIECE_BYTES].cpu()
+                file.write(piece.numpy().data)
+                if between is not None:
+                    between.moved(piece.numel())
+
+
+@dataclass(frozen=True)
+class SavedArray:
+    """An array's dtype and shape, and its first and last byte in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class ArrayFile:
+    """A file of safetensors that is open for reading.
+
+    Attributes:
+        path: the file.
+        arrays: what is in it, by name.
+        metadata: the file's own texts, by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            ModelError: the file is missing, cut, or not one of safetensors.
+        """
+        self.path = path
+        try:
+            self._file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read ({error.strerror})") from error
+        try:
+            self.arrays, self.metadata = self._header()
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+            os.close(self._file)
+            raise ModelError(f"{path} cannot be read ({error}): it is cut or broken") from error
+        self._staging: torch.Tensor | None = None
+
+    def _header(self) -> tuple[dict[str, SavedArray], dict[str, str]]:
+        size = os.fstat(self._file).st_size
+        (length,) = _HEADER_LENGTH.unpack(os.pread(self._file, _HEADER_LENGTH.size, 0))
+        first = _HEADER_LENGTH.size + length
+        if first > size:
+            raise ValueError(f"its header ends at byte {first}, the file at {size}")
+        header = json.loads(os.pread(self._file, length, _HEADER_LENGTH.size))
+        metadata = header.pop("__metadata__", {})
+        arrays = {}
+        for name, entry in header.items():
+            start, end = (first + offset for offset in entry["data_offsets"])
+            array = SavedArray(_DTYPES[entry["dtype"]], tuple(entry["shape"]), start, end)
+            if end > size or end - start != prod(array.shape) * array.dtype.itemsize:
+                raise ValueError(f"{name!r} ends at byte {end}, the file at {size}")
+            arrays[name] = array
+        return arrays, metadata
+
+    def read(self, name: str, into: torch.Tensor, between: Between | None = None) -> None:
+        """Read an array into 1-D contiguous `into`, which has as many elements, on any device.
+
+        Raises:
+            ModelError: the file ends early, or the disk fails.
+        """
+        array = self.arrays[name]
+        if into.device.type == "cpu" and into.dtype == array.dtype:
+            memory = into.view(torch.uint8)
+            for start in range(0, memory.numel(), PIECE_BYTES):
+                piece = memory[start : start + PIECE_BYTES]
+                self._read_bytes(piece, array.start + start)
+                if between is not None:
+                    between.moved(piece.numel())
+            return
+        for start, piece in self.pieces(name, pinned=into.is_cuda):
+            into[start : start + piece.numel()].copy_(piece)
+
+    def pieces(self, name: str, *, pinned: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+        """An array's (first element, 1-D piece in RAM) one after the other; each piece takes the memory of the last.
+
+        Raises:
+            ModelError: as `read`.
+        """
+        array = self.arrays[name]
+        if self._staging is None or self._staging.is_pinned() != pinned:
+            self._staging = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        for start in range(0, array.end - array.start, PIECE_BYTES):
+            piece = self._staging[: min(PIECE_BYTES, array.end - array.start - start)]
+            self._read_bytes(piece, array.start + start)
+            yield start // array.dtype.itemsize, piece.view(array.dtype)
+
+    def _read_bytes(self, into: torch.Tensor, start: int) -> None:
+        memory = into.numpy().data
+        while memory.nbytes:
+            try:
+                num_read = os.preadv(self._file, [memory], start)
+            except OSError as error:
+                raise ModelError(f"{self.path} cannot be read ({error.strerror})") from error
+            if num_read == 0:
+                raise ModelError(f"{self.path} cannot be read: it ends {memory.nbytes} bytes early")
+            memory, start = memory[num_read:], start + num_read
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+        self._staging = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,160 @@
+"""All numbers of a run by name, and the folder that a run goes on from.
+
+| File | Holds |
+|---|---|
+| `states-RANK-of-RANKS.safetensors` | optimizer states, by parameter name and range |
+| `run.json` | options by group, counts, loss scale, scheduler, position in the data |
+| `random.json` | random states |
+| `weights.safetensors` | weights and buffers; under the Trainer HuggingFace's own files hold them |
+| `manifest.json` | all files and their sizes; written last |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offloadkit.checkpoint.arrays import ArrayFile, Between
+from offloadkit.checkpoint.folder import MANIFEST, check_readable, put_in_place, write_manifest
+from offloadkit.checkpoint.states import SavedStates, States, write_states
+from offloadkit.checkpoint.values import random_states, read_json, set_random_states, write_json
+from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights, write_weights
+from offloadkit.errors import ConfigError, ModelError, OutputError
+
+RUN_FILE = "run.json"
+RANDOM_FILE = "random.json"
+
+
+@dataclass(frozen=True)
+class RunNumbers:
+    """All numbers of a run that is settled, by name. The tensors are live."""
+
+    weights: Mapping[str, Any]
+    """The module's `state_dict()`."""
+    states: States
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the trained parameters, by name."""
+    groups: list[dict[str, Any]]
+    """Options of each parameter group, with the names of its "parameters"."""
+    facts: dict[str, Any]
+    """What must be the same in a run that goes on: "optimizer", "precision", and "seed" where moments are rounded."""
+    counts: dict[str, Any]
+    """"num_updates" and "loss_scale"."""
+    forget_pages: Callable[[], None]
+    """Drops pages of states on disk, which were mapped to be read or written, from RAM."""
+
+    def write(self, folder: Path, **more: Any) -> None:
+        """Write all but weights and random states into `folder`, and `more` values beside them.
+
+        Raises:
+            ConfigError: `more` holds something that is not data.
+            OSError: it could not be written.
+        """
+        values = {"facts": self.facts, "groups": self.groups, "counts": self.counts, **more}
+        write_json(folder / RUN_FILE, values)
+        between = Between(self.forget_pages)
+        write_states(folder, self.states, self.shapes, between)
+        between.finish()
+
+    def check(self, folder: Path, saved: SavedStates) -> dict[str, Any]:
+        """Check that this run can go on with what `write` wrote. Nothing is changed.
+
+        Returns:
+            The values in `run.json`.
+
+        Raises:
+            ModelError: other parameters, shapes or groups, or a file is cut or broken.
+            ConfigError: another optimizer, precision, working dtype or seed.
+        """
+        path = folder / RUN_FILE
+        values = read_json(path)
+        try:
+            facts, groups = values["facts"], values["groups"]
+            members = [group["parameters"] for group in groups]
+            values["counts"]["num_updates"]
+        except (KeyError, TypeError) as error:
+            raise ModelError(f"{path} cannot be read: it has no {error}") from error
+        for name, own in self.facts.items():
+            if facts.get(name, own) != own:
+                raise ConfigError(
+                    f"{path}: the run was saved with {name}={facts[name]!r}, this one has {own!r}: go on with "
+                    f"OffloadConfig({name}={facts[name]!r})"
+                )
+        saved.check(self.states, self.shapes)
+        if len(groups) != len(self.groups):
+            raise ModelError(f"{path}: the saved run has {len(groups)} parameter groups, this one {len(self.groups)}")
+        for at, (theirs, group) in enumerate(zip(members, self.groups, strict=True)):
+            if set(theirs) != set(group["parameters"]):
+                other = sorted(set(theirs) ^ set(group["parameters"]))[0]
+                raise ModelError(f"{path}: parameter group {at} of the saved run differs from this one's in {other!r}")
+        return values
+
+    def load_states(self, saved: SavedStates) -> None:
+        """Read the optimizer states where they live."""
+        between = Between(self.forget_pages)
+        saved.load(self.states, between)
+        between.finish()
+
+
+def save_run(folder: Path, numbers: RunNumbers, **more: Any) -> None:
+    """Write a checkpoint with weights and random states, in place of an older one in `folder`.
+
+    Raises:
+        OutputError: it cannot be written, or `folder` holds other files. What was there is still there.
+        ConfigError, ModelError: something is not data.
+    """
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
+        raise OutputError(f"{folder} exists and is no checkpoint: pass the name of a new folder")
+
+    def write(new: Path) -> None:
+        numbers.write(new, **more)
+        write_weights(new, numbers.weights)
+        write_random(new)
+        write_manifest(new)
+
+    put_in_place(folder, write)
+
+
+def load_run(
+    folder: Path, numbers: RunNumbers, *, with_scheduler: bool, took_weights: Callable[[], None]
+) -> dict[str, Any]:
+    """Load what `save_run` wrote into the live tensors of `numbers`; random states too.
+
+    Args:
+        with_scheduler: whether it must hold a scheduler's state.
+        took_weights: called when the weights are new, before the states are.
+
+    Returns:
+        The values in `run.json`.
+
+    Raises:
+        ModelError, ConfigError: as `RunNumbers.check`, or it is not whole. Nothing is changed then.
+    """
+    check_readable(folder)
+    if not (folder / WEIGHT_FILE).is_file():
+        raise ModelError(
+            f"{folder} holds no {WEIGHT_FILE}: a Trainer has written it. Resume it with the Trainer, or with finetune"
+        )
+    with SavedStates(folder) as saved, ArrayFile(folder / WEIGHT_FILE) as weights:
+        values = numbers.check(folder, saved)
+        check_weights(weights, numbers.weights)
+        states = read_json(folder / RANDOM_FILE)
+        if with_scheduler and values.get("scheduler") is None:
+            raise ConfigError(f"{folder} holds no scheduler: it was saved without one. Leave scheduler= out")
+        load_weights(weights, numbers.weights)
+        took_weights()
+        numbers.load_states(saved)
+    set_random_states(states)
+    return values
+
+
+def write_random(folder: Path) -> None:
+    """Write the present random states into a checkpoint's folder."""
+    write_json(folder / RANDOM_FILE, random_states())
+
+
+def read_random(folder: Path) -> None:
+    """Set the random generators to the states in a checkpoint's folder."""
+    set_random_states(read_json(folder / RANDOM_FILE))

@@ -1,0 +1,174 @@
+"""Optimizer states on disk, by parameter name and range of elements.
+
+A file of safetensors holds 1-D arrays. Its metadata says of each one which array it is ("exp_avg"), of which parameter,
+at which element it starts, how many there are, and how many the whole array has. So a run with any placement, cut of
+layers or number of files reads what any other wrote. Each rank writes one file; there is one rank today.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from offloadkit.checkpoint.arrays import ArrayFile, Between, write_arrays
+from offloadkit.errors import ConfigError, ModelError
+
+STATE_FILES = "states-*-of-*.safetensors"
+_RESUME_ALIKE = "go on with the optimizer, the precision and the working dtype that the run was saved with"
+
+States = Mapping[str, Mapping[str, torch.Tensor]]
+"""Live arrays by parameter name and array name, as in `OffloadEngine.state_dict()["optimizer"]`."""
+
+
+def write_states(folder: Path, states: States, shapes: Mapping[str, Sequence[int]], between: Between) -> None:
+    """Write all `states` into `folder`, as rank 0 of 1. `shapes` are the parameters' own.
+
+    Raises:
+        OSError: they could not be written.
+    """
+    arrays, ranges = {}, {}
+    for parameter, state in states.items():
+        for name, array in state.items():
+            key, flat = f"{parameter}/{name}[0:{array.numel()}]", array.reshape(-1)
+            arrays[key] = flat
+            ranges[key] = {
+                "array": name,
+                "parameter": parameter,
+                "start": 0,
+                "length": flat.numel(),
+                "of": flat.numel(),
+                "dtype": str(array.dtype).removeprefix("torch."),
+            }
+    metadata: dict[str, Any] = {"rank": 0, "ranks": 1, "ranges": ranges}
+    metadata["parameters"] = {parameter: list(shape) for parameter, shape in shapes.items()}
+    texts = {name: json.dumps(value) for name, value in metadata.items()}
+    write_arrays(folder / "states-00000-of-00001.safetensors", arrays, texts, between)
+
+
+class _Range(NamedTuple):
+    file: ArrayFile
+    key: str
+    start: int
+    length: int
+    of: int
+
+
+class SavedStates:
+    """The states in a checkpoint's folder. Nothing but headers is read before `load`."""
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            ModelError: there are none, a file of some rank is missing, cut or broken, or ranges do not join.
+        """
+        self._files = ExitStack()
+        self._where = folder
+        self._ranges: dict[str, dict[str, list[_Range]]] = {}
+        self._shapes: dict[str, list[int]] = {}
+        try:
+            self._open(folder)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, folder: Path) -> None:
+        paths = sorted(folder.glob(STATE_FILES))
+        if not paths:
+            raise ModelError(f"{folder} holds no optimizer states ({STATE_FILES}): it is no checkpoint to go on from")
+        self._where = paths[0]
+        ranks: list[int] = []
+        num_ranks = len(paths)
+        for path in paths:
+            file = self._files.enter_context(ArrayFile(path))
+            try:
+                facts = {name: json.loads(text) for name, text in file.metadata.items()}
+                ranks.append(facts["rank"])
+                num_ranks = facts["ranks"]
+                self._shapes |= facts["parameters"]
+                for key, found in facts["ranges"].items():
+                    place = _Range(file, key, found["start"], found["length"], found["of"])
+                    if file.arrays[key].shape != (place.length,):
+                        raise ValueError(f"{key!r} has another length than its range")
+                    self._ranges.setdefault(found["parameter"], {}).setdefault(found["array"], []).append(place)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ModelError(f"{path} cannot be read: its ranges are broken or missing ({error})") from error
+        if sorted(ranks) != list(range(num_ranks)):
+            raise ModelError(f"{folder} holds the states of ranks {sorted(ranks)}, of {num_ranks}: copy all its files")
+        for parameter, arrays in self._ranges.items():
+            for name, places in arrays.items():
+                places.sort(key=lambda place: place.start)
+                ends = accumulate((place.length for place in places), initial=0)
+                starts = [*(place.start for place in places), places[0].of]
+                if list(ends) != starts:
+                    raise ModelError(
+                        f"{places[0].file.path}: the ranges of {name} of {parameter!r} do not make its {places[0].of} "
+                        "elements: a file of another checkpoint is among them"
+                    )
+
+    def check(self, states: States, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Check that the saved states are those of `states`: parameters, shapes, arrays, dtypes. None is changed.
+
+        Raises:
+            ModelError: other parameters, or other shapes.
+            ConfigError: another optimizer, precision or working dtype.
+        """
+        where, names = self._where, self._ranges.keys()
+        for missing, what in ((names - states.keys(), "not in this model"), (states.keys() - names, "not saved")):
+            if missing:
+                listed = ", ".join(map(repr, sorted(missing)[:5]))
+                raise ModelError(
+                    f"{where} is of another model: {len(missing)} of its trained parameters are {what}, such as "
+                    f"{listed}. Resume with the model of that run"
+                )
+        for parameter, state in states.items():
+            if tuple(self._shapes[parameter]) != tuple(shapes[parameter]):
+                raise ModelError(
+                    f"{where}: saved {parameter!r} has shape {tuple(self._shapes[parameter])}, this model's has "
+                    f"{tuple(shapes[parameter])}. Resume with the model of that run"
+                )
+            saved = self._ranges[parameter]
+            if saved.keys() != state.keys():
+                theirs, ours = (", ".join(sorted(arrays.keys() - {"step"})) for arrays in (saved, state))
+                raise ConfigError(
+                    f"{where}: the saved run keeps {theirs} of {parameter!r}, this run {ours}: {_RESUME_ALIKE}"
+                )
+            for name, array in state.items():
+                for place in saved[name]:
+                    dtype = place.file.arrays[place.key].dtype
+                    if dtype != array.dtype:
+                        raise ConfigError(
+                            f"{place.file.path}: saved {name} of {parameter!r} is {dtype}, this run's is "
+                            f"{array.dtype}: {_RESUME_ALIKE}"
+                        )
+                    if place.of != array.numel():
+                        raise ModelError(
+                            f"{place.file.path}: saved {name} of {parameter!r} has {place.of} elements, this run's "
+                            f"{array.numel()}"
+                        )
+
+    def load(self, states: States, between: Between) -> None:
+        """Read all into the arrays of `states`, where they lie; `check` comes before.
+
+        Raises:
+            ModelError: a file ends early or the disk fails. Some arrays may be new then, others old.
+        """
+        for parameter, state in states.items():
+            for name, array in state.items():
+                for place in self._ranges[parameter][name]:
+                    place.file.read(place.key, array.view(-1)[place.start : place.start + place.length], between)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

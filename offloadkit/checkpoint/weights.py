@@ -1,0 +1,83 @@
+"""A module's weights and buffers in a checkpoint: one file of safetensors, by their names in `state_dict()`.
+
+Tied weights are one array, under their first name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offloadkit.checkpoint.arrays import ArrayFile, write_arrays
+from offloadkit.errors import ConfigError, ModelError
+
+WEIGHT_FILE = "weights.safetensors"
+
+
+def write_weights(folder: Path, weights: Mapping[str, Any]) -> None:
+    """Write a `state_dict()`.
+
+    Raises:
+        ModelError: something in it is no tensor.
+        OSError: it could not be written.
+    """
+    write_arrays(folder / WEIGHT_FILE, _distinct(weights))
+
+
+def check_weights(file: ArrayFile, weights: Mapping[str, Any]) -> None:
+    """Check that the saved weights are those of a `state_dict()`: names, shapes, dtypes.
+
+    Raises:
+        ModelError: other names or shapes.
+        ConfigError: another dtype.
+    """
+    own = _distinct(weights)
+    differing = sorted(own.keys() ^ file.arrays.keys())
+    if differing:
+        only = "this model" if differing[0] in own else "the checkpoint"
+        raise ModelError(
+            f"{file.path} is of another model: {len(differing)} names of weights differ; {differing[0]!r} is in "
+            f"{only} only. Resume with the model of that run"
+        )
+    for name, tensor in own.items():
+        saved = file.arrays[name]
+        if saved.shape != tuple(tensor.shape):
+            raise ModelError(
+                f"{file.path}: saved {name!r} has shape {saved.shape}, this model's has {tuple(tensor.shape)}. Resume "
+                "with the model of that run"
+            )
+        if saved.dtype != tensor.dtype:
+            raise ConfigError(
+                f"{file.path}: saved {name!r} is {saved.dtype}, this model's is {tensor.dtype}: go on with the working "
+                "dtype that the run was saved with"
+            )
+
+
+@torch.no_grad()
+def load_weights(file: ArrayFile, weights: Mapping[str, Any]) -> None:
+    """Write the saved weights into those of a `state_dict()`, in place; `check_weights` comes before."""
+    for name, tensor in _distinct(weights).items():
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
+        for start, piece in file.pieces(name, pinned=tensor.is_cuda):
+            flat[start : start + piece.numel()].copy_(piece)
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
+
+
+def _distinct(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a `state_dict()`, each memory once, under its first name."""
+    seen, found = set(), {}
+    for name, tensor in weights.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ModelError(
+                f"{name!r} in the module's state_dict() is a {type(tensor).__name__}: a checkpoint holds tensors. Keep "
+                "it in a buffer, or save it yourself"
+            )
+        place = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+        if tensor.numel() == 0 or place not in seen:
+            seen.add(place)
+            found[name] = tensor
+    return found

@@ -1,0 +1,135 @@
+"""Checkpoints of the Trainer: data in the place of pickles, whole or refused, and those of earlier versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+from offloadkit import OffloadSeq2SeqTrainer
+from offloadkit.checkpoint import folder as folders
+from offloadkit.checkpoint.folder import newest_checkpoint, skipped_checkpoints
+from offloadkit.errors import ConfigError, ModelError
+from tests.hf.training import arguments, seq2seq_rows, t5
+
+OPTIONS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "save_total_limit": 2}
+
+
+class TrainerOfBefore(OffloadSeq2SeqTrainer):
+    """Writes what offloadkit wrote when its checkpoints were the Trainer's own."""
+
+    _save_checkpoint = Trainer._save_checkpoint
+    _save = Trainer._save
+    _save_optimizer_and_scheduler = Trainer._save_optimizer_and_scheduler
+    _save_rng_state = Trainer._save_rng_state
+
+
+def trainer(folder: Path, cls: type[OffloadSeq2SeqTrainer] = OffloadSeq2SeqTrainer, **options: Any) -> Any:
+    args = arguments(folder, **(OPTIONS | options))
+    return cls(model=t5(dropout=0.1), args=args, train_dataset=seq2seq_rows())
+
+
+def weights(trained: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in trained.model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run's folder with checkpoint-2 and checkpoint-3, and the weights at its end."""
+    folder = tmp_path_factory.mktemp("whole")
+    trained = trainer(folder)
+    trained.train()
+    return folder, weights(trained)
+
+
+def test_a_checkpoint_holds_no_pickle_and_its_manifest_names_every_file(whole: Any) -> None:
+    checkpoint = whole[0] / "checkpoint-3"
+    names = {path.name for path in checkpoint.iterdir()}
+    assert {"config.json", "model.safetensors", "run.json", "random.json", "training_args.json"} <= names
+    assert {Path(name).suffix for name in names} == {".json", ".safetensors"}
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    assert files.keys() == names - {"manifest.json"}
+    assert all((checkpoint / name).stat().st_size == size for name, size in files.items())
+    assert sorted(path.name for path in whole[0].iterdir()) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(whole: Any, tmp_path: Path) -> None:
+    trainer(tmp_path, TrainerOfBefore).train()
+    old = tmp_path / "checkpoint-2"
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth"} <= {path.name for path in old.iterdir()}
+    assert not (old / "manifest.json").exists()
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+    assert all(torch.equal(weight, whole[1][name]) for name, weight in weights(resumed).items())
+    os.truncate(old / "optimizer.pt", 100)
+    with pytest.raises(ModelError, match=r"^optimizer\.pt of the checkpoint .* cannot be read"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(old))
+
+
+def test_a_checkpoint_that_was_not_finished_is_skipped_and_refused_by_name(whole: Any, tmp_path: Path) -> None:
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "checkpoint-3" / "manifest.json").unlink()
+    with pytest.raises(ModelError, match=r"checkpoint-3: it has no manifest.*goes on from checkpoint-2"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert [path.name for path, _ in skipped_checkpoints(tmp_path)] == ["checkpoint-3"]
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert all(torch.equal(weight, whole[1][name]) for name, weight in weights(resumed).items())
+    for checkpoint in tmp_path.iterdir():
+        (checkpoint / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"no complete checkpoint .*; checkpoint-3 has no manifest"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer(tmp_path, max_steps=1, save_total_limit=1).train()
+    again = trainer(tmp_path, max_steps=2, save_total_limit=1)
+
+    def killed(checkpoint: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("offloadkit.hf.trainer.write_manifest", killed)
+        with pytest.raises(KeyboardInterrupt):
+            again.train(resume_from_checkpoint=True)
+    assert again.args.save_total_limit == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    (tmp_path / "checkpoint-1").rename(tmp_path / ".checkpoint-1-old")  # as a kill while it is written anew leaves it
+    (tmp_path / "checkpoint-1").mkdir()
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+    again.train(resume_from_checkpoint=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_weights_alone_are_not_gone_on_from(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=1, save_only_model=True).train()
+    with pytest.raises(ModelError, match="checkpoint-1: it holds weights alone, without optimizer states"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_a_scheduler_that_cannot_be_saved_is_refused_before_training(tmp_path: Path) -> None:
+    mine = trainer(tmp_path)
+    mine.create_optimizer()
+    mine._own_scheduler = mine.lr_scheduler = torch.optim.lr_scheduler.StepLR(mine.optimizer, 1)
+    mine.lr_scheduler.callback = print
+    with pytest.raises(ConfigError, match=r"the scheduler's state\['callback'\] is a builtin_function"):
+        mine.train()
+    assert mine.state.global_step == 0
+
+
+def test_a_file_is_replaced_and_never_cut(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with path.open("rb") as mapped:
+        with folders.written_beside(path) as file:
+            file.write(b"new")
+        assert mapped.read() == b"old"
+    assert path.read_bytes() == b"new"
