@@ -43,8 +43,8 @@ class OffloadEngine:
     """Trains a module in place; its parameters become views of the engine's flat buffers.
 
     Attributes:
-        module: the model. You may evaluate it, generate with it, save it and load into it at any time. Other in-place
-            writes to its weights count after `synchronize()`; writes through `.data` are not detected.
+        module: the model. You may evaluate it, generate with it, save it and load into it at any time. Between steps
+            you may read and write its weights as any tensors; only writes through raw pointers are not seen.
         optimizer: a `torch.optim.Optimizer` for schedulers and checkpoints.
         device: where the model computes.
         plan: the sizes of everything and where they live.
@@ -354,7 +354,8 @@ class OffloadEngine:
             )
         for name, parameter in parameters.items():
             check_states(self.optimizer.state[parameter], saved[name])
-        self.module.load_state_dict(state["module"])
+        with self._placed.outside.released():
+            self.module.load_state_dict(state["module"])
         self._placed.take_over_outside_writes(keep_remainder=True)
         for name, parameter in parameters.items():
             self.optimizer.load_parameter_state(parameter, saved[name])

@@ -29,6 +29,7 @@ from offloadkit.errors import ModelError
 from offloadkit.kernels import cpu
 from offloadkit.kernels.dispatch import block_sums
 from offloadkit.offload.layers import FlatLayer, ParameterView
+from offloadkit.offload.outside import unwatched
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim.norm import NORM_BLOCK, norm_blocks
 from offloadkit.planner import NUM_GRADIENT_BUCKETS, is_small
@@ -311,8 +312,9 @@ class Gradients:
             layer.received.clear()
             layer.complete = False
             self._release(layer, None)
-            for view in layer.layer.views:
-                view.parameter.grad = None
+            with unwatched():
+                for view in layer.layer.views:
+                    view.parameter.grad = None
 
     def remove(self) -> None:
         """Remove the hooks, and wait for the copies."""

@@ -22,6 +22,7 @@ from offloadkit.hardware import trim_heap
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, ParameterView
+from offloadkit.offload.outside import Outside
 from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint_activations
 from offloadkit.offload.shortage import RamWatch
 from offloadkit.offload.state_ring import StateRing
@@ -45,6 +46,7 @@ class PlacedModel:
         states: the flat layers, in definition order.
         gradients: what backward brings.
         forward_hooks: what forward waits for.
+        outside: what others do to the weights.
         pinning_seconds: how long RAM took to be populated and pinned.
     """
 
@@ -93,7 +95,9 @@ class PlacedModel:
             tied = {owner for layer in layers for view in layer.views if view.shared for owner, _ in view.owners}
             undo.callback(compile_blocks(module, tied))
         self._checkpoint_blocks(config, undo)
-        self.forward_hooks = ForwardHooks(module, weights, settle)
+        self.outside = Outside(self.states, settle=self._finish_updates, has_gradients=self._has_gradients)
+        undo.callback(self.outside.close)
+        self.forward_hooks = ForwardHooks(module, weights, settle, self.outside)
         undo.callback(self.forward_hooks.remove)
         self.gradients = Gradients(
             [state.gradient for state in self.states],
@@ -169,7 +173,7 @@ class PlacedModel:
         if self._ring is not None:
             self._ring.in_backward = True
         try:
-            with self._waits.during("backward"):
+            with self._waits.during("backward"), self.outside.released():
                 yield
                 self.gradients.end_of_backward()
         finally:
@@ -188,11 +192,18 @@ class PlacedModel:
         for state in self.states:
             written = state.weights.written_outside()
             if written:
-                for pending in self.states:
-                    pending.weights.wait()
-                if self._disk is not None:
-                    self._disk.synchronize()
+                self._finish_updates()
                 state.take_over(written, keep_remainder=keep_remainder)
+
+    def _finish_updates(self) -> None:
+        """Wait until no thread steps a layer or moves its states."""
+        for pending in self.states:
+            pending.weights.wait()
+        if self._disk is not None:
+            self._disk.synchronize()
+
+    def _has_gradients(self) -> bool:
+        return any(layer.window for layer in self.gradients.layers)
 
     def start_update(self) -> list[tuple[LayerState, set[int], PendingUpdate]]:
         """The window ends: what is to be stepped, in the order in which forward asks for it; it waits from here on."""
