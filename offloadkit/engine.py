@@ -137,14 +137,22 @@ class OffloadEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Each layer first waits for its own update of the last step.
 
+        With gradients enabled, HuggingFace models cache no keys and values.
+
         Raises:
             OutOfVramError: the GPU's memory is full. With gradients enabled, the gradients gathered since the last
                 update are dropped.
+            ModelError: `use_cache=True` with gradients enabled.
         """
         self._check_open()
         if not torch.is_grad_enabled():
             with explained_shortage(self.plan, self.device):
                 return self.module(*args, **kwargs)
+        if kwargs.get("use_cache"):
+            raise ModelError(
+                "use_cache=True in training: cached keys and values serve generation only. Leave it out, or call the "
+                "engine under torch.no_grad()"
+            )
         with (
             self._records.forward(num_tokens(self.module, kwargs)),
             explained_shortage(self.plan, self.device, self.drop_gradients),

@@ -19,6 +19,7 @@ from offloadkit.device.process_memory import let_segments_grow
 from offloadkit.device.state_file import DiskStates, Region, StateFile
 from offloadkit.device.streams import BusyTime, Waits
 from offloadkit.hardware import trim_heap
+from offloadkit.offload.caches import caching_configs, without_caches
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, ParameterView
@@ -91,6 +92,7 @@ class PlacedModel:
         for layer in streamed:
             undo.callback(layer.bind_to_ram)  # however the engine ends, what is in RAM is what the model has
         self._offloaded = OffloadedInputs(device, self._waits)
+        self._caching = caching_configs(module)
         if config.compile_blocks:
             tied = {owner for layer in layers for view in layer.views if view.shared for owner, _ in view.owners}
             undo.callback(compile_blocks(module, tied))
@@ -163,8 +165,9 @@ class PlacedModel:
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
-        """While it is open, the module's forward builds a graph."""
-        with self._waits.during("forward"), nullcontext() if self._ring is None else self._ring.saved_tensors():
+        """While it is open, the module's forward builds a graph, and caches nothing."""
+        saved_tensors = nullcontext() if self._ring is None else self._ring.saved_tensors()
+        with self._waits.during("forward"), without_caches(self._caching), saved_tensors:
             yield
 
     @contextmanager

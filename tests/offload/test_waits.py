@@ -65,8 +65,9 @@ class _Branches(nn.Module):
         self.first, self.second = nn.Linear(33, 33, bias=False), nn.Linear(33, 33, bias=False)
 
     def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
-        if branch == "by hand":
-            return nn.functional.linear(x, self.second.weight).float().pow(2).mean()
+        if branch == "by hand":  # as an extension in C++ does it, which torch's Python does not see
+            with torch._C.DisableTorchFunctionSubclass():
+                return nn.functional.linear(x, self.second.weight).float().pow(2).mean()
         module = self.first if branch == "first" else self.blocks[int(branch)]
         return module(x).float().pow(2).mean()  # type: ignore[no-any-return]
 
