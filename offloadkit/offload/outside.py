@@ -146,7 +146,7 @@ class Outside:
                 f"the gradient of {place.view.name!r} is the engine's, and .grad does not hold it. To clip, set "
                 "OffloadConfig(max_grad_norm=...) instead of calling clip_grad_norm_; engine.grad_norm() tells the "
                 "norm after step(). To drop the gradients, call engine.drop_gradients() or "
-                "engine.optimizer.zero_grad()"
+                "engine.optimizer.zero_grad(). torch.amp.GradScaler is of no use: the engine scales fp16's loss itself"
             )
 
 
