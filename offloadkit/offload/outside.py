@@ -52,6 +52,7 @@ class _Place:
 
     outside: Outside
     layer: WatchedLayer
+    """Gone once the engine is closed."""
     view: ParameterView
     plain: type
     watched: type
@@ -108,11 +109,14 @@ class Outside:
             self._watch_all()
 
     def close(self) -> None:
-        """Watch nothing any more. Tensors that were handed out stay what they are."""
+        """Watch nothing any more. Tensors that were handed out stay what they are, and hold no layer."""
         for layer in self._of_layer:
             self.release(layer)
+        for place in self._places.values():
+            del place.layer
         self._of_layer.clear()
         self._places.clear()
+        del self._settle, self._has_gradients
 
     def _watch_all(self) -> None:
         for layer in self._of_layer:
