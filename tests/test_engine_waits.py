@@ -148,7 +148,7 @@ def test_a_graph_older_than_the_step_fails_as_it_does_in_torch(device: str) -> N
 
 
 class ByModuleOrByHand(nn.Module):
-    """Uses a parameter through its module, without it, or as an extension in C++ does, which torch's Python never sees."""
+    """Uses a parameter through its module, without it, or as an extension in C++ does: Python never sees that."""
 
     def __init__(self) -> None:
         super().__init__()

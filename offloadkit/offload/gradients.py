@@ -222,7 +222,8 @@ class Gradients:
 
         def take(parameter: torch.Tensor) -> None:
             if layer.at_end_only or layer.complete:
-                gradient, parameter.grad = parameter.grad, None
+                with unwatched():  # loss.backward() without the engine
+                    gradient, parameter.grad = parameter.grad, None
                 if gradient is not None:  # None: `TiedUses` has handed over the gradient of every use
                     self.receive(view, gradient)
                 return
@@ -236,14 +237,16 @@ class Gradients:
     def _gather(self, layer: LayerGradient) -> None:
         """Copy autograd's gradients of a layer to its bucket, and drop them."""
         views = [layer.layer.views[index] for index in layer.received]
-        gradients: list[Any] = [view.parameter.grad for view in views]
+        with unwatched():
+            gradients: list[Any] = [view.parameter.grad for view in views]
         for view, gradient in zip(views, gradients, strict=True):
             _check_dense(view, gradient)
         self._open(layer, layer.received)
         places = layer.places()
         torch._foreach_copy_([places[index] for index in layer.received], gradients)
-        for view in views:
-            view.parameter.grad = None
+        with unwatched():
+            for view in views:
+                view.parameter.grad = None
 
     @torch.no_grad()
     def receive(self, view: ParameterView, gradient: torch.Tensor) -> None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import FlatLayer, ParameterView
@@ -203,13 +202,17 @@ class _Alias(torch.Tensor):
 
 
 _FACTS = frozenset(
-    "size dim ndimension numel nelement stride element_size storage_offset is_contiguous is_floating_point is_complex "
-    "is_signed is_pinned is_shared is_inference get_device requires_grad_ retain_grad register_hook "
-    "register_post_accumulate_grad_hook has_names _is_view __len__ __dlpack_device__ is_tensor typename".split()
+    (
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "__len__"),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_pinned", "is_shared", "is_inference"),
+        *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "get_device"),
+        *("_is_view", "has_names", "__dlpack_device__"),
+    )
 )
 """Functions that neither read nor write the weights."""
 _READING_GETTERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
-_IN_PLACE = frozenset(f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split())
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_IN_PLACE = {"__setitem__", *(f"__i{operator}__" for operator in _OPERATORS)}
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _kinds: dict[Any, str] = {}
 
@@ -332,7 +335,9 @@ def _aliased(result: Any, places: dict[_Place, Any]) -> Any:
     if type(result).__name__ == "ndarray":
         result.flags.writeable = False
         return result
-    if type(result) is not torch.Tensor or result.requires_grad or result.layout is not torch.strided:
+    if type(result) is not torch.Tensor or result.layout is not torch.strided:
+        return result
+    if torch.is_grad_enabled() and result.requires_grad:  # part of a graph: torch refuses to write it
         return result
     with unwatched():
         memory = _memory(result)

@@ -69,6 +69,9 @@ def checkpoint_activations(
         getattr(untyped, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
         blocks: list[Any] = list(names)
         for block in blocks:
+            for inner in block.modules():  # else T5's attention gives its mask a gradient, and other kernels compute it
+                if hasattr(inner, "gradient_checkpointing") and inner is not block:
+                    inner.gradient_checkpointing = False
             if block in choices:
                 block._gradient_checkpointing_func = recompute(block)
             else:

@@ -69,7 +69,8 @@ class LayerWeights:
         """
         to_own: Any = dlpack
         parts = [to_own.from_dlpack(to_own.to_dlpack(flat[view.elements])) for view in self.layer.views]
-        return [part.view(view.parameter.shape) for part, view in zip(parts, self.layer.views, strict=True)]
+        with unwatched():
+            return [part.view(view.parameter.shape) for part, view in zip(parts, self.layer.views, strict=True)]
 
     def bind(self, tensors: list[torch.Tensor]) -> None:
         """Make each parameter share the memory of its tensor, one for each view."""
