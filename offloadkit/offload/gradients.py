@@ -25,11 +25,11 @@ import torch
 
 from offloadkit.device import host_memory, trace
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
-from offloadkit.errors import ModelError
+from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.kernels import cpu
 from offloadkit.kernels.dispatch import block_sums
 from offloadkit.offload.layers import FlatLayer, ParameterView
-from offloadkit.offload.outside import unwatched
+from offloadkit.offload.outside import is_watched
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim.norm import NORM_BLOCK, norm_blocks
 from offloadkit.planner import NUM_GRADIENT_BUCKETS, is_small
@@ -221,9 +221,11 @@ class Gradients:
         weights, num_views = layer.weights, len(layer.layer.views)
 
         def take(parameter: torch.Tensor) -> None:
+            if is_watched(parameter):
+                parameter.grad = None
+                raise _without_the_engine(view)
             if layer.at_end_only or layer.complete:
-                with unwatched():  # loss.backward() without the engine
-                    gradient, parameter.grad = parameter.grad, None
+                gradient, parameter.grad = parameter.grad, None
                 if gradient is not None:  # None: `TiedUses` has handed over the gradient of every use
                     self.receive(view, gradient)
                 return
@@ -237,16 +239,14 @@ class Gradients:
     def _gather(self, layer: LayerGradient) -> None:
         """Copy autograd's gradients of a layer to its bucket, and drop them."""
         views = [layer.layer.views[index] for index in layer.received]
-        with unwatched():
-            gradients: list[Any] = [view.parameter.grad for view in views]
+        gradients: list[Any] = [view.parameter.grad for view in views]
         for view, gradient in zip(views, gradients, strict=True):
             _check_dense(view, gradient)
         self._open(layer, layer.received)
         places = layer.places()
         torch._foreach_copy_([places[index] for index in layer.received], gradients)
-        with unwatched():
-            for view in views:
-                view.parameter.grad = None
+        for view in views:
+            view.parameter.grad = None
 
     @torch.no_grad()
     def receive(self, view: ParameterView, gradient: torch.Tensor) -> None:
@@ -255,6 +255,8 @@ class Gradients:
         Such gradients belong to a layer with tied weights, or to a layer that was sent already. The layer is sent at
         the end of backward.
         """
+        if is_watched(view.parameter):
+            raise _without_the_engine(view)
         _check_dense(view, gradient)
         layer, index = self._layer_of[view]
         layer.weights.check_held(view)
@@ -315,9 +317,8 @@ class Gradients:
             layer.received.clear()
             layer.complete = False
             self._release(layer, None)
-            with unwatched():
-                for view in layer.layer.views:
-                    view.parameter.grad = None
+            for view in layer.layer.views:
+                view.parameter.grad = None
 
     def remove(self) -> None:
         """Remove the hooks, and wait for the copies."""
@@ -426,6 +427,14 @@ class Gradients:
             layer.sent.synchronize()
             layer.buffer = self._take_buffer(layer)
             layer.bucket.copy_(layer.host)
+
+
+def _without_the_engine(view: ParameterView) -> EngineStateError:
+    """The error for a gradient that comes while the engine runs no backward."""
+    return EngineStateError(
+        f"a gradient of {view.name!r} came outside of engine.backward(): call engine.backward(loss) instead of "
+        "loss.backward(). With several losses, add them first. The engine scales fp16's loss itself"
+    )
 
 
 def _check_dense(view: ParameterView, gradient: torch.Tensor) -> None:

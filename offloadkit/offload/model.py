@@ -97,7 +97,7 @@ class PlacedModel:
             tied = {owner for layer in layers for view in layer.views if view.shared for owner, _ in view.owners}
             undo.callback(compile_blocks(module, tied))
         self._checkpoint_blocks(config, undo)
-        self.outside = Outside(self.states, settle=self._finish_updates, has_gradients=self._has_gradients)
+        self.outside = Outside(self.states, self._finish_updates)
         undo.callback(self.outside.close)
         self.forward_hooks = ForwardHooks(module, weights, settle, self.outside)
         undo.callback(self.forward_hooks.remove)
@@ -204,9 +204,6 @@ class PlacedModel:
             pending.weights.wait()
         if self._disk is not None:
             self._disk.synchronize()
-
-    def _has_gradients(self) -> bool:
-        return any(layer.window for layer in self.gradients.layers)
 
     def start_update(self) -> list[tuple[LayerState, set[int], PendingUpdate]]:
         """The window ends: what is to be stepped, in the order in which forward asks for it; it waits from here on."""

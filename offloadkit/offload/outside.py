@@ -27,6 +27,10 @@ unwatched: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which the engine handles watched parameters as plain ones."""
 
 
+_requires_grad: Any = torch.Tensor.requires_grad
+_grad: Any = torch.Tensor.grad
+
+
 class WatchedLayer(Protocol):
     """What is asked of a layer whose parameters are watched."""
 
@@ -37,6 +41,9 @@ class WatchedLayer(Protocol):
 
     def home(self, view: ParameterView) -> torch.Tensor:
         """Where a parameter's weights live, in its shape."""
+
+    def has_gradient(self, view: ParameterView) -> bool:
+        """Whether a gradient of the parameter was gathered that no step has taken yet."""
 
     def before_write(self, view: ParameterView) -> torch.Tensor | None:
         """Called before an operation writes the parameter; the result is for `after_write`."""
@@ -60,16 +67,12 @@ class _Place:
 class Outside:
     """Watches the trained parameters of one engine, wherever their layers live now."""
 
-    def __init__(
-        self, layers: Sequence[WatchedLayer], *, settle: Callable[[], None], has_gradients: Callable[[], bool]
-    ) -> None:
+    def __init__(self, layers: Sequence[WatchedLayer], finish_updates: Callable[[], None]) -> None:
         """
         Args:
-            settle: waits for the updates of all layers; called before a write.
-            has_gradients: whether gradients were gathered that no step has taken yet.
+            finish_updates: waits until no layer is stepped; called before a write.
         """
-        self._settle, self._has_gradients = settle, has_gradients
-        self._released = False
+        self._finish_updates, self._released = finish_updates, False
         kinds: dict[type, type] = {}
         self._places: dict[int, _Place] = {}
         self._of_layer: dict[FlatLayer, list[_Place]] = {}
@@ -107,6 +110,11 @@ class Outside:
             self._released = before
             self._watch_all()
 
+    def moved(self, layer: WatchedLayer) -> None:
+        """A layer lives elsewhere now. Aliases that were taken before are refused from here on."""
+        for place in self._of_layer[layer.layer]:
+            place.layer = layer
+
     def close(self) -> None:
         """Watch nothing any more. Tensors that were handed out stay what they are, and hold no layer."""
         for layer in self._of_layer:
@@ -115,7 +123,7 @@ class Outside:
             del place.layer
         self._of_layer.clear()
         self._places.clear()
-        del self._settle, self._has_gradients
+        del self._finish_updates
 
     def _watch_all(self) -> None:
         for layer in self._of_layer:
@@ -132,19 +140,20 @@ class Outside:
     def begin_write(self, place: _Place) -> torch.Tensor | None:
         if not self._places:
             return None
-        self._settle()
+        self._finish_updates()
         return place.layer.before_write(place.view)
 
     def end_write(self, place: _Place, before: torch.Tensor | None) -> None:
         if self._places:
             place.layer.after_write(place.view, before)
 
-    def check_gradient(self, place: _Place) -> None:
+    def check_gradient(self, parameter: Any) -> None:
         """
         Raises:
             EngineStateError: somebody asks for the gradient while the engine has it.
         """
-        if self._places and self._has_gradients():
+        place = self._places[id(parameter)]
+        if place.layer.has_gradient(place.view):
             raise EngineStateError(
                 f"the gradient of {place.view.name!r} is the engine's, and .grad does not hold it. To clip, set "
                 "OffloadConfig(max_grad_norm=...) instead of calling clip_grad_norm_; engine.grad_norm() tells the "
@@ -165,6 +174,39 @@ class _Watched:
     ) -> Any:
         return _touch(func, args, kwargs or {})
 
+    # Properties, since trainers ask every parameter in every step: `__torch_function__` takes thrice their time.
+
+    def numel(self) -> int:
+        parameter: Any = self
+        return self.outside.place_of(parameter).view.numel
+
+    @property
+    def requires_grad(self) -> bool:
+        with unwatched():
+            return bool(_requires_grad.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        with unwatched():
+            _requires_grad.__set__(self, value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """
+        Raises:
+            EngineStateError: the engine has gathered the gradient.
+        """
+        self.outside.check_gradient(self)
+        with unwatched():
+            gradient: torch.Tensor | None = _grad.__get__(self)
+            return gradient
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.outside.check_gradient(self)
+        with unwatched():
+            _grad.__set__(self, value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A plain parameter of its own."""
         parameter: Any = self
@@ -175,6 +217,11 @@ class _Watched:
             return deepcopy(parameter, memo)
         finally:
             parameter.__class__ = place.watched
+
+
+def is_watched(parameter: torch.Tensor) -> bool:
+    """Whether no module uses the parameter now, and no backward runs."""
+    return isinstance(parameter, _Watched)
 
 
 def _watched_class(plain: type, outside: Outside) -> type:
@@ -218,12 +265,10 @@ _kinds: dict[Any, str] = {}
 
 
 def _kind(func: Any) -> str:
-    """What a function does with the weights: it tells a "fact", asks for the "grad", "reads" or "writes" them."""
+    """What a function does with the weights: it tells a "fact" of them, "reads" or "writes" them."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__
-        if attribute in ("grad", "_grad"):
-            return "grad"
         if attribute == "data":
             return "reads" if name == "__get__" else "writes"
         return "reads" if attribute in _READING_GETTERS else "fact"
@@ -246,12 +291,6 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with unwatched():
             result = func(first._plain, *args[1:], **kwargs)
         return first if result is first._plain else result
-    if kind == "grad" and isinstance(first, _Watched):
-        parameter: Any = first
-        place = first.outside.place_of(parameter)
-        place.outside.check_gradient(place)
-        with unwatched():
-            return func(*args, **kwargs)
     places: dict[_Place, Any] = {}
     targets: dict[_Place, Any] = {}
     if kind == "writes" and args:
@@ -265,7 +304,7 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_current(place, tensor)
     with unwatched():
         if func == _SET_DATA:
-            func, args = _assignment(*args, targets)
+            func, args = _assignment(args[0], args[1], targets)
         elif func == _GET_DATA:
             func = torch.Tensor.detach
         elif func is torch.Tensor.__repr__ and isinstance(first, _Watched):

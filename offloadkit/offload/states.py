@@ -141,6 +141,10 @@ class LayerState:
         """Where a parameter's weights live, in its shape."""
         return self.weights.home(view)
 
+    def has_gradient(self, view: ParameterView) -> bool:
+        """Whether a gradient of the parameter was gathered that no step has taken yet."""
+        return self.layer.views.index(view) in self.gradient.window
+
     def before_write(self, view: ParameterView) -> torch.Tensor | None:
         """Called before somebody writes a parameter. All updates are done.
 
