@@ -269,9 +269,7 @@ def test_gradients_are_asked_of_the_engine(device: str) -> None:
     with OffloadEngine(model, device=device) as engine:
         assert model.norm.weight.grad is None
         engine.backward(engine(tokens(1, device)[0]))
-        with pytest.raises(
-            EngineStateError, match=r"gradient of 'embed.weight' is the engine's.*max_grad_norm.*clip_grad"
-        ):
+        with pytest.raises(EngineStateError, match=r"gradient of 'embed.weight' is .*max_grad_norm.*clip_grad"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with pytest.raises(EngineStateError, match=r"engine\.drop_gradients\(\)"):
             model.norm.weight.grad = torch.ones_like(model.norm.weight)
@@ -281,16 +279,17 @@ def test_gradients_are_asked_of_the_engine(device: str) -> None:
     assert model.norm.weight.grad is not None
 
 
-@pytest.mark.parametrize("through_engine", [True, False])
-def test_a_gradient_scaler_is_told_who_scales(through_engine: bool, device: str) -> None:
-    model = small()
-    with OffloadEngine(model, device=device) as engine:
+def test_a_gradient_scaler_is_told_who_scales(device: str) -> None:
+    with OffloadEngine(small(), device=device) as engine:
         scaler = torch.amp.GradScaler(device)
-        loss = scaler.scale(engine(tokens(1, device)[0]))
-        with pytest.raises(EngineStateError, match=r"he engine scales fp16's loss"):
-            engine.backward(loss) if through_engine else loss.backward()
-            scaler.step(engine.optimizer)
+        with pytest.raises(EngineStateError, match="The engine scales fp16's loss"):
+            scaler.scale(engine(tokens(1, device)[0])).backward()
+        engine.backward(scaler.scale(engine(tokens(1, device)[0])))
+        with pytest.raises(EngineStateError, match="the engine scales fp16's loss"):
+            scaler.unscale_(engine.optimizer)
         engine.drop_gradients()
+        with pytest.raises(EngineStateError, match="The engine scales fp16's loss"):
+            scaler.step(engine.optimizer)
         off = torch.amp.GradScaler(device, enabled=False)
         engine.backward(off.scale(engine(tokens(1, device)[0])))
         off.step(engine.optimizer)

@@ -53,6 +53,7 @@ def test_in_a_bare_loop_none_are_kept_and_placements_are_equal() -> None:
                 engine.step()
             with pytest.raises(ModelError, match="use_cache=True in training"):
                 engine(**batch, use_cache=True)
+            engine.eval()
             with torch.no_grad():
                 assert engine(**batch).past_key_values is not None
             trained.append(engine.master_weights())
@@ -62,10 +63,8 @@ def test_in_a_bare_loop_none_are_kept_and_placements_are_equal() -> None:
 
 def seq2seq_batch() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return {
-        name: torch.randint(2, 40, (2, length), generator=generator)
-        for name, length in {"input_ids": 5, "labels": 3}.items()
-    }
+    lengths = {"input_ids": 5, "labels": 3}
+    return {name: torch.randint(2, 40, (2, length), generator=generator) for name, length in lengths.items()}
 
 
 def test_a_plan_counts_none() -> None:
