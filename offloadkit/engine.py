@@ -148,7 +148,7 @@ class OffloadEngine:
         if not torch.is_grad_enabled():
             with explained_shortage(self.plan, self.device):
                 return self.module(*args, **kwargs)
-        if kwargs.get("use_cache"):
+        if kwargs.get("use_cache") and self._placed.caching:
             raise ModelError(
                 "use_cache=True in training: cached keys and values serve generation only. Leave it out, or call the "
                 "engine under torch.no_grad()"

@@ -48,6 +48,7 @@ class PlacedModel:
         gradients: what backward brings.
         forward_hooks: what forward waits for.
         outside: what others do to the weights.
+        caching: configs that say whether keys and values are cached.
         pinning_seconds: how long RAM took to be populated and pinned.
     """
 
@@ -92,7 +93,7 @@ class PlacedModel:
         for layer in streamed:
             undo.callback(layer.bind_to_ram)  # however the engine ends, what is in RAM is what the model has
         self._offloaded = OffloadedInputs(device, self._waits)
-        self._caching = caching_configs(module)
+        self.caching = caching_configs(module)
         if config.compile_blocks:
             tied = {owner for layer in layers for view in layer.views if view.shared for owner, _ in view.owners}
             undo.callback(compile_blocks(module, tied))
@@ -167,7 +168,7 @@ class PlacedModel:
     def in_forward(self) -> Iterator[None]:
         """While it is open, the module's forward builds a graph, and caches nothing."""
         saved_tensors = nullcontext() if self._ring is None else self._ring.saved_tensors()
-        with self._waits.during("forward"), without_caches(self._caching), saved_tensors:
+        with self._waits.during("forward"), without_caches(self.caching), saved_tensors:
             yield
 
     @contextmanager

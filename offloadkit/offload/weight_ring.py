@@ -94,8 +94,6 @@ class StreamedWeights(LayerWeights):
         ring = self.block.ring
         if not (ring.in_forward or ring.in_backward):
             self.settle()
-            if self.copied is not None:
-                self.copied.synchronize()
         elif not ring.computes_with(self.block):
             raise EngineStateError(
                 f"a weight of {self.layer.name!r} was used outside of its block's forward, while the engine keeps it "

@@ -198,6 +198,21 @@ def step_that_fails() -> None:
         engine.close()
 
 
+def touched_between_steps() -> None:
+    """A program around the engine reads and writes weights that are stepped, or on their way to VRAM."""
+    for placement in (Placement(), Placement(weights="ram")):
+        model = TinyLM()
+        with OffloadEngine(model, OffloadConfig(placement=placement), device="cpu") as engine:
+            for batch in tokens(3):
+                engine.backward(engine(batch))
+                engine.step()
+                with torch.no_grad():
+                    model.embed.weight.norm()
+                    model.blocks[3].up.weight.clamp_(-0.1, 0.1)
+                    model.blocks[0](torch.ones(1, 65))  # the next block is fetched ahead
+                    model.blocks[1].up.weight.data.mul_(0.5)
+
+
 def slow_disk() -> None:
     """No race but numbers: weights are loaded while states are on their way to the disk and from it."""
 
@@ -255,6 +270,7 @@ RUNS: dict[str, Callable[[], None]] = {
     "backward fails": backward_that_fails,
     "step fails": step_that_fails,
     "disk": slow_disk,
+    "touched between steps": touched_between_steps,
     "long update": an_update_that_takes_long,
 }
 
@@ -324,6 +340,7 @@ MISSED_BY = {
     "long update": ["StepThread.finish"],
     "saved at once": ["StreamedWeights.settle", "LayerWeights.settle"],
     "read by the parent": ["ForwardHooks"],
+    "touched between steps": ["LayerWeights.open"],
 }
 """By the run: the waits, as their names begin. All others: "everywhere"."""
 
