@@ -29,7 +29,7 @@ from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.kernels import cpu
 from offloadkit.kernels.dispatch import block_sums
 from offloadkit.offload.layers import FlatLayer, ParameterView
-from offloadkit.offload.outside import is_watched
+from offloadkit.offload.outside import Watched
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim.norm import NORM_BLOCK, norm_blocks
 from offloadkit.planner import NUM_GRADIENT_BUCKETS, is_small
@@ -221,7 +221,7 @@ class Gradients:
         weights, num_views = layer.weights, len(layer.layer.views)
 
         def take(parameter: torch.Tensor) -> None:
-            if is_watched(parameter):
+            if isinstance(parameter, Watched):
                 parameter.grad = None
                 raise _without_the_engine(view)
             if layer.at_end_only or layer.complete:
@@ -255,7 +255,7 @@ class Gradients:
         Such gradients belong to a layer with tied weights, or to a layer that was sent already. The layer is sent at
         the end of backward.
         """
-        if is_watched(view.parameter):
+        if isinstance(view.parameter, Watched):
             raise _without_the_engine(view)
         _check_dense(view, gradient)
         layer, index = self._layer_of[view]

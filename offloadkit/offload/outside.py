@@ -162,8 +162,8 @@ class Outside:
             )
 
 
-class _Watched:
-    """A trained parameter, as long as no module uses it."""
+class Watched:
+    """A trained parameter, as long as no module uses it and no backward runs."""
 
     __slots__ = ()
     outside: Outside
@@ -219,15 +219,10 @@ class _Watched:
             parameter.__class__ = place.watched
 
 
-def is_watched(parameter: torch.Tensor) -> bool:
-    """Whether no module uses the parameter now, and no backward runs."""
-    return isinstance(parameter, _Watched)
-
-
 def _watched_class(plain: type, outside: Outside) -> type:
     """A subclass of `plain`, of the same name."""
     body = {"outside": outside, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    kind: type = type(plain)(plain.__name__, (_Watched, plain), body)
+    kind: type = type(plain)(plain.__name__, (Watched, plain), body)
     return kind
 
 
@@ -307,7 +302,7 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             func, args = _assignment(args[0], args[1], targets)
         elif func == _GET_DATA:
             func = torch.Tensor.detach
-        elif func is torch.Tensor.__repr__ and isinstance(first, _Watched):
+        elif func is torch.Tensor.__repr__ and isinstance(first, Watched):
             args = (args[0].detach().requires_grad_(args[0].requires_grad), *args[1:])
     before = {place: place.outside.begin_write(place) for place in targets}
     with unwatched():
@@ -323,7 +318,7 @@ def _plain(value: Any, places: dict[_Place, Any]) -> Any:
     if kind is _Alias:
         places[value._place] = value._plain
         return value._plain
-    if isinstance(value, _Watched):
+    if isinstance(value, Watched):
         parameter: Any = value
         places.setdefault(value.outside.place_of(parameter), None)
         return value

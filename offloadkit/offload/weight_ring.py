@@ -247,7 +247,8 @@ class WeightRing:
 
     def holds(self, block: StreamedBlock) -> bool:
         """Whether the block is in VRAM."""
-        return self.computes_with(block) or self._buffer_of(block) is not None
+        current = self._current
+        return (current is not None and current.block is block) or self._buffer_of(block) is not None
 
     def evict(self, block: StreamedBlock) -> None:
         """Bind the block's parameters to RAM, and free its buffer for other blocks."""
