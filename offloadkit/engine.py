@@ -46,8 +46,8 @@ class OffloadEngine:
     """Trains a module in place; its parameters become views of the engine's flat buffers.
 
     Attributes:
-        module: the model. You may evaluate it, generate with it, save it and load into it at any time. Other in-place
-            writes to its weights count after `synchronize()`; writes through `.data` are not detected.
+        module: the model. You may evaluate it, generate with it, save it and load into it at any time. Between steps
+            you may read and write its weights as any tensors; only writes through raw pointers are not seen.
         optimizer: a `torch.optim.Optimizer` for schedulers and checkpoints.
         device: where the model computes.
         plan: the sizes of everything and where they live.
@@ -142,14 +142,22 @@ class OffloadEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Each layer first waits for its own update of the last step.
 
+        With gradients enabled, HuggingFace models cache no keys and values.
+
         Raises:
             OutOfVramError: the GPU's memory is full. With gradients enabled, the gradients gathered since the last
                 update are dropped.
+            ModelError: `use_cache=True` with gradients enabled.
         """
         self._check_open()
         if not torch.is_grad_enabled():
             with explained_shortage(self.plan, self.device):
                 return self.module(*args, **kwargs)
+        if kwargs.get("use_cache") and self._placed.caching:
+            raise ModelError(
+                "use_cache=True in training: cached keys and values serve generation only. Leave it out, or call the "
+                "engine under torch.no_grad()"
+            )
         self._begin_phase("first step" if self._newest is None else "training")
         with (
             self._records.forward(num_tokens(self.module, kwargs)),
@@ -371,7 +379,8 @@ class OffloadEngine:
             )
         for name, parameter in parameters.items():
             check_states(self.optimizer.state[parameter], saved[name])
-        self.module.load_state_dict(state["module"])
+        with self._placed.outside.released():
+            self.module.load_state_dict(state["module"])
         self._placed.take_over_outside_writes(keep_remainder=True)
         for name, parameter in parameters.items():
             self.optimizer.load_parameter_state(parameter, saved[name])

@@ -49,6 +49,7 @@ STEP = ["tests/optim", "tests/kernels", "tests/offload/test_rounded_states.py", 
 ENGINE = [
     "tests/test_engine_waits.py", "tests/test_engine_errors.py", "tests/test_engine_life.py", "tests/device",
     "tests/test_fp16.py", "tests/test_engine.py", "tests/offload", "tests/test_synchronisation.py",
+    "tests/test_bare_loop.py",
 ]  # fmt: skip
 ALSO_SLOW = ["-m", "slow or not slow"]  # the kernels in Triton's interpreter
 PLAN = ["tests/planner", "tests/test_planning.py", "tests/test_tracing.py", "tests/offload/test_placements.py"]

@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -147,27 +148,46 @@ def test_a_graph_older_than_the_step_fails_as_it_does_in_torch(device: str) -> N
 
 
 class ByModuleOrByHand(nn.Module):
-    """Uses a parameter through its module or without it, as it is told."""
+    """Uses a parameter through its module, without it, or as an extension in C++ does: Python never sees that."""
 
     def __init__(self) -> None:
         super().__init__()
         self.big = nn.Linear(64, 64, bias=False)
 
-    def forward(self, x: torch.Tensor, by_hand: bool) -> torch.Tensor:
-        return (nn.functional.linear(x, self.big.weight) if by_hand else self.big(x)).float().pow(2).mean()
+    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass() if how == "in C++" else nullcontext():
+            x = self.big(x) if how == "by module" else nn.functional.linear(x, self.big.weight)
+        return x.float().pow(2).mean()
 
 
 @pytest.mark.usefixtures("slow_steps")
 def test_weights_read_while_they_are_stepped_are_an_error(device: str) -> None:
     x = torch.randn(2, 64, device=device)
     with OffloadEngine(ByModuleOrByHand(), OffloadConfig(), device=device) as engine:
-        engine.backward(engine(x, by_hand=False))
+        engine.backward(engine(x, "by module"))
         engine.step()
         with pytest.raises(EngineStateError, match=r"forward read 'big\.weight' while it was being stepped"):
-            engine.backward(engine(x, by_hand=True))
+            engine.backward(engine(x, "in C++"))
         engine.synchronize()
-        engine.backward(engine(x, by_hand=True))
+        engine.backward(engine(x, "in C++"))
         engine.step()
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_weights_used_without_their_module_are_waited_for(device: str) -> None:
+    x = torch.randn(2, 64, device=device)
+    losses = []
+    for waits in (False, True):
+        torch.manual_seed(0)
+        with OffloadEngine(ByModuleOrByHand(), OffloadConfig(learning_rate=0.1), device=device) as engine:
+            for how in ("by module", "by hand", "by hand"):
+                loss = engine(x, how)
+                engine.backward(loss)
+                engine.step()
+                if waits:
+                    engine.synchronize()
+            losses.append(loss.item())
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.filterwarnings("ignore:the gradient norm")

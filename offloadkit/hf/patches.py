@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
 from offloadkit.kernels import attention as attention_kernel
+from offloadkit.offload import caches
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,7 @@ def patched(
 def without_caches(model: nn.Module) -> Callable[[], None]:
     """Have no part of `model` keep keys and values; returns what undoes it."""
     changes = ExitStack()
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False
-            changes.callback(setattr, config, "use_cache", True)
+    changes.enter_context(caches.without_caches(caches.caching_configs(model)))
     return changes.close
 
 

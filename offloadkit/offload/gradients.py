@@ -25,10 +25,11 @@ import torch
 
 from offloadkit.device import host_memory, trace
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
-from offloadkit.errors import ModelError
+from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.kernels import cpu
 from offloadkit.kernels.dispatch import block_sums
 from offloadkit.offload.layers import FlatLayer, ParameterView
+from offloadkit.offload.outside import Watched
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim.norm import NORM_BLOCK, norm_blocks
 from offloadkit.planner import NUM_GRADIENT_BUCKETS, is_small
@@ -220,6 +221,9 @@ class Gradients:
         weights, num_views = layer.weights, len(layer.layer.views)
 
         def take(parameter: torch.Tensor) -> None:
+            if isinstance(parameter, Watched):
+                parameter.grad = None
+                raise _without_the_engine(view)
             if layer.at_end_only or layer.complete:
                 gradient, parameter.grad = parameter.grad, None
                 if gradient is not None:  # None: `TiedUses` has handed over the gradient of every use
@@ -251,6 +255,8 @@ class Gradients:
         Such gradients belong to a layer with tied weights, or to a layer that was sent already. The layer is sent at
         the end of backward.
         """
+        if isinstance(view.parameter, Watched):
+            raise _without_the_engine(view)
         _check_dense(view, gradient)
         layer, index = self._layer_of[view]
         layer.weights.check_held(view)
@@ -421,6 +427,14 @@ class Gradients:
             layer.sent.synchronize()
             layer.buffer = self._take_buffer(layer)
             layer.bucket.copy_(layer.host)
+
+
+def _without_the_engine(view: ParameterView) -> EngineStateError:
+    """The error for a gradient that comes while the engine runs no backward."""
+    return EngineStateError(
+        f"a gradient of {view.name!r} came outside of engine.backward(): call engine.backward(loss) instead of "
+        "loss.backward(). With several losses, add them first. The engine scales fp16's loss itself"
+    )
 
 
 def _check_dense(view: ParameterView, gradient: torch.Tensor) -> None:

@@ -44,15 +44,15 @@ class ParameterView:
     """Every (module, attribute) that holds this tensor. Tied weights have more than one."""
     start: int = 0
     """First element in the flat layer."""
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.numel = self.parameter.numel()
 
     @property
     def elements(self) -> slice:
         """Its elements of the flat layer."""
         return slice(self.start, self.start + self.numel)
-
-    @property
-    def numel(self) -> int:
-        return self.parameter.numel()
 
     @property
     def shared(self) -> bool:

@@ -19,9 +19,11 @@ from offloadkit.device.process_memory import let_segments_grow
 from offloadkit.device.state_file import DiskStates, Region, StateFile
 from offloadkit.device.streams import BusyTime, Waits
 from offloadkit.hardware import trim_heap
+from offloadkit.offload.caches import caching_configs, without_caches
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, ParameterView
+from offloadkit.offload.outside import Outside
 from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint_activations
 from offloadkit.offload.shortage import RamWatch
 from offloadkit.offload.state_ring import StateRing
@@ -45,6 +47,8 @@ class PlacedModel:
         states: the flat layers, in definition order.
         gradients: what backward brings.
         forward_hooks: what forward waits for.
+        outside: what others do to the weights.
+        caching: configs that say whether keys and values are cached.
         pinning_seconds: how long RAM took to be populated and pinned.
     """
 
@@ -89,11 +93,14 @@ class PlacedModel:
         for layer in streamed:
             undo.callback(layer.bind_to_ram)  # however the engine ends, what is in RAM is what the model has
         self._offloaded = OffloadedInputs(device, self._waits)
+        self.caching = caching_configs(module)
         if config.compile_blocks:
             tied = {owner for layer in layers for view in layer.views if view.shared for owner, _ in view.owners}
             undo.callback(compile_blocks(module, tied))
         self._checkpoint_blocks(config, undo)
-        self.forward_hooks = ForwardHooks(module, weights, settle)
+        self.outside = Outside(self.states, self._finish_updates)
+        undo.callback(self.outside.close)
+        self.forward_hooks = ForwardHooks(module, weights, settle, self.outside)
         undo.callback(self.forward_hooks.remove)
         self.gradients = Gradients(
             [state.gradient for state in self.states],
@@ -169,8 +176,9 @@ class PlacedModel:
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
-        """While it is open, the module's forward builds a graph."""
-        with self._waits.during("forward"), nullcontext() if self._ring is None else self._ring.saved_tensors():
+        """While it is open, the module's forward builds a graph, and caches nothing."""
+        saved_tensors = nullcontext() if self._ring is None else self._ring.saved_tensors()
+        with self._waits.during("forward"), without_caches(self.caching), saved_tensors:
             yield
 
     @contextmanager
@@ -179,7 +187,7 @@ class PlacedModel:
         if self._ring is not None:
             self._ring.in_backward = True
         try:
-            with self._waits.during("backward"):
+            with self._waits.during("backward"), self.outside.released():
                 yield
                 self.gradients.end_of_backward()
         finally:
@@ -198,11 +206,15 @@ class PlacedModel:
         for state in self.states:
             written = state.weights.written_outside()
             if written:
-                for pending in self.states:
-                    pending.weights.wait()
-                if self._disk is not None:
-                    self._disk.synchronize()
+                self._finish_updates()
                 state.take_over(written, keep_remainder=keep_remainder)
+
+    def _finish_updates(self) -> None:
+        """Wait until no thread steps a layer or moves its states."""
+        for pending in self.states:
+            pending.weights.wait()
+        if self._disk is not None:
+            self._disk.synchronize()
 
     def start_update(self) -> list[tuple[LayerState, set[int], PendingUpdate]]:
         """The window ends: what is to be stepped, in the order in which forward asks for it; it waits from here on."""

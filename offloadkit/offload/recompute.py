@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -59,7 +59,8 @@ def checkpoint_activations(
         """The checkpointed call of `block`: not a partial, whose arguments a deepcopy of the model would copy."""
         offload = partial(offloaded.checkpoint, f"{names[block]} input")
         run = offload if choices[block] == "offload" else partial(_checkpoint, offloaded.device)
-        return lambda forward, *args, **kwargs: run(weights.get(block, ()), forward, *args, **kwargs)
+        buffers = _ChangingBuffers(block)
+        return lambda forward, *args, **kwargs: run(weights.get(block, ()), buffers, forward, *args, **kwargs)
 
     if getattr(model, "supports_gradient_checkpointing", False) and not compiled:
         untyped: Any = model
@@ -68,6 +69,9 @@ def checkpoint_activations(
         getattr(untyped, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
         blocks: list[Any] = list(names)
         for block in blocks:
+            for inner in block.modules():  # else T5's attention gives its mask a gradient, and other kernels compute it
+                if hasattr(inner, "gradient_checkpointing") and inner is not block:
+                    inner.gradient_checkpointing = False
             if block in choices:
                 block._gradient_checkpointing_func = recompute(block)
             else:
@@ -77,15 +81,66 @@ def checkpoint_activations(
     return replace_forwards({block: partial(recompute(block), block.forward) for block in choices})
 
 
+class _ChangingBuffers:
+    """The buffers of a block that its forward changes, such as BatchNorm's statistics.
+
+    The first forward finds them. A recomputation sees them as its forward saw them, and what it does to them is lost.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._found: list[tuple[nn.Module, str]] | None = None
+        self._all = [(module, name) for module in block.modules() for name in module._buffers]
+
+    def copies(self) -> dict[tuple[nn.Module, str], torch.Tensor]:
+        """Copies of them. Before the first forward has ended: of all buffers."""
+        places = self._all if self._found is None else self._found
+        present = ((module, name, module._buffers[name]) for module, name in places)
+        return {(module, name): buffer.clone() for module, name, buffer in present if buffer is not None}
+
+    def end_of_forward(self, before: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
+        """Find those that changed since `before`, and drop the copies of the others."""
+        if self._found is None:
+            self._found = [
+                (module, name)
+                for (module, name), old in before.items()
+                if isinstance(module, nn.modules.batchnorm._NormBase)  # in eval mode it changes none yet
+                or (now := module._buffers[name]) is None
+                or not torch.equal(now, old)
+            ]
+            for place in before.keys() - set(self._found):
+                del before[place]
+
+
+@contextmanager
+def _exchanged(buffers: dict[tuple[nn.Module, str], torch.Tensor]) -> Iterator[None]:
+    """While it is open, modules have copies of `buffers` in the place of their own ones."""
+    own = {(module, name): module._buffers[name] for module, name in buffers}
+    for (module, name), buffer in buffers.items():
+        module._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for (module, name), present in own.items():
+            module._buffers[name] = present
+
+
 def _checkpoint(
-    device: torch.device, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
+    device: torch.device,
+    weights: Sequence[LayerWeights],
+    buffers: _ChangingBuffers,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Run `forward`, and have backward recompute its activations. `weights` are brought to VRAM for that.
 
     Raises:
         EngineStateError: (in backward) `weights` were updated since.
     """
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
     seen = [layer.num_updates for layer in weights]
+    before, has_run = buffers.copies(), False
     if isinstance(forward, partial):  # HuggingFace binds arguments: the tensors among them must be visible
         args, kwargs, forward = (*forward.args, *args), {**forward.keywords, **kwargs}, forward.func
 
@@ -93,9 +148,13 @@ def _checkpoint(
         for layer, num_updates in zip(weights, seen, strict=True):
             layer.check_seen(num_updates)
             layer.use()
-        return forward(*args, **kwargs)
+        with _exchanged(before) if has_run and before else nullcontext():
+            return forward(*args, **kwargs)
 
-    return recomputed_in_backward(device, run, *args, **kwargs)
+    output = recomputed_in_backward(device, run, *args, **kwargs)
+    has_run = True
+    buffers.end_of_forward(before)
+    return output
 
 
 class OffloadedInputs:
@@ -115,7 +174,13 @@ class OffloadedInputs:
         """The inputs in RAM, in forward order."""
 
     def checkpoint(
-        self, name: str, weights: Sequence[LayerWeights], forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        name: str,
+        weights: Sequence[LayerWeights],
+        buffers: _ChangingBuffers,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """As `_checkpoint`, but the first argument is in RAM until backward. In a trace its copies bear `name`.
 
@@ -123,7 +188,7 @@ class OffloadedInputs:
             ModelError: the block wrote to its first argument, which was being copied.
         """
         if not torch.is_grad_enabled():
-            return _checkpoint(self.device, weights, forward, *args, **kwargs)
+            return _checkpoint(self.device, weights, buffers, forward, *args, **kwargs)
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         # An address, not the tensor: autograd keeps `pack`, which would keep the tensor's memory.
         address, version = (None, 0) if first is None else (first.data_ptr(), first._version)
@@ -133,7 +198,7 @@ class OffloadedInputs:
             return self._send(tensor, name) if sent else (tensor, tensor._version)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
-            output = _checkpoint(self.device, weights, forward, *args, **kwargs)
+            output = _checkpoint(self.device, weights, buffers, forward, *args, **kwargs)
         if first is not None and first._version != version:
             raise changed_in_place(first)
         return output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -16,6 +16,7 @@ from offloadkit.errors import ModelError
 from offloadkit.kernels.dispatch import optimizer_step
 from offloadkit.offload.gradients import LayerGradient, runs
 from offloadkit.offload.layers import FlatLayer, ParameterView
+from offloadkit.offload.outside import unwatched
 from offloadkit.offload.state_ring import PassingStates, StateRing
 from offloadkit.offload.weight_ring import StreamedWeights
 from offloadkit.offload.weights import LayerWeights
@@ -100,6 +101,8 @@ class LayerState:
         self.on_gpu = placement.step == "gpu"
         self.switchable = config.placement is None and by_cpu and self._passing is not None
         self._copy_is_stale = False
+        self._seen_writes: dict[ParameterView, int] = {}
+        """Version counters of parameters of which every write since the last boundary was seen by `after_write`."""
         self.steps = torch.zeros(len(layer.views), dtype=torch.float32)
         self.uploaded: Event | None = None
 
@@ -135,21 +138,94 @@ class LayerState:
         if self._region is not None:
             self._region.forget_pages()
 
-    def take_over(self, views: Sequence[ParameterView], *, keep_remainder: bool = False) -> None:
-        """Take weights of `views` that were written from outside as the master weights. Their update is recorded.
+    def open(self) -> None:
+        """Have the newest weights where they live, so that anyone may read or write them."""
+        self.weights.open()
 
-        With `keep_remainder` the caller sets the remainder next; else it adds nothing.
+    def home(self, view: ParameterView) -> torch.Tensor:
+        """Where a parameter's weights live, in its shape."""
+        return self.weights.home(view)
+
+    def has_gradient(self, view: ParameterView) -> bool:
+        """Whether a gradient of the parameter was gathered that no step has taken yet."""
+        return self.layer.views.index(view) in self.gradient.window
+
+    def before_write(self, view: ParameterView) -> torch.Tensor | None:
+        """Called before somebody writes a parameter. All updates are done.
+
+        Returns:
+            The weights, 1-D, where `after_write` needs them and nothing else keeps them.
+        """
+        split = self.flat.remainder is not None and self.layer.dtype == torch.bfloat16
+        if split and self._keeps_copy:
+            self._refresh_copy()
+        self._wait_for_copies()
+        with unwatched():
+            version = view.parameter._version
+        if version == self.weights.known_version(view):
+            self._seen_writes[view] = version
+        elif self._seen_writes.get(view) != version:
+            self._seen_writes.pop(view, None)
+        return self.flat.weights[view.elements].clone() if split and not self._keeps_copy else None
+
+    def after_write(self, view: ParameterView, before: torch.Tensor | None) -> None:
+        """Called after it, with the result of `before_write`."""
+        self.weights.changed()
+        with unwatched():
+            version = view.parameter._version
+        if view in self._seen_writes:
+            self._seen_writes[view] = version
+        if before is not None:
+            self._forget_remainder(view, before)
+
+    def take_over(self, written: Mapping[ParameterView, int], *, keep_remainder: bool = False) -> None:
+        """Take weights that were written from outside as the master weights. Their update is recorded.
+
+        The remainder stays where the weight's bits do, if every write was seen; else it adds nothing. With
+        `keep_remainder` the caller sets it next.
+
+        Args:
+            written: the parameters, each with its version counter.
         """
         self._wait_for_copies()
         if self._streamed is not None:
-            self._streamed.save(views)
-        for view in views:
-            weights = self.flat.weights[view.elements]
-            if self._streamed is None:
-                weights.copy_(self.weights.flat[view.elements])
+            self._streamed.save(list(written))
+        for view, version in written.items():
             if self.flat.remainder is not None and not keep_remainder:
-                remainder = self.flat.remainder[view.elements]
-                remainder.copy_(weights) if self.layer.dtype == torch.float16 else remainder.zero_()
+                if self._seen_writes.get(view) != version:
+                    self._drop_remainder(view)
+                elif self.layer.dtype == torch.float16:
+                    self._forget_remainder(view, self.flat.remainder[view.elements].half())
+                elif self._keeps_copy:
+                    self._forget_remainder(view, self.flat.weights[view.elements])
+            if self._streamed is None:
+                self.flat.weights[view.elements].copy_(self.weights.flat[view.elements])
+        self._seen_writes.clear()
+
+    @property
+    def _keeps_copy(self) -> bool:
+        """Whether RAM has a copy of weights that live in VRAM."""
+        return self.flat.weights is not self.weights.flat
+
+    def _drop_remainder(self, view: ParameterView) -> None:
+        """The master weights are the working weights, and nothing more."""
+        assert self.flat.remainder is not None
+        remainder = self.flat.remainder[view.elements]
+        if self.layer.dtype == torch.float16:
+            remainder.copy_(self.weights.flat[view.elements])
+        else:
+            remainder.zero_()
+
+    def _forget_remainder(self, view: ParameterView, before: torch.Tensor) -> None:
+        """As `_drop_remainder`, where the working weights have other bits than `before`, 1-D."""
+        assert self.flat.remainder is not None
+        remainder = self.flat.remainder[view.elements]
+        now = self.weights.flat[view.elements]
+        changed = (now.view(torch.int16) != before.to(now.device).view(torch.int16)).to(remainder.device)
+        if self.layer.dtype == torch.float16:
+            remainder.copy_(torch.where(changed, now.to(remainder), remainder))
+        else:
+            remainder.masked_fill_(changed, 0)
 
     def master(self, view: ParameterView) -> torch.Tensor:
         """fp32 copy of a parameter's master weights, in its shape, in RAM."""

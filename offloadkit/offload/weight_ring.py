@@ -23,6 +23,7 @@ from torch import nn
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import FlatLayer, ParameterView
+from offloadkit.offload.outside import unwatched
 from offloadkit.offload.recompute import changed_in_place
 from offloadkit.offload.weights import LayerWeights, PendingUpdate
 
@@ -43,18 +44,14 @@ class StreamedWeights(LayerWeights):
         self.copied: Event | None = None
         self.written: Event | None = None
         self.block: StreamedBlock
-        self._host_views: list[torch.Tensor] = []
         self._views: dict[int, list[torch.Tensor]] = {}
         nan = torch.full((1,), torch.nan, dtype=layer.dtype, device=device)
         self._unbound = [nan.expand(view.parameter.shape) for view in layer.views]
 
-    def start(self) -> None:
-        super().start()
-        self._host_views = self._bound
-
     def bind_to_ram(self) -> None:
         """Bind the parameters to RAM, where anyone may read or write them."""
-        self.bind(self._host_views)
+        if self._bound is not self._home:
+            self.bind(self._home)
 
     def unbind(self) -> None:
         """Bind the parameters to a NaN on the device, while another block uses the buffer.
@@ -66,10 +63,11 @@ class StreamedWeights(LayerWeights):
 
     def save(self, views: Sequence[ParameterView]) -> None:
         """Copy the parameters of `views`, which were written in VRAM, to RAM. Does nothing if they are bound to RAM."""
-        if self._bound is self._host_views or self._bound is self._unbound:
+        if self._bound is self._home or self._bound is self._unbound:
             return
-        for view in views:
-            self.flat[view.elements].copy_(view.parameter.data.reshape(-1))
+        with unwatched():
+            for view in views:
+                self.flat[view.elements].copy_(view.parameter.data.reshape(-1))
 
     def bind_to_vram(self, memory: torch.Tensor) -> None:
         """Bind the parameters to `memory`: uint8, the layer's part of one of the ring's buffers."""
@@ -92,11 +90,28 @@ class StreamedWeights(LayerWeights):
             self.written.synchronize()
         self.block.ring.evict(self.block)
 
+    def open(self) -> None:
+        """
+        Raises:
+            EngineStateError: forward or backward runs, and another block's weights are in VRAM.
+        """
+        ring = self.block.ring
+        if not (ring.in_forward or ring.in_backward):
+            self.settle()
+        elif not ring.computes_with(self.block):
+            raise EngineStateError(
+                f"a weight of {self.layer.name!r} was used outside of its block's forward, while the engine keeps it "
+                "in RAM: call the block, read the weight before or after the step, or train with "
+                "Placement(weights='vram')"
+            )
+
+    def changed(self) -> None:
+        super().changed()
+        self.block.num_updates = [layer.num_updates for layer in self.block.layers]
+
     def start_update(self, views: set[int]) -> PendingUpdate:
         self.block.ring.evict(self.block)
-        pending = super().start_update(views)
-        self.block.num_updates = [layer.num_updates for layer in self.block.layers]
-        return pending
+        return super().start_update(views)
 
     def check_held(self, view: ParameterView) -> None:
         """
@@ -229,6 +244,10 @@ class WeightRing:
         following = self._successor.get((self.in_backward, block))
         if following is not None and following.ready() and not self.holds(following):
             self._fetch(following)
+
+    def computes_with(self, block: StreamedBlock) -> bool:
+        """Whether it is the block that was used last, and its parameters are bound to VRAM."""
+        return self._current is not None and self._current.block is block
 
     def holds(self, block: StreamedBlock) -> bool:
         """Whether the block is in VRAM."""

@@ -20,6 +20,7 @@ from offloadkit.device.streams import Event, Waits
 from offloadkit.errors import EngineStateError
 from offloadkit.hardware import trim_heap
 from offloadkit.offload.layers import FlatLayer, ParameterView, stays_fp32
+from offloadkit.offload.outside import Outside, unwatched
 from offloadkit.optim.table import DTYPES, Dtype
 
 
@@ -46,7 +47,7 @@ class LayerWeights:
     Attributes:
         flat: 1-D tensor of `layer.numel` elements, where the weights live between steps.
         pending: the update that forward has not waited for yet.
-        num_updates: how many updates there were.
+        num_updates: how often the weights changed, by an update or by somebody else.
         stepped_on_gpu: whether the GPU steps the layer. Else the CPU does, and its weights are copied to the device.
     """
 
@@ -57,6 +58,7 @@ class LayerWeights:
         self.stepped_on_gpu = False
         self._waits = waits
         self._bound: list[torch.Tensor] = []
+        self._home: list[torch.Tensor] = []
         self._versions: list[int] = []
 
     def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -67,23 +69,35 @@ class LayerWeights:
         """
         to_own: Any = dlpack
         parts = [to_own.from_dlpack(to_own.to_dlpack(flat[view.elements])) for view in self.layer.views]
-        return [part.view(view.parameter.shape) for part, view in zip(parts, self.layer.views, strict=True)]
+        with unwatched():
+            return [part.view(view.parameter.shape) for part, view in zip(parts, self.layer.views, strict=True)]
 
     def bind(self, tensors: list[torch.Tensor]) -> None:
         """Make each parameter share the memory of its tensor, one for each view."""
-        for view, tensor in zip(self.layer.views, tensors, strict=True):
-            view.parameter.data = tensor
+        with unwatched():
+            for view, tensor in zip(self.layer.views, tensors, strict=True):
+                view.parameter.data = tensor
         self._bound = tensors
 
     def start(self) -> None:
         """Bind the parameters to `flat` for the first time. Their old gradients are dropped."""
         for view in self.layer.views:
             view.parameter.grad = None
-        self.bind(self.tensors(self.flat))
+        self._home = self.tensors(self.flat)
+        self.bind(self._home)
         self._versions = self._present_versions()
 
     def _present_versions(self) -> list[int]:
-        return [view.parameter._version for view in self.layer.views]
+        with unwatched():
+            return [view.parameter._version for view in self.layer.views]
+
+    def home(self, view: ParameterView) -> torch.Tensor:
+        """The part of `flat` of one parameter, in its shape."""
+        return self._home[self.layer.views.index(view)]
+
+    def known_version(self, view: ParameterView) -> int:
+        """The parameter's version counter after the newest write that was taken over."""
+        return self._versions[self.layer.views.index(view)]
 
     def wait(self) -> None:
         """Make the compute stream wait for the pending update before it uses the layer."""
@@ -105,6 +119,18 @@ class LayerWeights:
         """Have the newest weights where they live, so that anyone may read or write the parameters."""
         self.wait()
 
+    def open(self) -> None:
+        """`settle`, for somebody who touches a parameter outside of its module.
+
+        Raises:
+            EngineStateError: the weights may not be moved now.
+        """
+        self.wait()
+
+    def changed(self) -> None:
+        """Somebody wrote weights: backward through what they computed before fails."""
+        self.num_updates += 1
+
     def check_waited(self, views: Sequence[ParameterView]) -> None:
         """
         Raises:
@@ -125,8 +151,8 @@ class LayerWeights:
         """
         if self.num_updates != num_updates:
             raise EngineStateError(
-                f"the weights of {self.layer.name!r} were stepped since this loss was computed: call "
-                "engine.backward(loss) before engine.step(), or compute the loss again"
+                f"the weights of {self.layer.name!r} were stepped or written since this loss was computed: call "
+                "engine.backward(loss) first, or compute the loss again"
             )
 
     def check_held(self, view: ParameterView) -> None:
@@ -139,25 +165,28 @@ class LayerWeights:
         """
         torch.autograd.graph.increment_version([self.layer.views[index].parameter for index in views])
         self._versions = self._present_versions()
-        self.pending, self.num_updates = PendingUpdate(), self.num_updates + 1
+        self.changed()
+        self.pending = PendingUpdate()
         return self.pending
 
-    def written_outside(self) -> list[ParameterView]:
-        """Views whose parameters were written in place since the last call (a reloaded checkpoint, an EMA).
+    def written_outside(self) -> dict[ParameterView, int]:
+        """Views whose parameters were written in place since the last call (a reloaded checkpoint, an EMA), each with
+        its version counter.
 
         Raises:
             EngineStateError: a parameter has other memory now, so the model was moved or cast.
         """
-        written = []
-        for view, bound, old in zip(self.layer.views, self._bound, self._versions, strict=True):
-            if view.parameter.data_ptr() != bound.data_ptr():
-                raise EngineStateError(
-                    f"parameter {view.name!r} was moved or cast after the engine was built (model.to(), .half(), "
-                    "or an assignment to .data): close the engine first, then move the model and build a new one"
-                )
-            if view.parameter._version != old:
-                written.append(view)
-        self._versions = self._present_versions()
+        written = {}
+        with unwatched():
+            for view, bound, old in zip(self.layer.views, self._bound, self._versions, strict=True):
+                if view.parameter.data_ptr() != bound.data_ptr():
+                    raise EngineStateError(
+                        f"parameter {view.name!r} was moved or cast after the engine was built (model.to(), .half(), "
+                        "or an assignment to .data): close the engine first, then move the model and build a new one"
+                    )
+                if view.parameter._version != old:
+                    written[view] = view.parameter._version
+            self._versions = self._present_versions()
         return written
 
 
@@ -170,13 +199,18 @@ class ForwardHooks:
     - The forward of the whole model waits for layers that nothing else waits for; without gradients it waits for all.
     - `state_dict` and `load_state_dict` of any module wait for its layers. Those of the whole model also call `settle`,
       which finishes all updates.
+    - While a module that waits runs, and while its weights are loaded, its parameters are not watched by `outside`.
     """
 
     def __init__(
-        self, model: nn.Module, weights: Sequence[LayerWeights], settle: weakref.WeakMethod[Callable[[], None]]
+        self,
+        model: nn.Module,
+        weights: Sequence[LayerWeights],
+        settle: weakref.WeakMethod[Callable[[], None]],
+        outside: Outside,
     ) -> None:
         self._model: nn.Module | None = model
-        self._weights, self._settle = weights, settle
+        self._weights, self._settle, self._outside = weights, settle, outside
         self._order_of_use: dict[LayerWeights, int] = {}
         self._waited_at_root: set[LayerWeights] = set()
         self._ran: set[nn.Module] = set()
@@ -188,12 +222,15 @@ class ForwardHooks:
             for module in _first_to_run(weight.layer):
                 self._waiting_for.setdefault(module, []).append(weight)
         at_root, ask, wait = self._hook_functions()
+        load, watch = self._loading(wait)
         # These hooks run first: another hook may read the weights (torch.nn.utils.weight_norm does).
         self._hooks = [module.register_forward_pre_hook(ask, prepend=True) for module in self._waiting_for]
+        self._hooks += [module.register_forward_hook(watch) for module in self._waiting_for]
         self._hooks.append(model.register_forward_pre_hook(at_root, prepend=True))
         for module in dict.fromkeys([model, *self._layers_of]):
             untyped: Any = module
-            self._hooks += [untyped.register_state_dict_pre_hook(wait), untyped.register_load_state_dict_pre_hook(wait)]
+            self._hooks += [untyped.register_state_dict_pre_hook(wait), untyped.register_load_state_dict_pre_hook(load)]
+            self._hooks.append(untyped.register_load_state_dict_post_hook(watch))
 
     def _hook_functions(self) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
         """The hooks of the whole model's forward, of a module's forward, and of a module's state_dict.
@@ -216,6 +253,7 @@ class ForwardHooks:
                 self._ran.add(module)
                 self._order_of_use.setdefault(weight, len(self._order_of_use))
                 weight.use()
+                self._outside.release(weight.layer)
                 if (tracing := trace.active()) is not None:
                     tracing.reaches_layer(weight.layer.name)
 
@@ -227,6 +265,20 @@ class ForwardHooks:
                 settle()
 
         return at_root, ask, wait
+
+    def _loading(self, wait: Callable[..., None]) -> tuple[Callable[..., None], Callable[..., None]]:
+        """The hooks before a module's weights are loaded, and after that, and after its forward."""
+
+        def load(module: nn.Module, *args: Any) -> None:
+            wait(module)
+            for weight in self._layers_of.get(module, ()):
+                self._outside.release(weight.layer)
+
+        def watch(module: nn.Module, *args: Any) -> None:
+            for weight in self._layers_of.get(module, ()):
+                self._outside.watch(weight.layer)
+
+        return load, watch
 
     def got_gradient(self, weight: LayerWeights, view: ParameterView) -> None:
         """`view` got its first gradient, so it was used. If no hook waited for it, have the whole model's forward wait.

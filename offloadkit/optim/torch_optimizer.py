@@ -63,6 +63,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise EngineStateError("offloadkit's optimizer takes no closure: call engine.backward(loss), then step()")
         self._engine().step(boundary=True)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `torch.amp.GradScaler` asks before it steps.
+
+        Raises:
+            EngineStateError: always.
+        """
+        raise EngineStateError(
+            "torch.amp.GradScaler cannot step offloadkit's optimizer. The engine scales fp16's loss by itself: leave "
+            "the scaler out, or make it GradScaler(enabled=False), and call engine.backward(loss), then engine.step()"
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients gathered since the last update."""
         self._engine().drop_gradients()

@@ -11,7 +11,9 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration, TrainerCallback
 
 import offloadkit
-from offloadkit.config import OffloadConfig
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.engine import OffloadEngine
+from offloadkit.errors import ModelError
 from tests.hf.training import seq2seq_rows, t5, train
 
 SHAPE: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 384}
@@ -35,6 +37,34 @@ def test_no_stack_keeps_any_while_training_unless_asked_to(use: bool, tmp_path: 
     assert seen == 3 * [{False, use}]
     trainer.close()
     assert model.decoder.config.use_cache
+
+
+def test_in_a_bare_loop_none_are_kept_and_placements_are_equal() -> None:
+    trained, batch = [], seq2seq_batch()
+    for activations in ("keep", "checkpoint"):
+        model = t5(dropout=0.1)
+        assert cached(model) == {False, True}
+        placement = Placement(activations=activations)  # type: ignore[arg-type]
+        with OffloadEngine(model, OffloadConfig(learning_rate=1e-2, placement=placement), device="cpu") as engine:
+            for _ in range(2):
+                output = engine(**batch)
+                assert output.past_key_values is None
+                engine.backward(output.loss)
+                engine.step()
+            with pytest.raises(ModelError, match="use_cache=True in training"):
+                engine(**batch, use_cache=True)
+            engine.eval()
+            with torch.no_grad():
+                assert engine(**batch).past_key_values is not None
+            trained.append(engine.master_weights())
+        assert cached(model) == {False, True}
+    assert [name for name, weight in trained[0].items() if not torch.equal(weight, trained[1][name])] == []
+
+
+def seq2seq_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = {"input_ids": 5, "labels": 3}
+    return {name: torch.randint(2, 40, (2, length), generator=generator) for name, length in lengths.items()}
 
 
 def test_a_plan_counts_none() -> None:

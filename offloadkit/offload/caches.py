@@ -1,0 +1,28 @@
+"""Keys and values that a HuggingFace model caches for generation: useless in training, and they change its rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+def caching_configs(model: nn.Module) -> list[Any]:
+    """The configs of `model` and its parts that say whether keys and values are cached."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return [config for config in configs.values() if hasattr(config, "use_cache")]
+
+
+@contextmanager
+def without_caches(configs: Sequence[Any]) -> Iterator[None]:
+    """While it is open, none is cached. Afterwards the configs are as they were."""
+    caching = [config for config in configs if config.use_cache]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True

@@ -1,0 +1,383 @@
+"""What the program around the engine does to the weights: it reads the newest ones, and what it writes counts.
+
+Between modules' forwards a trained parameter is *watched*: it is of a subclass whose `__torch_function__` sees every
+operation on it. Before such an operation the layer's update is waited for, and streamed weights are bound to RAM. While
+a module runs, and in backward, its parameters are plain ones, and torch does not call Python.
+
+`.data`, `.detach()` and views made between steps are watched too, and count as the parameter does: all share its
+version counter. A boundary finds by this counter which weights were written. Where an operation was seen here, weights
+whose bits it left alone keep what their master holds beyond them. Writes that Python's torch does not see (a raw
+pointer, a storage) are not found; arrays of numpy are read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from offloadkit.errors import EngineStateError
+from offloadkit.offload.layers import FlatLayer, ParameterView
+
+unwatched: Any = torch._C.DisableTorchFunctionSubclass
+"""A context in which the engine handles watched parameters as plain ones."""
+
+
+_requires_grad: Any = torch.Tensor.requires_grad
+_grad: Any = torch.Tensor.grad
+
+
+class WatchedLayer(Protocol):
+    """What is asked of a layer whose parameters are watched."""
+
+    layer: FlatLayer
+
+    def open(self) -> None:
+        """Have the newest weights where they live, for anyone."""
+
+    def home(self, view: ParameterView) -> torch.Tensor:
+        """Where a parameter's weights live, in its shape."""
+
+    def has_gradient(self, view: ParameterView) -> bool:
+        """Whether a gradient of the parameter was gathered that no step has taken yet."""
+
+    def before_write(self, view: ParameterView) -> torch.Tensor | None:
+        """Called before an operation writes the parameter; the result is for `after_write`."""
+
+    def after_write(self, view: ParameterView, before: torch.Tensor | None) -> None:
+        """Called after it."""
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """One watched parameter."""
+
+    outside: Outside
+    layer: WatchedLayer
+    """Gone once the engine is closed."""
+    view: ParameterView
+    plain: type
+    watched: type
+
+
+class Outside:
+    """Watches the trained parameters of one engine, wherever their layers live now."""
+
+    def __init__(self, layers: Sequence[WatchedLayer], finish_updates: Callable[[], None]) -> None:
+        """
+        Args:
+            finish_updates: waits until no layer is stepped; called before a write.
+        """
+        self._finish_updates, self._released = finish_updates, False
+        kinds: dict[type, type] = {}
+        self._places: dict[int, _Place] = {}
+        self._of_layer: dict[FlatLayer, list[_Place]] = {}
+        for layer in layers:
+            places = self._of_layer[layer.layer] = []
+            for view in layer.layer.views:
+                plain = type(view.parameter)
+                if plain not in kinds:
+                    kinds[plain] = _watched_class(plain, self)
+                place = _Place(self, layer, view, plain, kinds[plain])
+                self._places[id(view.parameter)] = place
+                places.append(place)
+        self._watch_all()
+
+    def watch(self, layer: FlatLayer) -> None:
+        """Watch the layer's parameters: the module that used them has run."""
+        if not self._released:
+            for place in self._of_layer[layer]:
+                place.view.parameter.__class__ = place.watched
+
+    def release(self, layer: FlatLayer) -> None:
+        """Make the layer's parameters plain ones: its newest weights are there, and a module uses them next."""
+        for place in self._of_layer.get(layer, ()):
+            place.view.parameter.__class__ = place.plain
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """While it is open, all parameters are plain ones. The engine sees to the waits."""
+        before, self._released = self._released, True
+        for layer in self._of_layer:
+            self.release(layer)
+        try:
+            yield
+        finally:
+            self._released = before
+            self._watch_all()
+
+    def moved(self, layer: WatchedLayer) -> None:
+        """A layer lives elsewhere now. Aliases that were taken before are refused from here on."""
+        for place in self._of_layer[layer.layer]:
+            place.layer = layer
+
+    def close(self) -> None:
+        """Watch nothing any more. Tensors that were handed out stay what they are, and hold no layer."""
+        for layer in self._of_layer:
+            self.release(layer)
+        for place in self._places.values():
+            del place.layer
+        self._of_layer.clear()
+        self._places.clear()
+        del self._finish_updates
+
+    def _watch_all(self) -> None:
+        for layer in self._of_layer:
+            self.watch(layer)
+
+    def open(self, place: _Place) -> None:
+        """Have the newest weights of a parameter where they live."""
+        if self._places:
+            place.layer.open()
+
+    def place_of(self, parameter: torch.Tensor) -> _Place:
+        return self._places[id(parameter)]
+
+    def begin_write(self, place: _Place) -> torch.Tensor | None:
+        if not self._places:
+            return None
+        self._finish_updates()
+        return place.layer.before_write(place.view)
+
+    def end_write(self, place: _Place, before: torch.Tensor | None) -> None:
+        if self._places:
+            place.layer.after_write(place.view, before)
+
+    def check_gradient(self, parameter: Any) -> None:
+        """
+        Raises:
+            EngineStateError: somebody asks for the gradient while the engine has it.
+        """
+        place = self._places[id(parameter)]
+        if place.layer.has_gradient(place.view):
+            raise EngineStateError(
+                f"the gradient of {place.view.name!r} is the engine's, and .grad does not hold it. To clip, set "
+                "OffloadConfig(max_grad_norm=...) instead of calling clip_grad_norm_; engine.grad_norm() tells the "
+                "norm after step(). To drop the gradients, call engine.drop_gradients() or "
+                "engine.optimizer.zero_grad(). torch.amp.GradScaler is of no use: the engine scales fp16's loss itself"
+            )
+
+
+class Watched:
+    """A trained parameter, as long as no module uses it and no backward runs."""
+
+    __slots__ = ()
+    outside: Outside
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _touch(func, args, kwargs or {})
+
+    # Properties, since trainers ask every parameter in every step: `__torch_function__` takes thrice their time.
+
+    def numel(self) -> int:
+        parameter: Any = self
+        return self.outside.place_of(parameter).view.numel
+
+    @property
+    def requires_grad(self) -> bool:
+        with unwatched():
+            return bool(_requires_grad.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        with unwatched():
+            _requires_grad.__set__(self, value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """
+        Raises:
+            EngineStateError: the engine has gathered the gradient.
+        """
+        self.outside.check_gradient(self)
+        with unwatched():
+            gradient: torch.Tensor | None = _grad.__get__(self)
+            return gradient
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.outside.check_gradient(self)
+        with unwatched():
+            _grad.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A plain parameter of its own."""
+        parameter: Any = self
+        place = self.outside.place_of(parameter)
+        self.outside.open(place)
+        parameter.__class__ = place.plain
+        try:
+            return deepcopy(parameter, memo)
+        finally:
+            parameter.__class__ = place.watched
+
+
+def _watched_class(plain: type, outside: Outside) -> type:
+    """A subclass of `plain`, of the same name."""
+    body = {"outside": outside, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    kind: type = type(plain)(plain.__name__, (Watched, plain), body)
+    return kind
+
+
+class _Alias(torch.Tensor):
+    """What shares a watched parameter's memory: `.data`, `.detach()`, a view. It stands for the tensor `_plain`."""
+
+    _place: _Place
+    _plain: torch.Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _touch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        self._place.outside.open(self._place)
+        return deepcopy(self._plain, memo)
+
+
+_FACTS = frozenset(
+    (
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "__len__"),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_pinned", "is_shared", "is_inference"),
+        *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "get_device"),
+        *("_is_view", "has_names", "__dlpack_device__"),
+    )
+)
+"""Functions that neither read nor write the weights."""
+_READING_GETTERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_IN_PLACE = {"__setitem__", *(f"__i{operator}__" for operator in _OPERATORS)}
+_GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_kinds: dict[Any, str] = {}
+
+
+def _kind(func: Any) -> str:
+    """What a function does with the weights: it tells a "fact" of them, "reads" or "writes" them."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = func.__self__.__name__
+        if attribute == "data":
+            return "reads" if name == "__get__" else "writes"
+        return "reads" if attribute in _READING_GETTERS else "fact"
+    if name in _FACTS:
+        return "fact"
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return "writes" if in_place else "reads"
+
+
+def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on watched parameters and their aliases, with the newest weights, and take note of writes."""
+    kind = _kinds.get(func)
+    if kind is None:
+        kind = _kinds[func] = _kind(func)
+    first = args[0] if args else None
+    if kind == "fact":
+        if type(first) is not _Alias:
+            with unwatched():
+                return func(*args, **kwargs)
+        with unwatched():
+            result = func(first._plain, *args[1:], **kwargs)
+        return first if result is first._plain else result
+    places: dict[_Place, Any] = {}
+    targets: dict[_Place, Any] = {}
+    if kind == "writes" and args:
+        args = (_plain(first, targets), *args[1:])
+    if "out" in kwargs or (kind == "writes" and not args):
+        kwargs = _plain(kwargs, targets)
+    args, kwargs = _plain(args, places), _plain(kwargs, places)
+    for place in (*places, *targets):
+        place.outside.open(place)
+    for place, tensor in (*places.items(), *targets.items()):
+        _check_current(place, tensor)
+    with unwatched():
+        if func == _SET_DATA:
+            func, args = _assignment(args[0], args[1], targets)
+        elif func == _GET_DATA:
+            func = torch.Tensor.detach
+        elif func is torch.Tensor.__repr__ and isinstance(first, Watched):
+            args = (args[0].detach().requires_grad_(args[0].requires_grad), *args[1:])
+    before = {place: place.outside.begin_write(place) for place in targets}
+    with unwatched():
+        result = func(*args, **kwargs)
+    for place, old in before.items():
+        place.outside.end_write(place, old)
+    return _aliased(result, places | targets)
+
+
+def _plain(value: Any, places: dict[_Place, Any]) -> Any:
+    """`value` with plain tensors for aliases. The places of all watched tensors in it go to `places`."""
+    kind = type(value)
+    if kind is _Alias:
+        places[value._place] = value._plain
+        return value._plain
+    if isinstance(value, Watched):
+        parameter: Any = value
+        places.setdefault(value.outside.place_of(parameter), None)
+        return value
+    if kind is list or kind is tuple:
+        return kind([_plain(item, places) for item in value])
+    if kind is dict:
+        return {name: _plain(item, places) for name, item in value.items()}
+    return value
+
+
+def _check_current(place: _Place, alias: torch.Tensor | None) -> None:
+    """
+    Raises:
+        EngineStateError: an alias is of memory that the weights have left.
+    """
+    if alias is None or not place.outside._places or not alias.numel():
+        return
+    with unwatched():
+        if _memory(alias) != _memory(place.layer.home(place.view)):
+            raise EngineStateError(
+                f"this tensor was taken from parameter {place.view.name!r} before its layer moved, and no longer "
+                "holds the weights: take it from the parameter again"
+            )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _assignment(parameter: Any, value: Any, targets: dict[_Place, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """`parameter.data = value` as an operation: the numbers are copied where they fit, since the memory is the
+    engine's. What moves or casts the model is left to the check at the boundary."""
+    fits = isinstance(value, torch.Tensor) and (value.shape, value.dtype, value.device) == (
+        parameter.shape,
+        parameter.dtype,
+        parameter.device,
+    )
+    if fits:
+        return torch.no_grad()(torch.Tensor.copy_), (parameter, value)
+    targets.clear()
+    return _SET_DATA, (parameter, value)
+
+
+def _aliased(result: Any, places: dict[_Place, Any]) -> Any:
+    """`result`, with an alias for each tensor that shares the memory of one of `places`; numpy's may not be written."""
+    if type(result) is list or type(result) is tuple:
+        return type(result)([_aliased(item, places) for item in result])
+    if type(result).__name__ == "ndarray":
+        result.flags.writeable = False
+        return result
+    if type(result) is not torch.Tensor or result.layout is not torch.strided:
+        return result
+    if torch.is_grad_enabled() and result.requires_grad:  # part of a graph: torch refuses to write it
+        return result
+    with unwatched():
+        memory = _memory(result)
+        for place in places:
+            if place.outside._places and memory and memory == _memory(place.layer.home(place.view)):
+                alias: Any = result.as_subclass(_Alias)
+                alias._place, alias._plain = place, result
+                return alias
+    return result
