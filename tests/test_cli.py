@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["offloadkit.finetuning"], "finetune", interrupted)
+    monkeypatch.setattr(importlib.import_module("offloadkit.finetuning"), "finetune", interrupted)
     done = run("train", "model", "data.jsonl", "--output", str(tmp_path))
     assert done.exit_code == 130
     assert f"interrupted; there is no checkpoint in {tmp_path} to resume from" in done.stderr
@@ -83,7 +84,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_switches_of_train_are_those_of_finetune(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, object]] = []
-    done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetuning"]
+    done, finetune = SimpleNamespace(stopped=False), importlib.import_module("offloadkit.finetuning")
     monkeypatch.setattr(finetune, "finetune", lambda *_, **options: (told.append(options), done)[1])
     names = ("resume", "overwrite", "retry_leaner", "compile_blocks")
     for switches in ((), *((f"--{name.replace('_', '-')}",) for name in names)):
@@ -94,7 +95,7 @@ def test_switches_of_train_are_those_of_finetune(monkeypatch: pytest.MonkeyPatch
 
 def test_train_takes_the_names_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, object]] = []
-    done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetuning"]
+    done, finetune = SimpleNamespace(stopped=False), importlib.import_module("offloadkit.finetuning")
     monkeypatch.setattr(finetune, "finetune", lambda *_, **options: (told.append(options), done)[1])
     values = {"input_column": "q", "target_column": "a", "template": "{q}?"}
     given = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", value)]
@@ -104,7 +105,7 @@ def test_train_takes_the_names_of_columns(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_train_takes_the_lengths_and_the_dtype_that_plan_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
-    done, finetuning = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetuning"]
+    done, finetuning = SimpleNamespace(stopped=False), importlib.import_module("offloadkit.finetuning")
     monkeypatch.setattr(finetuning, "finetune", lambda *_, **options: (told.append(options), done)[1])
     sizes = ("--max-input-length", "64", "--max-target-length", "16", "--dtype", "fp32")
     for given in ((), sizes):
@@ -120,7 +121,7 @@ def test_a_folder_for_states_on_disk_is_told_to_plan_and_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[OffloadConfig] = []
-    done, finetune = SimpleNamespace(stopped=False), sys.modules["offloadkit.finetuning"]
+    done, finetune = SimpleNamespace(stopped=False), importlib.import_module("offloadkit.finetuning")
     monkeypatch.setattr(finetune, "finetune", lambda *_, offload, **__: (told.append(offload), done)[1])
     for given in ((), ("--disk", str(tmp_path))):
         assert run("train", "model", "data.jsonl", *given).exit_code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -180,7 +181,7 @@ def test_a_model_whose_evaluation_fails_is_saved(tmp_path: Path, monkeypatch: py
     def fails(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no prediction")
 
-    monkeypatch.setattr(sys.modules["offloadkit.finetuning"], "predict", fails)
+    monkeypatch.setattr(importlib.import_module("offloadkit.finetuning"), "predict", fails)
     with pytest.raises(RuntimeError, match="no prediction"):
         finetune(t5(), PAIRS, eval_dataset=PAIRS[:4], output_dir=tmp_path / "run", max_steps=2, save_strategy="no")
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
@@ -227,7 +228,7 @@ def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
     gpu: str, options: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to the plan; no GPU is needed to get there."""
-    module = sys.modules["offloadkit.finetuning"]
+    module = importlib.import_module("offloadkit.finetuning")
     seen: dict[str, Any] = {}
 
     def auto_batch_size(source: Any, offload: OffloadConfig, *, device: torch.device, **_: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def _a_folder(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def a_download(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the rows came from the hub."""
-    monkeypatch.setattr(sys.modules["offloadkit.finetuning"], "on_hub", lambda data: True)
+    monkeypatch.setattr(importlib.import_module("offloadkit.finetuning"), "on_hub", lambda data: True)
 
 
 @pytest.fixture
