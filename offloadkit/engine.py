@@ -370,8 +370,8 @@ class OffloadEngine:
                 self.plan = self._records.plan = plan
                 self._ram_watch.expect(plan.tiers["ram"])
         seconds = time.perf_counter() - began
-        totals = [{tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan)]
-        self.telemetry.moves.append(Move(self.num_updates, why, *totals, seconds))
+        old, new = ({tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan))
+        self.telemetry.moves.append(Move(self.num_updates, why, old, new, seconds))
 
     def _has_moved(self, state: LayerState) -> None:
         for at, view in enumerate(state.layer.views):
