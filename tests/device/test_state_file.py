@@ -72,7 +72,7 @@ def test_a_file_grows_by_further_regions(tmp_path: Path, monkeypatch: pytest.Mon
     states.give_back(0)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-        with pytest.raises(OutputError, match="need .* of disk"):
+        with pytest.raises(OutputError, match=r"need .* of disk"):
             file.add([7_000])
     assert file.add([7_000, 20_000]) == [1, 2]
     fill(states.take(2), 5, 20_000)
