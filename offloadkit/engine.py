@@ -55,6 +55,7 @@ from offloadkit.optim.table import GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
 from offloadkit.planner import Plan, placed
 from offloadkit.telemetry import Move, Telemetry
+from offloadkit.units import format_seconds
 
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 
@@ -67,7 +68,7 @@ class OffloadEngine:
             writes to its weights count after `synchronize()`; writes through `.data` are not detected.
         optimizer: a `torch.optim.Optimizer` for schedulers and checkpoints.
         device: where the model computes.
-        plan: the sizes of everything and where they live.
+        plan: the sizes of everything and where they live. It moves where memory runs out, and by `move`.
         telemetry: a record of every step.
         num_updates: updates so far, including those of a run it resumed. Telemetry numbers steps by it.
         loss_scale: what the next loss is multiplied by; None without fp16 working weights.
@@ -90,7 +91,8 @@ class OffloadEngine:
             model: any module. Its trainable parameters live where the plan says; frozen ones move to `device`.
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
             device: where to compute. None: the GPU if there is one, else the CPU.
-            plan: what lives where, layer by layer, planned for this model before. None: it is made here.
+            plan: what lives where, layer by layer, planned for this model before. None: it is made here. If less VRAM
+                is free than it takes, the engine begins by a leaner one, with a warning.
             materialise: loads parameters of a model on the meta device into RAM. It is called for one flat layer
                 after the other, so there is never a second copy of the model.
 
@@ -114,8 +116,11 @@ class OffloadEngine:
         here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
         self.plan = within_free_vram(plan, self.device, sum(each.nbytes for each in here))
         if self.plan is not plan:
-            words = moved_in_words(plan, self.plan, 0.0)
-            warnings.warn(f"less VRAM is free than was planned with: the plan is leaner ({words})", stacklevel=2)
+            words = moved_in_words(plan, self.plan)
+            message = f"less VRAM is free than was planned with: the plan is leaner ({words})"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # a full GPU is explained by this engine's
         self._thread = StepThread(self.device)
         self._undo = ExitStack()
         self._undo.callback(self._thread.close)
@@ -462,8 +467,8 @@ class OffloadEngine:
         """`_move`, and a line that says so; returns what changed, in words."""
         before = self.plan
         self._move(plan, why)
-        words = moved_in_words(before, plan, self.telemetry.moves[-1].seconds)
-        message = f"{why} after step {self.num_updates}: the plan has moved ({words})"
+        words, seconds = moved_in_words(before, plan), format_seconds(self.telemetry.moves[-1].seconds)
+        message = f"{why} after step {self.num_updates}: the plan has moved in {seconds} ({words})"
         warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
         return words
 
