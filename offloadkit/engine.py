@@ -404,6 +404,8 @@ class OffloadEngine:
         except BaseException as error:
             if not self._placed.is_whole:
                 self.close()
+                if not isinstance(error, Exception):
+                    raise  # an interrupt
                 raise EngineStateError(
                     "a move failed, and so did going on with what had moved: the engine is closed, and the model has "
                     "its weights; the optimizer's states are gone. Go on from a checkpoint"
