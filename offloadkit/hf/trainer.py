@@ -10,6 +10,8 @@ changed from its default and contradicts the arguments raises `ConfigError`.
 **Loss.** Each micro-batch's mean loss is weighted by its share of the targets of the whole accumulated batch. This
 holds for every model, whether or not its forward knows `num_items_in_batch`. Over a large vocabulary the loss is taken
 in chunks (`loss.py`): the logits exist whole only where somebody reads them.
+
+**A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model whose parts lie where the plan says, and the hooks that keep it so while it runs."""
+"""A model whose parts lie where the plan says, the hooks that keep it so while it runs, and moving to another plan."""
 
 from __future__ import annotations
 
