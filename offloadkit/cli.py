@@ -188,7 +188,7 @@ def train(
         bool, typer.Option("--overwrite", help="Replace an earlier run's model and checkpoints in the output folder.")
     ] = False,
     retry_leaner: Annotated[
-        bool, typer.Option("--retry-leaner", help="When the GPU's memory is full, continue once with less in VRAM.")
+        bool, typer.Option("--retry-leaner", help="Has no effect; a full GPU always leads to a leaner plan.")
     ] = False,
 ) -> None:
     """Train MODEL on DATASET with the optimizer in host RAM.

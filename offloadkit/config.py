@@ -112,7 +112,7 @@ class OffloadConfig:
     round otherwise. The first step takes minutes on a machine that has not compiled them before."""
 
     placement: Placement | None = None
-    """One placement for all layers; None lets the plan decide."""
+    """One placement for all layers; None lets the plan decide, and move where memory runs out."""
 
     vram: int | str | None = None
     """VRAM that the process may take in all, CUDA's context included, as bytes or "8GiB"; None: what is free."""

@@ -10,9 +10,13 @@ for batch in batches:
 from __future__ import annotations
 
 import sys
+import time
+import traceback
+import warnings
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,19 +29,36 @@ from offloadkit.checkpoint.states import SavedStates
 from offloadkit.config import OffloadConfig
 from offloadkit.device.process_memory import phase
 from offloadkit.device.streams import record_compute
-from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OffloadkitError
+from offloadkit.errors import (
+    EngineStateError,
+    ModelError,
+    NonFiniteGradientError,
+    OffloadkitError,
+    OutOfRamError,
+    OutOfVramError,
+    RepeatWindowError,
+)
 from offloadkit.offload.layers import UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.profiling import Profile
 from offloadkit.offload.records import StepRecords, num_tokens
-from offloadkit.offload.shortage import RamWatch, explained_shortage
-from offloadkit.offload.states import Materialise
+from offloadkit.offload.shortage import (
+    RamWatch,
+    explained_shortage,
+    full_gpu,
+    moved_in_words,
+    with_less_ram,
+    with_less_vram,
+    within_free_vram,
+)
+from offloadkit.offload.states import LayerState, Materialise
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
-from offloadkit.planner import Plan
-from offloadkit.telemetry import Telemetry
+from offloadkit.planner import Plan, placed
+from offloadkit.telemetry import Move, Telemetry
+from offloadkit.units import format_seconds
 
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 
@@ -50,7 +71,7 @@ class OffloadEngine:
             you may read and write its weights as any tensors; only writes through raw pointers are not seen.
         optimizer: a `torch.optim.Optimizer` for schedulers and checkpoints.
         device: where the model computes.
-        plan: the sizes of everything and where they live.
+        plan: the sizes of everything and where they live. It moves where memory runs out, and by `move`.
         telemetry: a record of every step.
         num_updates: updates so far, including those of a run it resumed. Telemetry numbers steps by it.
         loss_scale: what the next loss is multiplied by; None without fp16 working weights.
@@ -73,7 +94,8 @@ class OffloadEngine:
             model: any module. Its trainable parameters live where the plan says; frozen ones move to `device`.
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
             device: where to compute. None: the GPU if there is one, else the CPU.
-            plan: what lives where, layer by layer, planned for this model before. None: it is made here.
+            plan: what lives where, layer by layer, planned for this model before. None: it is made here. If less VRAM
+                is free than it takes, the engine begins by a leaner one, with a warning.
             materialise: loads parameters of a model on the meta device into RAM. It is called for one flat layer
                 after the other, so there is never a second copy of the model.
 
@@ -92,8 +114,16 @@ class OffloadEngine:
         param_groups = listed_groups(param_groups)
         layers = flat_layers(model, self.config, param_groups)
         trained = {view.parameter for layer in layers for view in layer.views}
-        self.plan = plan or plan_of(model, layers, self.config)
-        check_plan(self.plan, layers, self.config)
+        plan = plan or plan_of(model, layers, self.config)
+        check_plan(plan, layers, self.config)
+        here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
+        self.plan = within_free_vram(plan, self.device, sum(each.nbytes for each in here))
+        if self.plan is not plan:
+            words = moved_in_words(plan, self.plan)
+            message = f"less VRAM is free than was planned with: the plan is leaner ({words})"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # a full GPU is explained by this engine's
         self._thread = StepThread(self.device)
         self._undo = ExitStack()
         self._undo.callback(self._thread.close)
@@ -127,6 +157,7 @@ class OffloadEngine:
                 for at, view in enumerate(state.layer.views)
             },
         )
+        self._layers = layers
         self._untrained = UntrainedParameters(model, trained)
         self._records = StepRecords(self.telemetry, self.plan, self.device, self.config.on_nonfinite)
         has_fp16 = any(layer.dtype == torch.float16 for layer in layers)
@@ -146,7 +177,7 @@ class OffloadEngine:
 
         Raises:
             OutOfVramError: the GPU's memory is full. With gradients enabled, the gradients gathered since the last
-                update are dropped.
+                update are dropped, and it is a `RepeatWindowError` if the engine has moved to a leaner plan.
             ModelError: `use_cache=True` with gradients enabled.
         """
         self._check_open()
@@ -160,8 +191,8 @@ class OffloadEngine:
             )
         self._begin_phase("first step" if self._newest is None else "training")
         with (
+            self.makes_room(),
             self._records.forward(num_tokens(self.module, kwargs)),
-            explained_shortage(self.plan, self.device, self.drop_gradients),
             self._placed.in_forward(),
         ):
             return self.module(*args, **kwargs)
@@ -177,7 +208,8 @@ class OffloadEngine:
 
         Raises:
             EngineStateError: it was called again before `step()`, without gradient accumulation.
-            OutOfVramError: the GPU's memory is full.
+            OutOfVramError: the GPU's memory is full. It is a `RepeatWindowError` if the engine has moved to a leaner
+                plan. `loss` is detached then, so that its graph frees the GPU.
             ValueError: the loss is not a scalar.
         """
         self._check_open()
@@ -189,19 +221,27 @@ class OffloadEngine:
             )
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a scalar loss, got a tensor of shape {tuple(loss.shape)}")
-        if scale_by_accumulation and accumulation > 1:
-            loss = loss / accumulation
+        with self.makes_room():
+            self._backward(loss, accumulation if scale_by_accumulation else 1)
+        self._num_backwards += 1
+        self._stepped = False
+
+    def _backward(self, loss: torch.Tensor, divisor: int) -> None:
+        given = loss
+        if divisor > 1:
+            loss = loss / divisor
         with self._records.backward(loss):
             self._update_loss_scale()
             try:
-                with explained_shortage(self.plan, self.device, self.drop_gradients), self._placed.in_backward():
+                with self._placed.in_backward():
                     loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
                     loss.backward()  # type: ignore[no-untyped-call]
-            except BaseException:
+            except BaseException as error:
                 self.drop_gradients()
+                if isinstance(error, torch.OutOfMemoryError):
+                    with suppress(RuntimeError):  # a view of a larger tensor
+                        given.detach_()
                 raise
-        self._num_backwards += 1
-        self._stepped = False
 
     def step(self, *, boundary: bool | None = None) -> bool:
         """Call it after each `backward`. At the end of the accumulation window it starts the update, without waiting.
@@ -216,8 +256,10 @@ class OffloadEngine:
             EngineStateError: there was no `backward` since the last call.
             NonFiniteGradientError: the gradients of an earlier step held NaN or Inf (`on_nonfinite="raise"`).
             ModelError: parameters were added, replaced or unfrozen since the engine was built.
-            OutOfRamError: the system is about to run out of RAM. Nothing was done; `step` may be called again.
-            OutOfVramError: the GPU's memory is full. The window's gradients are dropped.
+            OutOfRamError: the system is about to run out of RAM, and no plan takes less. Nothing was done; `step` may
+                be called again. Or the update was started, but the move to a plan with less RAM failed.
+            OutOfVramError: the GPU's memory is full. The window's gradients are dropped. It is a `RepeatWindowError` if
+                the engine has moved to a leaner plan.
         """
         self._check_open()
         if self._stepped and not (boundary and self._num_backwards):
@@ -226,23 +268,27 @@ class OffloadEngine:
             self._stepped = True
             return False
         self._untrained.check()
-        self._ram_watch.check()
+        scarce, leaner = self._ram_watch.warning(), None
+        if scarce is not None and (leaner := with_less_ram(self.plan, self.device)) is None:
+            raise OutOfRamError(scarce)
         self._read_reports()
         self._placed.take_over_outside_writes()
-        try:
-            with explained_shortage(self.plan, self.device):
+        with self.makes_room():
+            try:
                 update = self._new_update()
-            self._thread.start(update)
-        except BaseException:  # also an interrupt: nothing may wait for an update that was never started
-            self._placed.forget_pending()
-            self.drop_gradients()
-            raise
+                self._thread.start(update)
+            except BaseException:  # also an interrupt: nothing may wait for an update that was never started
+                self._placed.forget_pending()
+                self.drop_gradients()
+                raise
         self.num_updates += 1
         self._newest, self._overflow_known, self._stepped, self._num_backwards = update, False, True, 0
         self._records.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy())
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
         if self._profile is not None and self._profile.step(self._settle, self._records.read, self.telemetry):
             self._profile = None
+        if leaner is not None:
+            self._leave_ram(leaner, scarce)
         return True
 
     def _begin_phase(self, name: str) -> None:
@@ -333,6 +379,125 @@ class OffloadEngine:
         except NonFiniteGradientError:
             self.drop_gradients()
             raise
+
+    # ---- moving -------------------------------------------------------------------------------------------------
+
+    def move(self, plan: Plan, *, why: str = "move() was called") -> None:
+        """Go on by another plan of this model: weights, gradients, states and activations live where it says.
+
+        No number changes. The engine finishes its updates, and moves layer by layer: there are never two copies of
+        more than one layer. Layers whose placement is equal stay untouched. What `optimizer.state` and `state_dict()`
+        gave before a move is not written any more: ask again.
+
+        Args:
+            plan: made for this model and config; only its `placement` may be another than the config's.
+            why: for `telemetry.moves`.
+
+        Raises:
+            ModelError, ConfigError: the plan was made for another model or config. Nothing has moved.
+            EngineStateError: gradients are gathered, or a tensor outside shares memory of a parameter that would move.
+                Nothing has moved. Or the engine had to close itself: see below.
+            NonFiniteGradientError: as `step`. Nothing has moved.
+            OffloadkitError: there is too little RAM or disk, or the GPU is full (`OutOfVramError`). Layers that moved
+                before stay there, and training can go on: `plan` says what is where. If not even that is possible, the
+                engine closes, and the model has its weights.
+        """
+        self._check_open()
+        if self._num_backwards or self._placed.is_busy:
+            raise EngineStateError(
+                "move() was called inside an accumulation window: call it after the step() that ends the window, or "
+                "after drop_gradients()"
+            )
+        check_plan(plan, self._layers, replace(self.config, placement=plan.basis.config.placement))
+        self.synchronize()
+        self._move(plan, why)
+
+    def _move(self, plan: Plan, why: str) -> None:
+        """`move` where no gradients are gathered."""
+        began, before = time.perf_counter(), self.plan
+        self._settle()
+        self._thread.settle()
+        self._placed.take_over_outside_writes()
+        self._placed.check_movable(plan.placements)
+        try:
+            with explained_shortage(plan, self.device), torch.inference_mode(False), torch.no_grad():
+                self._placed.move(plan.placements, self._has_moved)
+        except BaseException as error:
+            if not self._placed.is_whole:
+                self.close()
+                if not isinstance(error, Exception):
+                    raise  # an interrupt
+                raise EngineStateError(
+                    "a move failed, and so did going on with what had moved: the engine is closed, and the model has "
+                    "its weights; the optimizer's states are gone. Go on from a checkpoint"
+                ) from error
+            plan = placed(before, self._placed.placements)
+            raise
+        finally:
+            if self._open:
+                self.plan = self._records.plan = plan
+                self._ram_watch.expect(plan.tiers["ram"])
+        seconds = time.perf_counter() - began
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        old, new = ({tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan))
+        self.telemetry.moves.append(Move(self.num_updates, why, old, new, seconds))
+
+    @contextmanager
+    def makes_room(self) -> Iterator[None]:
+        """A context in which a full GPU makes the engine move to a leaner plan.
+
+        Raises:
+            RepeatWindowError: it did so. The gradients since the last update were dropped.
+            OutOfVramError: no leaner plan is left, or the move failed. The gradients were dropped too.
+        """
+        try:
+            with explained_shortage(self.plan, self.device, self.drop_gradients):
+                yield
+        except RepeatWindowError:
+            raise
+        except OutOfVramError as error:
+            traceback.clear_frames(error.__traceback__)  # the failed window must not hold its activations any more
+            raise self._leave_vram(error) from error.__cause__
+
+    def _leave_vram(self, error: OutOfVramError) -> OutOfVramError:
+        """Move to a plan with less VRAM; returns the error to raise."""
+        plan, full = with_less_vram(self.plan, self.device), full_gpu(self.plan, self.device)
+        if plan is None:
+            return error
+        try:
+            words = self._move_with_a_warning(plan, "the GPU's memory was full", stacklevel=6)
+        except OffloadkitError as why:
+            return OutOfVramError(f"{error}. The move to a leaner plan failed: {why}")
+        return RepeatWindowError(
+            f"{full}. The engine has moved to a leaner plan ({words}), which changes no number. The gradients since "
+            "the last update were dropped: repeat this window, from its first micro-batch and with the random states "
+            "that it had, and training goes on as if nothing had been"
+        )
+
+    def _leave_ram(self, plan: Plan, scarce: str | None) -> None:
+        """Move to a plan with less RAM.
+
+        Raises:
+            OutOfRamError: the move failed.
+        """
+        try:
+            self._move_with_a_warning(plan, "RAM was running out", stacklevel=4)
+        except OffloadkitError as error:
+            raise OutOfRamError(f"{scarce}. The move to a plan with less RAM failed: {error}") from error
+
+    def _move_with_a_warning(self, plan: Plan, why: str, *, stacklevel: int) -> str:
+        """`_move`, and a line that says so; returns what changed, in words."""
+        before = self.plan
+        self._move(plan, why)
+        words, seconds = moved_in_words(before, plan), format_seconds(self.telemetry.moves[-1].seconds)
+        message = f"{why} after step {self.num_updates}: the plan has moved in {seconds} ({words})"
+        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
+        return words
+
+    def _has_moved(self, state: LayerState) -> None:
+        for at, view in enumerate(state.layer.views):
+            self.optimizer.state[view.parameter].update(state.state_of(at))
 
     # ---- states by name ----------------------------------------------------------------------------------------
 

@@ -59,11 +59,26 @@ class StepRecord:
         return self.num_tokens / seconds if self.num_tokens and seconds else None
 
 
+@dataclass(frozen=True)
+class Move:
+    """A change of the plan in mid-run."""
+
+    step: int
+    """Updates before it."""
+    why: str
+    before: dict[str, int]
+    """Planned bytes by tier."""
+    after: dict[str, int]
+    seconds: float
+    """How long training stood still."""
+
+
 class Telemetry:
     """Keeps the newest records, hands each to its subscribers and appends it to a JSON-lines log.
 
     Attributes:
         records: of the newest steps.
+        moves: changes of the plan.
         peaks: measured peaks of memory by phase. To measure them, engine and Trainer let torch's peak statistics start
             anew where a phase begins or ends.
     """
@@ -75,6 +90,7 @@ class Telemetry:
         """
         self.records: deque[StepRecord] = deque(maxlen=keep)
         self.peaks: Peaks = {}
+        self.moves: list[Move] = []
         self._subscribers: list[Callable[[StepRecord], None]] = []
         self._log_path, self._log = log_path, self._opened(log_path)
 

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,14 +28,34 @@ from offloadkit.optim.table import aligned
 
 NETWORK_MOUNTS = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre", "afs"}
 RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
-_PAGE = 4096
-"""Bytes: `O_DIRECT` needs addresses, offsets and lengths that are multiples of it."""
+_PAGE = max(4096, mmap.ALLOCATIONGRANULARITY)
+"""Bytes: `O_DIRECT` needs addresses, offsets and lengths that are multiples of it, and mappings begin at one."""
 _CHUNK = 16 * 2**20
 """Bytes that one thread reads or writes at once."""
 _NUM_THREADS = 4
 
 Move = Callable[[int, list[memoryview], int], int]
 """`os.preadv` or `os.pwritev`: (file, buffers, offset in bytes) -> bytes moved."""
+
+
+class _Mapping:
+    """A part of a file that is mapped into memory."""
+
+    def __init__(self, file: int, length: int, at: int) -> None:
+        self._mapping = mmap.mmap(file, length, offset=at)
+        # torch keeps the buffer of a view, not its mapping's lock: this object keeps that.
+        self.memory: Any = (ctypes.c_ubyte * length).from_buffer(self._mapping)
+
+    def forget_pages(self, start: int, num_bytes: int) -> None:
+        """Flush pages to disk, and drop them from RAM."""
+        self._mapping.flush(start, num_bytes)
+        self._mapping.madvise(mmap.MADV_DONTNEED, start, num_bytes)
+
+    def close(self) -> None:
+        """Let go of it; views keep it as long as they live."""
+        del self.memory
+        with suppress(BufferError):
+            self._mapping.close()
 
 
 class StateFile:
@@ -51,14 +72,40 @@ class StateFile:
             OutputError: the folder is on a network mount or in RAM, it cannot be written, or the disk is too small.
                 Nothing is left behind.
         """
-        self._sizes = list(sizes)
-        *self._starts, total = accumulate(map(_whole_pages, sizes), initial=0)
-        self._file, self.direct = _file_for_states(Path(folder), max(total, _PAGE))
+        self._folder = Path(folder)
+        self._regions: list[tuple[int, int, _Mapping, int]] = []
+        """Of each: bytes, where it starts in the file, the mapping that it is in, and where it starts there."""
+        self._file, self.direct = _file_for_states(self._folder, max(sum(map(_whole_pages, sizes)), _PAGE))
         self._closing = weakref.finalize(self, os.close, self._file)
-        self._mapping = mmap.mmap(self._file, max(total, _PAGE))
-        # torch keeps the buffer of a view, not its mapping's lock: this object keeps that.
-        self._memory = (ctypes.c_ubyte * len(self._mapping)).from_buffer(self._mapping)
+        self._end = 0
+        self._map(sizes)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "offloadkit-disk")
+
+    def add(self, sizes: Sequence[int]) -> list[int]:
+        """Further regions, zeroed; returns their indices.
+
+        Raises:
+            OutputError: the disk is too small. The file is as it was.
+        """
+        total = sum(map(_whole_pages, sizes))
+        if (free := shutil.disk_usage(self._folder).free) < total:
+            raise _too_small(self._folder, total, free)
+        try:
+            os.posix_fallocate(self._file, self._end, max(total, _PAGE))
+        except OSError as error:
+            os.ftruncate(self._file, self._end)
+            raise OutputError(f"the optimizer states cannot be put on disk in {self._folder}: {error}") from error
+        return self._map(sizes)
+
+    def _map(self, sizes: Sequence[int]) -> list[int]:
+        """Map regions of `sizes` at the end of the file; returns their indices."""
+        *starts, total = accumulate(map(_whole_pages, sizes), initial=0)
+        length, first = max(total, _PAGE), len(self._regions)
+        mapping = _Mapping(self._file, length, self._end)
+        placed = zip(sizes, starts, strict=True)
+        self._regions += [(size, self._end + start, mapping, start) for size, start in placed]
+        self._end += length
+        return list(range(first, len(self._regions)))
 
     def mapped(
         self, index: int, offset: int = 0, numel: int | None = None, dtype: torch.dtype = torch.uint8
@@ -71,18 +118,15 @@ class StateFile:
             offset: bytes from the beginning of the region.
             numel: None: up to the end of the region, in bytes.
         """
-        count = self._sizes[index] - offset if numel is None else numel
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._starts[index] + offset)
+        size, _, mapping, start = self._regions[index]
+        count = size - offset if numel is None else numel
+        return torch.frombuffer(mapping.memory, dtype=dtype, count=count, offset=start + offset)
 
     def forget_pages(self, index: int | None = None) -> None:
         """Flush a mapped region to disk, and drop its pages from RAM. None: all regions."""
-        if index is None:
-            start, size = 0, len(self._mapping)
-        else:
-            start, size = self._starts[index], _whole_pages(self._sizes[index])
-        self._mapping.flush(start, size)
-        self._mapping.madvise(mmap.MADV_DONTNEED, start, size)
-        os.posix_fadvise(self._file, start, size, os.POSIX_FADV_DONTNEED)
+        for num_bytes, at, mapping, start in self._regions if index is None else [self._regions[index]]:
+            mapping.forget_pages(start, _whole_pages(num_bytes))
+            os.posix_fadvise(self._file, at, _whole_pages(num_bytes), os.POSIX_FADV_DONTNEED)
 
     def read(self, index: int, slab: HostSlab) -> list[Future[None]]:
         """Start reading a region into the beginning of `slab`. The futures' `result()` raises what went wrong."""
@@ -95,15 +139,15 @@ class StateFile:
     def close(self) -> None:
         """Wait for reads and writes, and close the file. Its space is free once no view of a region is left."""
         self._pool.shutdown()
-        del self._memory
-        with suppress(BufferError):
-            self._mapping.close()
+        for mapping in {each[2] for each in self._regions}:
+            mapping.close()
         self._closing()
 
     def _start(self, move: Move, index: int, slab: HostSlab) -> list[Future[None]]:
-        size = _whole_pages(self._sizes[index])
+        num_bytes, start, _, _ = self._regions[index]
+        size = _whole_pages(num_bytes)
         return [
-            self._pool.submit(self._move, move, slab.address + at, self._starts[index] + at, min(_CHUNK, size - at))
+            self._pool.submit(self._move, move, slab.address + at, start + at, min(_CHUNK, size - at))
             for at in range(0, size, _CHUNK)
         ]
 
@@ -125,6 +169,10 @@ class DiskStates:
         self._here: dict[int, tuple[HostSlab, list[Future[None]]]] = {}
         self._written: dict[int, list[Future[None]]] = {}
         """The newest writes of each region. It is not read before they are done."""
+
+    def use(self, buffers: Sequence[HostSlab]) -> None:
+        """Go on with other buffers; everything must be written (`synchronize`)."""
+        self._free = [(slab, []) for slab in buffers]
 
     def prefetch(self, index: int) -> None:
         """Start reading a region, if that needs no waiting. Only `take` waits."""
@@ -169,13 +217,17 @@ class Region:
 
     def __init__(self, states: DiskStates, index: int) -> None:
         self._states, self._index = states, index
-        self._cut_bytes = 0
 
-    def cut(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A mapped view of the next `numel` elements, for use between steps: cut as `HostSlab.cut` cuts a slab."""
-        offset = self._cut_bytes
-        self._cut_bytes += aligned(numel * dtype.itemsize)
-        return self._states.file.mapped(self._index, offset, numel, dtype)
+    def cutter(self) -> Callable[[int, torch.dtype], torch.Tensor]:
+        """A function that cuts mapped views from the beginning, for use between steps, as `HostSlab.cut` does."""
+        end = 0
+
+        def cut(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            nonlocal end
+            offset, end = end, end + aligned(numel * dtype.itemsize)
+            return self._states.file.mapped(self._index, offset, numel, dtype)
+
+        return cut
 
     def forget_pages(self) -> None:
         """Flush what was written to mapped views, and drop its pages from RAM."""
@@ -240,7 +292,11 @@ def _file_for_states(folder: Path, num_bytes: int) -> tuple[int, bool]:
             return unnamed_file(folder, num_bytes)
     except OSError as error:
         raise OutputError(f"the optimizer states cannot be put on disk in {folder}: {error}") from error
-    raise OutputError(
+    raise _too_small(folder, num_bytes, free)
+
+
+def _too_small(folder: Path, num_bytes: int, free: int) -> OutputError:
+    return OutputError(
         f"the optimizer states need {num_bytes / 2**30:.2f} GiB of disk and {folder} has "
         f"{free / 2**30:.2f} GiB free: free some, or name another folder: OffloadConfig(disk=...)"
     )

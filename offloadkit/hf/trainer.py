@@ -10,13 +10,15 @@ changed from its default and contradicts the arguments raises `ConfigError`.
 **Loss.** Each micro-batch's mean loss is weighted by its share of the targets of the whole accumulated batch. This
 holds for every model, whether or not its forward knows `num_items_in_batch`. Over a large vocabulary the loss is taken
 in chunks (`loss.py`): the logits exist whole only where somebody reads them.
+
+**A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,12 +42,12 @@ from offloadkit.checkpoint.values import as_json
 from offloadkit.config import OffloadConfig
 from offloadkit.device.process_memory import phase
 from offloadkit.engine import OffloadEngine
-from offloadkit.errors import ConfigError, DataError
+from offloadkit.errors import ConfigError, DataError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
 from offloadkit.hf.loss import num_targets, on_device, with_a_target
 from offloadkit.hf.patches import patched
 from offloadkit.hf.saving import saved_in_pieces
-from offloadkit.offload.shortage import explained_shortage
+from offloadkit.hf.window import Window
 from offloadkit.offload.states import Materialise
 from offloadkit.planner import Plan
 from offloadkit.telemetry import Telemetry
@@ -91,6 +93,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._num_micro_batches = 1
         self._target_share: torch.Tensor | float | None = None
         self._unfinished = False
+        self._window = Window()
         self._before_the_engine = ExitStack()
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
@@ -203,14 +206,48 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._window_targets = sum(num_targets(self.model, batch) for batch in batches)
         if self._unfinished and self.engine is not None:
             self.engine.optimizer.zero_grad()
+        self._window.begin(self.model)
         return samples
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-batch.
 
+        If the GPU's memory is full and the engine has moved to a leaner plan, the window so far is repeated.
+
         Returns:
             This micro-batch's part of the accumulated batch's loss, a scalar on the device.
+
+        Raises:
+            OutOfVramError: the GPU's memory is full, and no leaner plan is left.
         """
+        self._window.add(inputs, self.args.device)
+        loss = None
+        with suppress(RepeatWindowError):
+            loss = self._micro_batch(model, inputs, num_items_in_batch)
+        if loss is None:
+            loss = self._repeat_window(model, num_items_in_batch)
+        if not self.accelerator.sync_gradients:
+            self._accumulate()
+        elif self.lr_scheduler is self._own_scheduler:
+            self._apply_own_schedule()
+        return loss
+
+    def _repeat_window(self, model: Any, num_items_in_batch: Any) -> torch.Tensor:
+        """The newest micro-batch's loss, after all micro-batches of the window so far."""
+        while True:
+            with suppress(RepeatWindowError):  # the next plan is leaner yet
+                for number, inputs in enumerate(self._window.again()):
+                    if number:
+                        self._accumulate()
+                    loss = self._micro_batch(model, inputs, num_items_in_batch)
+                return loss
+
+    def _accumulate(self) -> None:
+        """Another micro-batch of the window follows."""
+        assert self.engine is not None
+        self.engine.step(boundary=False)
+
+    def _micro_batch(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         engine = self.engine
         assert engine is not None
         share: torch.Tensor | float | None = None
@@ -225,12 +262,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             num_items = num_targets(self.model, inputs)
         self._target_share = share
         self.current_gradient_accumulation_steps = 1
-        with explained_shortage(engine.plan, engine.device, engine.drop_gradients):  # in the user's compute_loss
+        with engine.makes_room():  # also in the user's compute_loss
             loss: torch.Tensor = super().training_step(model, inputs, on_device(num_items, self.args.device))
-        if not self.accelerator.sync_gradients:
-            engine.step(boundary=False)
-        elif self.lr_scheduler is self._own_scheduler:
-            self._apply_own_schedule()
         return loss if share is None else loss * share
 
     def _backward(self, loss: torch.Tensor, **_: Any) -> None:

@@ -226,7 +226,7 @@ def _watched_class(plain: type, outside: Outside) -> type:
     return kind
 
 
-class _Alias(torch.Tensor):
+class Alias(torch.Tensor):
     """What shares a watched parameter's memory: `.data`, `.detach()`, a view. It stands for the tensor `_plain`."""
 
     _place: _Place
@@ -280,7 +280,7 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = _kinds[func] = _kind(func)
     first = args[0] if args else None
     if kind == "fact":
-        if type(first) is not _Alias:
+        if type(first) is not Alias:
             with unwatched():
                 return func(*args, **kwargs)
         with unwatched():
@@ -315,7 +315,7 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _plain(value: Any, places: dict[_Place, Any]) -> Any:
     """`value` with plain tensors for aliases. The places of all watched tensors in it go to `places`."""
     kind = type(value)
-    if kind is _Alias:
+    if kind is Alias:
         places[value._place] = value._plain
         return value._plain
     if isinstance(value, Watched):
@@ -377,7 +377,7 @@ def _aliased(result: Any, places: dict[_Place, Any]) -> Any:
         memory = _memory(result)
         for place in places:
             if place.outside._places and memory and memory == _memory(place.layer.home(place.view)):
-                alias: Any = result.as_subclass(_Alias)
+                alias: Any = result.as_subclass(Alias)
                 alias._place, alias._plain = place, result
                 return alias
     return result

@@ -48,6 +48,16 @@ class StreamedWeights(LayerWeights):
         nan = torch.full((1,), torch.nan, dtype=layer.dtype, device=device)
         self._unbound = [nan.expand(view.parameter.shape) for view in layer.views]
 
+    def retire(self) -> None:
+        super().retire()
+        self.flat_bytes = torch.empty(0)
+        self._views.clear()
+
+    def leave_ring(self) -> None:
+        """Forget the ring that the weights passed through."""
+        self._views.clear()
+        self.copied = self.written = None
+
     def bind_to_ram(self) -> None:
         """Bind the parameters to RAM, where anyone may read or write them."""
         if self._bound is not self._home:
@@ -134,7 +144,8 @@ class StreamedBlock:
     """
 
     def __init__(self, layers: Sequence[StreamedWeights], ring: WeightRing) -> None:
-        self.layers, self.ring = layers, ring
+        self.layers: Sequence[StreamedWeights] = layers
+        self.ring = ring
         self.recomputed, self.num_updates = False, [0] * len(layers)
         for layer in layers:
             layer.block = self
@@ -278,16 +289,20 @@ class WeightRing:
         """Block the calling thread until all copies are done. Their memory may be freed after that."""
         self.h2d.synchronize()
 
-    def release(self) -> None:
-        """Free the buffers, to which no copy is under way. The parameters are bound to RAM; the ring's use is over.
+    def close(self) -> None:
+        """Give the buffers back. The blocks, whose layers must be settled, may join another ring.
 
-        A model may keep the ring alive, in the functions by which its blocks recompute.
+        A graph that saved weights in this one raises an error in backward. A model may keep the ring itself alive, in
+        the functions by which its blocks recompute.
         """
         for block in self._blocks:
             for layer in block.layers:
-                layer.forget_vram()
+                layer.leave_ring()
+            block.layers = ()
+        self._blocks.clear()
         self._buffers.clear()
         self._as_dtype.clear()
+        self._successor.clear()
         self._current = None
         self._memory = self._memory[:0].clone()
 
@@ -313,6 +328,8 @@ class WeightRing:
                 raise changed_in_place(tensor)
             return tensor
         assert isinstance(saved, _SavedWeight)
+        if not self._blocks:
+            raise EngineStateError("the weights were moved since this loss was computed: compute the loss again")
         if saved.num_updates != saved.block.num_updates:
             for layer, num_updates in zip(saved.block.layers, saved.num_updates, strict=True):
                 layer.check_seen(num_updates)

@@ -2,7 +2,7 @@
 
 `work`: what a micro-batch computes, as `tracing` counts it. `layout`: bytes of a layer and of a run. `seconds`: the
 time of a step. `phases`: what reading, saving and closing take. `search`: the fastest placements. `plan`: all of it as
-one `Plan`, and in words.
+one `Plan`, and in words. `leaner`: another one for a run that is short of memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from offloadkit.planner.layout import (
     step_buffer_bytes,
     tier_bytes,
 )
-from offloadkit.planner.plan import Plan, make_plan
+from offloadkit.planner.leaner import leaner
+from offloadkit.planner.plan import Plan, make_plan, placed
 from offloadkit.planner.work import MicroBatch, Pass, Rows, Stage
 
 __all__ = [
@@ -43,7 +44,9 @@ __all__ = [
     "cpu_can_step",
     "gpu_can_step",
     "is_small",
+    "leaner",
     "make_plan",
+    "placed",
     "possible",
     "step_buffer_bytes",
     "tier_bytes",
