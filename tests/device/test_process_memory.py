@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 
 import pytest
@@ -15,16 +16,21 @@ MIB = 1 << 20
 CPU = torch.device("cpu")
 
 
+def _take(num_bytes: int) -> None:
+    """Fill memory that comes from the system and goes back to it."""
+    with mmap.mmap(-1, num_bytes) as memory:
+        for at in range(0, num_bytes, mmap.PAGESIZE):
+            memory[at] = 1
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_each_phase_has_its_own_peak_and_the_process_keeps_the_highest() -> None:
     peaks: Peaks = {}
     before = hardware.process_ram_bytes()
     with phase("outer", peaks, CPU):
-        taken = b"x" * (64 * MIB)
-        del taken
+        _take(64 * MIB)
         with phase("inner", peaks, CPU):
-            taken = b"x" * (16 * MIB)
-            del taken
+            _take(16 * MIB)
     assert peaks["outer"]["ram"] > before + 60 * MIB
     assert before + 12 * MIB < peaks["inner"]["ram"] < before + 32 * MIB
     assert hardware.process_peak_ram_bytes() >= peaks["outer"]["ram"]
