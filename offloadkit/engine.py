@@ -10,9 +10,11 @@ for batch in batches:
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,13 +30,13 @@ from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.profiling import Profile
 from offloadkit.offload.records import StepRecords, num_tokens
 from offloadkit.offload.shortage import RamWatch, explained_shortage
-from offloadkit.offload.states import Materialise
+from offloadkit.offload.states import LayerState, Materialise
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
-from offloadkit.planner import Plan
-from offloadkit.telemetry import Telemetry
+from offloadkit.planner import Plan, placed
+from offloadkit.telemetry import Move, Telemetry
 
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 
@@ -122,6 +124,7 @@ class OffloadEngine:
                 for at, view in enumerate(state.layer.views)
             },
         )
+        self._layers = layers
         self._untrained = UntrainedParameters(model, trained)
         self._records = StepRecords(self.telemetry, self.plan, self.device, self.config.on_nonfinite)
         has_fp16 = any(layer.dtype == torch.float16 for layer in layers)
@@ -312,6 +315,67 @@ class OffloadEngine:
         except NonFiniteGradientError:
             self.drop_gradients()
             raise
+
+    # ---- moving -------------------------------------------------------------------------------------------------
+
+    def move(self, plan: Plan, *, why: str = "move() was called") -> None:
+        """Go on by another plan of this model: weights, gradients, states and activations live where it says.
+
+        No number changes. The engine finishes its updates, and moves layer by layer: there are never two copies of
+        more than one layer. Layers whose placement is equal stay untouched. What `optimizer.state` and `state_dict()`
+        gave before a move is not written any more: ask again.
+
+        Args:
+            plan: made for this model and config; only its `placement` may be another than the config's.
+            why: for `telemetry.moves`.
+
+        Raises:
+            ModelError, ConfigError: the plan was made for another model or config. Nothing has moved.
+            EngineStateError: gradients are gathered, or a tensor outside shares memory of a parameter that would move.
+                Nothing has moved. Or the engine had to close itself: see below.
+            NonFiniteGradientError: as `step`. Nothing has moved.
+            OffloadkitError: there is too little RAM or disk, or the GPU is full (`OutOfVramError`). Layers that moved
+                before stay there, and training can go on: `plan` says what is where. If not even that is possible, the
+                engine closes, and the model has its weights.
+        """
+        self._check_open()
+        if self._num_backwards or self._placed.is_busy:
+            raise EngineStateError(
+                "move() was called inside an accumulation window: call it after the step() that ends the window, or "
+                "after drop_gradients()"
+            )
+        check_plan(plan, self._layers, replace(self.config, placement=plan.basis.config.placement))
+        self.synchronize()
+        self._move(plan, why)
+
+    def _move(self, plan: Plan, why: str) -> None:
+        """`move` of a settled engine whose gradients were dropped."""
+        began, before = time.perf_counter(), self.plan
+        self._thread.settle()
+        self._placed.check_movable(plan.placements)
+        try:
+            with explained_shortage(plan, self.device), torch.inference_mode(False), torch.no_grad():
+                self._placed.move(plan.placements, self._has_moved)
+        except BaseException as error:
+            if not self._placed.is_whole:
+                self.close()
+                raise EngineStateError(
+                    "a move failed, and so did going on with what had moved: the engine is closed, and the model has "
+                    "its weights; the optimizer's states are gone. Go on from a checkpoint"
+                ) from error
+            plan = placed(before, self._placed.placements)
+            raise
+        finally:
+            if self._open:
+                self.plan = self._records.plan = plan
+                self._ram_watch.expect(plan.tiers["ram"])
+        seconds = time.perf_counter() - began
+        totals = [{tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan)]
+        self.telemetry.moves.append(Move(self.num_updates, why, *totals, seconds))
+
+    def _has_moved(self, state: LayerState) -> None:
+        for at, view in enumerate(state.layer.views):
+            self.optimizer.state[view.parameter].update(state.state_of(at))
 
     # ---- states by name ----------------------------------------------------------------------------------------
 

@@ -56,8 +56,27 @@ class StepRecord:
         return self.num_tokens / seconds if self.num_tokens and seconds else None
 
 
+@dataclass(frozen=True)
+class Move:
+    """A change of the plan in mid-run."""
+
+    step: int
+    """Updates before it."""
+    why: str
+    before: dict[str, int]
+    """Planned bytes by tier."""
+    after: dict[str, int]
+    seconds: float
+    """How long training stood still."""
+
+
 class Telemetry:
-    """Keeps the newest records, hands each to its subscribers and appends it to a JSON-lines log."""
+    """Keeps the newest records, hands each to its subscribers and appends it to a JSON-lines log.
+
+    Attributes:
+        records: the steps.
+        moves: changes of the plan.
+    """
 
     def __init__(self, log_path: str | Path | None = None, keep: int = 10_000) -> None:
         """
@@ -65,6 +84,7 @@ class Telemetry:
             OutputError: the log cannot be written.
         """
         self.records: deque[StepRecord] = deque(maxlen=keep)
+        self.moves: list[Move] = []
         self._subscribers: list[Callable[[StepRecord], None]] = []
         self._log_path, self._log = log_path, self._opened(log_path)
 

@@ -26,8 +26,8 @@ from offloadkit.errors import OutputError
 
 NETWORK_MOUNTS = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre", "afs"}
 RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
-_PAGE = 4096
-"""Bytes: `O_DIRECT` needs addresses, offsets and lengths that are multiples of it."""
+_PAGE = max(4096, mmap.ALLOCATIONGRANULARITY)
+"""Bytes: `O_DIRECT` needs addresses, offsets and lengths that are multiples of it, and mappings begin at one."""
 _CHUNK = 16 * 2**20
 """Bytes that one thread reads or writes at once."""
 _NUM_THREADS = 4
@@ -50,23 +50,53 @@ class StateFile:
             OutputError: the folder is on a network mount or in RAM, it cannot be written, or the disk is too small.
                 Nothing is left behind.
         """
-        self._sizes = list(sizes)
-        *self._starts, total = accumulate(map(_whole_pages, sizes), initial=0)
-        self._file, self.direct = _file_for_states(Path(folder), max(total, _PAGE))
+        self._folder = Path(folder)
+        self._regions: list[tuple[int, int, mmap.mmap, int]] = []
+        """Of each: bytes, where it starts in the file, the mapping that it is in, and where it starts there."""
+        self._file, self.direct = _file_for_states(self._folder, max(sum(map(_whole_pages, sizes)), _PAGE))
         self._closing = weakref.finalize(self, os.close, self._file)
-        self._mapping = mmap.mmap(self._file, max(total, _PAGE))
+        self._end = 0
+        self._map(sizes)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "offloadkit-disk")
+
+    def add(self, sizes: Sequence[int]) -> list[int]:
+        """Further regions, zeroed; returns their indices.
+
+        Raises:
+            OutputError: the disk is too small. The file is as it was.
+        """
+        total = sum(map(_whole_pages, sizes))
+        if (free := shutil.disk_usage(self._folder).free) < total:
+            raise _too_small(self._folder, total, free)
+        try:
+            os.posix_fallocate(self._file, self._end, max(total, _PAGE))
+        except OSError as error:
+            os.ftruncate(self._file, self._end)
+            raise OutputError(f"the optimizer states cannot be put on disk in {self._folder}: {error}") from error
+        return self._map(sizes)
+
+    def _map(self, sizes: Sequence[int]) -> list[int]:
+        """Map regions of `sizes` at the end of the file; returns their indices."""
+        *starts, total = accumulate(map(_whole_pages, sizes), initial=0)
+        length, first = max(total, _PAGE), len(self._regions)
+        mapping = mmap.mmap(self._file, length, offset=self._end)
+        placed = zip(sizes, starts, strict=True)
+        self._regions += [(size, self._end + start, mapping, start) for size, start in placed]
+        self._end += length
+        return list(range(first, len(self._regions)))
 
     def mapped(self, index: int) -> torch.Tensor:
         """uint8 view of a region, through the page cache. Do not use it while the region is read or written."""
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self._sizes[index], offset=self._starts[index])
+        size, _, mapping, start = self._regions[index]
+        return torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
 
     def forget_pages(self, index: int) -> None:
         """Flush the mapped region to disk, and drop its pages from RAM."""
-        start, size = self._starts[index], _whole_pages(self._sizes[index])
-        self._mapping.flush(start, size)
-        self._mapping.madvise(mmap.MADV_DONTNEED, start, size)
-        os.posix_fadvise(self._file, start, size, os.POSIX_FADV_DONTNEED)
+        num_bytes, at, mapping, start = self._regions[index]
+        size = _whole_pages(num_bytes)
+        mapping.flush(start, size)
+        mapping.madvise(mmap.MADV_DONTNEED, start, size)
+        os.posix_fadvise(self._file, at, size, os.POSIX_FADV_DONTNEED)
 
     def read(self, index: int, slab: HostSlab) -> list[Future[None]]:
         """Start reading a region into the beginning of `slab`. The futures' `result()` raises what went wrong."""
@@ -79,14 +109,16 @@ class StateFile:
     def close(self) -> None:
         """Wait for reads and writes, and close the file. Its space is free once no view of a region is left."""
         self._pool.shutdown()
-        with suppress(BufferError):
-            self._mapping.close()
+        for _, _, mapping, _ in self._regions:
+            with suppress(BufferError):
+                mapping.close()
         self._closing()
 
     def _start(self, move: Move, index: int, slab: HostSlab) -> list[Future[None]]:
-        size = _whole_pages(self._sizes[index])
+        num_bytes, start, _, _ = self._regions[index]
+        size = _whole_pages(num_bytes)
         return [
-            self._pool.submit(self._move, move, slab.address + at, self._starts[index] + at, min(_CHUNK, size - at))
+            self._pool.submit(self._move, move, slab.address + at, start + at, min(_CHUNK, size - at))
             for at in range(0, size, _CHUNK)
         ]
 
@@ -108,6 +140,10 @@ class DiskStates:
         self._here: dict[int, tuple[HostSlab, list[Future[None]]]] = {}
         self._written: dict[int, list[Future[None]]] = {}
         """The newest writes of each region. It is not read before they are done."""
+
+    def use(self, buffers: Sequence[HostSlab]) -> None:
+        """Go on with other buffers; everything must be written (`synchronize`)."""
+        self._free = [(slab, []) for slab in buffers]
 
     def prefetch(self, index: int) -> None:
         """Start reading a region, if that needs no waiting. Only `take` waits."""
@@ -220,7 +256,11 @@ def _file_for_states(folder: Path, num_bytes: int) -> tuple[int, bool]:
             return unnamed_file(folder, num_bytes)
     except OSError as error:
         raise OutputError(f"the optimizer states cannot be put on disk in {folder}: {error}") from error
-    raise OutputError(
+    raise _too_small(folder, num_bytes, free)
+
+
+def _too_small(folder: Path, num_bytes: int, free: int) -> OutputError:
+    return OutputError(
         f"the optimizer states need {num_bytes / 2**30:.2f} GiB of disk and {folder} has "
         f"{free / 2**30:.2f} GiB free: free some, or name another folder: OffloadConfig(disk=...)"
     )

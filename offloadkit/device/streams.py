@@ -241,21 +241,25 @@ def record_compute(device: torch.device, timing: bool = False) -> Event:
 
 
 class Waits:
-    """Waits of one accumulation window, by name: "forward_wait", "forward_bus_wait", "backward_bus_wait", ..."""
+    """Waits of one accumulation window, by name: "forward_wait", "forward_bus_wait", "backward_bus_wait", ...
+
+    Attributes:
+        phase: "forward", "backward", or None outside of both.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._phase: str | None = None
+        self.phase: str | None = None
         self._busy: dict[str, BusyTime] = {}
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """While it is open, waits are those of "forward" or "backward"; outside of both none is timed."""
-        before, self._phase = self._phase, phase
+        before, self.phase = self.phase, phase
         try:
             yield
         finally:
-            self._phase = before
+            self.phase = before
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
@@ -278,9 +282,9 @@ class Waits:
         return busy
 
     def _begin(self) -> Event | None:
-        return None if self._phase is None else record_compute(self._device, timing=True)
+        return None if self.phase is None else record_compute(self._device, timing=True)
 
     def _end(self, began: Event | None, what: str) -> None:
         if began is not None:
-            name = f"{self._phase}_{what}"
+            name = f"{self.phase}_{what}"
             self._busy.setdefault(name, BusyTime()).add(began, record_compute(self._device, timing=True))

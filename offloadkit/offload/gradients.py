@@ -16,7 +16,7 @@ GPU (`optim.norm`). Gradients of an accumulation window are added in the order o
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from itertools import accumulate, pairwise
 from typing import Any
@@ -99,6 +99,17 @@ class LayerGradient:
         self.sent: Event | None = None
         self._places: dict[int, list[torch.Tensor]] = {}
 
+    def follow(self, old: LayerGradient) -> None:
+        """Take the place of `old`, of the same layer in another placement: know what it has seen of backward."""
+        self.known, self.at_end_only = old.known, old.at_end_only
+
+    def forget_buffers(self) -> None:
+        """Let go of its memory in VRAM and of its sums; nothing of a window is in them."""
+        self.buffer = self.own_buffer = self.accumulated = self.sent = None
+        self.sums = self.device_sums = torch.empty(0)
+        self.sums_on_host = False
+        self._places.clear()
+
     @property
     def bucket_bytes(self) -> int:
         """Size of one micro-batch's gradient."""
@@ -145,45 +156,64 @@ class Gradients:
 
     def __init__(
         self,
-        layers: Sequence[LayerGradient],
+        views: Iterable[ParameterView],
+        device: torch.device,
         *,
         accumulation: int,
-        staging: Sequence[torch.Tensor],
         submit: Callable[[Callable[[], None]], None],
         got_gradient: Callable[[LayerWeights, ParameterView], None],
         waits: Waits,
     ) -> None:
         """
         Args:
+            views: every trained parameter. `arrange` says where its gradients go.
             accumulation: micro-batches of a window.
-            staging: pinned uint8 buffers, each as large as the largest bucket. A micro-batch's gradient passes through
-                one of them before it is added in RAM. Empty if nothing accumulates in RAM.
             submit: queues a job for the stepping thread.
             got_gradient: called with each parameter's first gradient.
         """
-        self.layers = layers
-        self._accumulation = accumulation
+        self._accumulation, self._device = accumulation, device
         self._submit, self._got_gradient, self._waits = submit, got_gradient, waits
-        self._device = layers[0].weights.device
+        self.d2h = CopyStream(device, "D2H")
+        self._layer_of: dict[ParameterView, tuple[LayerGradient, int]] = {}
+        self._hooks: list[Any] = []
+        for view in views:
+            parameter: Any = view.parameter
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(view)))
+
+    def arrange(self, layers: Sequence[LayerGradient], staging: Sequence[torch.Tensor]) -> None:
+        """Have gradients go the ways of `layers`, with new buffers for them.
+
+        Args:
+            staging: pinned uint8 buffers, each as large as the largest bucket. A micro-batch's gradient passes through
+                one of them before it is added in RAM. Empty if nothing accumulates in RAM.
+        """
+        self.layers = layers
         # Those whose micro-batch's gradient leaves its bucket as soon as it is complete.
-        passing = [layer for layer in layers if not layer.layer.shared and (not layer.on_device or accumulation > 1)]
+        several = self._accumulation > 1
+        passing = [layer for layer in layers if not layer.layer.shared and (not layer.on_device or several)]
         sizes = [layer.bucket_bytes for layer in passing]
-        self._pool = BucketPool(self._device, max(sizes, default=0), waits)
+        self._pool = BucketPool(self._device, max(sizes, default=0), self._waits)
         self._pooled = {layer for layer in passing if not is_small(layer.bucket_bytes, max(sizes))}
-        self.d2h = CopyStream(self._device, "D2H")
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in staging:
             self._staging.put(buffer)
         self._in_vram: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         """Gradients of one dtype that stay in VRAM, their norm blocks, and where the blocks' sums go: one operation."""
         self._allocate()
-        self._hooks: list[Any] = []
-        self._layer_of: dict[ParameterView, tuple[LayerGradient, int]] = {}
         for gradient in layers:
             for index, view in enumerate(gradient.layer.views):
                 self._layer_of[view] = (gradient, index)
-                parameter: Any = view.parameter
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(view)))
+
+    def forget_buffers(self) -> None:
+        """Let go of all buffers, before layers move. No gradient may be gathered, and no job may be under way."""
+        self.d2h.synchronize()
+        for layer in self.layers:
+            layer.forget_buffers()
+        self._layer_of.clear()
+        self.layers, self._pooled, self._in_vram = (), set(), []
+        self._pool = BucketPool(self._device, 0, self._waits)
+        self._staging = queue.SimpleQueue()
+        self._host_sums = self._device_sums = torch.empty(0)
 
     def _allocate(self) -> None:
         """Allocate the sums of all layers, on the device and in pinned RAM, and the gradients that stay in VRAM.
@@ -216,18 +246,18 @@ class Gradients:
                 self._in_vram.append((flat, torch.cat(moved).to(self._device), self._device_sums[first:end]))
 
     def _gradient_hook(self, view: ParameterView) -> Callable[[torch.Tensor], None]:
-        layer, index = self._layer_of[view]
-        weights, num_views = layer.weights, len(layer.layer.views)
+        layer_of = self._layer_of
 
         def take(parameter: torch.Tensor) -> None:
+            layer, index = layer_of[view]
             if layer.at_end_only or layer.complete:
                 gradient, parameter.grad = parameter.grad, None
                 if gradient is not None:  # None: `TiedUses` has handed over the gradient of every use
                     self.receive(view, gradient)
                 return
-            weights.check_held(view)
+            layer.weights.check_held(view)
             layer.received.add(index)
-            if len(layer.received) == num_views:
+            if len(layer.received) == len(layer.layer.views):
                 self._finish(layer)
 
         return take

@@ -7,17 +7,20 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import count
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from itertools import starmap
 
 import torch
 from torch import nn
 
-from offloadkit.config import OffloadConfig
+from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import host_memory
+from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.process_memory import let_segments_grow
 from offloadkit.device.state_file import DiskStates, Region, StateFile
 from offloadkit.device.streams import BusyTime, Waits
+from offloadkit.errors import EngineStateError
 from offloadkit.hardware import trim_heap
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.gradients import Gradients
@@ -33,6 +36,7 @@ from offloadkit.planner import (
     NUM_STATE_BUFFERS,
     NUM_STEP_BUFFERS,
     NUM_WEIGHT_BUFFERS,
+    LayerShape,
     Plan,
     step_buffer_bytes,
 )
@@ -43,6 +47,7 @@ class PlacedModel:
 
     Attributes:
         states: the flat layers, in definition order.
+        is_whole: whether what layers share is there. It is not if a move failed twice.
         gradients: what backward brings.
         forward_hooks: what forward waits for.
         pinning_seconds: how long RAM took to be populated and pinned.
@@ -74,88 +79,224 @@ class PlacedModel:
             OffloadkitError: not enough RAM, or a disk that will not do.
             ConfigError: checkpointing of a model without repeated blocks.
         """
-        self.module, self._plan, self._device = module, plan, device
-        self._materialise, self._ram_watch = materialise, ram_watch
-        self._config, self._accumulation = config, config.gradient_accumulation
+        self.module, self._device, self._config = module, device, config
+        self._shapes, self._accumulation = plan.layers, config.gradient_accumulation
+        self.states: list[LayerState] = []
+        self.is_whole = False
         self._disk: DiskStates | None = None
+        self._regions: dict[FlatLayer, Region] = {}
+        self._ring: WeightRing | None = None
         let_segments_grow(device)
         self._waits = Waits(device)
-        self.states, staging = self._allocate(layers)
+        shared = self._allocate(layers, plan.placements, materialise, ram_watch)
         trained = {view.parameter for layer in layers for view in layer.views}
         move_rest(module, trained, device, config.working_dtype, materialise)
-        weights = [state.weights for state in self.states]
-        streamed = [layer for layer in weights if isinstance(layer, StreamedWeights)]
-        self._ring = WeightRing(streamed, device, NUM_WEIGHT_BUFFERS, self._waits) if streamed else None
-        for layer in streamed:
-            undo.callback(layer.bind_to_ram)  # however the engine ends, what is in RAM is what the model has
+        undo.callback(self._bind_to_ram)  # however the engine ends, what is in RAM is what the model has
         self._offloaded = OffloadedInputs(device, self._waits)
         if config.compile_blocks:
             tied = {owner for layer in layers for view in layer.views if view.shared for owner, _ in view.owners}
             undo.callback(compile_blocks(module, tied))
-        self._checkpoint_blocks(config, undo)
-        self.forward_hooks = ForwardHooks(module, weights, settle)
+        self._recomputed: dict[nn.Module, Checkpoint] | None = None
+        self._weights_of: dict[nn.Module, list[LayerWeights]] = {}
+        self._stop_recomputing: Callable[[], None] = lambda: None
+        undo.callback(lambda: self._stop_recomputing())
+        self.forward_hooks = ForwardHooks(module, [state.weights for state in self.states], settle)
         undo.callback(self.forward_hooks.remove)
         self.gradients = Gradients(
-            [state.gradient for state in self.states],
+            self.views(),
+            device,
             accumulation=self._accumulation,
-            staging=staging,
             submit=submit,
             got_gradient=self.forward_hooks.got_gradient,
             waits=self._waits,
         )
         undo.callback(self.gradients.remove)
         undo.callback(TiedUses(list(layers), self.gradients.receive).remove)
+        self._arrange(shared)
 
-    def _allocate(self, layers: Sequence[FlatLayer]) -> tuple[list[LayerState], list[torch.Tensor]]:
-        """The layers' states, and the staging buffers for accumulation in RAM."""
-        placed = list(zip(layers, self._plan.layers, self._plan.placements, strict=True))
-        sizes = [  # the norm's sums have a place of their own
-            sum(shape.ram_bytes(placement, self._accumulation).values()) - shape.sums_bytes()
-            for _, shape, placement in placed
-        ]
-        through_ram = [shape.bucket_bytes() for _, shape, placement in placed if placement.gradients == "ram"]
-        num_staging = NUM_STAGING if self._accumulation > 1 and through_ram else 0
-        staging = max(through_ram, default=0)
-        on_disk = [sum(shape.state_bytes().values()) for _, shape, placement in placed if placement.states == "disk"]
-        shared = [*[staging] * num_staging, *[max(on_disk, default=0)] * (NUM_STATE_BUFFERS if on_disk else 0)]
+    def _allocate(
+        self,
+        layers: Sequence[FlatLayer],
+        placements: Sequence[Placement],
+        materialise: Materialise | None,
+        ram_watch: RamWatch,
+    ) -> list[HostSlab]:
+        """Make the layers' states, each in RAM of its own; returns the RAM that they share."""
+        sizes = list(starmap(self._own_bytes, zip(self._shapes, placements, strict=True)))
+        shared = self._shared_sizes(placements)
         started = time.perf_counter()
         gc.collect()  # an engine that an exception left behind may be held by cycles only
         slabs = host_memory.allocate([*sizes, *shared], self._device, "the optimizer states")
         self.pinning_seconds = time.perf_counter() - started
-        own, shared_slabs = slabs[: len(layers)], slabs[len(layers) :]
-        if on_disk:
-            file = StateFile(self._config.disk or tempfile.gettempdir(), on_disk)
-            self._disk = DiskStates(file, shared_slabs[num_staging:])
-        regions = count()
-        step_buffer = step_buffer_bytes([item[1:] for item in placed], self._accumulation)
-        ring = StateRing(self._device, step_buffer, NUM_STEP_BUFFERS) if step_buffer else None
-        states = []
-        for (layer, _, placement), slab in zip(placed, own, strict=True):
-            region = Region(self._disk, next(regions)) if self._disk and placement.states == "disk" else None
-            state = LayerState(
-                layer, placement, slab, self._config, self._device, self._waits, region=region, ring=ring
-            )
-            state.take_parameters(self._materialise)
+        placed = list(zip(layers, self._shapes, placements, strict=True))
+        self._take_disk([(layer, shape) for layer, shape, placement in placed if placement.states == "disk"])
+        for (layer, _, placement), slab in zip(placed, slabs, strict=False):
+            region = self._regions.get(layer)
+            state = LayerState(layer, placement, slab, self._config, self._device, self._waits, region=region)
+            state.take_parameters(materialise)
             trim_heap()  # else holes of the size of matrices stay, which the next layer's do not fit into
-            states.append(state)
-            self._ram_watch.check()
+            self.states.append(state)
+            ram_watch.check()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        return states, [slab.cut(staging, torch.uint8) for slab in shared_slabs[:num_staging]]
+        return slabs[len(sizes) :]
 
-    def _checkpoint_blocks(self, config: OffloadConfig, undo: ExitStack) -> None:
+    def _own_bytes(self, shape: LayerShape, placement: Placement) -> int:
+        """RAM of a layer alone; the norm's sums have a place of their own."""
+        return sum(shape.ram_bytes(placement, self._accumulation).values()) - shape.sums_bytes()
+
+    def _shared_sizes(self, placements: Sequence[Placement]) -> list[int]:
+        """Bytes of the buffers in RAM that layers share: those of states on disk, then those for accumulation."""
+        placed = list(zip(self._shapes, placements, strict=True))
+        on_disk = [sum(shape.state_bytes().values()) for shape, placement in placed if placement.states == "disk"]
+        through_ram = [shape.bucket_bytes() for shape, placement in placed if placement.gradients == "ram"]
+        num_staging = NUM_STAGING if self._accumulation > 1 and through_ram else 0
+        return [max(on_disk, default=0)] * (NUM_STATE_BUFFERS if on_disk else 0) + [
+            max(through_ram, default=0)
+        ] * num_staging
+
+    def _take_disk(self, layers: Sequence[tuple[FlatLayer, LayerShape]]) -> None:
+        """Give each of `layers` a region of the disk, if it has none yet. It keeps it until the engine is closed."""
+        new = [(layer, sum(shape.state_bytes().values())) for layer, shape in layers if layer not in self._regions]
+        if not new:
+            return
+        sizes = [size for _, size in new]
+        if self._disk is None:
+            self._disk = DiskStates(StateFile(self._config.disk or tempfile.gettempdir(), sizes), [])
+            indices = list(range(len(sizes)))
+        else:
+            indices = self._disk.file.add(sizes)
+        disk = self._disk
+        self._regions |= {layer: Region(disk, at) for (layer, _), at in zip(new, indices, strict=True)}
+
+    # ---- what layers share, and moving -------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether forward or backward runs."""
+        return self._waits.phase is not None
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Where each layer is now."""
+        return tuple(state.placement for state in self.states)
+
+    def _arrange(self, shared: Sequence[HostSlab]) -> None:
+        """Make what layers share for the places where they are: buffers, rings, and the blocks' recomputation."""
+        placed = list(zip(self._shapes, self.placements, strict=True))
+        num_disk = NUM_STATE_BUFFERS if any(where.states == "disk" for _, where in placed) else 0
+        if self._disk is not None:
+            self._disk.use(shared[:num_disk])
+        step_buffer = step_buffer_bytes(placed, self._accumulation)
+        ring = StateRing(self._device, step_buffer, NUM_STEP_BUFFERS) if step_buffer else None
+        for state in self.states:
+            state.join(ring)
+        streamed = [state.weights for state in self.states if isinstance(state.weights, StreamedWeights)]
+        self._ring = WeightRing(streamed, self._device, NUM_WEIGHT_BUFFERS, self._waits) if streamed else None
+        self._recompute_blocks()
+        staging = [slab.cut(slab.num_bytes, torch.uint8) for slab in shared[num_disk:]]
+        self.gradients.arrange([state.gradient for state in self.states], staging)
+        self.is_whole = True
+
+    def _dismantle(self) -> None:
+        """Give back what layers share; all that they hold is where it lives then."""
+        self.is_whole = False
+        self.gradients.forget_buffers()
+        rings = {state.ring for state in self.states if state.ring is not None}
+        for state in self.states:
+            state.leave_ring()
+        for ring in rings:
+            ring.synchronize()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+        if self._disk is not None:
+            self._disk.use([])
+
+    def check_movable(self, placements: Sequence[Placement]) -> None:
+        """
+        Raises:
+            EngineStateError: a tensor shares memory of a parameter that would move: it would silently part from it.
+        """
+        leaving = [
+            state.weights
+            for state, placement in zip(self.states, placements, strict=True)
+            if not _stays(state, placement) and "ram" in (state.placement.weights, placement.weights)
+        ]
+        if leaving and (name := _name_of_shared(leaving)):
+            raise EngineStateError(
+                f"parameter {name!r} cannot move: another tensor shares its memory (its .data or .detach(), a view, or "
+                "a state_dict that is kept) and would part from it. Keep a clone() instead, or drop it before the move"
+            )
+
+    def move(self, placements: Sequence[Placement], moved: Callable[[LayerState], None]) -> None:
+        """Bring each layer to its place in `placements`; those that give VRAM back go first.
+
+        All must be settled, and no gradient gathered. There are never two copies of more than one layer. If an error is
+        raised, `placements` says what has moved, and `is_whole` whether the model can be trained on.
+
+        Args:
+            moved: called with each layer's new state, while the old one still exists.
+        """
+        changes = [(at, where) for at, where in enumerate(placements) if self.states[at].placement != where]
+        if not changes:
+            return
+        vram = [
+            [sum(self._shapes[at].vram_bytes(each, self._accumulation).values()) for each in pair]
+            for at, pair in ((at, (self.states[at].placement, where)) for at, where in changes)
+        ]
+        order = sorted(range(len(changes)), key=lambda at: vram[at][1] - vram[at][0])
+        self._dismantle()
+        try:
+            going = [changes[at] for at in order]
+            on_disk = [(self.states[at].layer, self._shapes[at]) for at, where in going if where.states == "disk"]
+            self._take_disk(on_disk)
+            for at, where in going:
+                self._move_layer(at, where, moved)
+        finally:
+            trim_heap()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            sizes = self._shared_sizes(self.placements)
+            self._arrange(host_memory.allocate(sizes, self._device, "the buffers of gradients and states"))
+
+    def _move_layer(self, at: int, placement: Placement, moved: Callable[[LayerState], None]) -> None:
+        old = self.states[at]
+        if _stays(old, placement):
+            old.placement = placement
+            return
+        (slab,) = host_memory.allocate([self._own_bytes(self._shapes[at], placement)], self._device, "a layer's states")
+        region = self._regions[old.layer] if placement.states == "disk" else None
+        new = old.moved(placement, slab, region=region)
+        self.states[at] = new
+        self.forward_hooks.exchange(old.weights, new.weights)
+        moved(new)
+
+    def _recompute_blocks(self) -> None:
+        """Have backward recompute the blocks whose placement says so."""
         choices: dict[nn.Module, Checkpoint] = {}
-        weights: dict[nn.Module, list[LayerWeights]] = {}
+        self._weights_of.clear()
         for state in self.states:
             block = state.layer.block
             if block is not None:
-                weights.setdefault(block, []).append(state.weights)
+                self._weights_of.setdefault(block, []).append(state.weights)
                 if (activations := state.placement.activations) != "keep":
                     choices[block] = activations
-        if choices or config.activation_checkpointing:
-            undo.callback(
-                checkpoint_activations(self.module, choices, weights, self._offloaded, compiled=config.compile_blocks)
+        if choices == self._recomputed:
+            return
+        self._stop_recomputing()
+        self._stop_recomputing = lambda: None
+        if choices or self._config.activation_checkpointing:
+            compiled = self._config.compile_blocks
+            self._stop_recomputing = checkpoint_activations(
+                self.module, choices, self._weights_of, self._offloaded, compiled=compiled
             )
+        self._recomputed = choices
+
+    def _bind_to_ram(self) -> None:
+        for state in self.states:
+            if isinstance(state.weights, StreamedWeights):
+                state.weights.bind_to_ram()
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
@@ -231,8 +372,37 @@ class PlacedModel:
             self._disk.file.close()
         if self._ring is not None:
             self._ring.synchronize()
+        if any(isinstance(state.weights, StreamedWeights) for state in self.states):
             while self.states:
                 state = self.states.pop()
                 for view in state.layer.views:
                     view.parameter.data = view.parameter.data.to("cpu", copy=True)
             self.module.to("cpu")
+
+
+def _stays(state: LayerState, placement: Placement) -> bool:
+    """Whether all that a layer holds is at `placement` already."""
+    return replace(state.placement, activations=placement.activations) == placement
+
+
+def _name_of_shared(weights: Sequence[LayerWeights]) -> str | None:
+    """The name of a parameter whose memory a tensor shares that is not the engine's; None if there is none."""
+    ours = {id(tensor) for each in weights for tensor in each.own_tensors()}
+    names = {
+        tensor.untyped_storage()._cdata: view.name
+        for each in weights
+        for tensor, view in zip(each.own_tensors(), each.layer.views, strict=False)
+    }
+
+    def found() -> str | None:
+        for each in gc.get_objects():
+            if type(each) in (torch.Tensor, nn.Parameter) and id(each) not in ours and each.layout == torch.strided:
+                with suppress(RuntimeError):  # one without memory
+                    if (name := names.get(each.untyped_storage()._cdata)) is not None:
+                        return name
+        return None
+
+    if found() is None:
+        return None
+    gc.collect()  # it may be one that nobody can reach any more
+    return found()

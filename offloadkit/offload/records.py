@@ -54,10 +54,13 @@ class StepRecords:
     """Marks the phases of each step, adds finished steps to the telemetry, and reports those that were not applied.
 
     It never waits.
+
+    Attributes:
+        plan: of the present placement.
     """
 
     def __init__(self, telemetry: Telemetry, plan: Plan, device: torch.device, on_nonfinite: str) -> None:
-        self._telemetry, self._plan, self._device, self._on_nonfinite = telemetry, plan, device, on_nonfinite
+        self._telemetry, self.plan, self._device, self._on_nonfinite = telemetry, plan, device, on_nonfinite
         self._current = _Window(time.perf_counter())
         self._ended: deque[_Window] = deque()
         """Windows without a record."""
@@ -139,7 +142,7 @@ class StepRecords:
 
     def _memory(self) -> dict[str, dict[str, int]]:
         """Planned bytes by tier and category, and what the process uses now."""
-        tiers = {tier: dict(categories) for tier, categories in self._plan.tiers.items()}
+        tiers = {tier: dict(categories) for tier, categories in self.plan.tiers.items()}
         tiers["ram"]["process"] = hardware.process_ram_bytes()
         if self._device.type == "cuda":
             allocator = torch.cuda.memory_stats_as_nested_dict(self._device)  # much faster than memory_stats

@@ -80,6 +80,10 @@ class RamWatch:
         if warning is not None:
             raise OutOfRamError(warning)
 
+    def expect(self, planned: Mapping[str, int]) -> None:
+        """Go on by another plan. What was seen before counts no more."""
+        self._poll.planned, self._poll.warning = dict(planned), None
+
     def close(self) -> None:
         """Stop watching. It may be called twice."""
         self._poll.closed.set()

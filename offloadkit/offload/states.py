@@ -59,44 +59,90 @@ class LayerState:
         waits: Waits,
         *,
         region: Region | None,
-        ring: StateRing | None,
+        resident: LayerWeights | None = None,
     ) -> None:
         """
         Args:
             slab: RAM for what `placement` puts there.
             region: disk for the states, where `placement` puts them there.
-            ring: through which states in RAM pass when the GPU steps them; None where it steps none.
+            resident: weights that stay in VRAM as they are; None makes new ones.
         """
-        self.layer, self.placement, self._seed, self._region = layer, placement, config.seed, region
+        self.layer, self.placement, self._region = layer, placement, region
+        self._config, self._device, self._waits = config, device, waits
 
         def in_vram(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(numel, dtype=dtype, device=device)
 
         by_cpu = cpu_can_step(placement)
-        weights = (slab.cut if by_cpu or placement.weights == "ram" else in_vram)(layer.numel, layer.dtype)
+        if resident is not None and not by_cpu:
+            weights = resident.flat
+        else:
+            weights = (slab.cut if by_cpu or placement.weights == "ram" else in_vram)(layer.numel, layer.dtype)
         states = slab.cut if region is None else cutter(region.mapped())
         self.flat = FlatState.cut(layer.states, weights, in_vram if placement.states == "vram" else states)
         self.weights: LayerWeights
         self._streamed: StreamedWeights | None = None
         if placement.weights == "ram":
             self.weights = self._streamed = StreamedWeights(layer, weights, device, waits)
+        elif resident is not None:
+            self.weights = resident
         else:
-            resident = torch.zeros_like(weights, device=device) if by_cpu else weights
-            self.weights = LayerWeights(layer, resident, device, waits)
+            flat = torch.zeros_like(weights, device=device) if by_cpu else weights
+            self.weights = LayerWeights(layer, flat, device, waits)
         is_fp32 = config.gradient_accumulation > 1 or layer.shared  # the gradient is a sum of several
         host = slab.cut(layer.numel, torch.float32 if is_fp32 else layer.dtype) if by_cpu else None
         self.gradient = LayerGradient(self.weights, host, on_device=placement.gradients == "vram")
-        self.ring = ring
+        self.ring: StateRing | None = None
         self._passing: PassingStates | None = None
-        if ring is not None and placement.states == "ram" and gpu_can_step(placement):
-            passing_gradient = host if placement.gradients == "ram" else None
-            resident_weights = self.weights.flat if self._streamed is None else None
-            self._passing = PassingStates(f"{layer.name} states", self.flat, resident_weights, passing_gradient)
-        self.on_gpu = placement.step == "gpu"
-        self.switchable = config.placement is None and by_cpu and self._passing is not None
+        self.on_gpu, self.switchable = placement.step == "gpu", False
         self._copy_is_stale = False
         self.steps = torch.zeros(len(layer.views), dtype=torch.float32)
         self.uploaded: Event | None = None
+
+    def join(self, ring: StateRing | None) -> None:
+        """Have its states pass through `ring` when the GPU steps them; None where it steps none that are in RAM."""
+        placement, self.ring, self._passing = self.placement, ring, None
+        if ring is not None and placement.states == "ram" and gpu_can_step(placement):
+            passing_gradient = self.gradient.host if placement.gradients == "ram" else None
+            resident_weights = self.weights.flat if self._streamed is None else None
+            self._passing = PassingStates(f"{self.layer.name} states", self.flat, resident_weights, passing_gradient)
+        self.on_gpu = placement.step == "gpu"
+        by_either = cpu_can_step(placement) and self._passing is not None
+        self.switchable = self._config.placement is None and by_either
+
+    def leave_ring(self) -> None:
+        """Forget the ring, with all of a settled layer where it lives: the copy in RAM of weights in VRAM too."""
+        self._refresh_copy()
+        self._wait_for_copies()
+        self.ring = self._passing = self.uploaded = None
+        self.on_gpu = self.switchable = False
+
+    def moved(self, placement: Placement, slab: HostSlab, *, region: Region | None) -> LayerState:
+        """The layer, which has left its ring, in another placement. This object must not be used any more.
+
+        If an error is raised (there is no room), this one is as it was. Weights that are in VRAM before and after stay
+        where they are: nobody who shares their memory is parted from them.
+
+        Args: as for a new one.
+        """
+        resident = self.weights if self._streamed is None and placement.weights == "vram" else None
+        args = self.layer, placement, slab, self._config, self._device, self._waits
+        new = LayerState(*args, region=region, resident=resident)
+        if new.flat.weights is not self.weights.flat:
+            new.flat.weights.copy_(self.weights.flat)
+        for array in self.layer.states.arrays:
+            new.flat[array.name].copy_(self.flat[array.name])
+        if resident is None:
+            if new._streamed is None and new.weights.flat is not new.flat.weights:
+                new.weights.flat.copy_(self.weights.flat)
+            self.weights.retire()
+            new.weights.start()
+        for each in (region, self._region):
+            if each is not None:
+                each.forget_pages()
+        new.steps = self.steps
+        new.gradient.follow(self.gradient)
+        return new
 
     @property
     def passes(self) -> bool:
@@ -247,7 +293,7 @@ class LayerState:
             for index in sorted(views):  # one for each parameter, with random bits of its own
                 view, step = self.layer.views[index], steps[index]
                 scalars = _scalars(self.layer.states.optimizer, options[view.group], step)
-                key = random_key(self._seed, view.name, step)
+                key = random_key(self._config.seed, view.name, step)
                 found.append(Segment(view.start, view.numel, scalars, key))
             return found
         kinds: dict[tuple[int, int], set[int]] = {}

@@ -39,7 +39,7 @@ class Update:
     """One optimizer step.
 
     Attributes:
-        layers: the layers to step, in this order.
+        layers: the layers to step, in this order; empty once `done` is set.
         compute_done: the compute stream's work at step(). The device's weights are not overwritten before it.
         loss_scale: the gradients are divided by it.
         scale_may_fall: whether the loss scale can go down. If so, a non-finite norm is taken as an overflow, not as an
@@ -94,6 +94,7 @@ class _Worker(threading.Thread):
                 job()
             except BaseException as error:  # raised in the engine's next call
                 self._failed(error)
+            del job  # it holds layers, which may move before the next one comes
 
 
 class StepThread:
@@ -131,6 +132,13 @@ class StepThread:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
+    def settle(self) -> None:
+        """Wait until all jobs are done. The times of the updates so far do not count for those to come."""
+        done = threading.Event()
+        self.submit(self.balancer.forget)
+        self.submit(done.set)
+        done.wait()
+
     def start(self, update: Update) -> None:
         """Queue an optimizer step."""
         self.submit(partial(self._run_and_release, update))
@@ -151,6 +159,7 @@ class StepThread:
             for _, _, pending in update.layers:
                 if not pending.recorded.is_set():
                     pending.record(None)
+            update.layers = []  # they may move while somebody still holds the update
             update.done.set()
 
     def _run(self, update: Update) -> None:
@@ -289,6 +298,11 @@ class StepBalancer:
         self._was_waited_for, self._earlier_was_waited_for = False, self._was_waited_for
         if self._num_updates > WARM_UP:
             self._unread.append(times)
+
+    def forget(self) -> None:
+        """Forget all updates so far: the layers are placed otherwise from now on."""
+        self._unread.clear()
+        self._averaged.clear()
 
     def disregard_newest(self) -> None:
         """Do not count the newest update, because the engine waited for it.

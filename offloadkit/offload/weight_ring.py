@@ -52,6 +52,16 @@ class StreamedWeights(LayerWeights):
         super().start()
         self._host_views = self._bound
 
+    def retire(self) -> None:
+        super().retire()
+        self.flat_bytes, self._host_views = torch.empty(0), []
+        self._views.clear()
+
+    def leave_ring(self) -> None:
+        """Forget the ring that the weights passed through."""
+        self._views.clear()
+        self.copied = self.written = None
+
     def bind_to_ram(self) -> None:
         """Bind the parameters to RAM, where anyone may read or write them."""
         self.bind(self._host_views)
@@ -115,7 +125,8 @@ class StreamedBlock:
     """
 
     def __init__(self, layers: Sequence[StreamedWeights], ring: WeightRing) -> None:
-        self.layers, self.ring = layers, ring
+        self.layers: Sequence[StreamedWeights] = layers
+        self.ring = ring
         self.recomputed, self.num_updates = False, [0] * len(layers)
         for layer in layers:
             layer.block = self
@@ -255,6 +266,21 @@ class WeightRing:
         """Block the calling thread until all copies are done. Their memory may be freed after that."""
         self.h2d.synchronize()
 
+    def close(self) -> None:
+        """Give the buffers back. The blocks, which must be in RAM (`settle`), may join another ring.
+
+        A graph that saved weights in this one raises an error in backward.
+        """
+        self.synchronize()
+        self._memory, self._buffers, self._current = torch.empty(0), [], None
+        self._as_dtype.clear()
+        self._successor.clear()
+        for block in self._blocks:
+            for layer in block.layers:
+                layer.leave_ring()
+            block.layers = ()
+        self._blocks.clear()
+
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | _SavedWeight:
         offset = tensor.data_ptr() - self._address
         if 0 <= offset < self._num_bytes and tensor.device == self.device:
@@ -277,6 +303,8 @@ class WeightRing:
                 raise changed_in_place(tensor)
             return tensor
         assert isinstance(saved, _SavedWeight)
+        if not self._blocks:
+            raise EngineStateError("the weights were moved since this loss was computed: compute the loss again")
         if saved.num_updates != saved.block.num_updates:
             for layer, num_updates in zip(saved.block.layers, saved.num_updates, strict=True):
                 layer.check_seen(num_updates)

@@ -82,6 +82,21 @@ class LayerWeights:
         self.bind(self.tensors(self.flat))
         self._versions = self._present_versions()
 
+    def own_tensors(self) -> list[torch.Tensor]:
+        """The tensors and parameters that share the memory of settled weights by right: the tensors come first."""
+        bases = (tensor._base for tensor in self._bound)
+        return [
+            *self._bound,
+            *(view.parameter for view in self.layer.views),
+            *(each for each in bases if each is not None),
+        ]
+
+    def retire(self) -> None:
+        """Let go of the weights: the layer has others now. Whoever computes backward with these gets an error."""
+        torch.autograd.graph.increment_version([view.parameter for view in self.layer.views])
+        self.num_updates += 1
+        self.flat, self._bound, self._versions = torch.empty(0), [], []
+
     def _present_versions(self) -> list[int]:
         return [view.parameter._version for view in self.layer.views]
 
@@ -125,7 +140,7 @@ class LayerWeights:
         """
         if self.num_updates != num_updates:
             raise EngineStateError(
-                f"the weights of {self.layer.name!r} were stepped since this loss was computed: call "
+                f"the weights of {self.layer.name!r} were stepped or moved since this loss was computed: call "
                 "engine.backward(loss) before engine.step(), or compute the loss again"
             )
 
@@ -240,6 +255,19 @@ class ForwardHooks:
         """The layers in the order in which forward uses them. Those that the whole model waits for come first."""
         asked = {weight: at for weight, at in self._order_of_use.items() if weight not in self._waited_at_root}
         return sorted(self._weights, key=lambda weight: asked.get(weight, -1))
+
+    def exchange(self, old: LayerWeights, new: LayerWeights) -> None:
+        """From now on wait for `new` instead of `old`, weights of the same layer in another place."""
+        self._weights = [new if weight is old else weight for weight in self._weights]
+        for table in (self._layers_of, self._waiting_for):
+            for module in new.layer.modules:
+                if module in table:
+                    table[module] = [new if weight is old else weight for weight in table[module]]
+        if old in self._order_of_use:
+            self._order_of_use[new] = self._order_of_use.pop(old)
+        if old in self._waited_at_root:
+            self._waited_at_root.remove(old)
+            self._waited_at_root.add(new)
 
     def remove(self) -> None:
         """Remove the hooks, and let go of the model."""

@@ -22,7 +22,7 @@ from offloadkit.planner.layout import (
     step_buffer_bytes,
     tier_bytes,
 )
-from offloadkit.planner.plan import Plan, make_plan
+from offloadkit.planner.plan import Plan, make_plan, placed
 from offloadkit.planner.work import MicroBatch, Pass, Rows, Stage
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "gpu_can_step",
     "is_small",
     "make_plan",
+    "placed",
     "possible",
     "step_buffer_bytes",
     "tier_bytes",

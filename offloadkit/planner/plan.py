@@ -210,7 +210,24 @@ def make_plan(
     layers = tuple(replace(layer, precision=config.precision, optimizer=config.optimizer) for layer in layers)
     basis = Basis(config, frozen, frozen_bytes, work, hardware, assumed)
     budgets = _budgets(config, hardware)
-    placements = _placements(layers, basis, budgets)
+    return _plan(layers, basis, budgets, _placements(layers, basis, budgets))
+
+
+def placed(plan: Plan, placements: Sequence[Placement]) -> Plan:
+    """`plan` with each layer where `placements` says: its bytes and seconds are those of these placements."""
+    return _plan(plan.layers, plan.basis, plan.budgets, tuple(placements))
+
+
+def _plan(
+    layers: tuple[LayerShape, ...], basis: Basis, budgets: dict[str, int], placements: tuple[Placement, ...]
+) -> Plan:
+    config, work, hardware, frozen, frozen_bytes = (
+        basis.config,
+        basis.work,
+        basis.hardware,
+        basis.frozen,
+        basis.frozen_bytes,
+    )
     held = activations(work, choices(layers, placements, work)) if work else None
     tiers = run_bytes(
         layers,
