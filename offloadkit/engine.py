@@ -9,6 +9,7 @@ for batch in batches:
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import weakref
@@ -22,10 +23,12 @@ import torch
 from torch import nn
 
 from offloadkit import hardware
+from offloadkit.changes import changed
 from offloadkit.config import OffloadConfig
+from offloadkit.device.process_memory import cap_vram
 from offloadkit.device.streams import record_compute
 from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OffloadkitError
-from offloadkit.offload.layers import UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
+from offloadkit.offload.layers import FlatLayer, UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.profiling import Profile
 from offloadkit.offload.records import StepRecords, num_tokens
@@ -35,8 +38,13 @@ from offloadkit.offload.update import StepThread, Update
 from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
+from offloadkit.outline import FirstWindow, chooses, plan_for
 from offloadkit.planner import Plan, placed
+from offloadkit.planner.plan import check_fits
 from offloadkit.telemetry import Move, Telemetry
+from offloadkit.units import parse_bytes
+
+logger = logging.getLogger(__name__)
 
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 
@@ -65,14 +73,20 @@ class OffloadEngine:
         device: torch.device | str | None = None,
         telemetry: Telemetry | None = None,
         plan: Plan | None = None,
+        example: Any = None,
         materialise: Materialise | None = None,
     ) -> None:
-        """
+        """Place the model. While the engine is open, models of transformers compute as `docs/design.md` says.
+
         Args:
             model: any module. Its trainable parameters live where the plan says; frozen ones move to `device`.
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
             device: where to compute. None: the GPU if there is one, else the CPU.
             plan: what lives where, layer by layer, planned for this model before. None: it is made here.
+            example: the largest micro-batch that will come, to plan for: a dict of forward's keyword arguments, a tuple
+                or list of positional ones, or one tensor. Only shapes and dtypes matter. None, where there are
+                placements to choose: the engine begins with little in VRAM; when the first window is done, it plans for
+                the window's largest micro-batch and moves.
             materialise: loads parameters of a model on the meta device into RAM. It is called for one flat layer
                 after the other, so there is never a second copy of the model.
 
@@ -80,6 +94,7 @@ class OffloadEngine:
             ModelError: nothing can be trained, a parameter's dtype is not supported, or the plan is another model's.
             ConfigError: the plan was made with another accumulation, recomputation or placement.
             EngineStateError: another engine that is still open trains this model.
+            DoesNotFitError: the plan made here needs more than there is, or than the config's `vram` or `ram`.
             OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`).
         """
         other = _open_engines.get(model, lambda: None)()
@@ -91,7 +106,8 @@ class OffloadEngine:
         param_groups = listed_groups(param_groups)
         layers = flat_layers(model, self.config, param_groups)
         trained = {view.parameter for layer in layers for view in layer.views}
-        self.plan = plan or plan_of(model, layers, self.config)
+        self._first_window: FirstWindow | None = None
+        self.plan = plan or self._planned(model, layers, example)
         check_plan(self.plan, layers, self.config)
         self._thread = StepThread(self.device)
         self._undo = ExitStack()
@@ -100,6 +116,9 @@ class OffloadEngine:
         self._finalizer = weakref.finalize(self, self._undo.close)
         self._ram_watch = RamWatch(self.plan.tiers["ram"])
         self._undo.callback(self._ram_watch.close)
+        if self.config.vram is not None:
+            self._undo.callback(cap_vram(parse_bytes(self.config.vram), self.device))
+        self._undo.callback(changed(model, self.config, kernels=self.device.type != "cpu"))
         with explained_shortage(self.plan, self.device):
             self._placed = PlacedModel(
                 model,
@@ -135,6 +154,21 @@ class OffloadEngine:
         self._stepped = self._overflow_known = self._open = True
         _open_engines[model] = weakref.ref(self)
 
+    def _planned(self, model: nn.Module, layers: list[FlatLayer], example: Any) -> Plan:
+        """The plan to begin with, where none is given.
+
+        Raises:
+            DoesNotFitError: it does not fit.
+        """
+        made = None if example is None else plan_for(model, self.config, self.device, example)
+        if made is None and not chooses(self.config, self.device):
+            return plan_of(model, layers, self.config)
+        if made is None:
+            first = FirstWindow(model, layers, self.config, self.device)
+            made, self._first_window = first.plan, None if first.is_settled else first
+        check_fits(made)
+        return made
+
     # ---- one step, in time order -------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,6 +182,8 @@ class OffloadEngine:
         if not torch.is_grad_enabled():
             with explained_shortage(self.plan, self.device):
                 return self.module(*args, **kwargs)
+        if self._first_window is not None:
+            self._first_window.saw(args, kwargs)
         with (
             self._records.forward(num_tokens(self.module, kwargs)),
             explained_shortage(self.plan, self.device, self.drop_gradients),
@@ -232,6 +268,9 @@ class OffloadEngine:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
         if self._profile is not None and self._profile.step(self._settle, self._records.read, self.telemetry):
             self._profile = None
+        if self._first_window is not None:
+            first, self._first_window = self._first_window, None
+            self._move_after(first)
         return True
 
     def _new_update(self) -> Update:
@@ -373,6 +412,20 @@ class OffloadEngine:
         totals = [{tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan)]
         self.telemetry.moves.append(Move(self.num_updates, why, *totals, seconds))
 
+    def _move_after(self, first: FirstWindow) -> None:
+        """Move to the plan for what the first window brought. Training goes on as it began if that cannot be."""
+        plan = first.plan_now()
+        if plan is None:
+            return
+        try:
+            self.move(plan, why="the first window was done, and its micro-batches are planned for")
+        except NonFiniteGradientError:
+            raise
+        except OffloadkitError as error:
+            if not self._open:
+                raise
+            logger.warning(f"training goes on as it began, not as planned for its micro-batches: {error}")
+
     def _has_moved(self, state: LayerState) -> None:
         for at, view in enumerate(state.layer.views):
             self.optimizer.state[view.parameter].update(state.state_of(at))
@@ -474,6 +527,11 @@ class OffloadEngine:
         self.close()
 
     # ---- as the module, and checks -------------------------------------------------------------------------------
+
+    is_beginning = property(
+        lambda self: self._first_window is not None,
+        doc="Whether the placements are those to begin with: what the first window brings is planned for at its end.",
+    )
 
     training = property(lambda self: self.module.training, doc="The module's mode.")
 

@@ -140,7 +140,10 @@ def _take_loss_in_fp32(model: PreTrainedModel) -> Callable[[], None]:
 
 
 def without_caches(model: nn.Module) -> Callable[[], None]:
-    """Have no part of `model` keep keys and values; returns what undoes it."""
+    """Have no part of `model` keep keys and values, whatever its config says; returns what undoes it.
+
+    Those that a caller passes (`past_key_values`) are used. A block that is recomputed would find its own in the cache.
+    """
     changes = ExitStack()
     for config in _configs(model):
         if getattr(config, "use_cache", False):
