@@ -116,11 +116,14 @@ def chooses(config: OffloadConfig, device: torch.device) -> bool:
     return config.vram is not None or config.ram is not None or (device.type != "cpu" and config.placement is None)
 
 
-def plan_for(model: nn.Module, config: OffloadConfig, device: torch.device, example: Any) -> Plan | None:
+def plan_for(
+    model: nn.Module, config: OffloadConfig, device: torch.device, example: Any, *, rows_option: str = ""
+) -> Plan | None:
     """The plan of a module in memory for micro-batches like `example`. The module is not changed.
 
     Args:
         example: what `trace_micro_batch` takes; only shapes and dtypes matter.
+        rows_option: the user's name for the number of rows. A plan that does not fit proposes fewer of them.
 
     Returns:
         None if the module, or this example, cannot run on the meta device.
@@ -130,7 +133,28 @@ def plan_for(model: nn.Module, config: OffloadConfig, device: torch.device, exam
     """
     outline = _outline_of_copy(model, config, device)
     work = None if outline is None else outline.work(example)
-    return outline.plan(work) if outline is not None and work is not None else None
+    if outline is None or work is None:
+        return None
+    made = outline.plan(work)
+    if made.fits or work.rows is None or not rows_option:
+        return made
+    numbers = [1 << power for power in reversed(range((work.rows.batch_size - 1).bit_length()))]
+    fewer = ((f"{rows_option}={number}", outline.work(_first_rows(example, number))) for number in numbers)
+    smaller = tuple((words, less) for words, less in fewer if less is not None)
+    return replace(made, basis=replace(made.basis, smaller=smaller))
+
+
+def _first_rows(example: Any, number: int) -> Call:
+    """A micro-batch of tokens with only its first rows."""
+    call = Call.of(example)
+    most = call.kwargs["input_ids"].shape[0]
+    return Call(
+        call.args,
+        {
+            name: value[:number] if isinstance(value, torch.Tensor) and value.shape[:1] == (most,) else value
+            for name, value in call.kwargs.items()
+        },
+    )
 
 
 def _outline_of_copy(model: nn.Module, config: OffloadConfig, device: torch.device) -> Outline | None:

@@ -171,7 +171,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         except NotReadableError as error:
             print(f"the longest rows are not known before training ({error}): {_BEGINS}", flush=True)
             return None
-        plan = plan_for(self.model, config, self.args.device, batch)
+        rows = "per_device_train_batch_size"
+        plan = plan_for(self.model, config, self.args.device, batch, rows_option=rows)
         if plan is None:
             print(f"the longest rows do not run on the meta device: {_BEGINS}", flush=True)
             return None
