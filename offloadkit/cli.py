@@ -176,7 +176,7 @@ def train(
     seed: Annotated[int, typer.Option(help="Seed of the order of rows, dropout and random weights.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     retry_leaner: Annotated[
-        bool, typer.Option("--retry-leaner", help="When the GPU's memory is full, continue once with less in VRAM.")
+        bool, typer.Option("--retry-leaner", help="Has no effect; a full GPU always leads to a leaner plan.")
     ] = False,
 ) -> None:
     """Train MODEL on DATASET with the optimizer in host RAM.

@@ -12,9 +12,11 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import traceback
+import warnings
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -27,12 +29,28 @@ from offloadkit.changes import changed
 from offloadkit.config import OffloadConfig
 from offloadkit.device.process_memory import cap_vram
 from offloadkit.device.streams import record_compute
-from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OffloadkitError
+from offloadkit.errors import (
+    EngineStateError,
+    ModelError,
+    NonFiniteGradientError,
+    OffloadkitError,
+    OutOfRamError,
+    OutOfVramError,
+    RepeatWindowError,
+)
 from offloadkit.offload.layers import FlatLayer, UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.profiling import Profile
 from offloadkit.offload.records import StepRecords, num_tokens
-from offloadkit.offload.shortage import RamWatch, explained_shortage
+from offloadkit.offload.shortage import (
+    RamWatch,
+    explained_shortage,
+    full_gpu,
+    moved_in_words,
+    with_less_ram,
+    with_less_vram,
+    within_free_vram,
+)
 from offloadkit.offload.states import LayerState, Materialise
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.optim.loss_scale import LossScale
@@ -107,8 +125,13 @@ class OffloadEngine:
         layers = flat_layers(model, self.config, param_groups)
         trained = {view.parameter for layer in layers for view in layer.views}
         self._first_window: FirstWindow | None = None
-        self.plan = plan or self._planned(model, layers, example)
-        check_plan(self.plan, layers, self.config)
+        plan = plan or self._planned(model, layers, example)
+        check_plan(plan, layers, self.config)
+        here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
+        self.plan = within_free_vram(plan, self.device, sum(each.nbytes for each in here))
+        if self.plan is not plan:
+            words = moved_in_words(plan, self.plan, 0.0)
+            warnings.warn(f"less VRAM is free than was planned with: the plan is leaner ({words})", stacklevel=2)
         self._thread = StepThread(self.device)
         self._undo = ExitStack()
         self._undo.callback(self._thread.close)
@@ -176,7 +199,7 @@ class OffloadEngine:
 
         Raises:
             OutOfVramError: the GPU's memory is full. With gradients enabled, the gradients gathered since the last
-                update are dropped.
+                update are dropped, and it is a `RepeatWindowError` if the engine has moved to a leaner plan.
         """
         self._check_open()
         if not torch.is_grad_enabled():
@@ -185,8 +208,8 @@ class OffloadEngine:
         if self._first_window is not None:
             self._first_window.saw(args, kwargs)
         with (
+            self.makes_room(),
             self._records.forward(num_tokens(self.module, kwargs)),
-            explained_shortage(self.plan, self.device, self.drop_gradients),
             self._placed.in_forward(),
         ):
             return self.module(*args, **kwargs)
@@ -202,7 +225,8 @@ class OffloadEngine:
 
         Raises:
             EngineStateError: it was called again before `step()`, without gradient accumulation.
-            OutOfVramError: the GPU's memory is full.
+            OutOfVramError: the GPU's memory is full. It is a `RepeatWindowError` if the engine has moved to a leaner
+                plan. `loss` is detached then, so that its graph frees the GPU.
             ValueError: the loss is not a scalar.
         """
         self._check_open()
@@ -214,19 +238,27 @@ class OffloadEngine:
             )
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a scalar loss, got a tensor of shape {tuple(loss.shape)}")
-        if scale_by_accumulation and accumulation > 1:
-            loss = loss / accumulation
+        with self.makes_room():
+            self._backward(loss, accumulation if scale_by_accumulation else 1)
+        self._num_backwards += 1
+        self._stepped = False
+
+    def _backward(self, loss: torch.Tensor, divisor: int) -> None:
+        given = loss
+        if divisor > 1:
+            loss = loss / divisor
         with self._records.backward(loss):
             self._update_loss_scale()
             try:
-                with explained_shortage(self.plan, self.device, self.drop_gradients), self._placed.in_backward():
+                with self._placed.in_backward():
                     loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
                     loss.backward()  # type: ignore[no-untyped-call]
-            except BaseException:
+            except BaseException as error:
                 self.drop_gradients()
+                if isinstance(error, torch.OutOfMemoryError):
+                    with suppress(RuntimeError):  # a view of a larger tensor
+                        given.detach_()
                 raise
-        self._num_backwards += 1
-        self._stepped = False
 
     def step(self, *, boundary: bool | None = None) -> bool:
         """Call it after each `backward`. At the end of the accumulation window it starts the update, without waiting.
@@ -241,8 +273,10 @@ class OffloadEngine:
             EngineStateError: there was no `backward` since the last call.
             NonFiniteGradientError: the gradients of an earlier step held NaN or Inf (`on_nonfinite="raise"`).
             ModelError: parameters were added, replaced or unfrozen since the engine was built.
-            OutOfRamError: the system is about to run out of RAM. Nothing was done; `step` may be called again.
-            OutOfVramError: the GPU's memory is full. The window's gradients are dropped.
+            OutOfRamError: the system is about to run out of RAM, and no plan takes less. Nothing was done; `step` may
+                be called again. Or the update was started, but the move to a plan with less RAM failed.
+            OutOfVramError: the GPU's memory is full. The window's gradients are dropped. It is a `RepeatWindowError` if
+                the engine has moved to a leaner plan.
         """
         self._check_open()
         if self._stepped and not (boundary and self._num_backwards):
@@ -251,24 +285,28 @@ class OffloadEngine:
             self._stepped = True
             return False
         self._untrained.check()
-        self._ram_watch.check()
+        scarce, leaner = self._ram_watch.warning(), None
+        if scarce is not None and (leaner := with_less_ram(self.plan, self.device)) is None:
+            raise OutOfRamError(scarce)
         self._read_reports()
         self._placed.take_over_outside_writes()
-        try:
-            with explained_shortage(self.plan, self.device):
+        with self.makes_room():
+            try:
                 update = self._new_update()
-            self._thread.start(update)
-        except BaseException:  # also an interrupt: nothing may wait for an update that was never started
-            self._placed.forget_pending()
-            self.drop_gradients()
-            raise
+                self._thread.start(update)
+            except BaseException:  # also an interrupt: nothing may wait for an update that was never started
+                self._placed.forget_pending()
+                self.drop_gradients()
+                raise
         self.num_updates += 1
         self._newest, self._overflow_known, self._stepped, self._num_backwards = update, False, True, 0
         self._records.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy())
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
         if self._profile is not None and self._profile.step(self._settle, self._records.read, self.telemetry):
             self._profile = None
-        if self._first_window is not None:
+        if leaner is not None:
+            self._leave_ram(leaner, scarce)
+        elif self._first_window is not None:
             first, self._first_window = self._first_window, None
             self._move_after(first)
         return True
@@ -409,8 +447,64 @@ class OffloadEngine:
                 self.plan = self._records.plan = plan
                 self._ram_watch.expect(plan.tiers["ram"])
         seconds = time.perf_counter() - began
-        totals = [{tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan)]
-        self.telemetry.moves.append(Move(self.num_updates, why, *totals, seconds))
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        old, new = ({tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan))
+        self.telemetry.moves.append(Move(self.num_updates, why, old, new, seconds))
+
+    @contextmanager
+    def makes_room(self) -> Iterator[None]:
+        """A context in which a full GPU makes the engine move to a leaner plan.
+
+        Raises:
+            RepeatWindowError: it did so. The gradients since the last update were dropped.
+            OutOfVramError: no leaner plan is left, or the move failed. The gradients were dropped too.
+        """
+        try:
+            with explained_shortage(self.plan, self.device, self.drop_gradients):
+                yield
+        except RepeatWindowError:
+            raise
+        except OutOfVramError as error:
+            traceback.clear_frames(error.__traceback__)  # the failed window must not hold its activations any more
+            raise self._leave_vram(error) from error.__cause__
+
+    def _leave_vram(self, error: OutOfVramError) -> OutOfVramError:
+        """Move to a plan with less VRAM; returns the error to raise."""
+        plan, full = with_less_vram(self.plan, self.device), full_gpu(self.plan, self.device)
+        if plan is None:
+            return error
+        try:
+            self._settle()
+            words = self._move_with_a_warning(plan, "the GPU's memory was full", stacklevel=6)
+        except OffloadkitError as why:
+            return OutOfVramError(f"{error}. The move to a leaner plan failed: {why}")
+        return RepeatWindowError(
+            f"{full}. The engine has moved to a leaner plan ({words}), which changes no number. The gradients since "
+            "the last update were dropped: repeat this window, from its first micro-batch and with the random states "
+            "that it had, and training goes on as if nothing had been"
+        )
+
+    def _leave_ram(self, plan: Plan, scarce: str | None) -> None:
+        """Move to a plan with less RAM.
+
+        Raises:
+            OutOfRamError: the move failed.
+        """
+        try:
+            self._settle()
+            self._move_with_a_warning(plan, "RAM was running out", stacklevel=4)
+        except OffloadkitError as error:
+            raise OutOfRamError(f"{scarce}. The move to a plan with less RAM failed: {error}") from error
+
+    def _move_with_a_warning(self, plan: Plan, why: str, *, stacklevel: int) -> str:
+        """`_move`, and a line that says so; returns what changed, in words."""
+        before = self.plan
+        self._move(plan, why)
+        words = moved_in_words(before, plan, self.telemetry.moves[-1].seconds)
+        message = f"{why} after step {self.num_updates}: the plan has moved ({words})"
+        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
+        return words
 
     def _move_after(self, first: FirstWindow) -> None:
         """Move to the plan for what the first window brought. Training goes on as it began if that cannot be."""

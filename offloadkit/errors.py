@@ -57,6 +57,11 @@ class OutOfVramError(OffloadkitError, MemoryError):
     """The GPU's memory is full. The message compares what was planned with what is used."""
 
 
+class RepeatWindowError(OutOfVramError):
+    """The GPU's memory was full, and the engine has moved to a leaner plan. The gradients since the last update were
+    dropped: repeat the window from its first micro-batch."""
+
+
 class OutputError(OffloadkitError, OSError):
     """The output folder cannot be written."""
 

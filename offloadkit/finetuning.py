@@ -18,9 +18,8 @@ What the arguments of `finetune` take:
 - `max_input_length`, `max_target_length`: in tokens; None is 512 (causal: 1024) for inputs and 128 for targets. The
   plan is made for the longest row. If rows or tokenizer must be downloaded first, the plan is made for these lengths
   before the download, and made again for the longest row after it.
-- `retry_leaner`: when the GPU's memory is full, write a checkpoint of the last finished step and go on from it, once,
-  by a plan with less in VRAM. The weights come out as if there had been room. As with `resume`, the loss and seconds
-  that are handed back are those since the checkpoint.
+- `retry_leaner`: has no effect, and will be removed. When the GPU's memory is full, every run goes on by a plan with
+  less in VRAM, until none is left. The weights come out as if there had been room.
 - `resume`: go on from the newest complete checkpoint in `output_dir`. One is written after each epoch, and when
   training is stopped.
 - `monitor`: show memory, time, slowdown and loss live, in a notebook or on a terminal (see `Monitor`). False shows a
@@ -41,11 +40,10 @@ the working dtype: `bf16=False` on a GPU with bf16, and `fp16=False` on one with
 
 from __future__ import annotations
 
-import gc
 import os
 import warnings
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,7 +60,7 @@ from offloadkit.checkpoint.folder import (
 )
 from offloadkit.config import OffloadConfig, Precision
 from offloadkit.engines.baseline import measured_baseline
-from offloadkit.errors import ConfigError, OutOfVramError, errors_hold_nothing
+from offloadkit.errors import ConfigError, errors_hold_nothing
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
 from offloadkit.hf.quiet import bars_where_live
@@ -71,24 +69,20 @@ from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.hf.weight_files import Materialise
 from offloadkit.monitor.monitor import Monitor, can_be_drawn
 from offloadkit.offload.layers import flat_layers
-from offloadkit.offload.shortage import leaner_budget
 from offloadkit.planner import Dtype, Plan
 from offloadkit.planning import (
     auto_batch_size,
     check_whole_numbers,
     default_dtype,
     plan_for_rows,
-    plan_source,
     shown_plan,
     with_wishes,
 )
 from offloadkit.telemetry import StepRecord
-from offloadkit.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainingArguments
 
-    from offloadkit.hf.callbacks import StopPoint
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 
 LEARNING_RATES = {"pretrained": 1e-4, "random": 5e-4}
@@ -99,7 +93,6 @@ NUM_PREDICTED = 256
 
 _NUM_SHOWN = 5
 _RESUME = "resume=True (--resume)"
-_ONCE_MORE = ", or pass retry_leaner=True, which goes on from the last finished step by a leaner plan, once"
 
 
 @dataclass(frozen=True, repr=False)
@@ -172,7 +165,7 @@ def finetune(
         OutputError: `output_dir` cannot be written; found out before anything is loaded.
         DataError, ModelError, ModelNotFoundError, ModelAccessError: the dataset or the model will not do.
         DoesNotFitError: what the plan needs is not there; found out before anything is downloaded or loaded.
-        OutOfVramError: the GPU's memory is full, with `retry_leaner` for the second time.
+        OutOfVramError: the GPU's memory is full, and no leaner plan is left.
         NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
     """
     from offloadkit.hf.arguments import arguments_of_finetune, engine_config
@@ -181,6 +174,9 @@ def finetune(
     numbers = {"batch_size": batch_size, "max_steps": max_steps, "gradient_accumulation": gradient_accumulation}
     check_whole_numbers(**numbers, **lengths)
     _check(epochs, learning_rate, init, seed, baseline, resume=resume, retry_leaner=retry_leaner, monitor=monitor)
+    if retry_leaner:
+        why = "retry_leaner has no effect and will be removed: a full GPU always makes training go on by a leaner plan"
+        warnings.warn(why, FutureWarning, stacklevel=4)
     dtype = _working_dtype(offload, training_arguments)
     wishes: dict[str, Any] = {"precision": precision, "compile_blocks": compile_blocks, "working_dtype": dtype}
     offload = with_wishes(offload, vram=vram, ram=ram, **wishes)
@@ -214,7 +210,7 @@ def finetune(
     run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch)
     with ExitStack() as opened:
         opened.push(watch)  # ends it; it begins when the weights are in place
-        trainer, plan, metrics = run.train(plan, checkpoint, retry_leaner=retry_leaner)
+        trainer, plan, metrics = run.train(plan, checkpoint)
     with closing(trainer):  # whatever happens, the engine's memory is given back
         trained: Any = trainer.model
         _save(trained, tokenizer, output / "model")  # first of all: an evaluation that fails loses nothing
@@ -275,7 +271,7 @@ def _checkpoint(output: Path, config: Any, batch_size: int) -> Path:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What every attempt at a training has in common."""
+    """A training with all that it needs."""
 
     source: ModelSource
     """With the head that the rows need."""
@@ -288,47 +284,25 @@ class TrainingRun:
     data: PreparedData
     evaluation: PreparedData | None
     monitor: Monitor
-    """Watches every attempt, from its first step on; its `telemetry` holds what all of them recorded."""
+    """Watches the training, from its first step on; its `telemetry` holds what was recorded."""
 
-    def train(
-        self, plan: Plan, checkpoint: Path | None, *, retry_leaner: bool
-    ) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
-        """A trainer that has trained, the plan that it used, and its metrics.
+    def train(self, plan: Plan, checkpoint: Path | None) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
+        """A trainer that has trained, the plan that it used last, and its metrics."""
+        from offloadkit.hf.callbacks import AsksTheMonitor
 
-        Raises:
-            OutOfVramError: the GPU's memory is full. A leaner plan was not allowed, not found, or not lean enough.
-        """
-        from offloadkit.hf.callbacks import AsksTheMonitor, StopPoint
-
-        full = tried = ""
-        if retry_leaner and self.args.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.args.device)  # `leaner_budget` reads this run's
-        while True:
-            model, materialise = self._load(plan, checkpoint)
-            if full:
-                plan, tried = self._leaner(model, plan, full, checkpoint)
-            elif plan.layers != tuple(layer.shape() for layer in flat_layers(model, self.offload)):
-                # The checkpoint's parameters are not those of its config: a head of its own, or fewer tied weights.
-                plan = shown_plan(resolve(model, task=self.data.task), self.offload, **self.size)
-            trainer, stop_point = self._trainer(model, materialise, plan), StopPoint()
-            trainer.add_callback(stop_point)
-            trainer.add_callback(asks := AsksTheMonitor(self.monitor))
-            self.monitor.plan = plan
-            with closing(asks), ExitStack() as opened:
-                opened.enter_context(closing(trainer))
-                try:
-                    output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-                    self._end(trainer, stopped=asks.stopped)
-                    opened.pop_all()
-                    return trainer, plan, self._metrics(trainer, output)
-                except OutOfVramError as error:
-                    if full or not retry_leaner:
-                        raise OutOfVramError(f"{error}{tried or _ONCE_MORE}") from error
-                    full = str(error)
-                # Only here, where the error is gone and holds no activations any more, the GPU has room again.
-                checkpoint = self._to_go_on_from(trainer, stop_point, checkpoint)
-            del trainer, model, materialise
-            gc.collect()
+        model, materialise = self._load(plan, checkpoint)
+        if plan.layers != tuple(layer.shape() for layer in flat_layers(model, self.offload)):
+            # The checkpoint's parameters are not those of its config: a head of its own, or fewer tied weights.
+            plan = shown_plan(resolve(model, task=self.data.task), self.offload, **self.size)
+        trainer = self._trainer(model, materialise, plan)
+        trainer.add_callback(asks := AsksTheMonitor(self.monitor))
+        self.monitor.plan = plan
+        with closing(asks), ExitStack() as opened:
+            opened.enter_context(closing(trainer))
+            output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            self._end(trainer, stopped=asks.stopped)
+            opened.pop_all()
+        return trainer, plan if trainer.engine is None else trainer.engine.plan, self._metrics(trainer, output)
 
     def _load(self, plan: Plan, checkpoint: Path | None) -> tuple[PreTrainedModel, Materialise | None]:
         """The model, and the function that reads or draws its weights once the engine has a place for them.
@@ -343,29 +317,6 @@ class TrainingRun:
         if checkpoint is not None:
             return resolve(checkpoint).for_rows(self.data.task, self.data.id2label).load_lazily()
         return self.source.load_lazily()
-
-    def _leaner(self, model: Any, plan: Plan, full: str, checkpoint: Path | None) -> tuple[Plan, str]:
-        """A plan with less in VRAM, and what that tries, in words.
-
-        Args:
-            plan: needed too much.
-            full: the message that says so.
-        """
-        budget = leaner_budget(plan, self.args.device)
-        source = resolve(model, task=self.data.task)
-        leaner = plan_source(source, replace(self.offload, vram=budget), **self.size)
-        resume = "" if checkpoint is None else f"; {_RESUME} goes on from {checkpoint}"
-        before, after = (made.total_bytes("vram") for made in (plan, leaner))
-        if not leaner.fits or after >= before:
-            why = "it would take as much" if leaner.fits else leaner.explain().splitlines()[0]
-            raise OutOfVramError(
-                f"{full}. retry_leaner found no plan for {format_bytes(budget)} of VRAM that changes no number: "
-                f"{why}{resume}"
-            )
-        warnings.warn(f"{full}. Training goes on by a leaner plan", RuntimeWarning, stacklevel=4)
-        print(leaner, flush=True)
-        both = f"the first was planned with {format_bytes(before)} of VRAM, this one with {format_bytes(after)}"
-        return leaner, f". This was the second attempt: {both}{resume}"
 
     def _trainer(self, model: PreTrainedModel, materialise: Materialise | None, plan: Plan) -> OffloadSeq2SeqTrainer:
         from offloadkit.hf.callbacks import show_progress
@@ -386,14 +337,6 @@ class TrainingRun:
         )
         show_progress(trainer, monitored=self.monitor.is_drawn)
         return trainer
-
-    def _to_go_on_from(self, trainer: Any, stop_point: StopPoint, began_from: Path | None) -> Path | None:
-        """A checkpoint of the last finished step; None: from the beginning."""
-        again = began_from is not None or self.source.model is None
-        if again and not stop_point.any_step_finished(trainer):
-            return began_from
-        self.args.ignore_data_skip = False  # the batches that are left, not those of the epoch's beginning
-        return stop_point.save(trainer)  # of a model in memory, the engine has changed the weights already
 
     def _end(self, trainer: OffloadSeq2SeqTrainer, *, stopped: bool) -> None:
         """The monitor's last view, and how to go on from a training that was stopped."""

@@ -152,15 +152,17 @@ def _cgroup_ram() -> list[tuple[int, int]]:
     """(limit, usage without page cache), in bytes, of each memory cgroup of this process that has a limit."""
     found: list[tuple[int, int]] = []
     for folder in _cgroup_dirs("memory"):
-        limit = text_of(folder / "memory.max") or text_of(folder / "memory.limit_in_bytes")
-        if not limit.isdigit() or int(limit) >= 1 << 60:
+        names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # above `high` the kernel slows a process down
+        limits = [int(limit) for limit in (text_of(folder / name) for name in names) if limit.isdigit()]
+        limit = min(limits, default=1 << 60)
+        if limit >= 1 << 60:
             continue
         usage = text_of(folder / "memory.current") or text_of(folder / "memory.usage_in_bytes")
         if usage.isdigit():
             stat = dict(line.split(" ", 1) for line in text_of(folder / "memory.stat").splitlines())
             kinds = ("active_file", "inactive_file")  # v1 includes children in total_* only, v2 in the plain name
             cache = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
-            found.append((int(limit), int(usage) - cache))
+            found.append((limit, int(usage) - cache))
     return found
 
 

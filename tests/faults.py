@@ -62,10 +62,8 @@ TESTS: dict[str, list[str]] = {
     "offload/compile.py": ["tests/offload/test_compile.py"],
     "offload/records.py": ["tests/offload/test_timings.py", "tests/test_telemetry.py", *ENGINE],
     "offload/profiling.py": ["tests/offload/test_profiling.py"],
-    "offload/shortage.py": [
-        *(f"tests/offload/test_{of}.py" for of in ("ram_watch", "shortage")),
-        "tests/test_retry_leaner.py",
-    ],
+    "offload/shortage.py": [*(f"tests/offload/test_{of}.py" for of in ("ram_watch", "shortage", "making_room"))],
+    "planner/leaner.py": ["tests/planner/test_leaner.py", "tests/offload/test_making_room.py"],
     "offload/layers.py": [*ENGINE, "tests/planner/test_plan.py", "tests/test_planning.py"],
     "planner/layout.py": [*PLAN, "tests/optim/test_table.py", CHANGES],
     "kernels/attention.py": ["tests/hf/test_fused_attention.py"],

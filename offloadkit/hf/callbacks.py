@@ -2,77 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from offloadkit.hf.quiet import is_live, progress_bars
 from offloadkit.monitor.monitor import Monitor
-
-
-class StopPoint(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Keeps the states of the random generators that a resumed run needs to repeat the current step.
-
-    The Trainer restores saved states before it draws an epoch's first batch. Within an epoch it restores them after it
-    drew a step's batches, before the first forward. So they are taken at these places.
-    """
-
-    def __init__(self) -> None:
-        self._first_step = 0
-        self._at_new_epoch = False
-        self._states = _random_states()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._first_step = state.global_step
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._states, self._at_new_epoch = _random_states(), True
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not self._at_new_epoch:
-            self._states = _random_states()
-        self._at_new_epoch = False
-
-    def any_step_finished(self, trainer: Any) -> bool:
-        """Whether this run of the trainer has finished a step."""
-        return bool(trainer.state.global_step > self._first_step)
-
-    def save(self, trainer: Any) -> Path:
-        """Write a checkpoint of the last finished step, with the optimizer, into the trainer's output folder.
-
-        Raises:
-            OutputError: it could not be written.
-            NonFiniteGradientError: the last step's gradients were not finite.
-        """
-        trainer.optimizer.zero_grad()
-        random.setstate(self._states["python"])
-        np.random.set_state(self._states["numpy"])
-        torch.set_rng_state(self._states["torch"])
-        if "cuda" in self._states:
-            torch.cuda.set_rng_state(self._states["cuda"])
-        args = trainer.args
-        weights_only, args.save_only_model = args.save_only_model, False
-        try:
-            trainer._save_checkpoint(trainer.model, None)
-        finally:
-            args.save_only_model = weights_only
-        return Path(args.output_dir) / f"checkpoint-{trainer.state.global_step}"
-
-
-def _random_states() -> dict[str, Any]:
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
 
 _SHOWN = {"loss": "loss", "grad_norm": "norm", "learning_rate": "lr"}
 

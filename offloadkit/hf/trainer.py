@@ -15,7 +15,7 @@ in chunks (`loss.py`): the logits exist whole only where somebody reads them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +26,11 @@ from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from offloadkit.checkpoint.folder import written_to
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
-from offloadkit.errors import ConfigError, DataError
+from offloadkit.errors import ConfigError, DataError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
 from offloadkit.hf.longest import NotReadableError, longest_batch
 from offloadkit.hf.loss import num_targets, on_device, with_a_target
-from offloadkit.offload.shortage import explained_shortage
+from offloadkit.hf.window import Window
 from offloadkit.offload.states import Materialise
 from offloadkit.outline import chooses, plan_for
 from offloadkit.planner import Plan
@@ -81,6 +81,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._num_micro_batches = 1
         self._target_share: torch.Tensor | float | None = None
         self._unfinished = self._begins = False
+        self._window = Window()
         self._before_the_engine = ExitStack()
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
@@ -212,6 +213,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._window_targets = sum(num_targets(self.model, batch) for batch in batches)
         if self._unfinished and self.engine is not None:
             self.engine.optimizer.zero_grad()
+        self._window.begin(self.model)
         return samples
 
     def _show_plan_after_the_first(self) -> None:
@@ -223,9 +225,42 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-batch.
 
+        If the GPU's memory is full and the engine has moved to a leaner plan, the window so far is repeated.
+
         Returns:
             This micro-batch's part of the accumulated batch's loss, a scalar on the device.
+
+        Raises:
+            OutOfVramError: the GPU's memory is full, and no leaner plan is left.
         """
+        self._window.add(inputs, self.args.device)
+        loss = None
+        with suppress(RepeatWindowError):
+            loss = self._micro_batch(model, inputs, num_items_in_batch)
+        if loss is None:
+            loss = self._repeat_window(model, num_items_in_batch)
+        if not self.accelerator.sync_gradients:
+            self._accumulate()
+        elif self.lr_scheduler is self._own_scheduler:
+            self._apply_own_schedule()
+        return loss
+
+    def _repeat_window(self, model: Any, num_items_in_batch: Any) -> torch.Tensor:
+        """The newest micro-batch's loss, after all micro-batches of the window so far."""
+        while True:
+            with suppress(RepeatWindowError):  # the next plan is leaner yet
+                for number, inputs in enumerate(self._window.again()):
+                    if number:
+                        self._accumulate()
+                    loss = self._micro_batch(model, inputs, num_items_in_batch)
+                return loss
+
+    def _accumulate(self) -> None:
+        """Another micro-batch of the window follows."""
+        assert self.engine is not None
+        self.engine.step(boundary=False)
+
+    def _micro_batch(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         engine = self.engine
         assert engine is not None
         share: torch.Tensor | float | None = None
@@ -240,12 +275,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             num_items = num_targets(self.model, inputs)
         self._target_share = share
         self.current_gradient_accumulation_steps = 1
-        with explained_shortage(engine.plan, engine.device, engine.drop_gradients):  # in the user's compute_loss
+        with engine.makes_room():  # also in the user's compute_loss
             loss: torch.Tensor = super().training_step(model, inputs, on_device(num_items, self.args.device))
-        if not self.accelerator.sync_gradients:
-            engine.step(boundary=False)
-        elif self.lr_scheduler is self._own_scheduler:
-            self._apply_own_schedule()
         return loss if share is None else loss * share
 
     def _backward(self, loss: torch.Tensor, **_: Any) -> None:

@@ -206,7 +206,7 @@ class PlacedModel:
         for state in self.states:
             state.leave_ring()
         for ring in rings:
-            ring.synchronize()
+            ring.h2d.synchronize()  # what was fetched ahead for a step that was skipped
         if self._ring is not None:
             self._ring.close()
             self._ring = None

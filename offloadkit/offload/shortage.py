@@ -1,4 +1,5 @@
-"""Memory that runs out: a watch on the RAM left, and the explanation of a CUDA out-of-memory error.
+"""Memory that runs out: a watch on the RAM left, the explanation of a CUDA out-of-memory error, and the plan to go on
+by.
 
 Both errors name the bytes that were planned and the bytes that are used.
 """
@@ -16,8 +17,9 @@ import torch
 
 from offloadkit import hardware
 from offloadkit.errors import OutOfRamError, OutOfVramError
-from offloadkit.planner import Plan
-from offloadkit.units import format_bytes
+from offloadkit.planner import Plan, leaner
+from offloadkit.planner.plan import TIERS
+from offloadkit.units import format_bytes, format_seconds
 
 _INTERVAL_SECONDS = 0.2
 """How often the RAM left is read."""
@@ -64,7 +66,7 @@ class RamWatch:
 
     def __init__(self, planned: Mapping[str, int], floor_bytes: int | None = None) -> None:
         if floor_bytes is None:
-            floor_bytes = max(hardware.ram_limit_bytes() // 100, _MIN_FLOOR_BYTES)
+            floor_bytes = _floor_bytes()
         self._poll = _RamPoll(dict(planned), floor_bytes)
         self._thread = threading.Thread(target=self._poll.run, name="offloadkit-ram-watch", daemon=True)
         weakref.finalize(self, self._poll.closed.set)
@@ -76,9 +78,13 @@ class RamWatch:
         Raises:
             OutOfRamError: less than the floor was left at some time since the last check.
         """
-        warning, self._poll.warning = self._poll.warning, None
-        if warning is not None:
+        if (warning := self.warning()) is not None:
             raise OutOfRamError(warning)
+
+    def warning(self) -> str | None:
+        """What was seen since the last call, in words; None if there was room. It reads one attribute."""
+        warning, self._poll.warning = self._poll.warning, None
+        return warning
 
     def expect(self, planned: Mapping[str, int]) -> None:
         """Go on by another plan. What was seen before counts no more."""
@@ -89,6 +95,11 @@ class RamWatch:
         self._poll.closed.set()
         if threading.current_thread() is not self._thread:  # a finalizer runs on any thread
             self._thread.join()
+
+
+def _floor_bytes() -> int:
+    """RAM that must be left."""
+    return max(hardware.ram_limit_bytes() // 100, _MIN_FLOOR_BYTES)
 
 
 @contextmanager
@@ -103,7 +114,7 @@ def explained_shortage(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        explained = _explain(plan, device)
+        explained = f"{full_gpu(plan, device)}. {_ADVICE}"
         traceback.clear_frames(error.__traceback__)  # else a kept error would keep the activations in VRAM
         drop_gradients()
         raise OutOfVramError(explained) from error
@@ -122,8 +133,57 @@ def leaner_budget(plan: Plan, device: torch.device) -> int:
     return max(1, min(planned, used) - max(planned // 8, 2 * (used - planned)))
 
 
-def _explain(plan: Plan, device: torch.device) -> str:
-    """The error's text: what torch held, what was planned and what to do."""
+def with_less_vram(plan: Plan, device: torch.device) -> Plan | None:
+    """The plan to go on by where the GPU was full; None if no plan takes less."""
+    ram = plan.total_bytes("ram") + max(0, hardware.ram_available_bytes() - _floor_bytes())
+    return leaner(plan, "vram", {"vram": leaner_budget(plan, device), "ram": ram})
+
+
+def with_less_ram(plan: Plan, device: torch.device) -> Plan | None:
+    """The plan to go on by where RAM is running out: an eighth less, or as much as is short of twice the floor."""
+    lacking = 2 * _floor_bytes() - hardware.ram_available_bytes()
+    planned = plan.total_bytes("ram")
+    spare = 0
+    if device.type == "cuda":
+        used = hardware.vram_context_bytes(device) + torch.cuda.max_memory_reserved(device)
+        spare = max(0, hardware.vram_bytes(device)[1] - used)
+    vram = max(plan.total_bytes("vram"), min(plan.budgets.get("vram", 0), plan.total_bytes("vram") + spare))
+    return leaner(plan, "ram", {"ram": max(1, planned - max(planned // 8, lacking)), "vram": vram})
+
+
+def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int) -> Plan:
+    """`plan`, or a leaner one where less VRAM is free than when it was made, since another process took some.
+
+    Args:
+        freed_bytes: VRAM that the engine will free.
+    """
+    if device.type != "cuda":
+        return plan
+    there = hardware.vram_bytes(device)[0] + hardware.vram_context_bytes(device) + freed_bytes
+    if plan.total_bytes("vram") <= there:
+        return plan
+    ram = max(plan.total_bytes("ram"), plan.budgets.get("ram", 0))
+    return leaner(plan, "vram", {"vram": there, "ram": ram}) or plan
+
+
+def moved_in_words(before: Plan, after: Plan, seconds: float) -> str:
+    """ "VRAM 8 GiB -> 6 GiB, RAM 10 GiB -> 12 GiB, in 0.8 s"."""
+    totals = ((name, before.total_bytes(tier), after.total_bytes(tier)) for tier, name in TIERS.items())
+    changed = [f"{name} {format_bytes(old)} -> {format_bytes(new)}" for name, old, new in totals if old != new]
+    recomputed = [sum(where.activations != "keep" for where in plan.placements) for plan in (before, after)]
+    if recomputed[0] != recomputed[1]:
+        changed.append(f"layers with recomputed activations {recomputed[0]} -> {recomputed[1]}")
+    return ", ".join([*changed, f"in {format_seconds(seconds)}"])
+
+
+_ADVICE = (
+    "Take a smaller micro-batch and more gradient accumulation, or give the plan less VRAM than there is (vram=...), "
+    "so that more lives in RAM"
+)
+
+
+def full_gpu(plan: Plan, device: torch.device) -> str:
+    """What torch held on a full GPU, and what was planned."""
     planned = plan.tiers["vram"]
     parts = ", ".join(f"{category} {format_bytes(size)}" for category, size in planned.items() if size)
     free, total = hardware.vram_bytes(device)
@@ -133,7 +193,5 @@ def _explain(plan: Plan, device: torch.device) -> str:
     return (
         f"the GPU's memory is full: torch held up to {format_bytes(used)}, {format_bytes(free)} of "
         f"{format_bytes(total)} are free. Planned were {format_bytes(sum(planned.values()))} ({parts}){others}; "
-        f"activations and what torch needs for itself took {format_bytes(max(0, used - fixed))}. Take a smaller "
-        "micro-batch and more gradient accumulation, or give the plan less VRAM than there is (vram=...), so that "
-        "more lives in RAM"
+        f"activations and what torch needs for itself took {format_bytes(max(0, used - fixed))}"
     )

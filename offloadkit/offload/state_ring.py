@@ -137,11 +137,6 @@ class StateRing:
         self._under_way: deque[Event] = deque()
         self._stepped: Event | None = None
 
-    def synchronize(self) -> None:
-        """Block the calling thread until all copies are done. Their memory may be freed after that."""
-        self.h2d.synchronize()
-        self.d2h.synchronize()
-
     def forget_ahead(self) -> None:
         """What was fetched ahead is fetched again: its step was skipped, and RAM may have been written since."""
         self._ahead.clear()

@@ -267,11 +267,10 @@ class WeightRing:
         self.h2d.synchronize()
 
     def close(self) -> None:
-        """Give the buffers back. The blocks, which must be in RAM (`settle`), may join another ring.
+        """Give the buffers back. The blocks, whose layers must be settled, may join another ring.
 
         A graph that saved weights in this one raises an error in backward.
         """
-        self.synchronize()
         self._memory, self._buffers, self._current = torch.empty(0), [], None
         self._as_dtype.clear()
         self._successor.clear()

@@ -1,7 +1,8 @@
 """The planner: how many bytes of each kind a run needs, where they live, and how long a step takes. Pure arithmetic.
 
 `work`: what a micro-batch computes, as `tracing` counts it. `layout`: bytes of a layer and of a run. `seconds`: the
-time of a step. `search`: the fastest placements. `plan`: all of it as one `Plan`, and in words.
+time of a step. `search`: the fastest placements. `plan`: all of it as one `Plan`, and in words. `leaner`: another
+one for a run that is short of memory.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from offloadkit.planner.layout import (
     step_buffer_bytes,
     tier_bytes,
 )
+from offloadkit.planner.leaner import leaner
 from offloadkit.planner.plan import Plan, make_plan, placed
 from offloadkit.planner.work import MicroBatch, Pass, Rows, Stage
 
@@ -42,6 +44,7 @@ __all__ = [
     "cpu_can_step",
     "gpu_can_step",
     "is_small",
+    "leaner",
     "make_plan",
     "placed",
     "possible",

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, Seq2SeqTrainer, TrainerCallback
 
-from offloadkit.config import OffloadConfig
+from offloadkit.config import OffloadConfig, Placement
 from offloadkit.errors import DataError, NonFiniteGradientError, OutOfVramError
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
 from tests.hf.training import (
@@ -205,7 +205,7 @@ class OutOfMemoryInTheLoss(OffloadTrainer):
 
 def test_a_full_gpu_is_explained_where_the_users_loss_finds_it_too(tmp_path: Path) -> None:
     with pytest.raises(OutOfVramError, match="Planned were"):
-        train(tmp_path, t5(), seq2seq_rows(), OutOfMemoryInTheLoss)
+        train(tmp_path, t5(), seq2seq_rows(), OutOfMemoryInTheLoss, {"offload": OffloadConfig(placement=Placement())})
 
 
 def test_lion_32bit_trains_with_lion_as_the_config_does(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -30,7 +31,7 @@ from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import layout, possible, tier_bytes
 from tests.happens_before import Wait, Watched, waits, without
 from tests.models import Residual, TinyLM, tokens, train
-from tests.offload.test_state_ring import EVERYWHERE, IN_VRAM, LEAST_RAM, at_random, mixed, numbers, trained
+from tests.offload.test_state_ring import EVERYWHERE, IN_VRAM, LEAST_RAM, at_random, lm, mixed, numbers, trained
 from tests.test_engine_waits import EmbedsByHand
 
 DEPTH = len(EVERYWHERE) - 1
@@ -40,6 +41,26 @@ def everywhere(accumulation: int) -> None:
     """All placements at once, and layers that go from one processor to the other."""
     options: dict[str, Any] = {"working_dtype": "bf16", "gradient_accumulation": accumulation}
     trained("cpu", 3, mixed(OffloadConfig(**options), EVERYWHERE, DEPTH), depth=DEPTH, **options)
+
+
+def moved(accumulation: int) -> None:
+    """Layers move while what a skipped step fetched and what a dropped window sent are under way."""
+    options: dict[str, Any] = {"working_dtype": "bf16", "gradient_accumulation": accumulation}
+    config = OffloadConfig(on_nonfinite="skip", **options)
+    places = [Placement(weights="ram"), Placement(step="gpu"), LEAST_RAM, IN_VRAM]
+    plans = [mixed(config, placements) for placements in (places[::-1], places)]
+    batch = tokens(1)[0]
+    with warnings.catch_warnings(), OffloadEngine(lm(), config, device="cpu") as engine:
+        warnings.simplefilter("ignore")
+        for plan in plans:
+            for factor in (1.0, float("nan")):
+                for _ in range(accumulation):
+                    engine.backward(engine(batch) * factor)
+                    engine.step()
+            engine.backward(engine(batch))
+            engine.drop_gradients()
+            engine.move(plan)
+        train(engine, [batch] * accumulation)
 
 
 def saved_at_once() -> None:
@@ -241,6 +262,8 @@ def an_update_that_takes_long() -> None:
 RUNS: dict[str, Callable[[], None]] = {
     "everywhere": lambda: everywhere(1),
     "accumulating": lambda: everywhere(2),
+    "moved": lambda: moved(1),
+    "moved, accumulating": lambda: moved(2),
     "saved at once": saved_at_once,
     "branches": lambda: branches("0", "1", "2", "0"),
     "branches on disk": lambda: branches("0", "1", "2", states="disk"),
@@ -306,6 +329,8 @@ NEVER_MISSED = {
 
 MISSED_BY = {
     "closed": ["Gradients.remove"],
+    "moved": ["Gradients.forget_buffers", "PlacedModel._dismantle"],
+    "moved, accumulating": ["StepThread.settle"],
     "branches": ["Gradients.end_of_window: layer.weights.wait()"],
     "by hand": ["Gradients._open: layer.weights.wait()"],
     "accumulating": ["Gradients._accumulate_through", "Gradients._open: self._waits.delay(layer.sent)"],

@@ -1,0 +1,127 @@
+"""A leaner plan for a run that is under way, where less memory is there than was planned with.
+
+A plan that knows its micro-batch and its GPU is searched again with smaller budgets. Any other goes down a few rungs:
+each moves one kind of numbers out of the tier that is short, for as many layers as are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from offloadkit.config import Placement
+from offloadkit.planner.layout import possible, tier_bytes
+from offloadkit.planner.plan import TIERS, Plan, placed, replanned
+from offloadkit.planner.seconds import IN_VRAM
+
+_SMALLER = 7 / 8
+"""The next budget that is tried, as a share of the last one."""
+
+_Rung = Callable[[Placement], Placement]
+
+
+def leaner(plan: Plan, short: Literal["vram", "ram"], budgets: Mapping[str, int]) -> Plan | None:
+    """The fastest plan of the same run that takes less of the tier that is `short`.
+
+    Args:
+        budgets: bytes that the plan may take, by tier; of a tier that is left out, what it takes now. If no plan takes
+            as little of `short`, it is the leanest one.
+
+    Returns:
+        None if the user has chosen one placement for all layers, or no plan takes less.
+    """
+    if plan.basis.config.placement is not None:
+        return None
+    budgets = {tier: plan.total_bytes(tier) for tier in TIERS} | dict(budgets)
+    known = plan.basis.work is not None and plan.basis.hardware is not None and not plan.on_cpu
+    return _searched(plan, short, budgets) if known else _down_the_rungs(plan, short, budgets)
+
+
+def _searched(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan | None:
+    wishes: dict[str, Any] = {tier: budgets[tier] for tier in ("vram", "ram")}
+    while wishes[short] > 1:
+        other = replanned(plan, **wishes)
+        is_leaner = other.total_bytes(short) < plan.total_bytes(short)
+        if is_leaner and other.lacking().keys() <= {short}:
+            return other
+        if not other.fits:
+            return None
+        wishes[short] = int(_SMALLER * wishes[short])
+    return None
+
+
+def _down_the_rungs(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan | None:
+    where, now = list(plan.placements), _totals(plan, plan.placements)
+
+    def too_much(found: Mapping[str, int]) -> bool:
+        others = (tier for tier in TIERS if tier != short)
+        return any(found[tier] > max(now[tier], budgets[tier]) for tier in others)
+
+    for rung in _rungs(short, on_disk=plan.basis.config.disk is not None):
+        before = list(where)
+        for at in reversed(range(len(where))):
+            old, where[at] = where[at], possible(rung(where[at]), plan.layers[at])
+            found = _totals(plan, where)
+            if too_much(found):
+                where[at] = old
+            elif rung not in _OF_ACTIVATIONS and found[short] <= budgets[short]:
+                return placed(plan, where)
+        if rung in _OF_ACTIVATIONS and where != before:  # how much that helps is not known
+            return placed(plan, where)
+        if _totals(plan, where)[short] >= _totals(plan, before)[short]:
+            where = before
+    return placed(plan, where) if _totals(plan, where)[short] < now[short] else None
+
+
+def _totals(plan: Plan, placements: Sequence[Placement]) -> dict[str, int]:
+    """Bytes by tier of what placements change, but for activations."""
+    tiers = tier_bytes(plan.layers, placements, plan.accumulation)
+    now = tier_bytes(plan.layers, plan.placements, plan.accumulation)
+    return {tier: plan.total_bytes(tier) + sum(tiers[tier].values()) - sum(now[tier].values()) for tier in TIERS}
+
+
+def _states_to_ram(where: Placement) -> Placement:
+    return replace(where, states="ram", gradients="ram", step="cpu") if where.states == "vram" else where
+
+
+def _recompute(where: Placement) -> Placement:
+    return replace(where, activations="checkpoint") if where.activations == "keep" else where
+
+
+def _gradients_to_ram(where: Placement) -> Placement:
+    return replace(where, gradients="ram") if where.states != "vram" else where
+
+
+def _weights_to_ram(where: Placement) -> Placement:
+    return replace(where, weights="ram") if where.states != "vram" else where
+
+
+def _inputs_to_ram(where: Placement) -> Placement:
+    return replace(where, activations="offload")
+
+
+def _step_by_cpu(where: Placement) -> Placement:
+    return replace(where, step="cpu") if where.states == "ram" and where.gradients == "ram" else where
+
+
+def _all_to_vram(where: Placement) -> Placement:
+    return replace(IN_VRAM, activations=where.activations)
+
+
+def _step_by_gpu(where: Placement) -> Placement:
+    return replace(where, gradients="vram", step="gpu") if where.states == "ram" else where
+
+
+def _states_to_disk(where: Placement) -> Placement:
+    return replace(where, states="disk", gradients="ram", step="cpu") if where.states == "ram" else where
+
+
+_OF_ACTIVATIONS: tuple[_Rung, ...] = (_recompute, _inputs_to_ram)
+
+
+def _rungs(short: str, *, on_disk: bool) -> list[_Rung]:
+    """What is moved out of a tier, the cheapest first."""
+    if short == "vram":
+        return [_states_to_ram, _recompute, _step_by_cpu, _gradients_to_ram, _weights_to_ram, _inputs_to_ram]
+    return [_all_to_vram, _step_by_gpu, *([_states_to_disk] if on_disk else [])]
