@@ -243,7 +243,7 @@ def trace_micro_batch(model: nn.Module, batch: Any) -> MicroBatch:
             loss = _loss_of(output)
             stages.end_of_forward()
             del output
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             stages.end_of_backward()
     return MicroBatch(stages.in_order(), num_tokens(model, dict(call.kwargs)) or 0)
 

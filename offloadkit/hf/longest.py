@@ -97,7 +97,7 @@ class _Longest(Dataset[Any]):
         lengths = [(index, _lengths(row)) for index, row in zip(indices, self._columns(indices), strict=True)]
         names = dict.fromkeys(name for _, own in lengths for name in own)
         batches = []
-        for name in [each for each in _COLUMNS if each in names] or names or [None]:
+        for name in [each for each in _COLUMNS if each in names] or list(names) or [""]:
             longest = sorted(lengths, key=lambda item: -item[1].get(name, 0))[: self.batch_size]
             chosen = [index for index, _ in longest]
             chosen += [index for index in range(number) if index not in chosen][: self.batch_size - len(chosen)]
@@ -158,7 +158,7 @@ def _largest(batches: list[dict[str, Any]]) -> dict[str, Any]:
         if not _is_form(first):
             found[name] = first
             continue
-        shapes = [form[0] for form in forms if _is_form(form) and len(form[0]) == len(first[0])]
+        shapes = [form[0] for form in forms if form is not None and _is_form(form) and len(form[0]) == len(first[0])]
         found[name] = torch.empty([max(sizes) for sizes in zip(*shapes, strict=True)], dtype=first[1], device="meta")
     return found
 
