@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import CellType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from offloadkit.tracing import Call, trace_micro_batch
 
 logger = logging.getLogger(__name__)
 
+_EMPTY_CELL = CellType()
 _SHARES_OF_VRAM = (8, 4, 2, 1)
 """One part in so many is what the run may begin with, activations left out; the first share that fits is taken."""
 
@@ -79,6 +81,9 @@ def _outline(
     try:
         layers = flat_layers(model, config)
         _take_working_dtypes(model, layers, config)
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):  # a recomputation of the model's own cannot be traced
+                module.gradient_checkpointing = False
         return Outline(model.train(), layers, machine, config, assumed), undo
     except BaseException:
         undo()
@@ -108,7 +113,20 @@ def without_memory(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    ours = set(model.modules())
+    for module in copied.modules():
+        if _calls_one_of(ours, vars(module).get("forward")):
+            del module.forward
+    return copied
+
+
+def _calls_one_of(modules: set[nn.Module], forward: Any) -> bool:
+    """Whether a `forward` that was given to one module (as TRL does) holds a method of one of `modules`."""
+    cells = getattr(getattr(forward, "__func__", forward), "__closure__", None) or ()
+    held = (cell.cell_contents for cell in cells if cell != _EMPTY_CELL)
+    owners = (getattr(each, "__self__", None) for each in held)
+    return any(isinstance(owner, nn.Module) and owner in modules for owner in owners)
 
 
 def chooses(config: OffloadConfig, device: torch.device) -> bool:
@@ -169,13 +187,20 @@ def _outline_of_copy(model: nn.Module, config: OffloadConfig, device: torch.devi
 
 
 def _with_room_of(model: nn.Module, machine: Hardware) -> Hardware:
-    """The machine, with the memory that the model takes now as free: the engine takes its weights over one by one."""
+    """The machine, with the memory that the model takes now as free: the engine takes its weights over one by one.
+
+    What the process has in VRAM besides (a reference model) counts as needed, as the CUDA context does.
+    """
     held = {"vram": 0, "ram": 0}
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.device.type != "meta":
             held["ram" if tensor.device.type == "cpu" else "vram"] += tensor.nbytes
+    others = 0
+    if machine.device != "cpu" and torch.cuda.is_available():
+        others = max(0, torch.cuda.memory_allocated(machine.device) - held["vram"])
     return replace(
         machine,
+        vram_context_bytes=machine.vram_context_bytes + others,
         vram_free_bytes=machine.vram_free_bytes + held["vram"],
         ram_available_bytes=machine.ram_available_bytes + held["ram"],
     )

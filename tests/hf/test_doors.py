@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -109,6 +110,24 @@ def test_the_trainer_plans_as_finetune_for_the_same_rows_and_budget(
     assert str(planned).splitlines()[:3] == str(trainer.engine.plan).splitlines()[:3]
     assert "\n  2 x (6+10) tokens a step\n" in shown
     assert str(trainer.engine.plan) in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("on_a_card")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_a_model_that_others_have_changed_is_planned_too() -> None:
+    """It recomputes by itself, or TRL has given it a forward that calls the real model's."""
+    example = next(batches(causal_rows(4)))
+    plans = []
+    for how in ("plain", "recomputes", "another forward"):
+        model: Any = llama()
+        if how == "recomputes":
+            model.gradient_checkpointing_enable()
+        elif how == "another forward":
+            original = model.forward
+            model.forward = MethodType(lambda self, **kwargs: original(**kwargs), model)
+        plans.append(outline.plan_for(model, TIGHT, torch.device("cpu"), example))
+    assert plans[0] is not None
+    assert plans[0] == plans[1] == plans[2]
 
 
 class OwnLoss(OffloadTrainer):
