@@ -48,6 +48,8 @@ def longest_batch(trainer: Any) -> tuple[dict[str, Any], str]:
         sets += [(each, "evaluation") for each in some if each is not None]
     read, said = [], ""
     for rows, description in sets:
+        if rows is None:
+            raise NotReadableError("there are no training rows")
         if isinstance(rows, IterableDataset) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
             raise NotReadableError("the rows are a stream")
         if not len(rows):

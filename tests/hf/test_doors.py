@@ -123,11 +123,14 @@ def test_a_model_that_others_have_changed_is_planned_too() -> None:
         if how == "recomputes":
             model.gradient_checkpointing_enable()
         elif how == "another forward":
-            original = model.forward
-            model.forward = MethodType(lambda self, **kwargs: original(**kwargs), model)
+            model.forward = MethodType(calling(model.forward), model)
         plans.append(outline.plan_for(model, TIGHT, torch.device("cpu"), example))
     assert plans[0] is not None
     assert plans[0] == plans[1] == plans[2]
+
+
+def calling(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, **kwargs: original(**kwargs)
 
 
 class OwnLoss(OffloadTrainer):
@@ -257,7 +260,12 @@ def refuses(rows: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("rows", "collator", "why"),
-    [(Endless(), None, "a stream"), ([], None, "no rows"), (seq2seq_rows(2), refuses, "cannot be put together")],
+    [
+        (None, None, "no training rows"),
+        (Endless(), None, "a stream"),
+        ([], None, "no rows"),
+        (seq2seq_rows(2), refuses, "cannot be put together"),
+    ],
 )
 def test_rows_that_cannot_be_read_are_said_to_be_so(tmp_path: Path, rows: Any, collator: Any, why: str) -> None:
     trainer = OffloadTrainer(model=t5(), args=arguments(tmp_path), train_dataset=rows, data_collator=collator)
