@@ -426,9 +426,11 @@ class OffloadEngine:
         self._move(plan, why)
 
     def _move(self, plan: Plan, why: str) -> None:
-        """`move` of a settled engine whose gradients were dropped."""
+        """`move` where no gradients are gathered."""
         began, before = time.perf_counter(), self.plan
+        self._settle()
         self._thread.settle()
+        self._placed.take_over_outside_writes()
         self._placed.check_movable(plan.placements)
         try:
             with explained_shortage(plan, self.device), torch.inference_mode(False), torch.no_grad():
@@ -475,7 +477,6 @@ class OffloadEngine:
         if plan is None:
             return error
         try:
-            self._settle()
             words = self._move_with_a_warning(plan, "the GPU's memory was full", stacklevel=6)
         except OffloadkitError as why:
             return OutOfVramError(f"{error}. The move to a leaner plan failed: {why}")
@@ -492,7 +493,6 @@ class OffloadEngine:
             OutOfRamError: the move failed.
         """
         try:
-            self._settle()
             self._move_with_a_warning(plan, "RAM was running out", stacklevel=4)
         except OffloadkitError as error:
             raise OutOfRamError(f"{scarce}. The move to a plan with less RAM failed: {error}") from error

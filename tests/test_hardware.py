@@ -58,6 +58,12 @@ def test_v2_in_a_container_reads_its_root(tree: Tree) -> None:
     assert read() == (4, 32, 22)
 
 
+@pytest.mark.parametrize(("high", "limit"), [(20, 20), (48, 32)])
+def test_v2_slows_a_process_down_above_high(tree: Tree, high: int, limit: int) -> None:
+    tree("0::/", {**v2(32, 10), "memory.high": str(high * GIB)})
+    assert read() == (64, limit, limit - 10)
+
+
 def test_v2_without_limits_says_max(tree: Tree) -> None:
     tree("0::/", {"cpu.max": "max 100000", **v2("max", 10)})
     assert read() == (64, 512, 400)

@@ -241,17 +241,20 @@ class PlacedModel:
         changes = [(at, where) for at, where in enumerate(placements) if self.states[at].placement != where]
         if not changes:
             return
-        vram = [
-            [sum(self._shapes[at].vram_bytes(each, self._accumulation).values()) for each in pair]
-            for at, pair in ((at, (self.states[at].placement, where)) for at, where in changes)
-        ]
-        order = sorted(range(len(changes)), key=lambda at: vram[at][1] - vram[at][0])
+
+        def vram(at: int, where: Placement) -> int:
+            return sum(self._shapes[at].vram_bytes(where, self._accumulation).values())
+
+        def taken(change: tuple[int, Placement]) -> tuple[int, int]:
+            at, where = change
+            more = vram(at, where) - vram(at, self.states[at].placement)
+            return more, self._own_bytes(self._shapes[at], where)
+
         self._dismantle()
         try:
-            going = [changes[at] for at in order]
-            on_disk = [(self.states[at].layer, self._shapes[at]) for at, where in going if where.states == "disk"]
+            on_disk = [(self.states[at].layer, self._shapes[at]) for at, where in changes if where.states == "disk"]
             self._take_disk(on_disk)
-            for at, where in going:
+            for at, where in sorted(changes, key=taken):
                 self._move_layer(at, where, moved)
         finally:
             trim_heap()

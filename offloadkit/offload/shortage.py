@@ -6,6 +6,7 @@ Both errors name the bytes that were planned and the bytes that are used.
 
 from __future__ import annotations
 
+import shutil
 import threading
 import traceback
 import weakref
@@ -23,6 +24,8 @@ from offloadkit.units import format_bytes, format_seconds
 
 _INTERVAL_SECONDS = 0.2
 """How often the RAM left is read."""
+_ABOUT = 1.02
+"""A plan that takes so much more than is free is begun as it is: what the framework takes is an estimate."""
 _MIN_FLOOR_BYTES = 256 << 20
 """Least RAM that must be left, on small machines too."""
 
@@ -135,20 +138,25 @@ def leaner_budget(plan: Plan, device: torch.device) -> int:
 
 def with_less_vram(plan: Plan, device: torch.device) -> Plan | None:
     """The plan to go on by where the GPU was full; None if no plan takes less."""
-    ram = plan.total_bytes("ram") + max(0, hardware.ram_available_bytes() - _floor_bytes())
-    return leaner(plan, "vram", {"vram": leaner_budget(plan, device), "ram": ram})
+    now = {tier: plan.total_bytes(tier) for tier in TIERS}
+    ram = now["ram"] + max(0, hardware.ram_available_bytes() - _floor_bytes())
+    ram = min(ram, max(now["ram"], plan.budgets.get("ram", ram)))
+    vram = 7 * now["vram"] // 8 if plan.basis.work is None else leaner_budget(plan, device)
+    return leaner(plan, "vram", {"vram": vram, "ram": ram})
 
 
 def with_less_ram(plan: Plan, device: torch.device) -> Plan | None:
     """The plan to go on by where RAM is running out: an eighth less, or as much as is short of twice the floor."""
+    now = {tier: plan.total_bytes(tier) for tier in TIERS}
     lacking = 2 * _floor_bytes() - hardware.ram_available_bytes()
-    planned = plan.total_bytes("ram")
-    spare = 0
+    budgets = {"ram": max(1, now["ram"] - max(now["ram"] // 8, lacking))}
     if device.type == "cuda":
         used = hardware.vram_context_bytes(device) + torch.cuda.max_memory_reserved(device)
         spare = max(0, hardware.vram_bytes(device)[1] - used)
-    vram = max(plan.total_bytes("vram"), min(plan.budgets.get("vram", 0), plan.total_bytes("vram") + spare))
-    return leaner(plan, "ram", {"ram": max(1, planned - max(planned // 8, lacking)), "vram": vram})
+        budgets["vram"] = min(now["vram"] + spare, max(now["vram"], plan.budgets.get("vram", 1 << 60)))
+    if (folder := plan.basis.config.disk) is not None:
+        budgets["disk"] = now["disk"] + shutil.disk_usage(folder).free
+    return leaner(plan, "ram", budgets)
 
 
 def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int) -> Plan:
@@ -160,7 +168,7 @@ def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int) -> Plan
     if device.type != "cuda":
         return plan
     there = hardware.vram_bytes(device)[0] + hardware.vram_context_bytes(device) + freed_bytes
-    if plan.total_bytes("vram") <= there:
+    if plan.total_bytes("vram") <= _ABOUT * there:
         return plan
     ram = max(plan.total_bytes("ram"), plan.budgets.get("ram", 0))
     return leaner(plan, "vram", {"vram": there, "ram": ram}) or plan

@@ -65,6 +65,26 @@ def test_regions_keep_what_was_written(tmp_path: Path, direct: bool, monkeypatch
     file.close()
 
 
+def test_a_file_grows_by_further_regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = StateFile(tmp_path, [5_000])
+    states = DiskStates(file, [HostSlab(20_000)])
+    fill(states.take(0), 3, 5_000)
+    states.give_back(0)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+        with pytest.raises(OutputError, match=r"need .* of disk"):
+            file.add([7_000])
+    assert file.add([7_000, 20_000]) == [1, 2]
+    fill(states.take(2), 5, 20_000)
+    states.give_back(2)
+    states.synchronize()
+    states.use([HostSlab(20_000)])
+    assert first_byte(states.take(0)) == 3
+    assert [int(file.mapped(index).max()) for index in range(3)] == [3, 0, 5]
+    states.synchronize()
+    file.close()
+
+
 def test_what_was_read_ahead_and_not_stepped_is_read_again(tmp_path: Path) -> None:
     file = StateFile(tmp_path, [4096])
     states = DiskStates(file, [HostSlab(4096)])

@@ -1,0 +1,46 @@
+"""A full GPU under a Trainer: the window is repeated on a leaner plan, and nothing shows in the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.hf.trainer import OffloadTrainer
+from tests.hf.training import logged, train
+from tests.offload.test_making_room import Hungry, rows, seeded
+from tests.offload.test_move import numbers, planned
+from tests.offload.test_placements import assert_equal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def trained(folder: Path, model: Hungry, *, lean: bool = False) -> Any:
+    """Three windows of two micro-batches, the last of an epoch of one."""
+    given = [{"x": x, "labels": torch.zeros(1)} for batch in rows(3) for x in batch][:10]
+    plan = planned(model, OffloadConfig(gradient_accumulation=2), Placement("ram", activations="offload"))
+    seeded()
+    more = {"plan": plan} if lean else {}
+    return train(folder, model, given, OffloadTrainer, more, gradient_accumulation_steps=2, learning_rate=1e-2)
+
+
+@pytest.fixture(scope="module")
+def lean(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trained(tmp_path_factory.mktemp("lean"), Hungry(), lean=True)
+
+
+@pytest.mark.parametrize(("full_at", "in_backward"), [((1,), False), ((4, 6), True)])
+def test_a_window_is_repeated_as_often_as_it_must(
+    full_at: tuple[int, ...], in_backward: bool, lean: Any, tmp_path: Path
+) -> None:
+    """Dropout, BatchNorm, accumulation, and numbers drawn by Python and numpy."""
+    with pytest.warns(RuntimeWarning, match="the GPU's memory was full after step"):
+        found = trained(tmp_path, model := Hungry(*full_at, in_backward=in_backward))
+    assert len(found.telemetry.moves) == len(full_at)
+    assert model.num_calls > lean.model.num_calls
+    assert_equal(numbers(lean.engine), numbers(found.engine), full_at)
+    for key in ("loss", "grad_norm"):
+        assert logged(found, key) == logged(lean, key)

@@ -1,0 +1,216 @@
+"""Memory that runs out in mid-run: the engine goes on by a leaner plan, with the numbers of a run that had room."""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from offloadkit import hardware
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.device import host_memory
+from offloadkit.engine import OffloadEngine
+from offloadkit.errors import OffloadkitError, OutOfRamError, OutOfVramError, RepeatWindowError
+from offloadkit.offload import shortage
+from offloadkit.planner import Plan
+from tests.models import Residual, TinyLM, tokens
+from tests.offload.test_move import IN_VRAM, numbers, planned
+from tests.offload.test_placements import assert_equal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Hungry(nn.Module):
+    """Needs more memory than there is at some of its calls, counted from 1. It has dropout and running means."""
+
+    def __init__(self, *full_at: int, in_backward: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Residual(9, 31, dropout=0.2) for _ in range(3)])
+        self.norm: nn.Module = nn.BatchNorm1d(9)
+        self.head = nn.Linear(9, 1)
+        self.full_at, self.in_backward, self.num_calls = full_at, in_backward, 0
+        self.seen: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        self.num_calls += 1
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x * (1 + random.random() + np.random.random()))  # also draws from what is not torch's
+        self.seen.append(weakref.ref(x))
+        loss = self.head(x).float().pow(2).mean()
+        if self.num_calls in self.full_at and self.in_backward:
+            x.register_hook(fail)
+        elif self.num_calls in self.full_at:
+            fail(loss)
+        return {"loss": loss}
+
+
+def fail(_: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def rows(num: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 9, generator=generator) for _ in range(num)]
+
+
+def seeded() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+
+
+def in_a_bare_loop(model: Hungry, plan: Plan | None = None) -> tuple[dict[str, torch.Tensor], OffloadEngine]:
+    """Four windows of two micro-batches; one that has to be repeated is."""
+    config = OffloadConfig(learning_rate=1e-2, gradient_accumulation=2)
+    with OffloadEngine(model, config, device="cpu", plan=plan) as engine:
+        engine.train()
+        seeded()
+        given, at = rows(8), 0
+        while at < 8:
+            states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+            means = [buffer.clone() for buffer in model.buffers()]
+            try:
+                for batch in given[at : at + 2]:
+                    engine.backward(engine(batch)["loss"])
+                    engine.step()
+                at += 2
+            except RepeatWindowError:
+                random.setstate(states[0])
+                np.random.set_state(states[1])
+                torch.set_rng_state(states[2])
+                for buffer, mean in zip(model.buffers(), means, strict=True):
+                    buffer.copy_(mean)
+        return numbers(engine), engine
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_bare_loop_repeats_the_window_and_the_numbers_are_those_of_a_run_with_room(in_backward: bool) -> None:
+    there, config = Hungry(), OffloadConfig(gradient_accumulation=2)
+    expected, _ = in_a_bare_loop(there, planned(there, config, IN_VRAM))
+    model = Hungry(4, 5, in_backward=in_backward)
+    with pytest.warns(RuntimeWarning, match=r"the GPU's memory was full after step 1: the plan has moved \(VRAM .* ->"):
+        found, engine = in_a_bare_loop(model, planned(model, config, IN_VRAM))
+    assert_equal(expected, found, "repeated")
+    assert [move.why for move in engine.telemetry.moves] == ["the GPU's memory was full"] * 2
+    assert engine.telemetry.moves[0].after == engine.telemetry.moves[1].before
+    assert engine.plan.total_bytes("vram") == engine.telemetry.moves[1].after["vram"]
+    assert [record.step for record in engine.telemetry.records] == [1, 2, 3, 4]
+
+
+def test_the_error_ends_training_when_no_leaner_plan_is_left() -> None:
+    model = Hungry(*range(1, 100))
+    said = "repeat this window, from its first micro-batch"
+    with OffloadEngine(model, OffloadConfig(), device="cpu") as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while said.startswith("repeat"):
+            with pytest.raises(OutOfVramError, match=said + "|Take a smaller micro-batch") as raised:
+                engine(rows(1)[0])
+            said = said if isinstance(raised.value, RepeatWindowError) else ""
+    assert "Take a smaller micro-batch" in str(raised.value)
+    assert {each.activations for each in engine.plan.placements[:-1]} == {"offload"}
+    assert len(engine.telemetry.moves) == model.num_calls - 1 > 1
+
+
+@pytest.mark.parametrize(("in_backward", "dtype"), [(False, "fp32"), (True, "fp32"), (True, "fp16")])
+def test_nothing_of_the_failed_window_is_alive_while_layers_move(
+    in_backward: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Hungry(2, in_backward=in_backward)
+    model.norm = nn.LayerNorm(9)  # BatchNorm has no fp16 on the CPU
+    config = OffloadConfig(gradient_accumulation=2, working_dtype=dtype)
+    alive: list[bool] = []
+    with OffloadEngine(model, config, device="cpu") as engine:
+        x = rows(1)[0].to(next(model.parameters()).dtype)
+        engine.backward(engine(x)["loss"])
+        engine.step()
+        move = engine._move
+        monkeypatch.setattr(engine, "_move", lambda *args: (alive.append(model.seen[-1]() is not None), move(*args))[1])
+
+        def micro_batch() -> None:
+            loss = engine(x)["loss"]
+            engine.backward(loss)
+
+        gc.disable()
+        try:
+            with pytest.warns(RuntimeWarning), pytest.raises(RepeatWindowError):
+                micro_batch()
+        finally:
+            gc.enable()
+    assert alive == [False]
+
+
+def test_a_move_that_fails_keeps_the_error_of_the_full_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Hungry(2)
+    with OffloadEngine(model, OffloadConfig(), device="cpu") as engine:
+        engine.backward(engine(rows(1)[0])["loss"])
+        engine.step()
+        kept = model.blocks[0].up.weight.data
+        monkeypatch.setattr(shortage, "leaner", lambda plan, *args: planned(model, OffloadConfig(), Placement("ram")))
+        with pytest.raises(OutOfVramError, match=r"Planned were .*leaner plan failed: .*shares its memory") as raised:
+            engine(rows(1)[0])
+        assert type(raised.value) is OutOfVramError
+        del kept
+        engine.backward(engine(rows(1)[0])["loss"])
+        engine.step()
+
+
+def test_where_ram_runs_out_states_go_to_the_disk_after_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for short in (False, True):
+        torch.manual_seed(0)
+        model = TinyLM(width=17, hidden=67, depth=12)
+        with OffloadEngine(model, OffloadConfig(disk=str(tmp_path)), device="cpu") as engine:
+            for at, batch in enumerate(tokens(3)):
+                engine.backward(engine(batch))
+                if short and at == 1:
+                    engine._ram_watch._poll.warning = "RAM is running out"
+                    with pytest.warns(RuntimeWarning, match=r"RAM was running out after step 2: .*RAM .* -> .*, disk "):
+                        assert engine.step()
+                    engine._ram_watch.check()
+                else:
+                    engine.step()
+            assert (engine.plan.total_bytes("disk") > 0) == short
+            found.append(numbers(engine))
+    assert_equal(*found, "moved")
+
+
+def test_where_the_move_out_of_ram_fails_training_stops_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> Any:
+        raise OffloadkitError("no RAM at all")
+
+    with OffloadEngine(
+        TinyLM(width=17, hidden=67, depth=12), OffloadConfig(disk=str(tmp_path)), device="cpu"
+    ) as engine:
+        engine.backward(engine(tokens(1)[0]))
+        engine._ram_watch._poll.warning = "RAM is running out"
+        with monkeypatch.context() as patch:
+            patch.setattr(host_memory, "allocate", full)
+            with pytest.raises(OutOfRamError, match=r"RAM is running out. The move .* failed: "):
+                engine.step()
+
+
+@pytest.mark.parametrize("free", [1 << 40, 1 << 20])
+def test_less_free_vram_than_was_planned_with_begins_leaner(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has taken some since."""
+    monkeypatch.setattr(hardware, "vram_bytes", lambda device: (free, 1 << 40))
+    monkeypatch.setattr(hardware, "vram_context_bytes", lambda device: 0)
+    plan = planned(model := Hungry(), OffloadConfig(), IN_VRAM)
+    found = shortage.within_free_vram(plan, torch.device("cuda"), 0)
+    assert (found is plan) == (plan.total_bytes("vram") <= free)
+    more = shortage.within_free_vram(plan, torch.device("cuda"), plan.total_bytes("vram"))
+    assert more is plan
+    assert model.num_calls == 0
