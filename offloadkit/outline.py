@@ -106,7 +106,7 @@ def _take_working_dtypes(model: nn.Module, layers: list[FlatLayer], config: Offl
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """A copy on the meta device: the same modules and tied weights, no numbers."""
+    """A copy on the meta device: the same modules and tied weights, no numbers, and no hooks that others gave it."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
@@ -116,6 +116,9 @@ def without_memory(model: nn.Module) -> nn.Module:
     copied = copy.deepcopy(model, memo)
     ours = set(model.modules())
     for module in copied.modules():
+        tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+        for hooks in tables:
+            hooks.clear()
         if _calls_one_of(ours, vars(module).get("forward")):
             del module.forward
     return copied

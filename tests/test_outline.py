@@ -125,6 +125,17 @@ def test_a_loss_outside_the_model_is_stood_in_for() -> None:
 
 
 @pytest.mark.usefixtures("on_a_card")
+def test_hooks_of_the_model_do_not_run_while_it_is_planned() -> None:
+    given, calls = model(), list[Any]()
+    given.blocks[0].register_forward_hook(lambda *args: calls.append(args))
+    given.head.register_full_backward_hook(lambda *args: calls.append(args))
+    made = outline.plan_for(given, TIGHT, torch.device("cpu"), window(0)[0])
+    assert made is not None
+    assert made.seconds is not None
+    assert not calls
+
+
+@pytest.mark.usefixtures("on_a_card")
 @pytest.mark.parametrize("example", [None, torch.zeros(2, 9, dtype=torch.int64)])
 def test_a_budget_that_is_too_small_is_refused_before_anything_moves(example: torch.Tensor | None) -> None:
     given = model()

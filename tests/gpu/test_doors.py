@@ -53,6 +53,17 @@ def test_a_bare_loop_keeps_its_budget(has_example: bool) -> None:
     assert torch.cuda.get_per_process_memory_fraction() == before
 
 
+def test_what_else_the_process_has_in_vram_counts() -> None:
+    batch = {name: torch.stack([row[name] for row in rows(1)]).cuda() for name in rows(1)[0]}
+    framework = []
+    for size in (1, GIB):
+        held = torch.empty(size, dtype=torch.uint8, device="cuda")
+        with OffloadEngine(t5(), OffloadConfig(vram=4 * GIB), example=batch) as engine:
+            framework.append(engine.plan.tiers["vram"]["framework"])
+        del held
+    assert 0.9 * GIB < framework[1] - framework[0] < 1.1 * GIB
+
+
 def test_the_trainer_plans_for_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = arguments(tmp_path, use_cpu=False, bf16=True, max_steps=2, per_device_train_batch_size=4)
     trainer = OffloadSeq2SeqTrainer(
