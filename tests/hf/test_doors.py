@@ -58,11 +58,11 @@ def attentions(model: Any) -> set[str]:
 def test_the_bits_are_the_same_behind_every_door(
     make: Callable[[], PreTrainedModel], rows: list[Row], tmp_path: Path
 ) -> None:
-    weights = [tuned(make(), rows, tmp_path / "out").model.state_dict()]
-    trainer = train(tmp_path, make(), rows, adam_epsilon=1e-8, **OPTIONS)
+    weights = [tuned(make(), rows, tmp_path / "out", bf16=True).model.state_dict()]
+    trainer = train(tmp_path, make(), rows, adam_epsilon=1e-8, bf16=True, **OPTIONS)
     weights.append(trainer.model.state_dict())
     given: Any = make()
-    with OffloadEngine(given, OffloadConfig(learning_rate=1e-2), device="cpu") as engine:
+    with OffloadEngine(given, OffloadConfig(learning_rate=1e-2, working_dtype="bf16"), device="cpu") as engine:
         for batch in batches(rows):
             engine.backward(engine(**batch).loss)
             engine.step()
