@@ -60,7 +60,7 @@ from offloadkit.outline import FirstWindow, chooses, plan_for
 from offloadkit.planner import Plan, placed
 from offloadkit.planner.plan import check_fits
 from offloadkit.telemetry import Move, Telemetry
-from offloadkit.units import parse_bytes
+from offloadkit.units import format_seconds, parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class OffloadEngine:
             writes to its weights count after `synchronize()`; writes through `.data` are not detected.
         optimizer: a `torch.optim.Optimizer` for schedulers and checkpoints.
         device: where the model computes.
-        plan: the sizes of everything and where they live.
+        plan: the sizes of everything and where they live. It moves where memory runs out, and by `move`.
         telemetry: a record of every step.
         num_updates: updates so far, including those of a run it resumed. Telemetry numbers steps by it.
         loss_scale: what the next loss is multiplied by; None without fp16 working weights.
@@ -100,7 +100,8 @@ class OffloadEngine:
             model: any module. Its trainable parameters live where the plan says; frozen ones move to `device`.
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
             device: where to compute. None: the GPU if there is one, else the CPU.
-            plan: what lives where, layer by layer, planned for this model before. None: it is made here.
+            plan: what lives where, layer by layer, planned for this model before. None: it is made here. If less VRAM
+                is free than it takes, the engine begins by a leaner one, with a warning.
             example: the largest micro-batch that will come, to plan for: a dict of forward's keyword arguments, a tuple
                 or list of positional ones, or one tensor. Only shapes and dtypes matter. None, where there are
                 placements to choose: the engine begins with little in VRAM; when the first window is done, it plans for
@@ -130,8 +131,11 @@ class OffloadEngine:
         here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
         self.plan = within_free_vram(plan, self.device, sum(each.nbytes for each in here))
         if self.plan is not plan:
-            words = moved_in_words(plan, self.plan, 0.0)
-            warnings.warn(f"less VRAM is free than was planned with: the plan is leaner ({words})", stacklevel=2)
+            words = moved_in_words(plan, self.plan)
+            message = f"less VRAM is free than was planned with: the plan is leaner ({words})"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # a full GPU is explained by this engine's
         self._thread = StepThread(self.device)
         self._undo = ExitStack()
         self._undo.callback(self._thread.close)
@@ -438,6 +442,8 @@ class OffloadEngine:
         except BaseException as error:
             if not self._placed.is_whole:
                 self.close()
+                if not isinstance(error, Exception):
+                    raise  # an interrupt
                 raise EngineStateError(
                     "a move failed, and so did going on with what had moved: the engine is closed, and the model has "
                     "its weights; the optimizer's states are gone. Go on from a checkpoint"
@@ -501,8 +507,8 @@ class OffloadEngine:
         """`_move`, and a line that says so; returns what changed, in words."""
         before = self.plan
         self._move(plan, why)
-        words = moved_in_words(before, plan, self.telemetry.moves[-1].seconds)
-        message = f"{why} after step {self.num_updates}: the plan has moved ({words})"
+        words, seconds = moved_in_words(before, plan), format_seconds(self.telemetry.moves[-1].seconds)
+        message = f"{why} after step {self.num_updates}: the plan has moved in {seconds} ({words})"
         warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
         return words
 

@@ -260,8 +260,9 @@ class PlacedModel:
             trim_heap()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-            sizes = self._shared_sizes(self.placements)
-            self._arrange(host_memory.allocate(sizes, self._device, "the buffers of gradients and states"))
+            if all(state.weights.flat.numel() for state in self.states):  # else an interrupt came in mid-layer
+                sizes = self._shared_sizes(self.placements)
+                self._arrange(host_memory.allocate(sizes, self._device, "the buffers of gradients and states"))
 
     def _move_layer(self, at: int, placement: Placement, moved: Callable[[LayerState], None]) -> None:
         old = self.states[at]
@@ -271,9 +272,9 @@ class PlacedModel:
         (slab,) = host_memory.allocate([self._own_bytes(self._shapes[at], placement)], self._device, "a layer's states")
         region = self._regions[old.layer] if placement.states == "disk" else None
         new = old.moved(placement, slab, region=region)
-        self.states[at] = new
         self.forward_hooks.exchange(old.weights, new.weights)
         moved(new)
+        self.states[at] = new
 
     def _recompute_blocks(self) -> None:
         """Have backward recompute the blocks whose placement says so."""
@@ -322,6 +323,8 @@ class PlacedModel:
 
     def settle(self) -> None:
         """Have the newest weights where they live, the copies of an update that is done included."""
+        if not self.is_whole:
+            return  # a move failed, before which all was settled
         for state in self.states:
             state.settle()
         if self._disk is not None:

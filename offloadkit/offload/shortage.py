@@ -20,7 +20,7 @@ from offloadkit import hardware
 from offloadkit.errors import OutOfRamError, OutOfVramError
 from offloadkit.planner import Plan, leaner
 from offloadkit.planner.plan import TIERS
-from offloadkit.units import format_bytes, format_seconds
+from offloadkit.units import format_bytes
 
 _INTERVAL_SECONDS = 0.2
 """How often the RAM left is read."""
@@ -176,14 +176,14 @@ def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int) -> Plan
     return leaner(plan, "vram", {"vram": there, "ram": ram}) or plan
 
 
-def moved_in_words(before: Plan, after: Plan, seconds: float) -> str:
-    """ "VRAM 8 GiB -> 6 GiB, RAM 10 GiB -> 12 GiB, in 0.8 s"."""
+def moved_in_words(before: Plan, after: Plan) -> str:
+    """ "VRAM 8 GiB -> 6 GiB, RAM 10 GiB -> 12 GiB"."""
     totals = ((name, before.total_bytes(tier), after.total_bytes(tier)) for tier, name in TIERS.items())
     changed = [f"{name} {format_bytes(old)} -> {format_bytes(new)}" for name, old, new in totals if old != new]
-    recomputed = [sum(where.activations != "keep" for where in plan.placements) for plan in (before, after)]
-    if recomputed[0] != recomputed[1]:
-        changed.append(f"layers with recomputed activations {recomputed[0]} -> {recomputed[1]}")
-    return ", ".join([*changed, f"in {format_seconds(seconds)}"])
+    again = [sum(where.activations != "keep" for where in plan.placements) for plan in (before, after)]
+    if again[0] != again[1]:
+        changed.append(f"layers with recomputed activations {again[0]} -> {again[1]}")
+    return ", ".join(changed)
 
 
 _ADVICE = (

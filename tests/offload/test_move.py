@@ -24,6 +24,7 @@ from offloadkit.offload.state_ring import StateRing
 from offloadkit.offload.states import LayerState
 from offloadkit.offload.update import StepThread
 from offloadkit.offload.weight_ring import WeightRing
+from offloadkit.offload.weights import ForwardHooks
 from offloadkit.planner import Plan, placed, possible
 from offloadkit.planner import layout as shapes
 from tests.models import TinyLM, tokens
@@ -255,7 +256,7 @@ def test_a_dropped_window_leaves_no_job_behind_for_a_move(monkeypatch: pytest.Mo
         assert done == [True]
 
 
-def full_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, error: Exception) -> None:
+def full_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, error: BaseException) -> None:
     """The call with this number fails."""
     real, calls = getattr(owner, name), [0]
 
@@ -300,8 +301,12 @@ def test_if_nothing_fits_any_more_the_engine_closes_and_the_model_has_its_weight
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     leaner = planned(model, config, Placement(weights="ram"))
 
-    def full(*args: Any) -> Any:
-        raise OffloadkitError("no RAM")
+    allocate = host_memory.allocate
+
+    def full(sizes: Any, device: Any, what: str) -> Any:
+        if what.startswith("the buffers"):  # every layer has moved by then
+            raise OffloadkitError("no RAM")
+        return allocate(sizes, device, what)
 
     with monkeypatch.context() as patch:
         patch.setattr(host_memory, "allocate", full)
@@ -311,4 +316,21 @@ def test_if_nothing_fits_any_more_the_engine_closes_and_the_model_has_its_weight
     with pytest.raises(EngineStateError, match="closed"):
         engine.step()
     with OffloadEngine(model, replace(config, gradient_accumulation=1), device="cpu") as again:
+        train(again, tokens(1))
+
+
+def test_an_interrupt_in_the_middle_of_a_layer_closes_the_engine_and_no_weight_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = lm()
+    engine = OffloadEngine(model, OffloadConfig(), device="cpu")
+    train(engine, tokens(2))
+    engine.synchronize()
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with monkeypatch.context() as patch:
+        full_at(patch, ForwardHooks, "exchange", 2, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            engine.move(planned(model, OffloadConfig(), Placement(weights="ram")))
+    assert_equal(weights, dict(model.state_dict()), "closed")
+    with OffloadEngine(model, OffloadConfig(), device="cpu") as again:
         train(again, tokens(1))
