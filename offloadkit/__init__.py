@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from offloadkit.changes import Change, register
+
 if TYPE_CHECKING:
     from offloadkit.comparing.comparison import Comparison, compare
     from offloadkit.comparing.slowdown import Slowdown, measure_slowdown
@@ -72,6 +74,15 @@ __all__ = [
     "plan",
     "sweep",
 ]
+
+
+def _change_of_transformers() -> Change:
+    from offloadkit.hf.patches import patched
+
+    return patched
+
+
+register("transformers", _change_of_transformers)
 
 
 def __getattr__(name: str) -> Any:

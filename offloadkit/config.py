@@ -111,6 +111,10 @@ class OffloadConfig:
     """Compile what repeated blocks compute (`torch.compile`), once for all equal ones. Steps may be faster, and
     round otherwise. The first step takes minutes on a machine that has not compiled them before."""
 
+    attention: Literal["ours", "keep"] = "ours"
+    """What transformers' models compute attention with: "ours" takes what their family is trained with (see
+    docs/design.md), "keep" leaves what the model was loaded with."""
+
     placement: Placement | None = None
     """One placement for all layers; None lets the plan decide, and move where memory runs out."""
 

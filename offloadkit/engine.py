@@ -9,6 +9,7 @@ for batch in batches:
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import traceback
@@ -24,10 +25,11 @@ import torch
 from torch import nn
 
 from offloadkit import hardware
+from offloadkit.changes import changed
 from offloadkit.checkpoint.run import RunNumbers, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
 from offloadkit.config import OffloadConfig
-from offloadkit.device.process_memory import phase
+from offloadkit.device.process_memory import cap_vram, phase
 from offloadkit.device.streams import record_compute
 from offloadkit.errors import (
     EngineStateError,
@@ -38,7 +40,7 @@ from offloadkit.errors import (
     OutOfVramError,
     RepeatWindowError,
 )
-from offloadkit.offload.layers import UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
+from offloadkit.offload.layers import FlatLayer, UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.profiling import Profile
 from offloadkit.offload.records import StepRecords, num_tokens
@@ -56,9 +58,13 @@ from offloadkit.offload.update import StepThread, Update
 from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
+from offloadkit.outline import FirstWindow, chooses, plan_for
 from offloadkit.planner import Plan, placed
+from offloadkit.planner.plan import check_fits
 from offloadkit.telemetry import Move, Telemetry
-from offloadkit.units import format_seconds
+from offloadkit.units import format_seconds, parse_bytes
+
+logger = logging.getLogger(__name__)
 
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 
@@ -87,15 +93,21 @@ class OffloadEngine:
         device: torch.device | str | None = None,
         telemetry: Telemetry | None = None,
         plan: Plan | None = None,
+        example: Any = None,
         materialise: Materialise | None = None,
     ) -> None:
-        """
+        """Place the model. While the engine is open, models of transformers compute as `docs/design.md` says.
+
         Args:
             model: any module. Its trainable parameters live where the plan says; frozen ones move to `device`.
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
             device: where to compute. None: the GPU if there is one, else the CPU.
             plan: what lives where, layer by layer, planned for this model before. None: it is made here. If less VRAM
                 is free than it takes, the engine begins by a leaner one, with a warning.
+            example: the largest micro-batch that will come, to plan for: a dict of forward's keyword arguments, a tuple
+                or list of positional ones, or one tensor. Only shapes and dtypes matter. None, where there are
+                placements to choose: the engine begins with little in VRAM; when the first window is done, it plans for
+                the window's largest micro-batch and moves.
             materialise: loads parameters of a model on the meta device into RAM. It is called for one flat layer
                 after the other, so there is never a second copy of the model.
 
@@ -103,6 +115,7 @@ class OffloadEngine:
             ModelError: nothing can be trained, a parameter's dtype is not supported, or the plan is another model's.
             ConfigError: the plan was made with another accumulation, recomputation or placement.
             EngineStateError: another engine that is still open trains this model.
+            DoesNotFitError: the plan made here needs more than there is, or than the config's `vram` or `ram`.
             OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`).
         """
         other = _open_engines.get(model, lambda: None)()
@@ -114,7 +127,8 @@ class OffloadEngine:
         param_groups = listed_groups(param_groups)
         layers = flat_layers(model, self.config, param_groups)
         trained = {view.parameter for layer in layers for view in layer.views}
-        plan = plan or plan_of(model, layers, self.config)
+        self._first_window: FirstWindow | None = None
+        plan = plan or self._planned(model, layers, example)
         check_plan(plan, layers, self.config)
         here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
         self.plan = within_free_vram(plan, self.device, sum(each.nbytes for each in here))
@@ -131,6 +145,9 @@ class OffloadEngine:
         self._finalizer = weakref.finalize(self, self._undo.close)
         self._ram_watch = RamWatch(self.plan.tiers["ram"])
         self._undo.callback(self._ram_watch.close)
+        if self.config.vram is not None:
+            self._undo.callback(cap_vram(parse_bytes(self.config.vram), self.device))
+        self._undo.callback(changed(model, self.config, kernels=self.device.type != "cpu"))
         self._steps_phase, self._phase_name = ExitStack(), ""
         self._undo.callback(self._steps_phase.close)
         with explained_shortage(self.plan, self.device), phase("reading", self.telemetry.peaks, self.device):
@@ -168,6 +185,21 @@ class OffloadEngine:
         self._stepped = self._overflow_known = self._open = True
         _open_engines[model] = weakref.ref(self)
 
+    def _planned(self, model: nn.Module, layers: list[FlatLayer], example: Any) -> Plan:
+        """The plan to begin with, where none is given.
+
+        Raises:
+            DoesNotFitError: it does not fit.
+        """
+        made = None if example is None else plan_for(model, self.config, self.device, example)
+        if made is None and not chooses(self.config, self.device):
+            return plan_of(model, layers, self.config)
+        if made is None:
+            first = FirstWindow(model, layers, self.config, self.device)
+            made, self._first_window = first.plan, None if first.is_settled else first
+        check_fits(made)
+        return made
+
     # ---- one step, in time order -------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,6 +222,8 @@ class OffloadEngine:
                 "engine under torch.no_grad()"
             )
         self._begin_phase("first step" if self._newest is None else "training")
+        if self._first_window is not None:
+            self._first_window.saw(args, kwargs)
         with (
             self.makes_room(),
             self._records.forward(num_tokens(self.module, kwargs)),
@@ -289,6 +323,9 @@ class OffloadEngine:
             self._profile = None
         if leaner is not None:
             self._leave_ram(leaner, scarce)
+        elif self._first_window is not None:
+            first, self._first_window = self._first_window, None
+            self._move_after(first)
         return True
 
     def _begin_phase(self, name: str) -> None:
@@ -494,6 +531,20 @@ class OffloadEngine:
         message = f"{why} after step {self.num_updates}: the plan has moved in {seconds} ({words})"
         warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
         return words
+
+    def _move_after(self, first: FirstWindow) -> None:
+        """Move to the plan for what the first window brought. Training goes on as it began if that cannot be."""
+        plan = first.plan_now()
+        if plan is None:
+            return
+        try:
+            self.move(plan, why="the first window was done, and its micro-batches are planned for")
+        except NonFiniteGradientError:
+            raise
+        except OffloadkitError as error:
+            if not self._open:
+                raise
+            logger.warning(f"training goes on as it began, not as planned for its micro-batches: {error}")
 
     def _has_moved(self, state: LayerState) -> None:
         for at, view in enumerate(state.layer.views):
@@ -708,6 +759,11 @@ class OffloadEngine:
         self.close()
 
     # ---- as the module, and checks -------------------------------------------------------------------------------
+
+    is_beginning = property(
+        lambda self: self._first_window is not None,
+        doc="Whether the placements are those to begin with: what the first window brings is planned for at its end.",
+    )
 
     training = property(lambda self: self.module.training, doc="The module's mode.")
 

@@ -6,12 +6,11 @@ print(plan, plan.explain(), sep="\\n")
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,22 +21,19 @@ from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Precision
 from offloadkit.device.measure import measure
 from offloadkit.device.state_file import unfit_for_states
-from offloadkit.errors import ConfigError, DoesNotFitError, OutputError
+from offloadkit.errors import ConfigError, OutputError
 from offloadkit.hardware import Hardware
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
 from offloadkit.hf.load import Task
-from offloadkit.hf.patches import patched
 from offloadkit.hf.source import ModelSource, resolve
-from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of
+from offloadkit.outline import Outline, outlined
 from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
 from offloadkit.planner.layout import activations
-from offloadkit.tracing import trace_micro_batch
+from offloadkit.planner.plan import check_fits
 from offloadkit.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (32, 16, 8, 4, 2, 1)
 """Sizes that "auto" tries: the first whose activations, with every block recomputed, take at most half of VRAM."""
@@ -129,10 +125,9 @@ def plan_source(
     check_whole_numbers(batch_size=batch_size, max_input_length=max_input_length, max_target_length=max_target_length)
     machine, assumed = machine_for(config, device)
     config = _with_dtype(config, machine)
-    with _outline(source, config, machine) as outline:
+    with _outline(source, config, machine, assumed=assumed) as outline:
         rows = outline.rows(batch_size, max_input_length, max_target_length)
-        work = outline.work(rows)
-        made = plan_of(outline.model, outline.layers, config, work=work, hardware=machine, assumed=assumed)
+        made = outline.outline.plan(outline.work(rows))
         if made.fits:
             return made
         folder = next((name for name in (tempfile.gettempdir(), ".") if not unfit_for_states(Path(name))), None)
@@ -218,15 +213,6 @@ def default_dtype(*, on_gpu: bool, native_bf16: bool) -> Dtype:
     return "bf16" if native_bf16 else "fp16"
 
 
-def check_fits(plan: Plan) -> None:
-    """
-    Raises:
-        DoesNotFitError: the plan does not fit. The message names what it needs, what there is, and plans that fit.
-    """
-    if not plan.fits:
-        raise DoesNotFitError(f"the plan {plan.explain()}")
-
-
 def check_whole_numbers(**wishes: Any) -> None:
     """Raise `ConfigError` for a wish that is not a whole number >= 1, None (left out), or "auto" as `batch_size`."""
     for name, value in wishes.items():
@@ -263,27 +249,26 @@ def with_disk(machine: Hardware, folder: str) -> Hardware:
 
 
 @dataclass(frozen=True)
-class _Outline:
-    """A model on the meta device, ready to be traced over micro-batches of any shape."""
+class _TaskOutline:
+    """The outline of a model whose micro-batches are those of a task."""
 
-    model: Any
-    layers: list[FlatLayer]
+    outline: Outline
     task: Task
-    machine: Hardware
-    config: OffloadConfig
 
     def rows(
         self, batch_size: int | Literal["auto"], max_input_length: int | None, max_target_length: int | None
     ) -> Rows:
         """The micro-batch to plan for, with defaults for what was not given."""
-        length = max_input_length or default_input_length(self.model.config, self.task)
+        outline = self.outline
+        length = max_input_length or default_input_length(outline.model.config, self.task)
         target = (max_target_length or DEFAULT_TARGET_LENGTH) if self.task == "seq2seq" else None
         rows = Rows(AUTO_BATCH_SIZE, length, target)
         if batch_size != "auto":
             return replace(rows, batch_size=batch_size)
-        if self.machine.device == "cpu":
+        if outline.machine.device == "cpu":
             return rows
-        vram = self.machine.vram_total_bytes if self.config.vram is None else parse_bytes(self.config.vram)
+        wish = outline.config.vram
+        vram = outline.machine.vram_total_bytes if wish is None else parse_bytes(wish)
         for size in BATCH_SIZES:
             rows = replace(rows, batch_size=size)
             work = self.work(rows)
@@ -303,11 +288,7 @@ class _Outline:
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
         batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
-        try:
-            return replace(trace_micro_batch(self.model, batch), rows=rows)
-        except Exception as error:
-            logger.warning(f"activations and seconds of this model cannot be planned: {type(error).__name__}: {error}")
-            return None
+        return self.outline.work(batch, rows)
 
     def smaller(self, rows: Rows) -> Iterator[tuple[str, MicroBatch]]:
         """Smaller micro-batches, each with its options in words: fewer rows first, then shorter rows."""
@@ -322,17 +303,13 @@ class _Outline:
 
 
 @contextmanager
-def _outline(source: ModelSource, config: OffloadConfig, machine: Hardware) -> Iterator[_Outline]:
-    """The model without numbers, in its working dtypes and patched as in training. The patches end with the context.
+def _outline(
+    source: ModelSource, config: OffloadConfig, machine: Hardware, *, assumed: bool = False
+) -> Iterator[_TaskOutline]:
+    """The model without numbers, as it is trained. Changes to what it computes end with the context.
 
     Args:
         config: its working dtype is decided.
     """
-    model: Any = source.on_meta
-    with ExitStack() as changes:
-        changes.callback(patched(model, kernels=machine.device != "cpu", compiled=config.compile_blocks))
-        layers = flat_layers(model, config)
-        for layer in layers:
-            for view in layer.views:
-                view.parameter.data = view.parameter.data.to(layer.dtype)
-        yield _Outline(model.train(), layers, source.task, machine, config)
+    with outlined(source.on_meta, config, machine, assumed=assumed) as outline:
+        yield _TaskOutline(outline, source.task)

@@ -7,7 +7,7 @@ are followed in detail once. For the others the result is copied, so that eighty
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from offloadkit.errors import ModelError
 from offloadkit.kernels.attention import OPERATIONS as FUSED_ATTENTION
 from offloadkit.offload.layers import repeated_blocks
 from offloadkit.offload.records import num_tokens
@@ -188,19 +189,46 @@ def allocated_bytes(num_bytes: int) -> int:
     return -(-num_bytes // _ALLOCATION) * _ALLOCATION
 
 
-def trace_micro_batch(model: nn.Module, batch: dict[str, torch.Tensor]) -> MicroBatch:
-    """Trace one forward and backward of `model` over `batch`. The loss is the output's `.loss`, or the output itself.
+@dataclass(frozen=True)
+class Call:
+    """One call of a model's forward."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @staticmethod
+    def of(batch: Any) -> Call:
+        """The call that a micro-batch stands for: a mapping has keyword arguments, a tuple or list positional ones."""
+        if isinstance(batch, Call):
+            return batch
+        if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+            return Call((), dict(batch))
+        return Call(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
+
+    def without_memory(self) -> Call:
+        """The same with tensors on the meta device."""
+        args, kwargs = tree_map_only(torch.Tensor, _on_meta, (self.args, dict(self.kwargs)))
+        return Call(args, kwargs)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors among its arguments."""
+        return _tensors(tree_flatten((self.args, dict(self.kwargs)))[0])
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
+
+
+def trace_micro_batch(model: nn.Module, batch: Any) -> MicroBatch:
+    """Trace one forward and backward of `model` over `batch`. For the loss see `_loss_of`.
 
     Args:
         model: on the meta device, in the dtype it computes with and in training mode.
-        batch: keyword arguments of forward; only shapes and dtypes matter.
+        batch: what `Call.of` takes; of tensors only shapes and dtypes matter.
     """
-    inputs = {
-        name: torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
-        for name, tensor in batch.items()
-    }
-    known = [*model.parameters(), *model.buffers(), *inputs.values()]
-    counter = OpCounter(known, mask_is_full="attention_mask" not in batch)
+    call = Call.of(batch).without_memory()
+    known = [*model.parameters(), *model.buffers(), *call.tensors()]
+    counter = OpCounter(known, mask_is_full="attention_mask" not in call.kwargs)
     stages = _Stages(counter)
     with ExitStack() as undo:
         for parameter in model.parameters():
@@ -211,13 +239,28 @@ def trace_micro_batch(model: nn.Module, batch: dict[str, torch.Tensor]) -> Micro
         undo.enter_context(AsOnGpu())
         undo.enter_context(counter)
         with torch.enable_grad():
-            output = model(**inputs)
-            loss = getattr(output, "loss", output)
+            output = model(*call.args, **call.kwargs)
+            loss = _loss_of(output)
             stages.end_of_forward()
             del output
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             stages.end_of_backward()
-    return MicroBatch(stages.in_order(), num_tokens(model, inputs) or 0)
+    return MicroBatch(stages.in_order(), num_tokens(model, dict(call.kwargs)) or 0)
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """The output's `.loss`, or the output itself. Where neither is a scalar, the loss is computed outside the model;
+    a log-softmax in fp32 of its first tensor with a gradient stands for it."""
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        loss = output
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss
+    values = list(output.values()) if isinstance(output, Mapping) else tree_flatten(output)[0]
+    for part in _tensors(values):
+        if part.requires_grad and part.is_floating_point():
+            return part.float().log_softmax(-1).mean()
+    raise ModelError("no tensor of the model's output has a gradient")
 
 
 class _Stages:

@@ -66,6 +66,17 @@ def temporary_files_may_be_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(disk, "RAM_FILE_SYSTEMS", set())
 
 
+@pytest.fixture(autouse=True)
+def engines_without_a_budget_begin_on_a_gpu_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is planned for them: states are in RAM and the CPU steps, which is what most tests are about."""
+    engine = sys.modules.get("offloadkit.engine")
+    if engine is not None:
+        import torch
+
+        chooses = engine.chooses
+        monkeypatch.setattr(engine, "chooses", lambda config, device: chooses(config, torch.device("cpu")))
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """torch computes on one thread: for tiny matrices that is faster."""

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification, T5Config, T5
 from typer.testing import CliRunner
 
 import offloadkit
-from offloadkit import OffloadConfig, planning
+from offloadkit import OffloadConfig, outline, planning
 from offloadkit.cli import app
 from offloadkit.errors import ConfigError, DoesNotFitError
 from offloadkit.planner.plan import nearest_fits
@@ -147,7 +147,7 @@ def test_a_model_that_the_meta_device_cannot_run_is_planned_without_activations(
     def refuses(*_: Any) -> None:
         raise NotImplementedError("no such kernel")
 
-    monkeypatch.setattr(planning, "trace_micro_batch", refuses)
+    monkeypatch.setattr(outline, "trace_micro_batch", refuses)
     made = offloadkit.plan("t5-small", vram="8GiB", batch_size=2)
     assert made.seconds is None
     assert "come on top" in str(made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -77,17 +77,25 @@ class DeviceMemory:
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._nvml_device).used) - self._bytes_before
 
 
-def cap_vram(limit_bytes: int | None, device: torch.device) -> None:
-    """Limit this process to `limit_bytes` of `device`: torch may allocate what the context leaves. None: no limit."""
+def cap_vram(limit_bytes: int | None, device: torch.device) -> Callable[[], None]:
+    """Limit this process to `limit_bytes` of `device`: torch may allocate what the context leaves. None: no limit.
+
+    Returns:
+        What brings back the limit that there was.
+    """
     if limit_bytes is None or device.type != "cuda":
-        return
+        return lambda: None
     square = torch.zeros(16, 16, device=device)
     torch.mm(square, square)  # loads what the context of every engine has
     del square
     torch.cuda.empty_cache()
     left = max(0, limit_bytes - hardware.vram_context_bytes(device))
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), hardware.indexed(device))
+    device = hardware.indexed(device)
+    get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # not in torch 2.6
+    before = get_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(min(before, left / total), device)
+    return lambda: torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 def tree_ram_bytes(pid: int) -> int:

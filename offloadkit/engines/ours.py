@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 
-from offloadkit.device.process_memory import cap_vram
 from offloadkit.engine import OffloadEngine
 from offloadkit.engines.engine import Engine
 from offloadkit.engines.forecast import planned
 from offloadkit.engines.work import Work, lazy_model
-from offloadkit.hf.loss import compute_loss_in_chunks
-from offloadkit.hf.patches import fuse
-from offloadkit.planning import check_fits
+from offloadkit.planner.plan import check_fits
 
 
 class Offloadkit(Engine):
@@ -29,9 +26,6 @@ class Offloadkit(Engine):
         model, draw = lazy_model(work, dtype, device)
         config, self._plan = planned(model, work, device)
         check_fits(self._plan)
-        cap_vram(work.vram, device)
-        compute_loss_in_chunks(model)
-        fuse(model, compiled=work.compiled)
         self._model = OffloadEngine(model, config, device=device, plan=self._plan, materialise=draw)
 
     def settle(self) -> None:

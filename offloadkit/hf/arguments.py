@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -26,6 +27,15 @@ _OWN_NAMES = {
     "gradient_accumulation_steps": "gradient_accumulation",
 }
 """Arguments of `TrainingArguments` that have another name in `finetune`."""
+_ACCELERATE = {
+    "ACCELERATE_USE_FSDP": "offloadkit does the offloading",
+    "ACCELERATE_USE_DEEPSPEED": "offloadkit does the offloading",
+    "ACCELERATE_USE_MEGATRON_LM": "offloadkit trains on one device",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "one device only, so far",
+    "ACCELERATE_DYNAMO_BACKEND": "OffloadConfig(compile_blocks=True) compiles",
+    "ACCELERATE_MIXED_PRECISION": "",
+}
+"""What accelerate's config may ask for by these variables, and why the engine refuses it."""
 _RECOMPUTATION = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
 """Keys of gradient_checkpointing_kwargs, and the one value that the engine supports."""
 
@@ -133,6 +143,21 @@ def left_to_the_engine(args: TrainingArguments) -> Iterator[None]:
             setattr(args, name, True)
 
 
+def _of_the_environment(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
+    """By variable of `accelerate launch`, which reads its config file: whether it asks for what the engine cannot do,
+    and what to do."""
+    given = {name: os.environ.get(name, "").lower() for name in _ACCELERATE}
+    on = {name: value not in ("", "0", "n", "no", "f", "false", "off") for name, value in given.items()}
+    leave = "leave it out of accelerate's config (or start with `python`)"
+    found = {name: (on[name], f"{leave}: {why}") for name, why in _ACCELERATE.items()}
+    own = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    precision = given["ACCELERATE_MIXED_PRECISION"] or own
+    differs = precision not in ("no", own)
+    advice = f"pass {precision}=True" if precision in ("bf16", "fp16") else "leave it out"
+    found["ACCELERATE_MIXED_PRECISION"] = (differs, f"TrainingArguments say {own!r}: {advice}")
+    return found
+
+
 def check_arguments(args: TrainingArguments) -> None:
     """Refuse everything that the engine cannot do, in one message; use one GPU if several are visible.
 
@@ -158,6 +183,8 @@ def check_arguments(args: TrainingArguments) -> None:
             options.get(name, usual) != usual,
             "leave it out: the engine recomputes every block, not reentrantly, and the plan may send its input to RAM",
         )
+    for name, (wanted, advice) in _of_the_environment(args).items():
+        refused[f"{name}={os.environ.get(name)!r} (set by `accelerate launch`)"] = (wanted, advice)
     problems = [f"{name}: {advice}" for name, (given, advice) in refused.items() if given]
     if args.world_size > 1:
         problems.append(f"{args.world_size} processes: start one process; several are not built yet")

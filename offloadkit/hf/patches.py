@@ -1,27 +1,31 @@
 """What offloadkit computes otherwise than transformers while it trains a model, by model family.
 
-`FAMILIES` is the one place that names model families. `choose_attention` reads it for a model that is about to be
-built; `patched` reads it for a model that is there, on any device. To add a family is to add an entry. Two changes are
-the same for every family: the loss over a large vocabulary is taken in chunks, and no keys and values are cached.
+`FAMILIES` is the one place that names model families; to add a family is to add an entry. `patched` reads it for a
+model on any device. `offloadkit.changes` calls it whenever an engine is built or a plan is made. Three changes are the
+same for every family: the loss over a large vocabulary is taken in chunks, from fp32 logits, and no keys and values are
+cached.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offloadkit.config import OffloadConfig
 from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
 from offloadkit.kernels import attention as attention_kernel
-from offloadkit.offload import caches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Family:
     """How the models of one family are trained."""
 
     model_types: tuple[str, ...] = ()
-    """`model_type` of the configs whose attention is chosen here when offloadkit builds the model."""
+    """`model_type` of the configs whose attention is chosen here where the model has transformers' default, `sdpa`."""
 
     attention: str | None = None
     """That choice, as `attn_implementation`; None leaves transformers' own."""
@@ -38,6 +42,9 @@ class Family:
     """Classes whose eager attention adds a learned position bias, which our kernels can do instead. A class derived
     from one counts too. The file of the class must define `eager_attention_forward`."""
 
+
+_DEFAULT = "sdpa"
+"""transformers' own choice of `attn_implementation`, where nobody made one."""
 
 FAMILIES = (
     # Learned attention bias: with it transformers' default, `sdpa`, is slower and larger than eager attention (T5-3B,
@@ -48,7 +55,7 @@ FAMILIES = (
         attention="eager",
         biased_attention=("T5Attention", "MT5Attention", "UMT5Attention"),
     ),
-    # The same attention in models whose `attn_implementation` is left as the user chose it.
+    # The same attention in models whose `attn_implementation` is left as it is.
     Family(
         biased_attention=(
             "LongT5Attention",
@@ -63,37 +70,72 @@ FAMILIES = (
 )
 
 
-def choose_attention(config: Any) -> None:
-    """Have the model that is built from `config` compute attention as its family is trained."""
+def choose_attention(config: Any) -> Callable[[], None]:
+    """Have what has `config` compute attention as its family is trained; returns what undoes it."""
     attention = next((family.attention for family in FAMILIES if config.model_type in family.model_types), None)
-    if attention is not None:
-        config._attn_implementation = attention
+    if attention is None or config._attn_implementation not in (None, _DEFAULT):
+        return lambda: None
+    before, config._attn_implementation = config._attn_implementation, attention
+
+    def undo() -> None:
+        if config._attn_implementation == attention:
+            config._attn_implementation = before
+
+    return undo
 
 
-def patched(
-    model: nn.Module, *, kernels: bool = True, compiled: bool = False, use_cache: bool = False
-) -> Callable[[], None]:
+def patched(model: nn.Module, config: OffloadConfig, *, kernels: bool = True) -> Callable[[], None]:
     """Change what `model` computes to what its family computes in training; returns what undoes it.
 
     Args:
+        model: any module; what it holds of transformers' models is changed.
+        config: `attention` "keep" leaves attention alone. With `compile_blocks` the norms are left to the compiler.
         kernels: attention and norms by our kernels; False where they will not run on a GPU.
-        compiled: whether the repeated blocks are compiled; their norms are then left to the compiler.
-        use_cache: let the model cache keys and values as its config says.
     """
     changes = ExitStack()
-    changes.callback(compute_loss_in_chunks(model))
-    if not use_cache:
-        changes.callback(without_caches(model))
-    if kernels:
-        changes.callback(fuse(model, compiled=compiled))
+    for whole in _pretrained(model):
+        changes.callback(compute_loss_in_chunks(whole))
+        changes.callback(_take_loss_in_fp32(whole))
+    if config.attention == "ours":
+        for own in {id(own): own for own in _configs(model) if hasattr(own, "model_type")}.values():
+            changes.callback(choose_attention(own))
+        if kernels:
+            changes.callback(fuse_attention(model))
+    if kernels and not config.compile_blocks:
+        changes.callback(fuse_norms(model))
     return changes.close
 
 
-def without_caches(model: nn.Module) -> Callable[[], None]:
-    """Have no part of `model` keep keys and values; returns what undoes it."""
-    changes = ExitStack()
-    changes.enter_context(caches.without_caches(caches.caching_configs(model)))
-    return changes.close
+def _pretrained(module: nn.Module) -> Iterator[PreTrainedModel]:
+    """transformers' models in `module`, itself included; those inside others are left out."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel):
+        yield module
+    else:
+        for child in module.children():
+            yield from _pretrained(child)
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """The config of each module that has one."""
+    for module in model.modules():
+        if (config := getattr(module, "config", None)) is not None:
+            yield config
+
+
+def _take_loss_in_fp32(model: PreTrainedModel) -> Callable[[], None]:
+    """Give the loss fp32 logits: bf16 has three digits, and the gradient of a scaled loss overflows fp16."""
+    untyped: Any = model
+    head: nn.Module | None = untyped.get_output_embeddings()
+    if head is None:
+        return lambda: None
+
+    def to_fp32(module: nn.Module, args: Any, logits: Any) -> Any:
+        half = isinstance(logits, Tensor) and logits.dtype in (torch.bfloat16, torch.float16)
+        return logits.float() if half else logits
+
+    return head.register_forward_hook(to_fp32).remove
 
 
 def fuse(model: nn.Module, *, compiled: bool = False) -> Callable[[], None]:

@@ -28,9 +28,9 @@ from offloadkit.hf.load import (
     read,
     read_lazily_or_now,
 )
-from offloadkit.hf.patches import choose_attention
 from offloadkit.hf.quiet import progress_bars
 from offloadkit.hf.weight_files import Materialise
+from offloadkit.outline import without_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -121,10 +121,9 @@ class ModelSource:
         return other
 
     def training_config(self, config: PreTrainedConfig | None = None) -> PreTrainedConfig:
-        """A copy of the config (or of `config`) with the labels of the rows and the attention that training uses."""
+        """A copy of the config (or of `config`) with the labels of the rows."""
         config = copy.deepcopy(config or self.config)
         _set_labels(config, self._id2label)
-        choose_attention(config)
         return config
 
     @cached_property
@@ -137,7 +136,7 @@ class ModelSource:
             ModelError: the architecture has no head for the task, or its decoder has no first token.
         """
         if self.model is not None:
-            return cast("PreTrainedModel", _without_memory(self.model))
+            return cast("PreTrainedModel", without_memory(self.model))
         config = self.training_config(self._preset_config)
         _check_decoder(config, f"the config of {self.given!r}", f"decoder_start_token_id in {self.given}'s config.json")
         return build(config, self.task, None, torch.device("meta"))
@@ -286,17 +285,6 @@ def _check_decoder(config: Any, of: str, field: str) -> None:
             f"{of} has no decoder_start_token_id, the token that its decoder begins with: set {field} (T5's is its pad "
             "token, 0)"
         )
-
-
-def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy on the meta device: the same modules and tied weights, no numbers."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
 
 
 def _set_labels(config: PreTrainedConfig, id2label: dict[int, str] | None) -> None:

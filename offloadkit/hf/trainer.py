@@ -44,21 +44,24 @@ from offloadkit.device.process_memory import phase
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
+from offloadkit.hf.longest import NotReadableError, longest_batch
 from offloadkit.hf.loss import num_targets, on_device, with_a_target
-from offloadkit.hf.patches import patched
 from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.hf.window import Window
 from offloadkit.offload.states import Materialise
+from offloadkit.outline import chooses, plan_for
 from offloadkit.planner import Plan
+from offloadkit.planner.plan import check_fits
 from offloadkit.telemetry import Telemetry
+from offloadkit.units import parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
 _Base: Any = object
 """Stands in for the Trainer class that follows the mixin."""
 
+_BEGINS = "the first update runs with little in VRAM, and training is planned for its micro-batches"
 _GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
 
 
@@ -66,7 +69,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     """Puts an `OffloadEngine` under a Trainer class; goes before it: `class Mine(OffloadTrainerMixin, SFTTrainer)`.
 
     Takes every argument of the Trainer, `offload` (an `OffloadConfig`) and `telemetry` (a record of each step). `plan`
-    and `materialise` are those of `OffloadEngine`; `materialise` reads the checkpoint's weights if training resumes. A
+    and `materialise` are those of `OffloadEngine`; `materialise` reads the checkpoint's weights if training resumes.
+    Without a `plan`, where a GPU or a budget gives something to choose, one is made for the longest rows (see
+    `longest.py`) and printed. If these cannot be known, it is made after the first update, for its micro-batches. A
     scheduler in `optimizers=(None, scheduler)` sets the engine's learning rates. The engine is built when training
     starts; until then `engine` is None. It stays for further `train()` calls; `close()` frees its memory.
 
@@ -92,7 +97,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._window_targets: torch.Tensor | int = 0
         self._num_micro_batches = 1
         self._target_share: torch.Tensor | float | None = None
-        self._unfinished = False
+        self._unfinished = self._begins = False
         self._window = Window()
         self._before_the_engine = ExitStack()
         super().__init__(*args, **kwargs)
@@ -152,26 +157,46 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                     "optimizers of its own and can take over the groups of a plain torch.optim.AdamW only"
                 )
             some = [group for group in groups.param_groups if group["params"]]
+            config = engine_config(self.offload, self.args)
             self.engine = OffloadEngine(
                 self.model,
-                engine_config(self.offload, self.args),
+                config,
                 param_groups=[{key: group[key] for key in _GROUP_KEYS} for group in some],
                 device=self.args.device,
                 telemetry=self.telemetry,
-                plan=self._plan,
+                plan=self._plan or self._plan_for_rows(config),
                 materialise=self._materialise,
             )
             self._materialise = None
-            self._patches = ExitStack()
-            self._patches.callback(_take_loss_in_fp32(self.model).remove)
-            changes: dict[str, bool] = {"compiled": self.offload.compile_blocks, "use_cache": self.args.use_cache}
-            self._patches.callback(patched(self.model, **changes))
+            self._begins = self.engine.is_beginning
         optimizer: Any = self.engine.optimizer
         # accelerate leaves a prepared optimizer alone; its own wrapper would copy all states to the GPU.
         optimizer._is_accelerate_prepared = True
         optimizer.step_was_skipped = False
         self.optimizer = optimizer
         return self.engine.optimizer
+
+    def _plan_for_rows(self, config: OffloadConfig) -> Plan | None:
+        """The plan for the longest rows, printed; None where nothing is to be chosen, or they cannot be read.
+
+        Raises:
+            DoesNotFitError: the plan does not fit.
+        """
+        if not chooses(config, self.args.device):
+            return None
+        try:
+            batch, said = longest_batch(self)
+        except NotReadableError as error:
+            print(f"the longest rows are not known before training ({error}): {_BEGINS}", flush=True)
+            return None
+        rows = "per_device_train_batch_size"
+        plan = plan_for(self.model, config, self.args.device, batch, rows_option=rows)
+        if plan is None:
+            print(f"the longest rows do not run on the meta device: {_BEGINS}", flush=True)
+            return None
+        print(f"{plan}\n  ({said})" if said else plan, flush=True)
+        check_fits(plan)
+        return plan
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """The scheduler of the arguments on the engine's optimizer, or the one given to the constructor."""
@@ -200,6 +225,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if 0 < self.state.max_steps <= self.state.global_step:
             self.control.should_training_stop = True
             return [], None
+        self._show_plan_after_the_first()
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = samples[0]
         self._num_micro_batches = len(batches)
@@ -208,6 +234,12 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self.engine.optimizer.zero_grad()
         self._window.begin(self.model)
         return samples
+
+    def _show_plan_after_the_first(self) -> None:
+        """Print the plan that was made for the first update's micro-batches."""
+        if self._begins and self.engine is not None and not self.engine.is_beginning:
+            self._begins = False
+            print(self.engine.plan, flush=True)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-batch.
@@ -424,7 +456,13 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer. Before any training, the model is first moved to the device."""
+        """As the Trainer. Before any training, the model is first moved to the device.
+
+        With a budget of VRAM that its weights would take more than half of, the engine is built and streams them.
+        """
+        weights = sum(parameter.nbytes for parameter in self.model.parameters())
+        if self.engine is None and self.offload.vram is not None and 2 * weights > parse_bytes(self.offload.vram):
+            self.create_optimizer()
         if self.engine is None:
             if self._materialise is not None:
                 self._materialise(list(self.model.parameters()))
@@ -435,7 +473,6 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def close(self) -> None:
         """Finish and close the engine; the model keeps its trained weights. A later `train()` builds a new engine."""
         if self.engine is not None:
-            self._patches.close()
             engine, self.engine, self.optimizer, self.model_wrapped = self.engine, None, None, self.model
             engine.close()
 
@@ -473,15 +510,3 @@ class _WrappedModel:
     def to(self, *args: Any, **kwargs: Any) -> _WrappedModel:
         """Returns itself: the engine decides on the device and dtype of weights."""
         return self
-
-
-def _take_loss_in_fp32(model: Any) -> RemovableHandle:
-    """Give the loss fp32 logits: bf16 has three digits, and the gradient of a scaled loss overflows fp16."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-
-    def to_fp32(module: nn.Module, args: Any, logits: Any) -> Any:
-        half = isinstance(logits, torch.Tensor) and logits.dtype in (torch.bfloat16, torch.float16)
-        return logits.float() if half else logits
-
-    module: nn.Module = head if head is not None else model
-    return module.register_forward_hook(to_fp32)

@@ -169,7 +169,9 @@ def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int) -> Plan
     """
     if device.type != "cuda":
         return plan
-    there = hardware.vram_bytes(device)[0] + hardware.vram_context_bytes(device) + freed_bytes
+    machine = plan.basis.hardware  # its context is what the plan counts, with what else this process had in VRAM
+    context = machine.vram_context_bytes if machine else hardware.vram_context_bytes(device)
+    there = hardware.vram_bytes(device)[0] + context + freed_bytes
     if plan.total_bytes("vram") <= _ABOUT * there:
         return plan
     ram = max(plan.total_bytes("ram"), plan.budgets.get("ram", 0))

@@ -12,6 +12,7 @@ from textwrap import wrap
 from typing import Any
 
 from offloadkit.config import OffloadConfig, Placement, Precision
+from offloadkit.errors import DoesNotFitError
 from offloadkit.hardware import Hardware
 from offloadkit.optim.table import optimizer_named
 from offloadkit.planner.layout import LayerShape, activations, choices, possible, run_bytes
@@ -189,6 +190,15 @@ class Plan:
         above = "<br>".join(map(escape, heading(self)))
         below = "<br>".join(map(escape, [*footing(self), *self.explain().splitlines()]))
         return f"<div><p>{above}</p><table>{table}</table><p>{below}</p></div>"
+
+
+def check_fits(plan: Plan) -> None:
+    """
+    Raises:
+        DoesNotFitError: the plan does not fit. The message names what it needs, what there is, and plans that fit.
+    """
+    if not plan.fits:
+        raise DoesNotFitError(f"the plan {plan.explain()}")
 
 
 def make_plan(

@@ -24,9 +24,11 @@ from transformers import (
 )
 
 import offloadkit
+from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError, ModelError, ModelNotFoundError
 from offloadkit.hf.hub import PRESETS
 from offloadkit.hf.load import infer_task
+from offloadkit.hf.patches import patched
 from offloadkit.hf.source import resolve
 from tests.hf import tiny
 
@@ -394,10 +396,13 @@ def attention_of(model: torch.nn.Module) -> set[str]:
     return {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
 
 
-def test_t5_gets_eager_attention_in_all_its_layers_and_a_model_given_keeps_its_own(tmp_path: Path) -> None:
-    fresh = tiny.load_model("t5-small", init="random", device="meta")
-    assert attention_of(fresh) == {"eager"}
+def test_t5_is_trained_with_eager_attention_in_all_its_layers_however_it_was_loaded(tmp_path: Path) -> None:
     given = T5ForConditionalGeneration(tiny.t5_config(attn_implementation="sdpa"))
     given.save_pretrained(tmp_path)
-    assert attention_of(tiny.load_model(tmp_path)) == {"eager"}
-    assert attention_of(tiny.load_model(given)) == {"sdpa"}
+    for model in (tiny.load_model("t5-small", init="random", device="meta"), tiny.load_model(tmp_path), given):
+        undo = patched(model, OffloadConfig(), kernels=False)
+        assert attention_of(model) == {"eager"}
+        undo()
+        assert attention_of(model) == {"sdpa"}
+        patched(model, OffloadConfig(attention="keep"), kernels=False)
+        assert attention_of(model) == {"sdpa"}

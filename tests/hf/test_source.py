@@ -46,7 +46,7 @@ def test_a_plan_leaves_the_model_that_it_was_made_from_unchanged() -> None:
     assert "forward" not in vars(model.lm_head)
     assert not any("forward" in vars(module) or "compute_bias" in vars(module) for module in model.modules())
     assert model.config.use_cache
-    assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == "sdpa"
     assert plan_source(found, config, **SIZE) == first
     other = plan_source(found, OffloadConfig(vram="4GiB", ram="8GiB", working_dtype="fp32"), **SIZE)
     assert {layer.dtype for layer in other.layers} == {"fp32"}
@@ -73,6 +73,8 @@ def test_the_attention_of_a_family_follows_from_its_entry_alone(
     def attentions() -> set[str]:
         found = resolve(folder, init="random")
         models: list[Any] = [found.on_meta, found.load(progress=False)]
+        for model in models:
+            patches.patched(model, OffloadConfig(), kernels=False)
         return {model.config._attn_implementation for model in models}
 
     assert attentions() == {"sdpa"}

@@ -45,6 +45,29 @@ def test_other_engines_are_refused(tmp_path: Path, name: str, value: Any) -> Non
         OffloadTrainer(model=t5(), args=args)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCELERATE_USE_FSDP", "true"),
+        ("ACCELERATE_USE_DEEPSPEED", "true"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16"),
+    ],
+)
+def test_what_accelerates_config_asks_for_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    args = arguments(tmp_path)
+    for other in ("USE_FSDP", "USE_DEEPSPEED"):
+        monkeypatch.setenv(f"ACCELERATE_{other}", "false")
+    for other in ("DYNAMO_BACKEND", "MIXED_PRECISION"):
+        monkeypatch.setenv(f"ACCELERATE_{other}", "no")
+    OffloadTrainer(model=t5(), args=args)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name}='{value}'"):
+        OffloadTrainer(model=t5(), args=args)
+
+
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     with pytest.raises(ConfigError, match="2 processes"):

@@ -1,0 +1,287 @@
+"""The plan of a module in memory: what its micro-batch computes, and where each of its layers goes.
+
+`Outline` is a module without memory, changed as in training. `plan_for` plans for an example of a micro-batch.
+`FirstWindow` is for a run that has none: it begins with little in VRAM, and plans for what its first window brought.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import CellType
+from typing import Any
+
+import torch
+from torch import nn
+
+from offloadkit.changes import changed
+from offloadkit.config import OffloadConfig
+from offloadkit.device.measure import measure
+from offloadkit.hardware import Hardware
+from offloadkit.offload.caches import caching_configs
+from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of, repeated_blocks, stays_fp32
+from offloadkit.optim.table import DTYPES
+from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage
+from offloadkit.tracing import Call, trace_micro_batch
+
+logger = logging.getLogger(__name__)
+
+_EMPTY_CELL = CellType()
+_SHARES_OF_VRAM = (8, 4, 2, 1)
+"""One part in so many is what the run may begin with, activations left out; the first share that fits is taken."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A module on the meta device, ready to be traced over micro-batches of any shape and to be planned."""
+
+    model: Any
+    layers: list[FlatLayer]
+    machine: Hardware
+    config: OffloadConfig
+    assumed: bool = False
+    """Whether the machine's rates are assumed, not measured."""
+
+    def work(self, batch: Any, rows: Rows | None = None) -> MicroBatch | None:
+        """What a micro-batch computes; None if the model cannot run on the meta device.
+
+        Args:
+            batch: what `trace_micro_batch` takes.
+            rows: its shape; None: read from `input_ids` and `labels`, if it has them.
+        """
+        try:
+            return replace(trace_micro_batch(self.model, batch), rows=rows or _rows(self.model, batch))
+        except Exception as error:
+            logger.warning(f"activations and seconds of this model cannot be planned: {type(error).__name__}: {error}")
+            return None
+
+    def plan(self, work: MicroBatch | None, **changes: Any) -> Plan:
+        """The plan for a micro-batch that was traced, with `changes` in the config."""
+        config = replace(self.config, **changes)
+        return plan_of(self.model, self.layers, config, work=work, hardware=self.machine, assumed=self.assumed)
+
+
+@contextmanager
+def outlined(model: Any, config: OffloadConfig, machine: Hardware, *, assumed: bool = False) -> Iterator[Outline]:
+    """The outline of `model`, which is on the meta device. Its dtypes stay changed; all other changes are undone."""
+    outline, undo = _outline(model, config, machine, assumed=assumed)
+    try:
+        yield outline
+    finally:
+        undo()
+
+
+def _outline(
+    model: Any, config: OffloadConfig, machine: Hardware, *, assumed: bool = False
+) -> tuple[Outline, Callable[[], None]]:
+    """The outline, and what undoes the changes to what is computed."""
+    undo = ExitStack()
+    undo.callback(changed(model, config, kernels=machine.device != "cpu"))
+    for caching in caching_configs(model):
+        undo.callback(setattr, caching, "use_cache", caching.use_cache)
+        caching.use_cache = False
+    try:
+        layers = flat_layers(model, config)
+        _take_working_dtypes(model, layers, config)
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):  # a recomputation of the model's own cannot be traced
+                module.gradient_checkpointing = False
+        return Outline(model.train(), layers, machine, config, assumed), undo.close
+    except BaseException:
+        undo.close()
+        raise
+
+
+def _take_working_dtypes(model: nn.Module, layers: list[FlatLayer], config: OffloadConfig) -> None:
+    """Cast parameters as the engine does."""
+    trained = {view.parameter for layer in layers for view in layer.views}
+    for layer in layers:
+        for view in layer.views:
+            view.parameter.data = view.parameter.data.to(layer.dtype)
+    if config.working_dtype == "auto":
+        return
+    dtype = DTYPES[config.working_dtype]
+    in_fp32 = stays_fp32(model) if dtype == torch.float16 else set()
+    for parameter in model.parameters():
+        if parameter not in trained and parameter.dtype.is_floating_point:
+            parameter.data = parameter.data.to(torch.float32 if parameter in in_fp32 else dtype)
+
+
+def without_memory(model: nn.Module) -> nn.Module:
+    """A copy on the meta device: the same modules and tied weights, no numbers, and no hooks that others gave it."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    copied = copy.deepcopy(model, memo)
+    ours = set(model.modules())
+    for module in copied.modules():
+        tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+        for hooks in tables:
+            hooks.clear()
+        if _calls_one_of(ours, vars(module).get("forward")):
+            del module.forward
+    return copied
+
+
+def _calls_one_of(modules: set[nn.Module], forward: Any) -> bool:
+    """Whether a `forward` that was given to one module (as TRL does) holds a method of one of `modules`."""
+    cells = getattr(getattr(forward, "__func__", forward), "__closure__", None) or ()
+    held = (cell.cell_contents for cell in cells if cell != _EMPTY_CELL)
+    owners = (getattr(each, "__self__", None) for each in held)
+    return any(isinstance(owner, nn.Module) and owner in modules for owner in owners)
+
+
+def chooses(config: OffloadConfig, device: torch.device) -> bool:
+    """Whether there is anything to plan: placements to choose on a GPU, or a budget to keep."""
+    return config.vram is not None or config.ram is not None or (device.type != "cpu" and config.placement is None)
+
+
+def plan_for(
+    model: nn.Module, config: OffloadConfig, device: torch.device, example: Any, *, rows_option: str = ""
+) -> Plan | None:
+    """The plan of a module in memory for micro-batches like `example`. The module is not changed.
+
+    Args:
+        example: what `trace_micro_batch` takes; only shapes and dtypes matter.
+        rows_option: the user's name for the number of rows. A plan that does not fit proposes fewer of them.
+
+    Returns:
+        None if the module, or this example, cannot run on the meta device.
+
+    Raises:
+        ModelError, ConfigError: as `OffloadEngine`.
+    """
+    outline = _outline_of_copy(model, config, device)
+    work = None if outline is None else outline.work(example)
+    if outline is None or work is None:
+        return None
+    made = outline.plan(work)
+    if made.fits or work.rows is None or not rows_option:
+        return made
+    numbers = [1 << power for power in reversed(range((work.rows.batch_size - 1).bit_length()))]
+    fewer = ((f"{rows_option}={number}", outline.work(_first_rows(example, number))) for number in numbers)
+    smaller = tuple((words, less) for words, less in fewer if less is not None)
+    return replace(made, basis=replace(made.basis, smaller=smaller))
+
+
+def _first_rows(example: Any, number: int) -> Call:
+    """A micro-batch of tokens with only its first rows."""
+    call = Call.of(example)
+    most = call.kwargs["input_ids"].shape[0]
+    return Call(
+        call.args,
+        {
+            name: value[:number] if isinstance(value, torch.Tensor) and value.shape[:1] == (most,) else value
+            for name, value in call.kwargs.items()
+        },
+    )
+
+
+def _outline_of_copy(model: nn.Module, config: OffloadConfig, device: torch.device) -> Outline | None:
+    """The outline of a copy of `model`; None if it cannot be copied."""
+    machine = _with_room_of(model, measure(device, folder=config.disk))
+    try:
+        copied = without_memory(model)
+    except Exception as error:
+        logger.warning(f"this model cannot be planned, since it cannot be copied: {type(error).__name__}: {error}")
+        return None
+    return _outline(copied, config, machine)[0]
+
+
+def _with_room_of(model: nn.Module, machine: Hardware) -> Hardware:
+    """The machine, with the memory that the model takes now as free: the engine takes its weights over one by one.
+
+    What the process has in VRAM besides (a reference model) counts as needed, as the CUDA context does.
+    """
+    held = {"vram": 0, "ram": 0}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type != "meta":
+            held["ram" if tensor.device.type == "cpu" else "vram"] += tensor.nbytes
+    others = 0
+    if machine.device != "cpu" and torch.cuda.is_available():
+        others = max(0, torch.cuda.memory_allocated(machine.device) - held["vram"])
+    return replace(
+        machine,
+        vram_context_bytes=machine.vram_context_bytes + others,
+        vram_free_bytes=machine.vram_free_bytes + held["vram"],
+        ram_available_bytes=machine.ram_available_bytes + held["ram"],
+    )
+
+
+def _rows(model: Any, batch: Any) -> Rows | None:
+    """Rows and lengths of a micro-batch of tokens."""
+    named = Call.of(batch).kwargs
+    ids, labels = named.get("input_ids"), named.get("labels")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return None
+    has_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    target = labels.shape[1] if has_decoder and isinstance(labels, torch.Tensor) and labels.dim() == 2 else None
+    return Rows(ids.shape[0], ids.shape[1], target)
+
+
+class FirstWindow:
+    """How a run begins whose micro-batches nobody knows yet.
+
+    Attributes:
+        plan: to begin with: of what RAM and disk have room for, about the least in VRAM, every block recomputed.
+    """
+
+    def __init__(self, model: nn.Module, layers: list[FlatLayer], config: OffloadConfig, device: torch.device) -> None:
+        """
+        Args:
+            model: it has its weights still.
+            layers: its flat layers.
+        """
+        self._outline = _outline_of_copy(model, config, device)
+        self._example: Call | None = None
+        self._example_elements = -1
+        self.plan = self._lean() if self._outline else plan_of(model, layers, config)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing to choose after the first window either."""
+        return self._outline is None or self._outline.machine.device == "cpu" or bool(self._outline.config.placement)
+
+    def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A micro-batch of the first window. The largest one's shapes are kept."""
+        call = Call(args, kwargs)
+        elements = sum(tensor.numel() for tensor in call.tensors())
+        if elements > self._example_elements:
+            self._example, self._example_elements = call.without_memory(), elements
+
+    def plan_now(self) -> Plan | None:
+        """The plan for what was seen; None if there is none that fits, or nothing can be traced."""
+        if self._outline is None or self._example is None:
+            return None
+        work = self._outline.work(self._example)
+        made = None if work is None else self._outline.plan(work)
+        if made is not None and not made.fits:
+            logger.warning(f"training goes on as it began: the plan for its micro-batches {made.explain()}")
+            return None
+        return made
+
+    def _lean(self) -> Plan:
+        outline = self._outline
+        assert outline is not None
+        config, machine = outline.config, outline.machine
+        whole = outline.plan(None)
+        if self.is_settled:
+            return whole
+        nothing = Stage("", Pass(), Pass(), 0, 0, 0, 0, 0, 0)
+        blocks = [replace(nothing, block=name) for name, _ in repeated_blocks(outline.model)]
+        work, made = MicroBatch((nothing, *blocks, nothing), 0), whole
+        for share in _SHARES_OF_VRAM:
+            vram = whole.budgets["vram"] // share
+            made = outline.plan(work, vram=vram, activation_checkpointing=bool(blocks))
+            if made.fits:
+                break
+        # All of it is of this run but the budget, the recomputation and the work that was made up.
+        basis = replace(made.basis, config=config, hardware=machine, work=None)
+        unknown: dict[str, Any] = {"seconds": None, "large_gpu_seconds": None, "num_tokens": None}
+        return replace(made, basis=basis, budgets=whole.budgets, **unknown)

@@ -1,0 +1,271 @@
+"""One model through `finetune`, the Trainer and the bare loop: the same numbers, the same plan, the same budget."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedModel, T5ForConditionalGeneration
+
+from offloadkit import OffloadConfig, OffloadEngine, finetune, outline, planning
+from offloadkit.errors import DoesNotFitError
+from offloadkit.hf.longest import NotReadableError, longest_batch
+from offloadkit.hf.patches import NAME, patched
+from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
+from offloadkit.planner.layout import ALLOCATOR_BYTES
+from tests.hf.tiny import t5_config
+from tests.hf.training import Row, arguments, causal_rows, llama, seq2seq_rows, t5, train
+from tests.planner.machines import H200
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FIXED = H200.vram_context_bytes + ALLOCATOR_BYTES
+TIGHT = OffloadConfig(vram=FIXED + (144 << 10), ram="8GiB")
+OPTIONS: dict[str, Any] = {"max_steps": 2, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "seed": 1}
+OPTIONS |= {"train_sampling_strategy": "sequential"}
+
+
+@pytest.fixture
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made for a GPU; what they say is done on the CPU."""
+    monkeypatch.setattr(outline, "measure", lambda *_, **__: H200)
+    monkeypatch.setattr(planning, "measure", lambda *_, **__: H200)
+
+
+def batches(rows: list[Row]) -> Iterator[dict[str, torch.Tensor]]:
+    for at in (0, 2):
+        yield {name: torch.stack([row[name] for row in rows[at : at + 2]]) for name in rows[0]}
+
+
+def tuned(model: PreTrainedModel, rows: list[Row], folder: Path, **options: Any) -> Any:
+    listed = [{name: values.tolist() for name, values in row.items()} for row in rows]
+    options |= {"tokenizer": "byte", "batch_size": 2, "monitor": False, "use_cpu": True, "save_strategy": "no"}
+    return finetune(model, listed, output_dir=folder, warmup_steps=0, **OPTIONS, **options)
+
+
+def attentions(model: Any) -> set[str]:
+    return {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+
+
+@pytest.mark.parametrize(("make", "rows"), [(t5, seq2seq_rows(4)), (llama, causal_rows(4))], ids=["t5", "llama"])
+def test_the_bits_are_the_same_behind_every_door(
+    make: Callable[[], PreTrainedModel], rows: list[Row], tmp_path: Path
+) -> None:
+    weights = [tuned(make(), rows, tmp_path / "out", bf16=True).model.state_dict()]
+    trainer = train(tmp_path, make(), rows, adam_epsilon=1e-8, bf16=True, **OPTIONS)
+    weights.append(trainer.model.state_dict())
+    given: Any = make()
+    with OffloadEngine(given, OffloadConfig(learning_rate=1e-2, working_dtype="bf16"), device="cpu") as engine:
+        for batch in batches(rows):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+    weights.append(given.state_dict())
+    for name, weight in weights[0].items():
+        assert all(other[name].equal(weight) for other in weights), name
+
+
+@pytest.mark.parametrize("attention", ["ours", "keep"])
+def test_an_open_engine_changes_what_is_computed_and_a_closed_one_leaves_nothing(attention: Any) -> None:
+    model: Any = t5()
+    names = [set(vars(module)) for module in model.modules()]
+    with OffloadEngine(model, OffloadConfig(attention=attention), device="cpu"):
+        assert attentions(model) == {"eager" if attention == "ours" else "sdpa"}
+        assert "forward" in vars(model.lm_head)  # takes the loss in chunks
+        assert model.lm_head._forward_hooks
+    assert attentions(model) == {"sdpa"}
+    assert [set(vars(module)) for module in model.modules()] == names
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_on_a_gpu_our_kernels_take_over_whatever_the_model_was_loaded_with() -> None:
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(t5_config(d_kv=16))
+    wishes: dict[Any, str] = {"ours": NAME, "keep": "sdpa"}
+    for attention, used in wishes.items():
+        undo = patched(torch.nn.ModuleDict({"inside another": model}), OffloadConfig(attention=attention))
+        assert attentions(model) - {"eager"} == {used}
+        undo()
+        assert attentions(model) == {"sdpa"}
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_the_trainer_plans_as_finetune_for_the_same_rows_and_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = seq2seq_rows(4)
+    planned = tuned(t5(), rows, tmp_path / "out", offload=TIGHT).plan
+    shown = capsys.readouterr().out
+    trainer = train(tmp_path, t5(), rows, more={"offload": TIGHT}, **OPTIONS)
+    assert trainer.engine.plan == planned
+    assert len(set(planned.placements)) > 1
+    assert str(planned).splitlines()[:3] == str(trainer.engine.plan).splitlines()[:3]
+    assert "\n  2 x (6+10) tokens a step\n" in shown
+    assert str(trainer.engine.plan) in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("on_a_card")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_a_model_that_others_have_changed_is_planned_too() -> None:
+    """It recomputes by itself, or TRL has given it a forward that calls the real model's."""
+    example = next(batches(causal_rows(4)))
+    plans = []
+    for how in ("plain", "recomputes", "another forward"):
+        model: Any = llama()
+        if how == "recomputes":
+            model.gradient_checkpointing_enable()
+        elif how == "another forward":
+            model.forward = MethodType(calling(model.forward), model)
+        plans.append(outline.plan_for(model, TIGHT, torch.device("cpu"), example))
+    assert plans[0] is not None
+    assert plans[0] == plans[1] == plans[2]
+
+
+def calling(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, **kwargs: original(**kwargs)
+
+
+class OwnLoss(OffloadTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs).loss
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_where_rows_cannot_be_read_the_first_update_is_planned_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = train(tmp_path, t5(), seq2seq_rows(4), OwnLoss, {"offload": TIGHT}, **OPTIONS)
+    said = capsys.readouterr().out
+    assert "OwnLoss.compute_loss computes the loss in its own way" in said
+    assert said.index("little in VRAM") < said.index("'loss'") < said.index(str(trainer.engine.plan))
+    assert len(trainer.telemetry.moves) == 1
+
+
+@pytest.mark.usefixtures("on_a_card")
+@pytest.mark.parametrize("run", ["train", "evaluate"])
+def test_a_budget_that_is_too_small_is_refused_before_training(tmp_path: Path, run: str) -> None:
+    rows = seq2seq_rows(4)
+    trainer = OffloadSeq2SeqTrainer(
+        model=t5(), args=arguments(tmp_path), train_dataset=rows, eval_dataset=rows, offload=OffloadConfig(vram="64KiB")
+    )
+    with pytest.raises(DoesNotFitError, match=r"needs .* VRAM, has 64 KiB(.|\n)*of VRAM would fit"):
+        getattr(trainer, run)()
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_fewer_rows_are_proposed_by_the_doors_own_name_for_them() -> None:
+    example = {name: torch.zeros(64, 64, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
+    config = replace(TIGHT, vram=FIXED + (8 << 20))
+    planned = outline.plan_for(t5(), config, torch.device("cpu"), example, rows_option="batch")
+    assert planned is not None
+    assert [words for words, _ in planned.basis.smaller] == [f"batch={size}" for size in (32, 16, 8, 4, 2, 1)]
+    assert re.search(r"\nbatch=\d+ would fit", planned.explain())
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_an_evaluation_before_training_streams_weights_that_are_larger_than_half_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, losses = seq2seq_rows(4), []
+    for half in (1 << 10, 1 << 40):
+        trainer = OffloadSeq2SeqTrainer(
+            model=t5(), args=arguments(tmp_path), train_dataset=rows, eval_dataset=rows, offload=TIGHT
+        )
+        monkeypatch.setattr("offloadkit.hf.trainer.parse_bytes", lambda _, half=half: half)
+        losses.append(trainer.evaluate()["eval_loss"])
+        assert (trainer.engine is not None) == (half == 1 << 10)
+        trainer.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# -- the longest rows
+
+
+class Counted(list[Any]):
+    """Rows that count how often they are read; each reading draws a number."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        torch.rand(1)
+        return super().__getitem__(at)
+
+
+class Pads:
+    """Pads to the longest row. It draws numbers from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator, self.calls = torch.Generator().manual_seed(0), 0
+
+    def __call__(self, rows: list[Row]) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        torch.rand(1, generator=self.generator)
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {name: pad([row[name] for row in rows], batch_first=True) for name in rows[0]}
+
+
+def of_lengths(lengths: list[tuple[int, int]]) -> Counted:
+    return Counted({"input_ids": torch.arange(read), "labels": torch.arange(written)} for read, written in lengths)
+
+
+def shapes(batch: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in batch.items()}
+
+
+def test_the_longest_rows_are_read_without_a_trace(tmp_path: Path) -> None:
+    """The longest input and the longest target need not be of one row, nor of the rows that are trained on."""
+    rows, held_out = of_lengths([(3, 2), (9, 1), (4, 7), (5, 5)]), of_lengths([(2, 8)])
+    collator = Pads()
+    options: dict[str, Any] = {"model": t5(), "train_dataset": rows, "eval_dataset": held_out}
+    state = torch.get_rng_state()
+    found = []
+    for strategy in ("no", "epoch"):
+        args = arguments(tmp_path, eval_strategy=strategy, per_device_train_batch_size=1)
+        trainer = OffloadTrainer(args=args, data_collator=collator, **options)
+        torch.set_rng_state(state)
+        found.append(shapes(longest_batch(trainer)[0]))
+    assert found == [{"input_ids": (1, 9), "labels": (1, written)} for written in (7, 8)]
+    assert (rows.reads, held_out.reads, collator.calls) == (0, 0, 0)
+    assert collator.generator.get_state().equal(torch.Generator().manual_seed(0).get_state())
+    assert torch.get_rng_state().equal(state)
+
+
+def test_of_many_rows_some_thousand_are_read_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offloadkit.hf.longest.MOST_ROWS", 4)
+    rows = of_lengths([(2 + at, 3) for at in range(10)])
+    batch, said = longest_batch(
+        OffloadTrainer(model=t5(), args=arguments(tmp_path), train_dataset=rows, data_collator=Pads())
+    )
+    assert shapes(batch) == {"input_ids": (2, 11), "labels": (2, 3)}
+    assert said == "lengths of 4 of the 10 rows were read, spread evenly"
+
+
+class Endless(IterableDataset[Row]):
+    def __iter__(self) -> Iterator[Row]:
+        return iter(())
+
+
+def refuses(rows: Any) -> Any:
+    raise RuntimeError("these rows\ncannot be put together")
+
+
+@pytest.mark.parametrize(
+    ("rows", "collator", "why"),
+    [
+        (None, None, "no training rows"),
+        (Endless(), None, "a stream"),
+        ([], None, "no rows"),
+        (seq2seq_rows(2), refuses, "cannot be put together"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_said_to_be_so(tmp_path: Path, rows: Any, collator: Any, why: str) -> None:
+    trainer = OffloadTrainer(model=t5(), args=arguments(tmp_path), train_dataset=rows, data_collator=collator)
+    with pytest.raises(NotReadableError, match=why):
+        longest_batch(trainer)
