@@ -95,8 +95,8 @@ READINGS: dict[str, Callable[[Any], torch.Tensor]] = {
     "norm": lambda model: model.blocks[0].up.weight.norm().detach(),
     "data": lambda model: model.blocks[1].down.bias.data.clone(),
     "a view": lambda model: model.embed.weight.detach()[3].float().sum(),
-    "a list": lambda model: torch.stack(torch._foreach_norm(list(model.parameters()))).detach(),
-    "to numpy": lambda model: torch.tensor(model.norm.weight.detach().float().numpy()),
+    "a list": lambda model: torch._foreach_norm(list(model.parameters()))[3].detach(),
+    "to numpy": lambda model: torch.tensor(model.norm.weight.detach().float().cpu().numpy()),
     "deepcopy": lambda model: copy.deepcopy(model).blocks[0].down.weight.detach(),
     "pickle": lambda model: pickle.loads(pickle.dumps(model.norm.bias)).detach(),
     "torch.save": lambda model: saved(dict(model.state_dict()))["embed.weight"],
@@ -110,7 +110,7 @@ def test_what_is_read_after_a_step_is_new(placement: str, device: str) -> None:
     model = small()
     with OffloadEngine(model, config(placement, "fp32"), device=device) as engine:
         held = [model.state_dict()["head.weight"], model.blocks[0].up.weight.data]
-        readings = READINGS | {"held": lambda model: torch.cat([part.flatten() for part in held])}
+        readings = READINGS | {"held": lambda model: torch.cat([part.flatten().cpu() for part in held])}
         for name, read in readings.items():
             before = read(model)
             engine.backward(engine(tokens(1, device)[0]))
@@ -189,7 +189,7 @@ def test_writes_between_micro_batches_count_from_the_next_one(placement: str, de
     batches, losses = tokens(2, device), []
     model = small()
     with OffloadEngine(model, config(placement, "fp32", gradient_accumulation=2), device=device) as engine:
-        plain = copy.deepcopy(model)
+        plain = copy.deepcopy(model).to(device)
         for batch in batches:
             loss = engine(batch)
             with torch.no_grad():
