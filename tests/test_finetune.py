@@ -334,7 +334,7 @@ def test_an_output_folder_without_a_name_is_refused() -> None:
 def test_nothing_is_made_or_planned_where_there_is_no_checkpoint_to_resume_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"there is no complete checkpoint to resume from in .*out"):
+    with pytest.raises(ConfigError, match=r"found in output directory .*out: there is no complete checkpoint"):
         finetune(t5(), PAIRS, output_dir=tmp_path / "out", resume=True)
     assert not (tmp_path / "out").exists()
     assert capsys.readouterr().out == ""

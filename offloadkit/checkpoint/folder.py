@@ -69,8 +69,9 @@ def newest_checkpoint(folder: Path) -> Path:
     if not whole:
         skipped = "".join(f"; {path.name} {why}" for path, why in skipped_checkpoints(folder))
         raise ConfigError(
-            f"there is no complete checkpoint to resume from in {folder}: leave resume out to begin anew; a run writes "
-            f"checkpoints with save_strategy='epoch' (the default) or 'steps'{skipped}"
+            f"No valid checkpoint found in output directory {folder}: there is no complete checkpoint to resume from. "
+            "Leave resume out to begin anew; a run writes checkpoints with save_strategy='epoch' (the default) or "
+            f"'steps'{skipped}"
         )
     return whole[-1]
 
@@ -152,23 +153,39 @@ def check_readable(checkpoint: Path) -> None:
         ModelError: it is not whole, or a file is missing, cut or cannot be opened.
     """
     if not checkpoint.is_dir():
-        raise ModelError(f"there is no checkpoint {checkpoint}: it is no folder")
+        raise ModelError(f"Can't find a valid checkpoint at {checkpoint}: it is no folder")
     why = why_not_whole(checkpoint)
     if why is not None:
         raise ModelError(f"training cannot go on from {checkpoint}: it {why}. {_what_then(checkpoint)}")
     sizes = _manifest(checkpoint) or {} if (checkpoint / MANIFEST).is_file() else {}
     names = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    cut_anew = _weights_cut_anew(checkpoint, names - sizes.keys())
     for name in sorted(names | sizes.keys()):
-        size = (checkpoint / name).stat().st_size if name in names else 0
-        if size != sizes.get(name, size):
-            cut: str | None = f"it has {size} bytes, {sizes[name]} were written"
-        else:
-            cut = why_broken(checkpoint / name)
+        cut: str | None = "it is missing"
+        if name in names:
+            size = (checkpoint / name).stat().st_size
+            expected = sizes.get(name, size)
+            differs = f"it has {size} bytes, {expected} were written"
+            cut = differs if size != expected else why_broken(checkpoint / name)
+        elif cut_anew and name.startswith("model"):
+            cut = None
         if cut is not None:
             raise ModelError(
                 f"{name} of the checkpoint {checkpoint} cannot be read ({cut}): it is cut or broken. "
                 f"{_what_then(checkpoint)}"
             )
+
+
+def _weights_cut_anew(checkpoint: Path, later: set[str]) -> bool:
+    """Whether the files that came `later` hold all weights: somebody has cut them into other files."""
+    if "model.safetensors" in later:
+        return True
+    index = checkpoint / "model.safetensors.index.json"
+    try:
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
+    return later.issuperset({index.name, *files})
 
 
 def _what_then(checkpoint: Path) -> str:

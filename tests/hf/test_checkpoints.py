@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
 from offloadkit import OffloadSeq2SeqTrainer
 from offloadkit.checkpoint import folder as folders
-from offloadkit.checkpoint.folder import newest_checkpoint, skipped_checkpoints
+from offloadkit.checkpoint.folder import check_readable, newest_checkpoint, skipped_checkpoints
 from offloadkit.errors import ConfigError, ModelError
 from tests.hf.training import arguments, seq2seq_rows, t5
 
@@ -87,6 +88,26 @@ def test_a_checkpoint_that_was_not_finished_is_skipped_and_refused_by_name(whole
         (checkpoint / "manifest.json").unlink()
     with pytest.raises(ConfigError, match=r"no complete checkpoint .*; checkpoint-3 has no manifest"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_weights_may_be_cut_into_other_files_later_and_a_missing_file_is_named(whole: Any, tmp_path: Path) -> None:
+    shutil.copytree(whole[0] / "checkpoint-2", tmp_path / "checkpoint-2")
+    file = tmp_path / "checkpoint-2" / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    with pytest.raises(ModelError, match=r"model\.safetensors of .* cannot be read \(it is missing\)"):
+        check_readable(file.parent)
+    shards = {name: f"model-{at:05d}-of-{len(tensors):05d}.safetensors" for at, name in enumerate(tensors, 1)}
+    for name, shard in shards.items():
+        save_file({name: tensors[name]}, file.with_name(shard), metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": shards}
+    file.with_name("model.safetensors.index.json").write_text(json.dumps(index))
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert all(torch.equal(weight, whole[1][name]) for name, weight in weights(resumed).items())
+    file.with_name(shard).unlink()
+    with pytest.raises(ModelError, match="it is missing"):
+        check_readable(file.parent)
 
 
 def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
