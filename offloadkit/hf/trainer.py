@@ -17,11 +17,13 @@ in chunks (`loss.py`): the logits exist whole only where somebody reads them.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
 _Base: Any = object
 """Stands in for the Trainer class that follows the mixin."""
 
+_trainers: WeakKeyDictionary[nn.Module, ref[OffloadTrainerMixin]] = WeakKeyDictionary()
+"""Who trains a model, or trained it last."""
 _BEGINS = "the first update runs with little in VRAM, and training is planned for its micro-batches"
 _GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
 
@@ -73,7 +77,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     Without a `plan`, where a GPU or a budget gives something to choose, one is made for the longest rows (see
     `longest.py`) and printed. If these cannot be known, it is made after the first update, for its micro-batches. A
     scheduler in `optimizers=(None, scheduler)` sets the engine's learning rates. The engine is built when training
-    starts; until then `engine` is None. It stays for further `train()` calls; `close()` frees its memory.
+    starts; until then `engine` is None. It stays for further `train()` calls; `close()` frees its memory. So does
+    another Trainer's `train()` on the same model, with a warning.
 
     Raises:
         ConfigError: the engine cannot work with the arguments (another optimizer, several processes, ...), or they
@@ -116,7 +121,6 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """
         check_arguments(self.args)
         engine_config(self.offload, self.args)
-        self.args.logging_nan_inf_filter = False  # it hides NaN losses and waits for the device on each micro-batch
         chosen = self.args.mixed_precision
         if self.args.fp16:
             self.args.mixed_precision = "no"  # else accelerate scales the loss itself
@@ -412,12 +416,31 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = str(newest_checkpoint(Path(self.args.output_dir)))
             check_readable(Path(resume_from_checkpoint))
-        with self._before_the_engine:
-            self._before_the_engine.enter_context(left_to_the_engine(self.args))
-            output = super().train(resume_from_checkpoint or None, *args, **kwargs)
+        self._take_over()
+        chosen = self.args.logging_nan_inf_filter
+        self.args.logging_nan_inf_filter = False  # it hides NaN losses and waits for the device on each micro-batch
+        try:
+            with self._before_the_engine:
+                self._before_the_engine.enter_context(left_to_the_engine(self.args))
+                output = super().train(resume_from_checkpoint or None, *args, **kwargs)
+        finally:
+            self.args.logging_nan_inf_filter = chosen
         if self.engine is not None:
             self.engine.synchronize()
         return output
+
+    def _take_over(self) -> None:
+        """Close the engine that another Trainer has left open on this model; nobody may hold that Trainer any more."""
+        if self.model is None:  # `model_init` makes a new one
+            return
+        other = _trainers.get(self.model, lambda: None)()
+        if other is not None and other is not self and other.engine is not None:
+            message = (
+                "another Trainer's engine on this model is closed: its optimizer states are gone, the weights stay"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            other.close()
+        _trainers[self.model] = ref(self)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """While it is open, peaks of memory are those of `name` in the telemetry."""

@@ -287,6 +287,26 @@ def test_training_goes_on_with_the_same_engine_and_after_close_with_a_new_one(tm
     assert any(not torch.equal(weights[name], weight) for name, weight in trainer.model.state_dict().items())
 
 
+def test_another_trainer_takes_the_model_over_and_trains_on_from_its_weights(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 1}
+    whole = train(tmp_path / "whole", t5(), seq2seq_rows(), max_steps=2, **options)
+    first = train(tmp_path / "cut", t5(), seq2seq_rows(), max_steps=1, **options)
+    args = arguments(tmp_path / "cut", max_steps=2, **options)
+    second = OffloadTrainer(first.model, args, train_dataset=seq2seq_rows())
+    with pytest.warns(RuntimeWarning, match="another Trainer's engine on this model is closed"):
+        second.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-1"))
+    assert first.engine is None
+    trained = second.model.state_dict()
+    assert all(torch.equal(weight, trained[name]) for name, weight in whole.model.state_dict().items())
+
+
+def test_the_arguments_are_left_as_they_were(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=1)
+    before = args.to_dict()
+    OffloadTrainer(t5(), args, train_dataset=seq2seq_rows()).train()
+    assert args.to_dict() == before
+
+
 def test_fp16_trains_with_a_loss_scale(tmp_path: Path) -> None:
     trainer = train(tmp_path, t5(), seq2seq_rows(), OffloadTrainer, fp16=True, max_steps=4)
     assert trainer.accelerator.mixed_precision == "no"
