@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakSet
 
 import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 _Base: Any = object
 """Stands in for the Trainer class that follows the mixin."""
 
-_trainers: WeakKeyDictionary[nn.Module, ref[OffloadTrainerMixin]] = WeakKeyDictionary()
-"""Who trains a model, or trained it last."""
+_trainers: WeakSet[OffloadTrainerMixin] = WeakSet()
+"""Those that have begun to train."""
 _BEGINS = "the first update runs with little in VRAM, and training is planned for its micro-batches"
 _GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
 
@@ -430,17 +430,20 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return output
 
     def _take_over(self) -> None:
-        """Close the engine that another Trainer has left open on this model; nobody may hold that Trainer any more."""
-        if self.model is None:  # `model_init` makes a new one
-            return
-        other = _trainers.get(self.model, lambda: None)()
-        if other is not None and other is not self and other.engine is not None:
+        """Close engines that other Trainers have left open on this model, or on another wrapper of its modules.
+
+        Nobody may hold those Trainers any more: in a notebook the cell that makes one is run again.
+        """
+        modules = set(self.model.modules()) if self.model is not None else set()  # `model_init` makes a new model
+        for other in list(_trainers):
+            if other is self or other.engine is None or modules.isdisjoint(other.engine.module.modules()):
+                continue
             message = (
                 "another Trainer's engine on this model is closed: its optimizer states are gone, the weights stay"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=3)
             other.close()
-        _trainers[self.model] = ref(self)
+        _trainers.add(self)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """While it is open, peaks of memory are those of `name` in the telemetry."""

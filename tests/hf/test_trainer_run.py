@@ -300,6 +300,23 @@ def test_another_trainer_takes_the_model_over_and_trains_on_from_its_weights(tmp
     assert all(torch.equal(weight, trained[name]) for name, weight in whole.model.state_dict().items())
 
 
+def test_a_wrapper_around_a_model_that_is_trained_takes_it_over_too(tmp_path: Path) -> None:
+    class Wrapper(torch.nn.Module):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **batch: torch.Tensor) -> Any:
+            return self.model(**batch)
+
+    first = train(tmp_path, t5(), seq2seq_rows(), more={"offload": OffloadConfig(placement=Placement(weights="ram"))})
+    args = arguments(tmp_path, max_steps=1, remove_unused_columns=False)
+    second: Any = OffloadTrainer(Wrapper(first.model), args, train_dataset=seq2seq_rows())
+    with pytest.warns(RuntimeWarning, match="another Trainer's engine on this model is closed"):
+        second.train()
+    assert first.engine is None
+
+
 def test_the_arguments_are_left_as_they_were(tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=1)
     before = args.to_dict()
