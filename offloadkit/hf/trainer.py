@@ -173,6 +173,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         # accelerate leaves a prepared optimizer alone; its own wrapper would copy all states to the GPU.
         optimizer._is_accelerate_prepared = True
         optimizer.step_was_skipped = False
+        optimizer.repeat_window = lambda: self._repeat_window(self.model_wrapped)
         self.optimizer = optimizer
         return self.engine.optimizer
 
@@ -255,23 +256,23 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._window.add(inputs, self.args.device)
         loss = None
         with suppress(RepeatWindowError):
-            loss = self._micro_batch(model, inputs, num_items_in_batch)
+            loss = self._micro_batch(model, inputs)
         if loss is None:
-            loss = self._repeat_window(model, num_items_in_batch)
+            loss = self._repeat_window(model)
         if not self.accelerator.sync_gradients:
             self._accumulate()
         elif self.lr_scheduler is self._own_scheduler:
             self._apply_own_schedule()
         return loss
 
-    def _repeat_window(self, model: Any, num_items_in_batch: Any) -> torch.Tensor:
+    def _repeat_window(self, model: Any) -> torch.Tensor:
         """The newest micro-batch's loss, after all micro-batches of the window so far."""
         while True:
             with suppress(RepeatWindowError):  # the next plan is leaner yet
                 for number, inputs in enumerate(self._window.again()):
                     if number:
                         self._accumulate()
-                    loss = self._micro_batch(model, inputs, num_items_in_batch)
+                    loss = self._micro_batch(model, inputs)
                 return loss
 
     def _accumulate(self) -> None:
@@ -279,7 +280,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         assert self.engine is not None
         self.engine.step(boundary=False)
 
-    def _micro_batch(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+    def _micro_batch(self, model: Any, inputs: Any) -> torch.Tensor:
         engine = self.engine
         assert engine is not None
         share: torch.Tensor | float | None = None
