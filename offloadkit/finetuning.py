@@ -224,11 +224,15 @@ def finetune(
     offload = engine_config(offload, args)
 
     size: dict[str, Any] = {"batch_size": batch_size, **lengths, "device": args.device}
+    if eval_dataset is not None and "per_device_eval_batch_size" in training_arguments:
+        size["eval_batch_size"] = args.per_device_eval_batch_size
     assumed = None if at_once else shown_plan(source, offload, **size)
     tokenizer = source.load_tokenizer(tokenizer)
     data, evaluation = prepare_both(train_dataset, eval_dataset, tokenizer, source.config, **lengths, wish=wish)
     source = source.for_rows(data.task, data.id2label)
     size |= longest_row(data, evaluation)
+    if evaluation is not None and "eval_batch_size" in size:
+        size["eval_batch_size"] = min(size["eval_batch_size"], len(evaluation.dataset))
     plan = plan_for_rows(source, offload, assumed, **size)
 
     if checkpoint is not None:
@@ -307,7 +311,7 @@ class TrainingRun:
     offload: OffloadConfig
     """With the values of `args` filled in."""
     size: dict[str, Any]
-    """What a plan is made for: batch_size, max_input_length, max_target_length, device."""
+    """What a plan is made for: the arguments of `plan_source`."""
     tokenizer: Any
     data: PreparedData
     evaluation: PreparedData | None

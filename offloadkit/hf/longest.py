@@ -41,11 +41,7 @@ def longest_batch(trainer: Any) -> tuple[dict[str, Any], str]:
             they cannot be read in another process.
     """
     _check_standard(trainer)
-    sets = [(trainer.train_dataset, "training")]
-    if str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) != "no":
-        evaluated = trainer.eval_dataset
-        some = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
-        sets += [(each, "evaluation") for each in some if each is not None]
+    sets = [(trainer.train_dataset, "training"), *((rows, "evaluation") for rows in _evaluated(trainer))]
     read, said = [], ""
     for rows, description in sets:
         if rows is None:
@@ -61,6 +57,20 @@ def longest_batch(trainer: Any) -> tuple[dict[str, Any], str]:
     if not read:
         raise NotReadableError("there are no rows")
     return _largest([shapes for found in read for shapes in found]), said
+
+
+def evaluation_rows(trainer: Any) -> int:
+    """Rows of the largest micro-batch of the evaluations while `trainer` trains; 0 if it does not evaluate then."""
+    size = trainer.args.per_device_eval_batch_size
+    return max((min(size, len(rows)) for rows in _evaluated(trainer) if hasattr(rows, "__len__")), default=0)
+
+
+def _evaluated(trainer: Any) -> list[Any]:
+    """The sets of rows that are evaluated while it trains."""
+    if str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) == "no":
+        return []
+    rows = trainer.eval_dataset
+    return [each for each in (rows.values() if isinstance(rows, dict) else [rows]) if each is not None]
 
 
 def _check_standard(trainer: Any) -> None:

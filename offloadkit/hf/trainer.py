@@ -44,7 +44,7 @@ from offloadkit.device.process_memory import phase
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
-from offloadkit.hf.longest import NotReadableError, longest_batch
+from offloadkit.hf.longest import NotReadableError, evaluation_rows, longest_batch
 from offloadkit.hf.loss import num_targets, on_device, with_a_target
 from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.hf.window import Window
@@ -190,8 +190,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         except NotReadableError as error:
             print(f"the longest rows are not known before training ({error}): {_BEGINS}", flush=True)
             return None
-        rows = "per_device_train_batch_size"
-        plan = plan_for(self.model, config, self.args.device, batch, rows_option=rows)
+        rows: dict[str, Any] = {"rows_option": "per_device_train_batch_size", "evaluation_rows": evaluation_rows(self)}
+        plan = plan_for(self.model, config, self.args.device, batch, **rows)
         if plan is None:
             print(f"the longest rows do not run on the meta device: {_BEGINS}", flush=True)
             return None

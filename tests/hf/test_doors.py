@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, T5ForConditionalGeneration
 
-from offloadkit import OffloadConfig, OffloadEngine, finetune, outline, planning
+from offloadkit import OffloadConfig, OffloadEngine, Placement, finetune, outline, planning
 from offloadkit.errors import DoesNotFitError
 from offloadkit.hf.longest import NotReadableError, longest_batch
 from offloadkit.hf.patches import NAME, patched
@@ -108,6 +109,43 @@ def test_the_trainer_plans_as_finetune_for_the_same_rows_and_budget(
     assert str(planned).splitlines()[:3] == str(trainer.engine.plan).splitlines()[:3]
     assert "\n  2 x (6+10) tokens a step\n" in shown
     assert str(trainer.engine.plan) in capsys.readouterr().out
+
+
+class PlannedError(Exception):
+    """Ends a `finetune` when its plan is made."""
+
+
+@pytest.mark.usefixtures("on_a_card")
+@pytest.mark.parametrize(("size", "strategy", "rows"), [(9, "epoch", 3), (9, "no", None)])
+def test_evaluation_counts_with_the_rows_that_it_takes_at_once(
+    size: int, strategy: str, rows: int | None, tmp_path: Path
+) -> None:
+    """It has three rows, training's micro-batches two."""
+    args = arguments(tmp_path, eval_strategy=strategy, per_device_eval_batch_size=size)
+    sets: dict[str, Any] = {"train_dataset": seq2seq_rows(4), "eval_dataset": seq2seq_rows(3)}
+    config = OffloadConfig(vram="8GiB", ram="8GiB", placement=Placement())
+    plan = OffloadSeq2SeqTrainer(model=t5(), args=args, offload=config, **sets)._plan_for_rows(config)
+    assert plan is not None
+    evaluation, work = plan.basis.work and plan.basis.work.evaluation, plan.basis.work
+    assert work is not None
+    assert work.rows is not None
+    assert (evaluation and evaluation.rows) == (rows and replace(work.rows, batch_size=rows))
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_finetune_plans_for_the_rows_of_its_evaluation_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+
+    def plan(*args: Any, **size: Any) -> None:
+        found.append(planning.plan_for_rows(*args, **size).basis.work)
+        raise PlannedError
+
+    monkeypatch.setattr(importlib.import_module("offloadkit.finetuning"), "plan_for_rows", plan)
+    held_out = [{name: values.tolist() for name, values in row.items()} for row in seq2seq_rows(3)]
+    given: dict[str, Any] = {"eval_dataset": held_out, "eval_strategy": "no", "per_device_eval_batch_size": 9}
+    with pytest.raises(PlannedError):
+        tuned(t5(), seq2seq_rows(4), tmp_path / "out", **given)
+    assert [work.evaluation.rows.batch_size for work in found] == [3]
 
 
 @pytest.mark.usefixtures("on_a_card")
