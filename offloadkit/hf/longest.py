@@ -76,6 +76,8 @@ def _evaluated(trainer: Any) -> list[Any]:
 def _check_standard(trainer: Any) -> None:
     if getattr(trainer, "compute_loss_func", None) is not None:
         raise NotReadableError("compute_loss_func computes the loss outside the model")
+    if trainer.label_smoother is not None:
+        raise NotReadableError("label_smoothing_factor computes the loss outside the model")
     kind = type(trainer)
     for name, what in (("compute_loss", "computes the loss"), ("get_train_dataloader", "makes the batches")):
         method = getattr(kind, name)

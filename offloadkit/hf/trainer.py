@@ -40,7 +40,7 @@ from offloadkit.checkpoint.folder import (
 from offloadkit.checkpoint.run import read_random, write_random
 from offloadkit.checkpoint.values import as_json
 from offloadkit.config import OffloadConfig
-from offloadkit.device.process_memory import phase
+from offloadkit.device.process_memory import cap_vram, phase
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
@@ -462,13 +462,17 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         With a budget of VRAM that its weights would take more than half of, the engine is built and streams them.
         """
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
-        if self.engine is None and self.offload.vram is not None and 2 * weights > parse_bytes(self.offload.vram):
+        vram = None if self.offload.vram is None else parse_bytes(self.offload.vram)
+        if self.engine is None and vram is not None and 2 * weights > vram:
             self.create_optimizer()
-        if self.engine is None:
-            if self._materialise is not None:
-                self._materialise(list(self.model.parameters()))
-            self.model.to(self.args.device)
-        with self._phase("evaluation"):
+        with ExitStack() as opened:
+            if self.engine is None:
+                opened.callback(cap_vram(vram, self.args.device))
+                if self._materialise is not None:
+                    self._materialise(list(self.model.parameters()))
+                    self._materialise = None
+                self.model.to(self.args.device)
+            opened.enter_context(self._phase("evaluation"))
             return super().evaluation_loop(*args, **kwargs)
 
     def close(self) -> None:

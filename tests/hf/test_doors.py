@@ -222,6 +222,19 @@ def test_an_evaluation_before_training_streams_weights_that_are_larger_than_half
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_an_evaluation_before_training_keeps_the_budget_and_reads_the_weights_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+    cap = lambda limit, device: (done.append(limit), lambda: done.append("uncapped"))[1]  # noqa: E731
+    monkeypatch.setattr("offloadkit.hf.trainer.cap_vram", cap)
+    more: Any = {"offload": OffloadConfig(vram="8GiB"), "materialise": lambda parameters: done.append("read")}
+    trainer = OffloadSeq2SeqTrainer(model=t5(), args=arguments(tmp_path), eval_dataset=seq2seq_rows(2), **more)
+    for _ in range(2):
+        trainer.evaluate()
+    assert done == [8 << 30, "read", "uncapped", 8 << 30, "uncapped"]
+
+
 # -- the longest rows
 
 
@@ -273,6 +286,13 @@ def test_the_longest_rows_are_read_without_a_trace(tmp_path: Path) -> None:
     assert (rows.reads, held_out.reads, collator.calls) == (0, 0, 0)
     assert collator.generator.get_state().equal(torch.Generator().manual_seed(0).get_state())
     assert torch.get_rng_state().equal(state)
+
+
+def test_a_loss_that_labels_are_smoothed_in_is_not_planned_as_the_models_own(tmp_path: Path) -> None:
+    """It takes the logits whole."""
+    args = arguments(tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(NotReadableError, match="label_smoothing_factor"):
+        longest_batch(OffloadTrainer(model=t5(), args=args, train_dataset=seq2seq_rows(2)))
 
 
 def test_of_many_rows_some_thousand_are_read_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
