@@ -50,6 +50,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +93,7 @@ from offloadkit.planning import (
     shown_plan,
     with_wishes,
 )
-from offloadkit.telemetry import Peaks, StepRecord
+from offloadkit.telemetry import Move, Peaks, StepRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainingArguments
@@ -130,6 +131,8 @@ class FinetuneResult:
     """Whether an interrupt or the stop button ended training early; `resume=True` goes on."""
     peaks: Peaks = field(default_factory=dict)
     """Measured peaks of RAM and VRAM by phase, beside those of `plan.phases`; in bytes."""
+    moves: list[Move] = field(default_factory=list)
+    """Changes of the plan while it trained. `plan` is the last one; earlier peaks were then another's."""
 
     @property
     def model_dir(self) -> Path:
@@ -139,7 +142,7 @@ class FinetuneResult:
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()) or "nothing was trained"
         name = type(self.model).__name__
-        memory = "".join(f"\n  {sentence}" for sentence in _not_as_planned(self.plan, self.peaks))
+        memory = "".join(f"\n  {sentence}" for sentence in _not_as_planned(self.plan, self.peaks, self.moves))
         return (
             f"FinetuneResult({name} of {self.plan.num_parameters:,} parameters, {len(self.steps)} steps\n"
             f"  {numbers}\n  model in {self.model_dir}{memory})"
@@ -257,10 +260,11 @@ def finetune(
             _save(trained, tokenizer, output / "model")  # first of all: an evaluation that fails loses nothing
         samples = _evaluate(trainer, tokenizer, evaluation, metrics)
         steps, state = list(trainer.telemetry.records), trainer.state
-        stopped = state.global_step < state.max_steps
-    for sentence in _not_as_planned(plan, peaks):
+        stopped, moves = state.global_step < state.max_steps, trainer.telemetry.moves
+    for sentence in _not_as_planned(plan, peaks, moves):
         print(sentence, flush=True)
-    return FinetuneResult(trained, tokenizer, plan, metrics, state.log_history, samples, steps, output, stopped, peaks)
+    measured: dict[str, Any] = {"stopped": stopped, "peaks": peaks, "moves": moves}
+    return FinetuneResult(trained, tokenizer, plan, metrics, state.log_history, samples, steps, output, **measured)
 
 
 # -- the arguments
@@ -330,6 +334,7 @@ class TrainingRun:
             plan = shown_plan(resolve(model, task=self.data.task), self.offload, **self.size)
         trainer = self._trainer(model, materialise, plan)
         trainer.add_callback(AfterAStep(self.earlier.remove_checkpoints))
+        trainer.add_callback(AfterAStep(lambda: self._show_its_plan(trainer)))
         trainer.add_callback(asks := AsksTheMonitor(self.monitor))
         self.monitor.plan = plan
         with closing(asks), ExitStack() as opened:
@@ -338,6 +343,11 @@ class TrainingRun:
             self._end(trainer, stopped=asks.stopped)
             opened.pop_all()
         return trainer, plan if trainer.engine is None else trainer.engine.plan, self._metrics(trainer, output)
+
+    def _show_its_plan(self, trainer: OffloadSeq2SeqTrainer) -> None:
+        """Have the monitor compare with the plan that the engine goes by now: it may have moved."""
+        if trainer.engine is not None:
+            self.monitor.plan = trainer.engine.plan
 
     def _load(self, plan: Plan, checkpoint: Path | None) -> tuple[PreTrainedModel, Materialise | None]:
         """The model, and the function that reads or draws its weights once the engine has a place for them.
@@ -415,9 +425,10 @@ def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     print(f"the model is in {folder}", flush=True)
 
 
-def _not_as_planned(plan: Plan, peaks: Peaks) -> list[str]:
-    """Sentences on phases that took other memory than planned. None where activations could not be planned."""
-    return [] if plan.num_tokens is None else list(differing(plan.phases, peaks))
+def _not_as_planned(plan: Plan, peaks: Peaks, moves: Sequence[Move]) -> list[str]:
+    """Sentences on phases that took other memory than planned. None where activations could not be planned, or where
+    the plan has moved: the peaks are of several plans then."""
+    return [] if plan.num_tokens is None or moves else list(differing(plan.phases, peaks))
 
 
 def _evaluate(
