@@ -333,8 +333,7 @@ class TrainingRun:
             # The checkpoint's parameters are not those of its config: a head of its own, or fewer tied weights.
             plan = shown_plan(resolve(model, task=self.data.task), self.offload, **self.size)
         trainer = self._trainer(model, materialise, plan)
-        trainer.add_callback(AfterAStep(self.earlier.remove_checkpoints))
-        trainer.add_callback(AfterAStep(lambda: self._show_its_plan(trainer)))
+        trainer.add_callback(AfterAStep(lambda: self._after_a_step(trainer)))
         trainer.add_callback(asks := AsksTheMonitor(self.monitor))
         self.monitor.plan = plan
         with closing(asks), ExitStack() as opened:
@@ -344,8 +343,9 @@ class TrainingRun:
             opened.pop_all()
         return trainer, plan if trainer.engine is None else trainer.engine.plan, self._metrics(trainer, output)
 
-    def _show_its_plan(self, trainer: OffloadSeq2SeqTrainer) -> None:
-        """Have the monitor compare with the plan that the engine goes by now: it may have moved."""
+    def _after_a_step(self, trainer: OffloadSeq2SeqTrainer) -> None:
+        """Earlier checkpoints make room. The monitor shows the plan that the engine goes by: it may have moved."""
+        self.earlier.remove_checkpoints()
         if trainer.engine is not None:
             self.monitor.plan = trainer.engine.plan
 
