@@ -197,6 +197,7 @@ class OffloadEngine:
         self._profile: Profile | None = None
         self.num_updates = self._num_backwards = 0
         self._stepped = self._overflow_known = self._open = True
+        self.telemetry.plan = self.plan
         _open_engines[model] = weakref.ref(self)
 
     def _planned(self, model: nn.Module, layers: list[FlatLayer], example: Any) -> Plan:
@@ -486,7 +487,7 @@ class OffloadEngine:
             raise
         finally:
             if self._open:
-                self.plan = self._records.plan = plan
+                self.plan = self._records.plan = self.telemetry.plan = plan
                 self._ram_watch.expect(plan.tiers["ram"])
         seconds = time.perf_counter() - began
         forget_peak(self.device)  # it was the other plan's: a GPU that is full again is explained by this one's

@@ -333,7 +333,7 @@ class TrainingRun:
             # The checkpoint's parameters are not those of its config: a head of its own, or fewer tied weights.
             plan = shown_plan(resolve(model, task=self.data.task), self.offload, **self.size)
         trainer = self._trainer(model, materialise, plan)
-        trainer.add_callback(AfterAStep(lambda: self._after_a_step(trainer)))
+        trainer.add_callback(AfterAStep(self.earlier.remove_checkpoints))
         trainer.add_callback(asks := AsksTheMonitor(self.monitor))
         self.monitor.plan = plan
         with closing(asks), ExitStack() as opened:
@@ -342,12 +342,6 @@ class TrainingRun:
             self._end(trainer, stopped=asks.stopped)
             opened.pop_all()
         return trainer, plan if trainer.engine is None else trainer.engine.plan, self._metrics(trainer, output)
-
-    def _after_a_step(self, trainer: OffloadSeq2SeqTrainer) -> None:
-        """Earlier checkpoints make room. The monitor shows the plan that the engine goes by: it may have moved."""
-        self.earlier.remove_checkpoints()
-        if trainer.engine is not None:
-            self.monitor.plan = trainer.engine.plan
 
     def _load(self, plan: Plan, checkpoint: Path | None) -> tuple[PreTrainedModel, Materialise | None]:
         """The model, and the function that reads or draws its weights once the engine has a place for them.

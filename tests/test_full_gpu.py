@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from transformers import T5Config, T5ForConditionalGeneration
 import offloadkit
 from offloadkit import OffloadConfig, Placement, planning
 from offloadkit.errors import ConfigError, OutOfVramError
-from offloadkit.monitor.monitor import Monitor
 from offloadkit.planner import layout as memory
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]
@@ -89,14 +87,8 @@ def full_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     ],
 )
 def test_the_weights_are_those_of_a_run_with_enough_memory(
-    number: int,
-    in_backward: bool,
-    more: dict[str, Any],
-    full_at: Callable[..., list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    number: int, in_backward: bool, more: dict[str, Any], full_at: Callable[..., list[int]]
 ) -> None:
-    module, watches = importlib.import_module("offloadkit.finetuning"), list[Monitor]()
-    monkeypatch.setattr(module, "Monitor", lambda *args, **how: (watches.append(Monitor(*args, **how)), watches[-1])[1])
     whole = finetune(handed_over())
     seen = full_at(number, number + 2, in_backward=in_backward)
     with pytest.warns(RuntimeWarning, match=r"memory was full after step \d: the plan has moved in .*\(.*VRAM .* -> "):
@@ -105,7 +97,6 @@ def test_the_weights_are_those_of_a_run_with_enough_memory(
     assert [name for name, weight in whole.model.state_dict().items() if not torch.equal(weight, weights[name])] == []
     assert result.plan.total_bytes("vram") < 7 / 8 * whole.plan.total_bytes("vram")
     assert result.plan.placements != whole.plan.placements
-    assert watches[-1].plan is result.plan
     assert (len(whole.moves), len(result.moves)) == (0, 2)
     as_before = {phase.name: {"ram": phase.ram + MIB * MIB} for phase in whole.plan.phases}
     assert "memory: " in repr(replace(whole, peaks=as_before))
