@@ -167,8 +167,6 @@ def test_a_loop_of_ones_own_has_a_predicted_slowdown_and_a_budget(watched: Watch
                 engine.backward(engine(batch))
                 engine.step()
             engine.synchronize()
-        assert engine.plan.basis is not None
-        assert engine.plan.basis.hardware is None, "what the monitor found out is not the engine's"
     first, last = watched.shown[0][1], watched.shown[-1][1]
     assert [tier.name for tier in first.memory] == ["RAM"]
     assert first.memory[0].budget == last.memory[0].budget == 900 * GIB
