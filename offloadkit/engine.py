@@ -29,7 +29,7 @@ from offloadkit.changes import changed
 from offloadkit.checkpoint.run import RunNumbers, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
 from offloadkit.config import OffloadConfig
-from offloadkit.device.process_memory import cap_vram, phase
+from offloadkit.device.process_memory import cap_vram, forget_peak, phase
 from offloadkit.device.streams import record_compute
 from offloadkit.errors import (
     EngineStateError,
@@ -67,6 +67,23 @@ from offloadkit.units import format_seconds, parse_bytes
 logger = logging.getLogger(__name__)
 
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
+
+
+def _check_free(model: nn.Module) -> None:
+    """
+    Raises:
+        EngineStateError: an open engine trains the model, or another one that shares trained parameters with it.
+    """
+    trained = _trained(model)
+    for other, engine in list(_open_engines.items()):
+        if engine() is not None and not trained.isdisjoint(_trained(other)):
+            which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
+            raise EngineStateError(f"{which} already has an open engine: call its close() first")
+
+
+def _trained(model: nn.Module) -> set[int]:
+    """The ids of parameters, since using one may be watched."""
+    return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
 
 class OffloadEngine:
@@ -114,13 +131,11 @@ class OffloadEngine:
         Raises:
             ModelError: nothing can be trained, a parameter's dtype is not supported, or the plan is another model's.
             ConfigError: the plan was made with another accumulation, recomputation or placement.
-            EngineStateError: another engine that is still open trains this model.
+            EngineStateError: another engine that is still open trains this model, or parameters of it.
             DoesNotFitError: the plan made here needs more than there is, or than the config's `vram` or `ram`.
             OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`).
         """
-        other = _open_engines.get(model, lambda: None)()
-        if other is not None:
-            raise EngineStateError("this model already has an open engine: call its close() first")
+        _check_free(model)
         self.module, self.config = model, config or OffloadConfig()
         self.device = hardware.indexed(torch.device(device)) if device is not None else hardware.default_device()
         self.telemetry = telemetry or Telemetry()
@@ -136,8 +151,7 @@ class OffloadEngine:
             words = moved_in_words(plan, self.plan)
             message = f"less VRAM is free than was planned with: the plan is leaner ({words})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)  # a full GPU is explained by this engine's
+        forget_peak(self.device)  # a full GPU is explained by this engine's
         self._thread = StepThread(self.device)
         self._undo = ExitStack()
         self._undo.callback(self._thread.close)
@@ -183,6 +197,7 @@ class OffloadEngine:
         self._profile: Profile | None = None
         self.num_updates = self._num_backwards = 0
         self._stepped = self._overflow_known = self._open = True
+        self.telemetry.plan = self.plan
         _open_engines[model] = weakref.ref(self)
 
     def _planned(self, model: nn.Module, layers: list[FlatLayer], example: Any) -> Plan:
@@ -222,6 +237,13 @@ class OffloadEngine:
                 "engine under torch.no_grad()"
             )
         self._begin_phase("first step" if self._newest is None else "training")
+        if not self.module.training and self._placed.recomputes_in_training and self._newest is None:
+            warnings.warn(
+                "the model is in eval mode, in which blocks of transformers keep their activations although the plan "
+                "has them recomputed: call model.train() first",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if self._first_window is not None:
             self._first_window.saw(args, kwargs)
         with (
@@ -472,11 +494,10 @@ class OffloadEngine:
             raise
         finally:
             if self._open:
-                self.plan = self._records.plan = plan
+                self.plan = self._records.plan = self.telemetry.plan = plan
                 self._ram_watch.expect(plan.tiers["ram"])
         seconds = time.perf_counter() - began
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        forget_peak(self.device)  # it was the other plan's: a GPU that is full again is explained by this one's
         old, new = ({tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan))
         self.telemetry.moves.append(Move(self.num_updates, why, old, new, seconds))
 
