@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -120,6 +122,34 @@ def test_what_is_read_after_a_step_is_new(placement: str, device: str) -> None:
             assert torch.equal(found, read(model)), name
             assert not torch.equal(found, before), name
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+
+
+@pytest.mark.usefixtures("late_steps")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("placement", ["vram", "ram"])
+def test_a_forked_process_is_told_that_the_weights_are_not_there(placement: str) -> None:
+    """It would wait for a step that nobody makes there, or read memory that it does not have."""
+    model = small()
+    uses: list[Callable[[], Any]] = [
+        lambda: model.blocks[0].up.weight.sum(),
+        lambda: model.blocks[0](torch.ones(1, 17)),
+        model.state_dict,
+    ]
+    with OffloadEngine(model, config(placement, "fp32"), device="cpu") as engine:
+        engine.backward(engine(tokens(1)[0]))
+        engine.step()
+        for at, use in enumerate(uses):
+            if (child := os.fork()) == 0:
+                signal.alarm(10)  # ends it
+                told = 1
+                with torch.no_grad():
+                    try:
+                        use()
+                    except EngineStateError as error:
+                        told = int("in a forked process" not in str(error))
+                    finally:
+                        os._exit(told)
+            assert os.waitpid(child, 0)[1] == 0, at
 
 
 @torch.no_grad()
