@@ -247,6 +247,24 @@ def test_a_write_between_forward_and_backward_is_an_error(place: Any, activation
         train(engine, tokens(1, device))
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_write_after_a_forward_that_failed_counts(error: type[BaseException], device: str) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    model = small()
+    with OffloadEngine(model, config("vram", "fp32"), device=device) as engine:
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        for forward in (engine, torch.no_grad()(model)) if error is RuntimeError else (engine,):
+            hook = model.blocks[1].down.register_forward_pre_hook(fails)
+            with pytest.raises(error):
+                forward(tokens(1, device)[0])
+            hook.remove()
+            written = model.blocks[1].up.weight.data.mul_(0.5).clone()
+            train(engine, tokens(1, device))  # the CPU steps a copy in RAM
+            assert torch.equal(model.blocks[1].up.weight.detach(), written)
+
+
 def test_loading_from_a_checkpoint_leaves_no_remainder(device: str) -> None:
     model = small()
     with OffloadEngine(model, config("vram"), device=device) as engine:

@@ -338,7 +338,11 @@ class PlacedModel:
         """While it is open, the module's forward builds a graph, and caches nothing."""
         saved_tensors = nullcontext() if self._ring is None else self._ring.saved_tensors()
         with self._waits.during("forward"), without_caches(self.caching), saved_tensors:
-            yield
+            try:
+                yield
+            except BaseException:  # after an interrupt torch runs no forward hook
+                self.outside.watch_all()
+                raise
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:

@@ -251,7 +251,7 @@ class ForwardHooks:
         load, watch = self._loading(wait)
         # These hooks run first: another hook may read the weights (torch.nn.utils.weight_norm does).
         self._hooks = [module.register_forward_pre_hook(ask, prepend=True) for module in self._waiting_for]
-        self._hooks += [module.register_forward_hook(watch) for module in self._waiting_for]
+        self._hooks += [module.register_forward_hook(watch, always_call=True) for module in self._waiting_for]
         self._hooks.append(model.register_forward_pre_hook(at_root, prepend=True))
         for module in dict.fromkeys([model, *self._layers_of]):
             untyped: Any = module
