@@ -29,7 +29,7 @@ from offloadkit.changes import changed
 from offloadkit.checkpoint.run import RunNumbers, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
 from offloadkit.config import OffloadConfig
-from offloadkit.device.process_memory import cap_vram, phase
+from offloadkit.device.process_memory import cap_vram, forget_peak, phase
 from offloadkit.device.streams import record_compute
 from offloadkit.errors import (
     EngineStateError,
@@ -136,8 +136,7 @@ class OffloadEngine:
             words = moved_in_words(plan, self.plan)
             message = f"less VRAM is free than was planned with: the plan is leaner ({words})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)  # a full GPU is explained by this engine's
+        forget_peak(self.device)  # a full GPU is explained by this engine's
         self._thread = StepThread(self.device)
         self._undo = ExitStack()
         self._undo.callback(self._thread.close)
@@ -475,8 +474,7 @@ class OffloadEngine:
                 self.plan = self._records.plan = plan
                 self._ram_watch.expect(plan.tiers["ram"])
         seconds = time.perf_counter() - began
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        forget_peak(self.device)  # and the next one by this plan's
         old, new = ({tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan))
         self.telemetry.moves.append(Move(self.num_updates, why, old, new, seconds))
 

@@ -158,8 +158,8 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let `peak_reserved_bytes` of a GPU start anew."""
-    torch.cuda.reset_peak_memory_stats(device)
+    """Let `peak_reserved_bytes` of a GPU start anew. What was reached counts in the phase that is open."""
+    _note(device)
     _highest_reserved.pop(device.index or 0, None)
 
 

@@ -434,6 +434,7 @@ class PlacedModel:
         if self._ring is not None:
             self._ring.synchronize()
             self._ring.close()
+        if slabs:  # also where a move failed, and no ring is there
             for slab in slabs:
                 slab.make_ordinary()
             self.module.to("cpu")
