@@ -580,7 +580,9 @@ class OffloadEngine:
         Raises:
             ModelError: the parameter names or the number of groups differ.
             ConfigError: the saved states are another optimizer's, or have another precision or working dtype.
+            EngineStateError: in the middle of an accumulation window, whose gradients are of other weights.
         """
+        self._check_window()
         self.synchronize()
         saved, groups = state["optimizer"], self.optimizer.param_groups
         parameters = {view.name: view.parameter for view in self._placed.views()}

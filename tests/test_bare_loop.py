@@ -112,7 +112,9 @@ def test_what_is_read_after_a_step_is_new(placement: str, device: str) -> None:
     model = small()
     with OffloadEngine(model, config(placement, "fp32"), device=device) as engine:
         held = [model.state_dict()["head.weight"], model.blocks[0].up.weight.data]
+        view = model.blocks[1].up.weight.view(-1)  # with a graph
         readings = READINGS | {"held": lambda model: torch.cat([part.flatten().cpu() for part in held])}
+        readings["a held view"] = lambda model: view.detach().cpu().clone()
         for name, read in readings.items():
             before = read(model)
             engine.backward(engine(tokens(1, device)[0]))

@@ -372,8 +372,6 @@ def _aliased(result: Any, places: dict[_Place, Any]) -> Any:
         return result
     if type(result) is not torch.Tensor or result.layout is not torch.strided:
         return result
-    if torch.is_grad_enabled() and result.requires_grad:  # part of a graph: torch refuses to write it
-        return result
     with unwatched():
         memory = _memory(result)
         for place in places:

@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -249,11 +250,12 @@ def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(
         assert differing(before, run_state(engine)) == []
 
 
-def test_in_the_middle_of_a_window_nothing_is_saved(tmp_path: Path) -> None:
+def test_in_the_middle_of_a_window_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
     with OffloadEngine(model(), options(tmp_path, gradient_accumulation=2)) as engine:
+        load = partial(engine.load_state_dict, copy.deepcopy(engine.state_dict()))
         engine.backward(engine(tokens(1)[0]))
         engine.step()
-        for call in (partial(engine.save_checkpoint, tmp_path / "saved"), engine.state_dict):
+        for call in (partial(engine.save_checkpoint, tmp_path / "saved"), engine.state_dict, load):
             with pytest.raises(EngineStateError, match="1 micro-batches of an accumulation window"):
                 call()
         engine.optimizer.zero_grad()
