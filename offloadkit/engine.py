@@ -492,6 +492,8 @@ class OffloadEngine:
         except RepeatWindowError:
             raise
         except OutOfVramError as error:
+            if not self._open:  # the move of an inner one failed
+                raise
             traceback.clear_frames(error.__traceback__)  # the failed window must not hold its activations any more
             raise self._leave_vram(error) from error.__cause__
 
