@@ -387,6 +387,24 @@ def test_a_recomputation_leaves_buffers_as_forward_did(device: str) -> None:
         assert [name for name, tensor in results[0].items() if not torch.equal(tensor, other[name])] == []
 
 
+@pytest.mark.parametrize("activations", ["checkpoint", "offload"])
+def test_a_copy_of_a_model_that_recomputes_trains_by_itself(activations: Any) -> None:
+    """It computes with its own weights, and its own buffers count each batch once, whatever becomes of the engine."""
+    model = SquaredOutput(nn.Sequential(Counts(), Counts()))
+    placement = Placement(weights="ram", activations=activations)
+    with OffloadEngine(model, OffloadConfig(placement=placement), device="cpu") as engine:
+        x = torch.randn(4, 6)
+        train(engine, [x])
+        copied = copy.deepcopy(model)
+        copied(x).backward()
+    assert int(copied.inner[0].norm.num_batches_tracked) == 2
+    assert copied.inner[0].linear.weight.grad.abs().sum() > 0
+    assert model.inner[0].linear.weight.grad is None
+    with OffloadEngine(copied, OffloadConfig(placement=placement), device="cpu") as engine:
+        train(engine, [x])
+    assert int(copied.inner[0].norm.num_batches_tracked) == 3
+
+
 class ReadsAnother(TinyLM):
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = super().forward(batch)
