@@ -666,13 +666,16 @@ class OffloadEngine:
                 changed then.
             EngineStateError: in the middle of an accumulation window.
         """
-        folder, numbers = Path(folder).expanduser().absolute(), self.numbers()
+        self._check_open()
+        folder = Path(folder).expanduser().absolute()
 
         def took_weights() -> None:
             self._placed.take_over_outside_writes(keep_remainder=True)
 
-        with phase("resuming", self.telemetry.peaks, self.device):
-            values = load_run(folder, numbers, with_scheduler=scheduler is not None, took_weights=took_weights)
+        # Released: watched weights would be copied before each piece is written, to keep remainders that are loaded too.
+        with phase("resuming", self.telemetry.peaks, self.device), self._placed.outside.released():
+            numbers, has_scheduler = self.numbers(), scheduler is not None
+            values = load_run(folder, numbers, with_scheduler=has_scheduler, took_weights=took_weights)
             self._go_on(values)
         if scheduler is not None:
             scheduler.load_state_dict(values["scheduler"])

@@ -23,6 +23,7 @@ from offloadkit.checkpoint.folder import write_manifest
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine as EngineOfDevice
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, OutputError
+from offloadkit.offload.states import LayerState
 from tests.models import TinyLM, tokens
 
 OffloadEngine = partial(EngineOfDevice, device="cpu")
@@ -107,6 +108,19 @@ def test_fp16_goes_on_with_its_loss_scale(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path / "saved")
         assert engine.loss_scale.state_dict() == scale
         train(engine, None, 2)
+        assert differing(expected, run_state(engine)) == []
+
+
+def test_loading_copies_no_weight_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As writes from outside do, to keep remainders: for each piece of a weight, a copy of the whole weight."""
+    config = options(tmp_path, placement=Placement(gradients="vram", step="gpu"))
+    with OffloadEngine(model(), config) as engine:
+        train(engine, None, 1)
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = run_state(engine)
+        train(engine, None, 1)
+        monkeypatch.setattr(LayerState, "before_write", None)
+        engine.load_checkpoint(tmp_path / "saved")
         assert differing(expected, run_state(engine)) == []
 
 
