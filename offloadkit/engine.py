@@ -538,9 +538,7 @@ class OffloadEngine:
         if plan is None:
             return
         try:
-            self.move(plan, why="the first window was done, and its micro-batches are planned for")
-        except NonFiniteGradientError:
-            raise
+            self._move(plan, "the first window was done, and its micro-batches are planned for")
         except OffloadkitError as error:
             if not self._open:
                 raise

@@ -13,7 +13,7 @@ from torch import nn
 
 from offloadkit import OffloadConfig, OffloadEngine, outline
 from offloadkit.checkpoint.values import random_states, set_random_states
-from offloadkit.errors import DoesNotFitError
+from offloadkit.errors import DoesNotFitError, NonFiniteGradientError
 from offloadkit.planner.layout import ALLOCATOR_BYTES
 from tests.models import TinyLM
 from tests.planner.machines import GIB, H200
@@ -87,6 +87,18 @@ def test_without_one_the_largest_micro_batch_of_the_first_window_is(plain: dict[
     assert {where.activations for where in planned.placements} == {"keep"}
     assert before.seconds is None
     assert all(weights[name].equal(weight) for name, weight in plain.items())
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_a_first_window_that_is_not_finite_is_planned_for_too() -> None:
+    """The next step reports it, as any."""
+    with OffloadEngine(model(), replace(TIGHT, vram=4 * GIB, gradient_accumulation=1), device="cpu") as engine:
+        engine.backward(engine(window(0)[0]) * torch.inf)
+        assert engine.step()
+        assert len(engine.telemetry.moves) == 1
+        engine.backward(engine(window(0)[0]))
+        with pytest.raises(NonFiniteGradientError, match="step 1 is"):
+            engine.step()
 
 
 class Reads(TinyLM):
