@@ -89,10 +89,12 @@ def checkpoint_activations(
 
 
 def _owner(forward: Any) -> Any:
-    """What `forward` is a method of, with or without arguments bound to it; None for a function."""
+    """What `forward` is a method of, or is called with first, if that is bound to it (HuggingFace does either)."""
+    first = None
     while isinstance(forward, partial):
+        first = forward.args[0] if forward.args else first
         forward = forward.func
-    return getattr(forward, "__self__", None)
+    return getattr(forward, "__self__", first)
 
 
 class _ChangingBuffers:
