@@ -66,6 +66,7 @@ def measured(work: Work, engine: str) -> Row:
     door, num_steps = DOORS[engine.removeprefix("offloadkit-")], work.warmup + work.steps
     plan, losses = door(work, str(folder_of(work)), num_steps, telemetry)
     vram.sample()
+    peaks = {name: dict(sizes) for name, sizes in telemetry.peaks.items()}
     records = list(telemetry.records)[work.warmup :]
     each = [record.seconds["step"] for record in records if "step" in record.seconds]
     peak = torch.cuda.max_memory_reserved() + hardware.vram_context_bytes(device) if device.type == "cuda" else 0
@@ -79,10 +80,14 @@ def measured(work: Work, engine: str) -> Row:
         },
         "num_warmup": work.warmup,
         "last_loss": losses[-1],
-        "vram_bytes": max(vram.peak_bytes, peak),
+        "vram_bytes": max(vram.peak_bytes, peak, *(sizes.get("vram", 0) for sizes in peaks.values())),
         "max_allocated_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
         "peak_ram_bytes": hardware.process_peak_ram_bytes(),
         "num_parameters": plan.num_parameters,
+        "figures": {
+            "peaks": peaks,
+            "phases": {each.name: {"vram": each.vram, "ram": each.ram} for each in plan.phases},
+        },
         "planned": {
             "vram_bytes": plan.total_bytes("vram"),
             "ram_bytes": plan.total_bytes("ram"),
@@ -145,6 +150,7 @@ def _finetune(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> 
         )
         for record in result.steps:
             telemetry.add(record)
+        telemetry.peaks.update(result.peaks)
         return result.plan, [log["loss"] for log in result.history if "loss" in log]
 
 
@@ -204,6 +210,7 @@ def _loop(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> tupl
     config = OffloadConfig(gradient_accumulation=work.accumulation, vram=work.vram, ram=work.ram)
     longest: Row = {name: tensor.to(device) for name, tensor in next(iter(batches)).items()}
     losses = []
+    model.train()
     with OffloadEngine(model, config, example=longest, telemetry=telemetry) as engine:
         for batch in batches:
             loss = engine(**{name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}).loss

@@ -180,6 +180,7 @@ def _row(name: str, case: Case, engine: str, raws: list[dict[str, Any]], commit:
         "placements": planned.get("placements"),
         "phases": {name: float(f"{number:.4g}") for name, number in phases.items()},
         "rates": planned.get("hardware"),
+        "figures": last.get("figures"),
     }
 
 

@@ -221,6 +221,13 @@ class OffloadEngine:
                 "engine under torch.no_grad()"
             )
         self._begin_phase("first step" if self._newest is None else "training")
+        if not self.module.training and self._placed.recomputes_in_training and self._newest is None:
+            warnings.warn(
+                "the model is in eval mode, in which blocks of transformers keep their activations although the plan "
+                "has them recomputed: call model.train() first",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if self._first_window is not None:
             self._first_window.saw(args, kwargs)
         with (

@@ -44,6 +44,8 @@ class Outline:
     config: OffloadConfig
     assumed: bool = False
     """Whether the machine's rates are assumed, not measured."""
+    held_bytes: int = 0
+    """RAM that the model itself takes until the engine has taken all of it over."""
 
     def work(self, batch: Any, rows: Rows | None = None) -> MicroBatch | None:
         """What a micro-batch computes; None if the model cannot run on the meta device.
@@ -61,7 +63,8 @@ class Outline:
     def plan(self, work: MicroBatch | None, **changes: Any) -> Plan:
         """The plan for a micro-batch that was traced, with `changes` in the config."""
         config = replace(self.config, **changes)
-        return plan_of(self.model, self.layers, config, work=work, hardware=self.machine, assumed=self.assumed)
+        made = plan_of(self.model, self.layers, config, work=work, hardware=self.machine, assumed=self.assumed)
+        return replace(made, basis=replace(made.basis, held_bytes=self.held_bytes))
 
 
 @contextmanager
@@ -191,7 +194,12 @@ def _outline_of_copy(model: nn.Module, config: OffloadConfig, device: torch.devi
     except Exception as error:
         logger.warning(f"this model cannot be planned, since it cannot be copied: {type(error).__name__}: {error}")
         return None
-    return _outline(copied, config, machine)[0]
+    return replace(_outline(copied, config, machine)[0], held_bytes=held_in_ram(model))
+
+
+def held_in_ram(model: nn.Module) -> int:
+    """Bytes of RAM of the model's parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu")
 
 
 def _with_room_of(model: nn.Module, machine: Hardware) -> Hardware:
@@ -199,18 +207,16 @@ def _with_room_of(model: nn.Module, machine: Hardware) -> Hardware:
 
     What the process has in VRAM besides (a reference model) counts as needed, as the CUDA context does.
     """
-    held = {"vram": 0, "ram": 0}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.device.type != "meta":
-            held["ram" if tensor.device.type == "cpu" else "vram"] += tensor.nbytes
+    tensors = (*model.parameters(), *model.buffers())
+    in_vram = sum(tensor.nbytes for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
     others = 0
     if machine.device != "cpu" and torch.cuda.is_available():
-        others = max(0, torch.cuda.memory_allocated(machine.device) - held["vram"])
+        others = max(0, torch.cuda.memory_allocated(machine.device) - in_vram)
     return replace(
         machine,
         vram_context_bytes=machine.vram_context_bytes + others,
-        vram_free_bytes=machine.vram_free_bytes + held["vram"],
-        ram_available_bytes=machine.ram_available_bytes + held["ram"],
+        vram_free_bytes=machine.vram_free_bytes + in_vram,
+        ram_available_bytes=machine.ram_available_bytes + held_in_ram(model),
     )
 
 

@@ -26,7 +26,7 @@ from offloadkit.hardware import Hardware
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
 from offloadkit.hf.load import Task
 from offloadkit.hf.source import ModelSource, resolve
-from offloadkit.outline import Outline, outlined
+from offloadkit.outline import Outline, held_in_ram, outlined
 from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
 from offloadkit.planner.layout import activations
 from offloadkit.planner.plan import check_fits
@@ -311,5 +311,6 @@ def _outline(
     Args:
         config: its working dtype is decided.
     """
+    held = 0 if source.model is None else held_in_ram(source.model)
     with outlined(source.on_meta, config, machine, assumed=assumed) as outline:
-        yield _TaskOutline(outline, source.task)
+        yield _TaskOutline(replace(outline, held_bytes=held), source.task)

@@ -167,7 +167,9 @@ def test_switches_without_a_meaning_are_refused(by_name: str, options: dict[str,
 
 
 @pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("often", [{}, {"save_strategy": "epoch", "eval_strategy": "epoch"}])
+@pytest.mark.parametrize(
+    "often", [{}, pytest.param({"save_strategy": "epoch", "eval_strategy": "epoch"}, marks=pytest.mark.slow)]
+)
 def test_an_interrupt_finishes_the_step_and_resume_gives_the_weights_of_a_run_that_was_not_interrupted(
     step: int,
     often: dict[str, Any],

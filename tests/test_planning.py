@@ -24,6 +24,7 @@ from tests.planner.machines import GIB, H200
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(8)]
 
 
+@pytest.mark.slow
 def test_a_card_that_is_not_here_is_planned_for() -> None:
     made = offloadkit.plan("t5-3b", vram="8GiB", ram="42GiB", batch_size=1)
     assert made.fits
@@ -65,6 +66,7 @@ def test_what_is_missing_and_what_would_fit_are_said_once() -> None:
     assert re.fullmatch(r"\S+ m?s a step", takes)
 
 
+@pytest.mark.slow
 def test_fewer_rows_are_proposed_where_activations_are_too_large() -> None:
     made = offloadkit.plan("t5-base", vram="1.5GiB", ram="16GiB", batch_size=32)
     assert not made.fits

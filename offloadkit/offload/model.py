@@ -203,6 +203,11 @@ class PlacedModel:
         return self._waits.phase is not None
 
     @property
+    def recomputes_in_training(self) -> bool:
+        """Whether blocks are recomputed that transformers recomputes in training mode only."""
+        return any(getattr(block, "gradient_checkpointing", False) for block in self._recomputed or ())
+
+    @property
     def placements(self) -> tuple[Placement, ...]:
         """Where each layer is now."""
         return tuple(state.placement for state in self.states)

@@ -45,6 +45,8 @@ class Basis:
     """Smaller micro-batches that the user could choose: (what to write, its work), such as ("batch_size=2", ...)."""
     with_disk: Hardware | None = None
     """The machine with a folder for states, if the user has named none. The disk's rates are assumed."""
+    held_bytes: int = 0
+    """RAM of a model in memory, until the engine has taken all of it over."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,15 +88,21 @@ class Plan:
     def phases(self) -> tuple[Phase, ...]:
         """The highest memory of each phase of a run, from reading the model to closing. It leaves out what `tiers`
         does."""
-        work = self.basis.work
-        return phases_of(self.layers, self.placements, self.accumulation, self.tiers, work, on_cpu=self.on_cpu)
+        work, held = self.basis.work, self.basis.held_bytes
+        args = self.layers, self.placements, self.accumulation, self.tiers, work
+        return tuple(
+            replace(each, ram=each.ram + held) if each.name == "reading" else each
+            for each in phases_of(*args, on_cpu=self.on_cpu)
+        )
 
     def needs(self) -> dict[str, int]:
         """Planned bytes by tier; of RAM those of the phase that takes the most. Without a GPU, VRAM counts there too.
 
-        Generation is left out: most runs do not generate.
+        Generation is left out: most runs do not generate. So is a model in memory while it is read: it is freed layer
+        by layer, or lies in the page cache.
         """
-        ram = max(phase.ram for phase in self.phases if phase.name != "generation")
+        beside = {"reading": self.basis.held_bytes}
+        ram = max(phase.ram - beside.get(phase.name, 0) for phase in self.phases if phase.name != "generation")
         return {tier: self.total_bytes(tier) for tier in TIERS} | {"ram": ram}
 
     def lacking(self) -> dict[str, int]:

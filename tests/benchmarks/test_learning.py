@@ -155,7 +155,7 @@ def test_the_demo_task_is_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(rows) == len(recipe.train)
     ours = {name: value for name, value in recipe.arguments.items() if name != "per_device_eval_batch_size"}
     assert ours == {name: arguments[name] for name in ours}
-    named = {"eval_dataset", "tokenizer", "output_dir", "seed", "save_strategy", "eval_strategy"}
+    named = {"eval_dataset", "tokenizer", "output_dir", "seed", "save_strategy", "eval_strategy", "overwrite"}
     assert set(arguments) - named == set(recipe.arguments), "the demo says nothing that the task leaves out"
 
 

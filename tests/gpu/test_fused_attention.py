@@ -10,7 +10,6 @@ from transformers import T5ForConditionalGeneration
 
 import offloadkit
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.hf.patches import fuse
 from offloadkit.kernels import attention as attention_op
 from tests.hf.tiny import t5_config
 from tests.kernels.attention_reference import check, fused, inputs
@@ -41,10 +40,9 @@ def trained(placement: Placement, *, dropout: float, fused: bool = True, compile
     torch.manual_seed(0)
     config = t5_config(num_layers=3, d_kv=16, dropout_rate=dropout, attn_implementation="eager")
     model: Any = T5ForConditionalGeneration(config).bfloat16().train()
-    if fused:
-        fuse(model, compiled=compiled)
     draw = torch.Generator().manual_seed(1)
-    settings = OffloadConfig(learning_rate=1e-3, max_grad_norm=1.0, placement=placement, compile_blocks=compiled)
+    attention: Any = "ours" if fused else "keep"
+    settings = OffloadConfig(learning_rate=1e-3, placement=placement, compile_blocks=compiled, attention=attention)
     with offloadkit.OffloadEngine(model, settings, device="cuda") as engine:
         losses = []
         torch.cuda.manual_seed(2)

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, T5ForConditionalGeneration
 
 from offloadkit import OffloadConfig, OffloadEngine, finetune, outline, planning
+from offloadkit.config import Placement
 from offloadkit.errors import DoesNotFitError
 from offloadkit.hf.longest import NotReadableError, longest_batch
 from offloadkit.hf.patches import NAME, patched
@@ -269,3 +270,24 @@ def test_rows_that_cannot_be_read_are_said_to_be_so(tmp_path: Path, rows: Any, c
     trainer = OffloadTrainer(model=t5(), args=arguments(tmp_path), train_dataset=rows, data_collator=collator)
     with pytest.raises(NotReadableError, match=why):
         longest_batch(trainer)
+
+
+def test_a_model_in_eval_mode_that_should_be_recomputed_is_told_of() -> None:
+    config = OffloadConfig(placement=Placement(activations="checkpoint"))
+    warned = pytest.warns(RuntimeWarning, match=r"the model is in eval mode.*call model.train\(\) first")
+    with OffloadEngine(t5().eval(), config, device="cpu") as engine, warned:
+        engine(**next(batches(seq2seq_rows(2))))
+
+
+def test_a_model_in_memory_counts_while_it_is_read() -> None:
+    model = t5()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    config, example = OffloadConfig(ram="900GiB"), next(batches(seq2seq_rows(2)))
+    with OffloadEngine(model, config, device="cpu", example=example) as engine:
+        plan = engine.plan
+    assert plan.basis.held_bytes == size
+    alone = replace(plan, basis=replace(plan.basis, held_bytes=0))
+    (reading, *others), (read_alone, *others_alone) = plan.phases, alone.phases
+    assert reading == replace(read_alone, ram=read_alone.ram + size)
+    assert others == others_alone
+    assert plan.needs() == alone.needs()

@@ -75,6 +75,7 @@ def test_single_safetensors_file(hub: Hub, ask: Ask, model: T5ForConditionalGene
     assert "model.safetensors" in hub.downloads("org/single")
 
 
+@pytest.mark.slow
 def test_sharded_safetensors(hub: Hub, ask: Ask, model: T5ForConditionalGeneration, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     shards = {path.name for path in tmp_path.glob("model-*.safetensors")}

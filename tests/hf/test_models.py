@@ -245,6 +245,7 @@ def test_model_instance_is_converted_in_place(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.shared.weight
 
 
+@pytest.mark.slow
 def test_model_instance_with_another_head_is_refused() -> None:
     model = AutoModelForSequenceClassification.from_config(tiny.bert_config(num_labels=3))
     with pytest.raises(ModelError, match="does not do 'causal'"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import T5ForConditionalGeneration, TrainerCallback
 
+from offloadkit.config import OffloadConfig
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 from tests.hf.tiny import t5_config
 from tests.hf.training import arguments, seq2seq_rows, t5, train
@@ -83,7 +84,11 @@ def test_the_trainers_loop_synchronises_nothing(attention: str, accumulation: in
     model = T5ForConditionalGeneration(t5_config(attn_implementation=attention))
     counts = Counts(after=4, until=10)
     trainer = OffloadSeq2SeqTrainer(
-        model=model, args=arguments(tmp_path, **options), train_dataset=rows, callbacks=[counts]
+        model=model,
+        args=arguments(tmp_path, **options),
+        train_dataset=rows,
+        callbacks=[counts],
+        offload=OffloadConfig(attention="keep"),
     )
     trainer.train()
     assert trainer.engine is not None

@@ -121,6 +121,7 @@ def test_seconds_are_never_said_in_powers_of_ten(seconds: float, words: str) -> 
     assert format_seconds(seconds) == words
 
 
+@pytest.mark.slow
 def test_a_plan_with_lion_proposes_no_precision_that_lion_does_not_have() -> None:
     for ram in ("120GiB", "1GiB"):
         made = plan(optimizer="lion", vram="8GiB", ram=ram)
