@@ -677,7 +677,7 @@ class OffloadEngine:
         def took_weights() -> None:
             self._placed.take_over_outside_writes(keep_remainder=True)
 
-        # Released: watched weights would be copied before each piece is written, to keep remainders that are loaded too.
+        # Released: watched weights are copied before each piece is written, for remainders that are loaded anyway.
         with phase("resuming", self.telemetry.peaks, self.device), self._placed.outside.released():
             numbers, has_scheduler = self.numbers(), scheduler is not None
             values = load_run(folder, numbers, with_scheduler=has_scheduler, took_weights=took_weights)
