@@ -69,6 +69,23 @@ logger = logging.getLogger(__name__)
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 
 
+def _check_free(model: nn.Module) -> None:
+    """
+    Raises:
+        EngineStateError: an open engine trains the model, or another one that shares trained parameters with it.
+    """
+    trained = _trained(model)
+    for other, engine in list(_open_engines.items()):
+        if engine() is not None and not trained.isdisjoint(_trained(other)):
+            which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
+            raise EngineStateError(f"{which} already has an open engine: call its close() first")
+
+
+def _trained(model: nn.Module) -> set[int]:
+    """The ids of parameters, since using one may be watched."""
+    return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+
 class OffloadEngine:
     """Trains a module in place; its parameters become views of the engine's flat buffers.
 
@@ -114,13 +131,11 @@ class OffloadEngine:
         Raises:
             ModelError: nothing can be trained, a parameter's dtype is not supported, or the plan is another model's.
             ConfigError: the plan was made with another accumulation, recomputation or placement.
-            EngineStateError: another engine that is still open trains this model.
+            EngineStateError: another engine that is still open trains this model, or parameters of it.
             DoesNotFitError: the plan made here needs more than there is, or than the config's `vram` or `ram`.
             OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`).
         """
-        other = _open_engines.get(model, lambda: None)()
-        if other is not None:
-            raise EngineStateError("this model already has an open engine: call its close() first")
+        _check_free(model)
         self.module, self.config = model, config or OffloadConfig()
         self.device = hardware.indexed(torch.device(device)) if device is not None else hardware.default_device()
         self.telemetry = telemetry or Telemetry()
@@ -182,6 +197,7 @@ class OffloadEngine:
         self._profile: Profile | None = None
         self.num_updates = self._num_backwards = 0
         self._stepped = self._overflow_known = self._open = True
+        self.telemetry.plan = self.plan
         _open_engines[model] = weakref.ref(self)
 
     def _planned(self, model: nn.Module, layers: list[FlatLayer], example: Any) -> Plan:
@@ -478,10 +494,10 @@ class OffloadEngine:
             raise
         finally:
             if self._open:
-                self.plan = self._records.plan = plan
+                self.plan = self._records.plan = self.telemetry.plan = plan
                 self._ram_watch.expect(plan.tiers["ram"])
         seconds = time.perf_counter() - began
-        forget_peak(self.device)  # and the next one by this plan's
+        forget_peak(self.device)  # it was the other plan's: a GPU that is full again is explained by this one's
         old, new = ({tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan))
         self.telemetry.moves.append(Move(self.num_updates, why, old, new, seconds))
 

@@ -50,6 +50,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +93,7 @@ from offloadkit.planning import (
     shown_plan,
     with_wishes,
 )
-from offloadkit.telemetry import Peaks, StepRecord
+from offloadkit.telemetry import Move, Peaks, StepRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainingArguments
@@ -130,6 +131,8 @@ class FinetuneResult:
     """Whether an interrupt or the stop button ended training early; `resume=True` goes on."""
     peaks: Peaks = field(default_factory=dict)
     """Measured peaks of RAM and VRAM by phase, beside those of `plan.phases`; in bytes."""
+    moves: list[Move] = field(default_factory=list)
+    """Changes of the plan while it trained. `plan` is the last one; earlier peaks were then another's."""
 
     @property
     def model_dir(self) -> Path:
@@ -139,7 +142,7 @@ class FinetuneResult:
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()) or "nothing was trained"
         name = type(self.model).__name__
-        memory = "".join(f"\n  {sentence}" for sentence in _not_as_planned(self.plan, self.peaks))
+        memory = "".join(f"\n  {sentence}" for sentence in _not_as_planned(self.plan, self.peaks, self.moves))
         return (
             f"FinetuneResult({name} of {self.plan.num_parameters:,} parameters, {len(self.steps)} steps\n"
             f"  {numbers}\n  model in {self.model_dir}{memory})"
@@ -224,11 +227,15 @@ def finetune(
     offload = engine_config(offload, args)
 
     size: dict[str, Any] = {"batch_size": batch_size, **lengths, "device": args.device}
+    if eval_dataset is not None and "per_device_eval_batch_size" in training_arguments:
+        size["eval_batch_size"] = args.per_device_eval_batch_size
     assumed = None if at_once else shown_plan(source, offload, **size)
     tokenizer = source.load_tokenizer(tokenizer)
     data, evaluation = prepare_both(train_dataset, eval_dataset, tokenizer, source.config, **lengths, wish=wish)
     source = source.for_rows(data.task, data.id2label)
     size |= longest_row(data, evaluation)
+    if evaluation is not None and "eval_batch_size" in size:
+        size["eval_batch_size"] = min(size["eval_batch_size"], len(evaluation.dataset))
     plan = plan_for_rows(source, offload, assumed, **size)
 
     if checkpoint is not None:
@@ -253,10 +260,11 @@ def finetune(
             _save(trained, tokenizer, output / "model")  # first of all: an evaluation that fails loses nothing
         samples = _evaluate(trainer, tokenizer, evaluation, metrics)
         steps, state = list(trainer.telemetry.records), trainer.state
-        stopped = state.global_step < state.max_steps
-    for sentence in _not_as_planned(plan, peaks):
+        stopped, moves = state.global_step < state.max_steps, trainer.telemetry.moves
+    for sentence in _not_as_planned(plan, peaks, moves):
         print(sentence, flush=True)
-    return FinetuneResult(trained, tokenizer, plan, metrics, state.log_history, samples, steps, output, stopped, peaks)
+    measured: dict[str, Any] = {"stopped": stopped, "peaks": peaks, "moves": moves}
+    return FinetuneResult(trained, tokenizer, plan, metrics, state.log_history, samples, steps, output, **measured)
 
 
 # -- the arguments
@@ -307,7 +315,7 @@ class TrainingRun:
     offload: OffloadConfig
     """With the values of `args` filled in."""
     size: dict[str, Any]
-    """What a plan is made for: batch_size, max_input_length, max_target_length, device."""
+    """What a plan is made for: the arguments of `plan_source`."""
     tokenizer: Any
     data: PreparedData
     evaluation: PreparedData | None
@@ -411,9 +419,10 @@ def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     print(f"the model is in {folder}", flush=True)
 
 
-def _not_as_planned(plan: Plan, peaks: Peaks) -> list[str]:
-    """Sentences on phases that took other memory than planned. None where activations could not be planned."""
-    return [] if plan.num_tokens is None else list(differing(plan.phases, peaks))
+def _not_as_planned(plan: Plan, peaks: Peaks, moves: Sequence[Move]) -> list[str]:
+    """Sentences on phases that took other memory than planned. None where activations could not be planned, or where
+    the plan has moved: the peaks are of several plans then."""
+    return [] if plan.num_tokens is None or moves else list(differing(plan.phases, peaks))
 
 
 def _evaluate(

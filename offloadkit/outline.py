@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from offloadkit.changes import changed
 from offloadkit.config import OffloadConfig
@@ -146,13 +147,20 @@ def chooses(config: OffloadConfig, device: torch.device) -> bool:
 
 
 def plan_for(
-    model: nn.Module, config: OffloadConfig, device: torch.device, example: Any, *, rows_option: str = ""
+    model: nn.Module,
+    config: OffloadConfig,
+    device: torch.device,
+    example: Any,
+    *,
+    rows_option: str = "",
+    evaluation_rows: int = 0,
 ) -> Plan | None:
     """The plan of a module in memory for micro-batches like `example`. The module is not changed.
 
     Args:
         example: what `trace_micro_batch` takes; only shapes and dtypes matter.
         rows_option: the user's name for the number of rows. A plan that does not fit proposes fewer of them.
+        evaluation_rows: of the largest micro-batch of evaluation, which is planned for too where `example` has fewer.
 
     Returns:
         None if the module, or this example, cannot run on the meta device.
@@ -164,26 +172,35 @@ def plan_for(
     work = None if outline is None else outline.work(example)
     if outline is None or work is None:
         return None
-    made = outline.plan(work)
+    evaluation = None
+    if evaluation_rows > _num_rows(example):
+        evaluation = outline.work(_with_rows(example, evaluation_rows))
+    made = outline.plan(replace(work, evaluation=evaluation))
     if made.fits or work.rows is None or not rows_option:
         return made
     numbers = [1 << power for power in reversed(range((work.rows.batch_size - 1).bit_length()))]
-    fewer = ((f"{rows_option}={number}", outline.work(_first_rows(example, number))) for number in numbers)
-    smaller = tuple((words, less) for words, less in fewer if less is not None)
+    fewer = ((f"{rows_option}={number}", outline.work(_with_rows(example, number))) for number in numbers)
+    smaller = tuple((words, replace(less, evaluation=evaluation)) for words, less in fewer if less is not None)
     return replace(made, basis=replace(made.basis, smaller=smaller))
 
 
-def _first_rows(example: Any, number: int) -> Call:
-    """A micro-batch of tokens with only its first rows."""
+def _num_rows(example: Any) -> int:
+    """The first size of `input_ids`, else of its first tensor; 0 without one."""
     call = Call.of(example)
-    most = call.kwargs["input_ids"].shape[0]
-    return Call(
-        call.args,
-        {
-            name: value[:number] if isinstance(value, torch.Tensor) and value.shape[:1] == (most,) else value
-            for name, value in call.kwargs.items()
-        },
-    )
+    found = [call.kwargs.get("input_ids"), *call.tensors()]
+    return next((each.shape[0] for each in found if isinstance(each, torch.Tensor) and each.dim()), 0)
+
+
+def _with_rows(example: Any, number: int) -> Call:
+    """A micro-batch without memory like `example`, of another number of rows."""
+    rows = _num_rows(example)
+
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty((number, *tensor.shape[1:])) if tensor.shape[:1] == (rows,) else tensor
+
+    call = Call.of(example).without_memory()
+    args, kwargs = tree_map_only(torch.Tensor, resized, (call.args, dict(call.kwargs)))
+    return Call(args, kwargs)
 
 
 def _outline_of_copy(model: nn.Module, config: OffloadConfig, device: torch.device) -> Outline | None:

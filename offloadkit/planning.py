@@ -120,13 +120,19 @@ def plan_source(
     max_input_length: int | None,
     max_target_length: int | None,
     device: torch.device | None,
+    eval_batch_size: int | None = None,
 ) -> Plan:
-    """`plan` of a model that was looked up already, with every wish in the config."""
+    """`plan` of a model that was looked up already, with every wish in the config.
+
+    Args:
+        eval_batch_size: rows of evaluation's micro-batches, if they are not those of training.
+    """
     check_whole_numbers(batch_size=batch_size, max_input_length=max_input_length, max_target_length=max_target_length)
     machine, assumed = machine_for(config, device)
     config = _with_dtype(config, machine)
     with _outline(source, config, machine, assumed=assumed) as outline:
         rows = outline.rows(batch_size, max_input_length, max_target_length)
+        outline = replace(outline, eval_batch_size=eval_batch_size or 0)
         made = outline.outline.plan(outline.work(rows))
         if made.fits:
             return made
@@ -254,6 +260,8 @@ class _TaskOutline:
 
     outline: Outline
     task: Task
+    eval_batch_size: int = 0
+    """Rows of evaluation's micro-batches, which count if they are more than those of training."""
 
     def rows(
         self, batch_size: int | Literal["auto"], max_input_length: int | None, max_target_length: int | None
@@ -288,7 +296,10 @@ class _TaskOutline:
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
         batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
-        return self.outline.work(batch, rows)
+        work = self.outline.work(batch, rows)
+        if work is None or self.eval_batch_size <= size:
+            return work
+        return replace(work, evaluation=self.work(replace(rows, batch_size=self.eval_batch_size)))
 
     def smaller(self, rows: Rows) -> Iterator[tuple[str, MicroBatch]]:
         """Smaller micro-batches, each with its options in words: fewer rows first, then shorter rows."""

@@ -78,6 +78,7 @@ class Telemetry:
 
     Attributes:
         records: of the newest steps.
+        plan: the engine's, which a move changes; None before there is an engine.
         moves: changes of the plan.
         peaks: measured peaks of memory by phase. To measure them, engine and Trainer let torch's peak statistics start
             anew where a phase begins or ends.
@@ -90,6 +91,7 @@ class Telemetry:
         """
         self.records: deque[StepRecord] = deque(maxlen=keep)
         self.peaks: Peaks = {}
+        self.plan: Any = None
         self.moves: list[Move] = []
         self._subscribers: list[Callable[[StepRecord], None]] = []
         self._log_path, self._log = log_path, self._opened(log_path)

@@ -325,3 +325,14 @@ def test_a_parameter_without_elements_stays_so(placement: Placement) -> None:
         engine.step()
     assert model.nothing.shape == (0,)
     assert not torch.equal(model.blocks[0].weight, before)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_model_whose_part_is_trained_is_refused_by_name(inside: bool) -> None:
+    model = TinyLM()
+    outer = torch.nn.ModuleDict({"inner": model})
+    first, second = (model, outer) if inside else (outer, model)
+    said = "with parameters of this model already has an open engine"
+    with OffloadEngine(first, OffloadConfig(), device="cpu"), pytest.raises(EngineStateError, match=said):
+        OffloadEngine(second, OffloadConfig(), device="cpu")
+    OffloadEngine(second, OffloadConfig(), device="cpu").close()

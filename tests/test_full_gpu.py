@@ -97,6 +97,10 @@ def test_the_weights_are_those_of_a_run_with_enough_memory(
     assert [name for name, weight in whole.model.state_dict().items() if not torch.equal(weight, weights[name])] == []
     assert result.plan.total_bytes("vram") < 7 / 8 * whole.plan.total_bytes("vram")
     assert result.plan.placements != whole.plan.placements
+    assert (len(whole.moves), len(result.moves)) == (0, 2)
+    as_before = {phase.name: {"ram": phase.ram + MIB * MIB} for phase in whole.plan.phases}
+    assert "memory: " in repr(replace(whole, peaks=as_before))
+    assert "memory: " not in repr(replace(result, peaks=as_before))  # these were measured under two plans
     assert len(seen) > 12
     assert [step.step for step in result.steps] == [1, 2, 3, 4, 5, 6, 7]
     assert [step.loss for step in result.steps] == [step.loss for step in whole.steps]

@@ -12,7 +12,6 @@ from typing import Any
 from offloadkit import hardware
 from offloadkit.checkpoint.folder import writable
 from offloadkit.demo.dates import date_pairs
-from offloadkit.device.process_memory import peak_reserved_bytes
 from offloadkit.finetuning import NUM_PREDICTED, FinetuneResult, finetune
 from offloadkit.hf.data import load_dataset_like, prepare
 from offloadkit.hf.evaluate import predict, share_correct
@@ -117,7 +116,6 @@ def small_t5(seed: int) -> Any:
 def _summary(result: FinetuneResult, before: float, seconds: float, machine: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
-    device = hardware.default_device()
     return {
         "exact_match_before": before,
         "exact_match_after": result.metrics["exact_match"],
@@ -128,7 +126,7 @@ def _summary(result: FinetuneResult, before: float, seconds: float, machine: dic
         "train_loss": result.metrics["train_loss"],
         "eval_loss": result.metrics["eval_loss"],
         "peak_ram_bytes": hardware.process_peak_ram_bytes(),
-        "peak_vram_bytes": peak_reserved_bytes(device) if device.type == "cuda" else 0,
+        "peak_vram_bytes": max((peak.get("vram", 0) for peak in result.peaks.values()), default=0),
         "planned_bytes": result.plan.tiers,
         "mean_step_seconds": mean_seconds(result.steps),
         "predictions": [asdict(sample) for sample in result.samples],

@@ -158,9 +158,13 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let `peak_reserved_bytes` of a GPU start anew. What was reached counts in the phase that is open."""
-    _note(device)
-    _highest_reserved.pop(device.index or 0, None)
+    """Let `peak_reserved_bytes` of a GPU, and torch's peak statistics, start anew. Other devices have none.
+
+    What was reached counts in the phase that is open.
+    """
+    if device.type == "cuda":
+        _note(device)
+        _highest_reserved.pop(device.index or 0, None)
 
 
 def _note(device: torch.device) -> None:

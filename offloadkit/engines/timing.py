@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from offloadkit.device.process_memory import DeviceMemory
+from offloadkit.device.process_memory import DeviceMemory, peak_reserved_bytes
 from offloadkit.engines.engine import Engine
 from offloadkit.engines.work import Batch, Work
 
@@ -100,7 +100,7 @@ def timed_steps(
         "vram_bytes": vram.peak_bytes,
         "vram_source": vram.source,
         "max_allocated_bytes": torch.cuda.max_memory_allocated() if on_cuda else 0,
-        "max_reserved_bytes": torch.cuda.max_memory_reserved() if on_cuda else 0,
+        "max_reserved_bytes": peak_reserved_bytes(device) if on_cuda else 0,
     }
 
 

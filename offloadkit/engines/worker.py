@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from offloadkit import errors, hardware
-from offloadkit.device.process_memory import DeviceMemory, let_segments_grow
+from offloadkit.device.process_memory import DeviceMemory, forget_peak, let_segments_grow
 from offloadkit.engines import forecast
 from offloadkit.engines.deepspeed import Zero2, Zero3
 from offloadkit.engines.engine import Engine
@@ -97,7 +97,7 @@ def measured(work: Work, engine_name: str) -> Row:
     engine.settle()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what building needed for a while is not training's
-        torch.cuda.reset_peak_memory_stats()
+    forget_peak(device)
     row: Row = {"engine_seconds": time.perf_counter() - began, "dtype": dtype, "num_tokens": tokens}
     row |= timed_steps(engine, batches, work, device, vram)
     row["samples_per_second"] = work.rows / row["step_seconds"]

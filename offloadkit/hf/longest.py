@@ -41,11 +41,7 @@ def longest_batch(trainer: Any) -> tuple[dict[str, Any], str]:
             they cannot be read in another process.
     """
     _check_standard(trainer)
-    sets = [(trainer.train_dataset, "training")]
-    if str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) != "no":
-        evaluated = trainer.eval_dataset
-        some = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
-        sets += [(each, "evaluation") for each in some if each is not None]
+    sets = [(trainer.train_dataset, "training"), *((rows, "evaluation") for rows in _evaluated(trainer))]
     read, said = [], ""
     for rows, description in sets:
         if rows is None:
@@ -63,9 +59,25 @@ def longest_batch(trainer: Any) -> tuple[dict[str, Any], str]:
     return _largest([shapes for found in read for shapes in found]), said
 
 
+def evaluation_rows(trainer: Any) -> int:
+    """Rows of the largest micro-batch of the evaluations while `trainer` trains; 0 if it does not evaluate then."""
+    size = trainer.args.per_device_eval_batch_size
+    return max((min(size, len(rows)) for rows in _evaluated(trainer) if hasattr(rows, "__len__")), default=0)
+
+
+def _evaluated(trainer: Any) -> list[Any]:
+    """The sets of rows that are evaluated while it trains."""
+    if str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) == "no":
+        return []
+    rows = trainer.eval_dataset
+    return [each for each in (rows.values() if isinstance(rows, dict) else [rows]) if each is not None]
+
+
 def _check_standard(trainer: Any) -> None:
     if getattr(trainer, "compute_loss_func", None) is not None:
         raise NotReadableError("compute_loss_func computes the loss outside the model")
+    if trainer.label_smoother is not None:
+        raise NotReadableError("label_smoothing_factor computes the loss outside the model")
     kind = type(trainer)
     for name, what in (("compute_loss", "computes the loss"), ("get_train_dataloader", "makes the batches")):
         method = getattr(kind, name)

@@ -40,11 +40,11 @@ from offloadkit.checkpoint.folder import (
 from offloadkit.checkpoint.run import read_random, write_random
 from offloadkit.checkpoint.values import as_json
 from offloadkit.config import OffloadConfig
-from offloadkit.device.process_memory import phase
+from offloadkit.device.process_memory import cap_vram, phase
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
-from offloadkit.hf.longest import NotReadableError, longest_batch
+from offloadkit.hf.longest import NotReadableError, evaluation_rows, longest_batch
 from offloadkit.hf.loss import num_targets, on_device, with_a_target
 from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.hf.window import Window
@@ -173,6 +173,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         # accelerate leaves a prepared optimizer alone; its own wrapper would copy all states to the GPU.
         optimizer._is_accelerate_prepared = True
         optimizer.step_was_skipped = False
+        optimizer.repeat_window = lambda: self._repeat_window(self.model_wrapped)
         self.optimizer = optimizer
         return self.engine.optimizer
 
@@ -189,8 +190,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         except NotReadableError as error:
             print(f"the longest rows are not known before training ({error}): {_BEGINS}", flush=True)
             return None
-        rows = "per_device_train_batch_size"
-        plan = plan_for(self.model, config, self.args.device, batch, rows_option=rows)
+        rows: dict[str, Any] = {"rows_option": "per_device_train_batch_size", "evaluation_rows": evaluation_rows(self)}
+        plan = plan_for(self.model, config, self.args.device, batch, **rows)
         if plan is None:
             print(f"the longest rows do not run on the meta device: {_BEGINS}", flush=True)
             return None
@@ -255,23 +256,23 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._window.add(inputs, self.args.device)
         loss = None
         with suppress(RepeatWindowError):
-            loss = self._micro_batch(model, inputs, num_items_in_batch)
+            loss = self._micro_batch(model, inputs)
         if loss is None:
-            loss = self._repeat_window(model, num_items_in_batch)
+            loss = self._repeat_window(model)
         if not self.accelerator.sync_gradients:
             self._accumulate()
         elif self.lr_scheduler is self._own_scheduler:
             self._apply_own_schedule()
         return loss
 
-    def _repeat_window(self, model: Any, num_items_in_batch: Any) -> torch.Tensor:
+    def _repeat_window(self, model: Any) -> torch.Tensor:
         """The newest micro-batch's loss, after all micro-batches of the window so far."""
         while True:
             with suppress(RepeatWindowError):  # the next plan is leaner yet
                 for number, inputs in enumerate(self._window.again()):
                     if number:
                         self._accumulate()
-                    loss = self._micro_batch(model, inputs, num_items_in_batch)
+                    loss = self._micro_batch(model, inputs)
                 return loss
 
     def _accumulate(self) -> None:
@@ -279,7 +280,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         assert self.engine is not None
         self.engine.step(boundary=False)
 
-    def _micro_batch(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+    def _micro_batch(self, model: Any, inputs: Any) -> torch.Tensor:
         engine = self.engine
         assert engine is not None
         share: torch.Tensor | float | None = None
@@ -461,13 +462,17 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         With a budget of VRAM that its weights would take more than half of, the engine is built and streams them.
         """
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
-        if self.engine is None and self.offload.vram is not None and 2 * weights > parse_bytes(self.offload.vram):
+        vram = None if self.offload.vram is None else parse_bytes(self.offload.vram)
+        if self.engine is None and vram is not None and 2 * weights > vram:
             self.create_optimizer()
-        if self.engine is None:
-            if self._materialise is not None:
-                self._materialise(list(self.model.parameters()))
-            self.model.to(self.args.device)
-        with self._phase("evaluation"):
+        with ExitStack() as opened:
+            if self.engine is None:
+                opened.callback(cap_vram(vram, self.args.device))
+                if self._materialise is not None:
+                    self._materialise(list(self.model.parameters()))
+                    self._materialise = None
+                self.model.to(self.args.device)
+            opened.enter_context(self._phase("evaluation"))
             return super().evaluation_loop(*args, **kwargs)
 
     def close(self) -> None:

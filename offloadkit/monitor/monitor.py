@@ -125,7 +125,7 @@ class Monitor:
     ) -> None:
         """
         Args:
-            plan: the engine's. A plan that an engine makes by itself knows no machine. Then the free memory of this
+            plan: the engine's; when that moves, the new one counts. If it knows no machine, the free memory of this
                 machine is the budget, and the rate of its VRAM predicts the step without offloading. If that rate was
                 never measured, `start` measures it in some hundredths of a second.
             telemetry: what the engine reports to; None makes one, which you pass to the engine.
@@ -221,12 +221,13 @@ class Monitor:
 
     def figures(self) -> Figures:
         """What is shown now, as numbers."""
+        plan: Plan | None = self.telemetry.plan if self.telemetry.moves else self.plan
         with self._lock:
             while self._new:
                 self._history.add(self._new.popleft())
             return compute_figures(
                 self._history,
-                self.plan,
+                plan,
                 total_steps=self.total_steps,
                 machine=self._machine,
                 baseline_seconds=self.baseline_seconds,

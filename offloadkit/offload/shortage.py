@@ -153,7 +153,7 @@ def with_less_ram(plan: Plan, device: torch.device) -> Plan | None:
     lacking = 2 * _floor_bytes() - hardware.ram_available_bytes()
     budgets = {"ram": max(1, now["ram"] - max(now["ram"] // 8, lacking))}
     if device.type == "cuda":
-        used = hardware.vram_context_bytes(device) + torch.cuda.max_memory_reserved(device)
+        used = hardware.vram_context_bytes(device) + process_memory.peak_reserved_bytes(device)
         spare = max(0, hardware.vram_bytes(device)[1] - used)
         budgets["vram"] = min(now["vram"] + spare, max(now["vram"], plan.budgets.get("vram", 1 << 60)))
     if (folder := plan.basis.config.disk) is not None:

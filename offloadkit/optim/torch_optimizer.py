@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offloadkit.config import OffloadConfig
-from offloadkit.errors import ConfigError, EngineStateError, ModelError
+from offloadkit.errors import ConfigError, EngineStateError, ModelError, RepeatWindowError
 from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import optimizer_named
 
@@ -32,7 +32,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
     as "exp_avg" and "exp_avg_sq"; block scales are 1-D. "remainder" is the low half of the split master weights (int16)
     for bf16 working weights, and the master weights (fp32) for fp16 ones. All are views of the engine's memory: read
     them after `state_dict()` or `engine.synchronize()`.
+
+    Attributes:
+        repeat_window: has the window's micro-batches computed again, where the loop can do that. None: it cannot.
     """
+
+    repeat_window: Callable[[], None] | None = None
 
     def __init__(
         self, param_groups: Sequence[dict[str, Any]], config: OffloadConfig, run: Run, states: dict[nn.Parameter, Any]
@@ -56,12 +61,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """The engine's `step` at the end of an accumulation window.
 
+        If the GPU is full and the engine has moved to a leaner plan, `repeat_window` is called, and the step follows.
+
         Raises:
             EngineStateError: with a closure, which would need backward inside the step.
+            RepeatWindowError: as `OffloadEngine.step`, without a `repeat_window`.
         """
         if closure is not None:
             raise EngineStateError("offloadkit's optimizer takes no closure: call engine.backward(loss), then step()")
-        self._engine().step(boundary=True)
+        while True:
+            try:
+                self._engine().step(boundary=True)
+                return
+            except RepeatWindowError:
+                if self.repeat_window is None:
+                    raise
+            self.repeat_window()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

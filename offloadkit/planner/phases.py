@@ -72,7 +72,7 @@ def phases_of(
     - Reading: all slabs are populated, then each layer is staged, and copied to its place (`PlacedModel._allocate`).
       Buckets of gradients come with the first backward.
     - First step and training: what `tiers` says. All buffers are made in the first step.
-    - Evaluation: no gradient is there, and one stage's activations at a time.
+    - Evaluation: no gradient is there, and one stage's activations at a time. Its micro-batch may have more rows.
     - Generation: as evaluation, with keys and values of all blocks.
     - Saving: tensors are written from where they are (`checkpoint.arrays`), in pieces that do not count.
     - Closing: states are freed first; weights in RAM stay in place. If there are any, the others are moved there.
@@ -85,7 +85,7 @@ def phases_of(
     staged = staged_bytes(layers)
     weights = sum(layer.weight_bytes() for layer in layers) + vram.get("frozen weights", 0)
     moved = moved_bytes(weights, placements)
-    forward = _forward_bytes(work)
+    forward = forward_bytes(work)
     generating = forward + _cache_bytes(work)
     begun, full = framework + slabs, framework + slabs + held_in_ram
     if on_cpu:
@@ -126,9 +126,9 @@ def _read_beside(layers: Sequence[LayerShape], placements: Sequence[Placement]) 
     return most
 
 
-def _forward_bytes(work: MicroBatch | None) -> int:
-    """Most activations of a forward without gradients over a micro-batch: one stage's at a time."""
-    stages = work.stages if work else ()
+def forward_bytes(work: MicroBatch | None) -> int:
+    """Most activations of evaluation's forward, which has no gradients: one stage's at a time."""
+    stages = (work.evaluation or work).stages if work else ()
     return max((stage.input_bytes + stage.shared_bytes + stage.forward_peak_bytes for stage in stages), default=0)
 
 
@@ -140,6 +140,7 @@ def _cache_bytes(work: MicroBatch | None) -> int:
     """
     if work is None:
         return 0
+    work = work.evaluation or work
     cached = sum(2 * stage.input_bytes for stage in work.stages if stage.block)
     one_by_one = work.rows is not None and work.rows.target_length is None
     return cached // work.rows.batch_size if one_by_one and work.rows else cached

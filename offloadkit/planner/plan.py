@@ -96,14 +96,15 @@ class Plan:
         )
 
     def needs(self) -> dict[str, int]:
-        """Planned bytes by tier; of RAM those of the phase that takes the most. Without a GPU, VRAM counts there too.
+        """Planned bytes by tier: those of the phase that takes the most. Without a GPU, VRAM counts as RAM too.
 
         Generation is left out: most runs do not generate. So is a model in memory while it is read: it is freed layer
         by layer, or lies in the page cache.
         """
-        beside = {"reading": self.basis.held_bytes}
-        ram = max(phase.ram - beside.get(phase.name, 0) for phase in self.phases if phase.name != "generation")
-        return {tier: self.total_bytes(tier) for tier in TIERS} | {"ram": ram}
+        phases, beside = [each for each in self.phases if each.name != "generation"], {"reading": self.basis.held_bytes}
+        vram = max(phase.vram for phase in phases)
+        ram = max(phase.ram - beside.get(phase.name, 0) for phase in phases)
+        return {"vram": vram, "ram": ram, "disk": self.total_bytes("disk")}
 
     def lacking(self) -> dict[str, int]:
         """Missing bytes by tier; {} if the plan fits. Without a GPU, VRAM has a budget only if the config gives one."""
@@ -521,6 +522,9 @@ def _fit(plan: Plan) -> Iterator[str]:
     if plan.fits:
         return
     yield does_not_fit({tier: (plan.needs()[tier], plan.budgets[tier]) for tier in plan.lacking()})
+    by_name = {phase.name: phase for phase in plan.phases}
+    if "vram" in plan.lacking() and by_name["evaluation"].vram > by_name["training"].vram:
+        yield "evaluation takes the most VRAM: a smaller per_device_eval_batch_size takes less"
     for words, other in nearest_fits(plan):
         memory = of_tiers({tier: other.needs()[tier] for tier in _tiers_to_name(plan, other)})
         takes = [memory] if memory else []

@@ -19,7 +19,7 @@ from offloadkit.planner.layout import (
     buffer_bytes,
     choices,
 )
-from offloadkit.planner.phases import moved_bytes, ram_peak, staged_bytes
+from offloadkit.planner.phases import forward_bytes, moved_bytes, ram_peak, staged_bytes
 from offloadkit.planner.seconds import IN_VRAM, Seconds, StepModel
 from offloadkit.planner.work import MicroBatch
 
@@ -115,6 +115,7 @@ class Search:
         """For each layer: the number of its block (-1: none), and whether its weights may be streamed."""
         self._own_bytes = cache(self._bytes_of_layer)
         self._activations = cache(partial(activations, work))
+        self._forward_bytes = forward_bytes(work)
 
     # -- the placements that counts stand for
 
@@ -156,7 +157,8 @@ class Search:
             vram, ram, disk = vram + own[0], ram + own[1], disk + own[2]
         buffers = buffer_bytes(list(zip(self._layers, placements, strict=True)), self._accumulation)
         held = self._activations(tuple(choices(self._layers, placements, self._work)))
-        vram += sum(buffers["vram"].values()) + held.vram + self._hardware.vram_context_bytes + ALLOCATOR_BYTES
+        vram += sum(buffers["vram"].values()) + self._hardware.vram_context_bytes + ALLOCATOR_BYTES
+        vram = max(vram + held.vram, vram - buffers["vram"]["gradients"] + self._forward_bytes)
         slabs, moved = ram + sum(buffers["ram"].values()), moved_bytes(self._all_weights, placements)
         return vram, FRAMEWORK_RAM_BYTES["cuda"] + ram_peak(slabs, held.ram, self._staged, moved), disk
 

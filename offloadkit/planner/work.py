@@ -76,3 +76,5 @@ class MicroBatch:
     """Positions, padding included. For an encoder-decoder, those of both."""
     rows: Rows | None = None
     """None if the shape is not known."""
+    evaluation: MicroBatch | None = None
+    """The largest one of evaluation, where it has more rows than this one. None: it is as this one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -111,6 +112,43 @@ def test_the_trainer_plans_as_finetune_for_the_same_rows_and_budget(
     assert str(trainer.engine.plan) in capsys.readouterr().out
 
 
+class PlannedError(Exception):
+    """Ends a `finetune` when its plan is made."""
+
+
+@pytest.mark.usefixtures("on_a_card")
+@pytest.mark.parametrize(("size", "strategy", "rows"), [(9, "epoch", 3), (9, "no", None)])
+def test_evaluation_counts_with_the_rows_that_it_takes_at_once(
+    size: int, strategy: str, rows: int | None, tmp_path: Path
+) -> None:
+    """It has three rows, training's micro-batches two."""
+    args = arguments(tmp_path, eval_strategy=strategy, per_device_eval_batch_size=size)
+    sets: dict[str, Any] = {"train_dataset": seq2seq_rows(4), "eval_dataset": seq2seq_rows(3)}
+    config = OffloadConfig(vram="8GiB", ram="8GiB", placement=Placement())
+    plan = OffloadSeq2SeqTrainer(model=t5(), args=args, offload=config, **sets)._plan_for_rows(config)
+    assert plan is not None
+    evaluation, work = plan.basis.work and plan.basis.work.evaluation, plan.basis.work
+    assert work is not None
+    assert work.rows is not None
+    assert (evaluation and evaluation.rows) == (rows and replace(work.rows, batch_size=rows))
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_finetune_plans_for_the_rows_of_its_evaluation_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+
+    def plan(*args: Any, **size: Any) -> None:
+        found.append(planning.plan_for_rows(*args, **size).basis.work)
+        raise PlannedError
+
+    monkeypatch.setattr(importlib.import_module("offloadkit.finetuning"), "plan_for_rows", plan)
+    held_out = [{name: values.tolist() for name, values in row.items()} for row in seq2seq_rows(3)]
+    given: dict[str, Any] = {"eval_dataset": held_out, "eval_strategy": "no", "per_device_eval_batch_size": 9}
+    with pytest.raises(PlannedError):
+        tuned(t5(), seq2seq_rows(4), tmp_path / "out", **given)
+    assert [work.evaluation.rows.batch_size for work in found] == [3]
+
+
 @pytest.mark.usefixtures("on_a_card")
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_a_model_that_others_have_changed_is_planned_too() -> None:
@@ -185,6 +223,19 @@ def test_an_evaluation_before_training_streams_weights_that_are_larger_than_half
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_an_evaluation_before_training_keeps_the_budget_and_reads_the_weights_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+    cap = lambda limit, device: (done.append(limit), lambda: done.append("uncapped"))[1]  # noqa: E731
+    monkeypatch.setattr("offloadkit.hf.trainer.cap_vram", cap)
+    more: Any = {"offload": OffloadConfig(vram="8GiB"), "materialise": lambda parameters: done.append("read")}
+    trainer = OffloadSeq2SeqTrainer(model=t5(), args=arguments(tmp_path), eval_dataset=seq2seq_rows(2), **more)
+    for _ in range(2):
+        trainer.evaluate()
+    assert done == [8 << 30, "read", "uncapped", 8 << 30, "uncapped"]
+
+
 # -- the longest rows
 
 
@@ -236,6 +287,13 @@ def test_the_longest_rows_are_read_without_a_trace(tmp_path: Path) -> None:
     assert (rows.reads, held_out.reads, collator.calls) == (0, 0, 0)
     assert collator.generator.get_state().equal(torch.Generator().manual_seed(0).get_state())
     assert torch.get_rng_state().equal(state)
+
+
+def test_a_loss_that_labels_are_smoothed_in_is_not_planned_as_the_models_own(tmp_path: Path) -> None:
+    """It takes the logits whole."""
+    args = arguments(tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(NotReadableError, match="label_smoothing_factor"):
+        longest_batch(OffloadTrainer(model=t5(), args=args, train_dataset=seq2seq_rows(2)))
 
 
 def test_of_many_rows_some_thousand_are_read_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from offloadkit.config import OffloadConfig, Placement
+from offloadkit.engine import OffloadEngine
 from offloadkit.hf.trainer import OffloadTrainer
 from tests.hf.training import logged, train
 from tests.offload.test_making_room import Hungry, rows, seeded
@@ -43,4 +44,27 @@ def test_a_window_is_repeated_as_often_as_it_must(
     assert model.num_calls > lean.model.num_calls
     assert_equal(numbers(lean.engine), numbers(found.engine), full_at)
     for key in ("loss", "grad_norm"):
+        assert logged(found, key) == logged(lean, key)
+
+
+def test_a_window_is_repeated_where_its_step_finds_the_gpu_full(
+    lean: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice in the second window: the step after the repetition too."""
+    new_update, calls = OffloadEngine._new_update, []
+
+    def fails(self: OffloadEngine) -> Any:
+        found = new_update(self)
+        calls.append(found.number)
+        if len(calls) in (2, 3):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    monkeypatch.setattr(OffloadEngine, "_new_update", fails)
+    with pytest.warns(RuntimeWarning, match="the GPU's memory was full after step 1"):
+        found = trained(tmp_path, Hungry())
+    assert calls == [1, 2, 2, 2, 3]
+    assert len(found.telemetry.moves) == 2
+    assert_equal(numbers(lean.engine), numbers(found.engine), "step")
+    for key in ("loss", "grad_norm", "learning_rate"):
         assert logged(found, key) == logged(lean, key)

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from offloadkit import hardware
-from offloadkit.config import OffloadConfig
+from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError
 from offloadkit.monitor import monitor as monitor_module
@@ -22,7 +22,7 @@ from offloadkit.monitor import words
 from offloadkit.monitor.figures import Figures, Machine
 from offloadkit.monitor.monitor import Monitor, Stop
 from offloadkit.monitor.terminal import TerminalDisplay
-from offloadkit.planner import make_plan
+from offloadkit.planner import make_plan, placed
 from tests.models import TinyLM, tokens
 from tests.monitor.records import GIB, record
 from tests.planner.machines import H200, shape
@@ -85,6 +85,19 @@ def test_a_real_run_is_watched_from_its_first_step_to_its_last(watched: Watched)
     assert last.slowdown.factor == pytest.approx((last.step_seconds or 0) / 1e-3)
     assert monitor.figures() == last
     assert not threads()
+
+
+def test_the_plan_that_counts_is_the_one_that_the_engine_has_moved_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that begins with every block recomputed is compared with too short a step for all its time."""
+    seen: list[Any] = []
+    monkeypatch.setattr(monitor_module, "compute_figures", lambda history, plan, **_: seen.append(plan))
+    with OffloadEngine(TinyLM(), OffloadConfig(), device="cpu") as engine:
+        monitor = Monitor(engine.plan, engine.telemetry)
+        monitor.figures()
+        engine.move(placed(engine.plan, [Placement(activations="checkpoint")] * len(engine.plan.layers)))
+        monitor.figures()
+        assert seen == [monitor.plan, engine.plan]
+    assert seen[0] != seen[1]
 
 
 def test_it_draws_while_the_run_goes_on_and_only_when_there_is_news(watched: Watched) -> None:

@@ -237,3 +237,13 @@ def test_less_free_vram_than_was_planned_with_begins_leaner(free: int, monkeypat
     more = shortage.within_free_vram(plan, torch.device("cuda"), plan.total_bytes("vram"))
     assert more is plan
     assert model.num_calls == 0
+
+
+def test_a_second_full_gpu_is_judged_by_the_peak_since_the_last_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first plan's peak would make the third one far leaner than it must be."""
+    forgot: list[int] = []
+    monkeypatch.setattr("offloadkit.engine.forget_peak", lambda _: forgot.append(len(forgot)))
+    model = Hungry()
+    with OffloadEngine(model, OffloadConfig(), device="cpu") as engine:
+        engine.move(planned(model, OffloadConfig(), Placement("ram")))
+    assert forgot == [0, 1]

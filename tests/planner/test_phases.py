@@ -83,3 +83,21 @@ def test_a_peak_is_named_if_it_is_not_what_was_planned(took: float, named: bool)
     phases = [Phase("closing", 0, 10 * GIB), Phase("reading", 0, GIB // 4)]
     said = list(differing(phases, {"closing": {"ram": int(took * GIB)}, "reading": {"ram": GIB // 2}}))
     assert said == [f"memory: closing took {took:g} GiB of RAM, 10 GiB were planned"] * named
+
+
+def test_a_larger_micro_batch_of_evaluation_counts() -> None:
+    """Where it takes more than training, the plan has less in VRAM, or says why it does not fit."""
+    held = 4 * GIB
+    larger = replace(WORK, evaluation=MicroBatch((stage("block.0", forward_peak_bytes=held),), 640))
+    card = replace(H200, ram_available_bytes=999 * GIB)
+    plans = {}
+    for vram in (6, 3):
+        for work in (WORK, larger):
+            made = make_plan(LAYERS, OffloadConfig(vram=vram * GIB), work=work, hardware=card)
+            assert Search(LAYERS, work, card, 1).bytes(made.placements)[0] == made.needs()["vram"]
+            plans[vram, work is larger] = made
+    assert all(plans[key].fits for key in ((6, False), (6, True), (3, False)))
+    assert by_name(plans[6, True])["evaluation"].vram == plans[6, True].needs()["vram"] <= 6 * GIB
+    assert plans[6, True].total_bytes("vram") < plans[6, False].total_bytes("vram") - GIB
+    assert plans[3, True].lacking()["vram"] > held - 3 * GIB
+    assert "evaluation takes the most VRAM: a smaller per_device_eval_batch_size" in plans[3, True].explain()
