@@ -515,6 +515,8 @@ class OffloadEngine:
         except RepeatWindowError:
             raise
         except OutOfVramError as error:
+            if not self._open:  # the move of an inner one failed
+                raise
             traceback.clear_frames(error.__traceback__)  # the failed window must not hold its activations any more
             raise self._leave_vram(error) from error.__cause__
 
@@ -559,9 +561,7 @@ class OffloadEngine:
         if plan is None:
             return
         try:
-            self.move(plan, why="the first window was done, and its micro-batches are planned for")
-        except NonFiniteGradientError:
-            raise
+            self._move(plan, "the first window was done, and its micro-batches are planned for")
         except OffloadkitError as error:
             if not self._open:
                 raise
@@ -603,7 +603,9 @@ class OffloadEngine:
         Raises:
             ModelError: the parameter names or the number of groups differ.
             ConfigError: the saved states are another optimizer's, or have another precision or working dtype.
+            EngineStateError: in the middle of an accumulation window, whose gradients are of other weights.
         """
+        self._check_window()
         self.synchronize()
         saved, groups = state["optimizer"], self.optimizer.param_groups
         parameters = {view.name: view.parameter for view in self._placed.views()}
@@ -685,13 +687,16 @@ class OffloadEngine:
                 changed then.
             EngineStateError: in the middle of an accumulation window.
         """
-        folder, numbers = Path(folder).expanduser().absolute(), self.numbers()
+        self._check_open()
+        folder = Path(folder).expanduser().absolute()
 
         def took_weights() -> None:
             self._placed.take_over_outside_writes(keep_remainder=True)
 
-        with phase("resuming", self.telemetry.peaks, self.device):
-            values = load_run(folder, numbers, with_scheduler=scheduler is not None, took_weights=took_weights)
+        # Released: watched weights are copied before each piece is written, for remainders that are loaded anyway.
+        with phase("resuming", self.telemetry.peaks, self.device), self._placed.outside.released():
+            numbers, has_scheduler = self.numbers(), scheduler is not None
+            values = load_run(folder, numbers, with_scheduler=has_scheduler, took_weights=took_weights)
             self._go_on(values)
         if scheduler is not None:
             scheduler.load_state_dict(values["scheduler"])

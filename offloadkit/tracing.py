@@ -6,12 +6,14 @@ are followed in detail once. For the others the result is copied, so that eighty
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -222,6 +224,8 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def trace_micro_batch(model: nn.Module, batch: Any) -> MicroBatch:
     """Trace one forward and backward of `model` over `batch`. For the loss see `_loss_of`.
 
+    No random generator of the process advances, though the model may draw numbers by itself (to drop whole layers).
+
     Args:
         model: on the meta device, in the dtype it computes with and in training mode.
         batch: what `Call.of` takes; of tensors only shapes and dtypes matter.
@@ -231,6 +235,9 @@ def trace_micro_batch(model: nn.Module, batch: Any) -> MicroBatch:
     counter = OpCounter(known, mask_is_full="attention_mask" not in call.kwargs)
     stages = _Stages(counter)
     with ExitStack() as undo:
+        undo.callback(random.setstate, random.getstate())
+        undo.callback(np.random.set_state, np.random.get_state())
+        undo.callback(torch.set_rng_state, torch.get_rng_state())
         for parameter in model.parameters():
             if parameter.requires_grad:
                 undo.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)  # type: ignore[no-untyped-call]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -110,7 +112,9 @@ def test_what_is_read_after_a_step_is_new(placement: str, device: str) -> None:
     model = small()
     with OffloadEngine(model, config(placement, "fp32"), device=device) as engine:
         held = [model.state_dict()["head.weight"], model.blocks[0].up.weight.data]
+        view = model.blocks[1].up.weight.view(-1)  # with a graph
         readings = READINGS | {"held": lambda model: torch.cat([part.flatten().cpu() for part in held])}
+        readings["a held view"] = lambda model: view.detach().cpu().clone()
         for name, read in readings.items():
             before = read(model)
             engine.backward(engine(tokens(1, device)[0]))
@@ -120,6 +124,34 @@ def test_what_is_read_after_a_step_is_new(placement: str, device: str) -> None:
             assert torch.equal(found, read(model)), name
             assert not torch.equal(found, before), name
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+
+
+@pytest.mark.usefixtures("late_steps")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("placement", ["vram", "ram"])
+def test_a_forked_process_is_told_that_the_weights_are_not_there(placement: str) -> None:
+    """It would wait for a step that nobody makes there, or read memory that it does not have."""
+    model = small()
+    uses: list[Callable[[], Any]] = [
+        lambda: model.blocks[0].up.weight.sum(),
+        lambda: model.blocks[0](torch.ones(1, 17)),
+        model.state_dict,
+    ]
+    with OffloadEngine(model, config(placement, "fp32"), device="cpu") as engine:
+        engine.backward(engine(tokens(1)[0]))
+        engine.step()
+        for at, use in enumerate(uses):
+            if (child := os.fork()) == 0:
+                signal.alarm(10)  # ends it
+                told = 1
+                with torch.no_grad():
+                    try:
+                        use()
+                    except EngineStateError as error:
+                        told = int("in a forked process" not in str(error))
+                    finally:
+                        os._exit(told)
+            assert os.waitpid(child, 0)[1] == 0, at
 
 
 @torch.no_grad()
@@ -215,6 +247,24 @@ def test_a_write_between_forward_and_backward_is_an_error(place: Any, activation
             engine.backward(loss)
         assert model.blocks[0].up.weight.norm().item() == pytest.approx(2 * norm)
         train(engine, tokens(1, device))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_write_after_a_forward_that_failed_counts(error: type[BaseException], device: str) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    model = small()
+    with OffloadEngine(model, config("vram", "fp32"), device=device) as engine:
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        for forward in (engine, torch.no_grad()(model)) if error is RuntimeError else (engine,):
+            hook = model.blocks[1].down.register_forward_pre_hook(fails)
+            with pytest.raises(error):
+                forward(tokens(1, device)[0])
+            hook.remove()
+            written = model.blocks[1].up.weight.data.mul_(0.5).clone()
+            train(engine, tokens(1, device))  # the CPU steps a copy in RAM
+            assert torch.equal(model.blocks[1].up.weight.detach(), written)
 
 
 def test_loading_from_a_checkpoint_leaves_no_remainder(device: str) -> None:
@@ -335,6 +385,24 @@ def test_a_recomputation_leaves_buffers_as_forward_did(device: str) -> None:
     assert int(results[0]["inner.0.norm.num_batches_tracked"]) == 3
     for other in results[1:]:
         assert [name for name, tensor in results[0].items() if not torch.equal(tensor, other[name])] == []
+
+
+@pytest.mark.parametrize("activations", ["checkpoint", "offload"])
+def test_a_copy_of_a_model_that_recomputes_trains_by_itself(activations: Any) -> None:
+    """It computes with its own weights, and its own buffers count each batch once, whatever becomes of the engine."""
+    model = SquaredOutput(nn.Sequential(Counts(), Counts()))
+    placement = Placement(weights="ram", activations=activations)
+    with OffloadEngine(model, OffloadConfig(placement=placement), device="cpu") as engine:
+        x = torch.randn(4, 6)
+        train(engine, [x])
+        copied = copy.deepcopy(model)
+        copied(x).backward()
+    assert int(copied.inner[0].norm.num_batches_tracked) == 2
+    assert copied.inner[0].linear.weight.grad.abs().sum() > 0
+    assert model.inner[0].linear.weight.grad is None
+    with OffloadEngine(copied, OffloadConfig(placement=placement), device="cpu") as engine:
+        train(engine, [x])
+    assert int(copied.inner[0].norm.num_batches_tracked) == 3
 
 
 class ReadsAnother(TinyLM):

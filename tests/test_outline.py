@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from offloadkit import OffloadConfig, OffloadEngine, outline
-from offloadkit.errors import DoesNotFitError
+from offloadkit.checkpoint.values import random_states, set_random_states
+from offloadkit.errors import DoesNotFitError, NonFiniteGradientError
 from offloadkit.planner.layout import ALLOCATOR_BYTES
 from tests.models import TinyLM
 from tests.planner.machines import GIB, H200
@@ -86,6 +89,18 @@ def test_without_one_the_largest_micro_batch_of_the_first_window_is(plain: dict[
     assert all(weights[name].equal(weight) for name, weight in plain.items())
 
 
+@pytest.mark.usefixtures("on_a_card")
+def test_a_first_window_that_is_not_finite_is_planned_for_too() -> None:
+    """The next step reports it, as any."""
+    with OffloadEngine(model(), replace(TIGHT, vram=4 * GIB, gradient_accumulation=1), device="cpu") as engine:
+        engine.backward(engine(window(0)[0]) * torch.inf)
+        assert engine.step()
+        assert len(engine.telemetry.moves) == 1
+        engine.backward(engine(window(0)[0]))
+        with pytest.raises(NonFiniteGradientError, match="step 1 is"):
+            engine.step()
+
+
 class Reads(TinyLM):
     """Asks for values, which a model without memory does not have."""
 
@@ -101,6 +116,25 @@ def test_a_model_that_cannot_be_traced_is_trained_as_it_began(caplog: pytest.Log
         trained(engine, steps=1)
         assert engine.plan is before
     assert "cannot be planned" in caplog.text
+
+
+class DropsLayers(TinyLM):
+    """Draws numbers by itself, as models that drop whole layers do."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(tokens)
+        return loss * float(torch.rand(()) + random.random() + np.random.rand() > 0)
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_a_plan_draws_no_random_number_of_the_run() -> None:
+    given, states = DropsLayers(), random_states()
+    made = outline.plan_for(given, TIGHT, torch.device("cpu"), window(0)[0])
+    assert made is not None
+    assert made.seconds is not None
+    drawn = float(torch.rand(())), random.random(), float(np.random.rand())
+    set_random_states(states)
+    assert drawn == (float(torch.rand(())), random.random(), float(np.random.rand()))
 
 
 class Logits(nn.Module):

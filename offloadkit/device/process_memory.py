@@ -158,9 +158,12 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let `peak_reserved_bytes` of a GPU, and torch's peak statistics, start anew. Other devices have none."""
+    """Let `peak_reserved_bytes` of a GPU, and torch's peak statistics, start anew. Other devices have none.
+
+    What was reached counts in the phase that is open.
+    """
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        _note(device)
         _highest_reserved.pop(device.index or 0, None)
 
 

@@ -343,7 +343,11 @@ class PlacedModel:
         """While it is open, the module's forward builds a graph, and caches nothing."""
         saved_tensors = nullcontext() if self._ring is None else self._ring.saved_tensors()
         with self._waits.during("forward"), without_caches(self.caching), saved_tensors:
-            yield
+            try:
+                yield
+            except BaseException:  # after an interrupt torch runs no forward hook
+                self.outside.watch_all()
+                raise
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -435,6 +439,7 @@ class PlacedModel:
         if self._ring is not None:
             self._ring.synchronize()
             self._ring.close()
+        if slabs:  # also where a move failed, and no ring is there
             for slab in slabs:
                 slab.make_ordinary()
             self.module.to("cpu")

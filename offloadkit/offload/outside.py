@@ -85,7 +85,7 @@ class Outside:
                 place = _Place(self, layer, view, plain, kinds[plain])
                 self._places[id(view.parameter)] = place
                 places.append(place)
-        self._watch_all()
+        self.watch_all()
 
     def watch(self, layer: FlatLayer) -> None:
         """Watch the layer's parameters: the module that used them has run."""
@@ -108,7 +108,7 @@ class Outside:
             yield
         finally:
             self._released = before
-            self._watch_all()
+            self.watch_all()
 
     def moved(self, layer: WatchedLayer) -> None:
         """A layer lives elsewhere now. Aliases that were taken before are refused from here on."""
@@ -125,7 +125,8 @@ class Outside:
         self._places.clear()
         del self._finish_updates
 
-    def _watch_all(self) -> None:
+    def watch_all(self) -> None:
+        """Watch all layers' parameters."""
         for layer in self._of_layer:
             self.watch(layer)
 
@@ -370,8 +371,6 @@ def _aliased(result: Any, places: dict[_Place, Any]) -> Any:
         result.flags.writeable = False
         return result
     if type(result) is not torch.Tensor or result.layout is not torch.strided:
-        return result
-    if torch.is_grad_enabled() and result.requires_grad:  # part of a graph: torch refuses to write it
         return result
     with unwatched():
         memory = _memory(result)

@@ -60,7 +60,14 @@ def checkpoint_activations(
         offload = partial(offloaded.checkpoint, f"{names[block]} input")
         run = offload if choices[block] == "offload" else partial(_checkpoint, offloaded.device)
         buffers = _ChangingBuffers(block)
-        return lambda forward, *args, **kwargs: run(weights.get(block, ()), buffers, forward, *args, **kwargs)
+
+        def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            owner = _owner(forward)
+            if owner is not block and type(owner) is type(block):  # a deepcopy of the model has a copy of this call
+                return forward(*args, **kwargs)
+            return run(weights.get(block, ()), buffers, forward, *args, **kwargs)
+
+        return call
 
     if getattr(model, "supports_gradient_checkpointing", False) and not compiled:
         untyped: Any = model
@@ -79,6 +86,15 @@ def checkpoint_activations(
         switch_off: Callable[[], None] = getattr(untyped, f"{word}_checkpointing_disable")
         return switch_off
     return replace_forwards({block: partial(recompute(block), block.forward) for block in choices})
+
+
+def _owner(forward: Any) -> Any:
+    """What `forward` is a method of, or is called with first, if that is bound to it (HuggingFace does either)."""
+    first = None
+    while isinstance(forward, partial):
+        first = forward.args[0] if forward.args else first
+        forward = forward.func
+    return getattr(forward, "__self__", first)
 
 
 class _ChangingBuffers:

@@ -6,6 +6,7 @@ the event of the copy to the device (or of the GPU's step). Then the compute str
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ class LayerWeights:
         self.pending: PendingUpdate | None = None
         self.num_updates = 0
         self.stepped_on_gpu = False
-        self._waits = waits
+        self._waits, self._process = waits, os.getpid()
         self._bound: list[torch.Tensor] = []
         self._home: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -115,7 +116,17 @@ class LayerWeights:
         return self._versions[self.layer.views.index(view)]
 
     def wait(self) -> None:
-        """Make the compute stream wait for the pending update before it uses the layer."""
+        """Make the compute stream wait for the pending update before it uses the layer.
+
+        Raises:
+            EngineStateError: this is a forked process, where nobody steps, and where pinned memory is not.
+        """
+        if os.getpid() != self._process:
+            raise EngineStateError(
+                f"the weights of {self.layer.name!r} were used in a forked process, such as a DataLoader's worker: "
+                "they are the engine's, in the process that trains. Copy what the worker needs before it starts "
+                "(parameter.detach().clone()), or load the data with num_workers=0"
+            )
         pending = self.pending
         if pending is None:
             return
@@ -240,7 +251,7 @@ class ForwardHooks:
         load, watch = self._loading(wait)
         # These hooks run first: another hook may read the weights (torch.nn.utils.weight_norm does).
         self._hooks = [module.register_forward_pre_hook(ask, prepend=True) for module in self._waiting_for]
-        self._hooks += [module.register_forward_hook(watch) for module in self._waiting_for]
+        self._hooks += [module.register_forward_hook(watch, always_call=True) for module in self._waiting_for]
         self._hooks.append(model.register_forward_pre_hook(at_root, prepend=True))
         for module in dict.fromkeys([model, *self._layers_of]):
             untyped: Any = module

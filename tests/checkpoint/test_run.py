@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from offloadkit.checkpoint.folder import write_manifest
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine as EngineOfDevice
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, OutputError
+from offloadkit.offload.states import LayerState
 from tests.models import TinyLM, tokens
 
 OffloadEngine = partial(EngineOfDevice, device="cpu")
@@ -106,6 +108,19 @@ def test_fp16_goes_on_with_its_loss_scale(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path / "saved")
         assert engine.loss_scale.state_dict() == scale
         train(engine, None, 2)
+        assert differing(expected, run_state(engine)) == []
+
+
+def test_loading_copies_no_weight_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As writes from outside do, to keep remainders: for each piece of a weight, a copy of the whole weight."""
+    config = options(tmp_path, placement=Placement(gradients="vram", step="gpu"))
+    with OffloadEngine(model(), config) as engine:
+        train(engine, None, 1)
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = run_state(engine)
+        train(engine, None, 1)
+        monkeypatch.setattr(LayerState, "before_write", None)
+        engine.load_checkpoint(tmp_path / "saved")
         assert differing(expected, run_state(engine)) == []
 
 
@@ -249,11 +264,12 @@ def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(
         assert differing(before, run_state(engine)) == []
 
 
-def test_in_the_middle_of_a_window_nothing_is_saved(tmp_path: Path) -> None:
+def test_in_the_middle_of_a_window_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
     with OffloadEngine(model(), options(tmp_path, gradient_accumulation=2)) as engine:
+        load = partial(engine.load_state_dict, copy.deepcopy(engine.state_dict()))
         engine.backward(engine(tokens(1)[0]))
         engine.step()
-        for call in (partial(engine.save_checkpoint, tmp_path / "saved"), engine.state_dict):
+        for call in (partial(engine.save_checkpoint, tmp_path / "saved"), engine.state_dict, load):
             with pytest.raises(EngineStateError, match="1 micro-batches of an accumulation window"):
                 call()
         engine.optimizer.zero_grad()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from offloadkit import hardware
+from offloadkit.device import process_memory
 from offloadkit.device.process_memory import forget_peak, peak_reserved_bytes, phase, sample_ram
 from offloadkit.telemetry import Peaks
 
@@ -51,6 +52,22 @@ def test_where_the_system_has_no_peak_that_starts_anew_it_is_sampled(monkeypatch
         # 7, as the inner one ends
         monkeypatch.setattr(hardware, "process_ram_bytes", lambda: 3)
     assert peaks == {"outer": {"ram": 5}, "inner": {"ram": 9}}
+
+
+def test_a_peak_that_is_forgotten_counts_in_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, counter = torch.device("cuda", 0), [3]  # torch's
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: counter[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: counter.__setitem__(0, 3))
+    monkeypatch.setattr(hardware, "vram_context_bytes", lambda _: 100)
+    monkeypatch.setattr(process_memory, "_highest_reserved", {})
+    peaks: Peaks = {}
+    with phase("training", peaks, device):
+        counter[0] = 9
+        assert peak_reserved_bytes(device) == 9
+        forget_peak(device)
+        assert peak_reserved_bytes(device) == 3
+    assert peaks["training"]["vram"] == 109
 
 
 @pytest.mark.gpu

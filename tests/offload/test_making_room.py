@@ -109,6 +109,22 @@ def test_a_bare_loop_repeats_the_window_and_the_numbers_are_those_of_a_run_with_
     assert [record.step for record in engine.telemetry.records] == [1, 2, 3, 4]
 
 
+def test_an_engine_that_had_to_close_says_so_through_an_outer_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Trainer's step has one around the engine's own."""
+    model, config = Hungry(1), OffloadConfig(gradient_accumulation=2)
+    engine = OffloadEngine(model, config, device="cpu", plan=planned(model, config, IN_VRAM))
+    allocate = host_memory.allocate
+
+    def full(sizes: Any, device: Any, what: str) -> Any:
+        if what.startswith("the buffers"):
+            raise OffloadkitError("no RAM")
+        return allocate(sizes, device, what)
+
+    monkeypatch.setattr(host_memory, "allocate", full)
+    with pytest.raises(OutOfVramError, match="the engine is closed"), engine.makes_room():
+        engine(rows(1)[0])
+
+
 def test_the_error_ends_training_when_no_leaner_plan_is_left() -> None:
     model = Hungry(*range(1, 100))
     said = "repeat this window, from its first micro-batch"

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from offloadkit import engine as engine_module
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import host_memory
+from offloadkit.device.host_memory import HostSlab
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, OffloadkitError, OutOfVramError
 from offloadkit.offload.layers import flat_layers, plan_of
@@ -125,16 +127,19 @@ def test_mixed_plans_of_a_transformer_change_no_number(kind: str, accumulation: 
     assert_equal(*found, "moved")
 
 
-def test_a_move_is_recorded_and_equal_layers_stay_untouched() -> None:
+def test_a_move_is_recorded_and_equal_layers_stay_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     config = OffloadConfig()
-    model = lm()
+    model, forgotten = lm(), list[torch.device]()
+    monkeypatch.setattr(engine_module, "forget_peak", forgotten.append)  # what a full GPU is explained by
     with OffloadEngine(model, config, device="cpu") as engine:
         train(engine, tokens(1))
         blocks = [at for at, layer in enumerate(engine.plan.layers) if layer.in_block]
         where = list(engine.plan.placements)
         where[blocks[0]] = IN_VRAM
         before, states = engine.plan, list(engine._placed.states)
+        assert len(forgotten) == 1
         engine.move(placed(engine.plan, where), why="a test")
+        assert len(forgotten) == 2
         assert [old is new for old, new in zip(states, engine._placed.states, strict=True)] == [
             at != blocks[0] for at in range(len(states))
         ]
@@ -313,6 +318,7 @@ def test_if_nothing_fits_any_more_the_engine_closes_and_the_model_has_its_weight
     engine.synchronize()
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     leaner = planned(model, config, Placement(weights="ram"))
+    ordinary: list[HostSlab] = []
 
     allocate = host_memory.allocate
 
@@ -323,8 +329,10 @@ def test_if_nothing_fits_any_more_the_engine_closes_and_the_model_has_its_weight
 
     with monkeypatch.context() as patch:
         patch.setattr(host_memory, "allocate", full)
+        patch.setattr(HostSlab, "make_ordinary", lambda slab: ordinary.append(slab))
         with pytest.raises(EngineStateError, match="the engine is closed, and the model has its weights"):
             engine.move(leaner)
+    assert len(ordinary) == len(model.blocks)  # not pinned any more, and inherited by forked processes
     assert_equal(weights, dict(model.state_dict()), "closed")
     with pytest.raises(EngineStateError, match="closed"):
         engine.step()

@@ -274,3 +274,13 @@ def test_offloaded_inputs_leave_vram() -> None:
         engine.close()
     one_input = 64 * 512 * 256 * 4
     assert alive["checkpoint"] - alive["offload"] >= 10 * one_input
+
+
+def test_a_copy_of_a_transformer_that_recomputes_trains_by_itself() -> None:
+    """HuggingFace's blocks keep the function by which they recompute, and a copy of a block has the same one."""
+    placement = Placement(weights="ram", activations="checkpoint")
+    model = tiny("llama")
+    with OffloadEngine(model, OffloadConfig(placement=placement), device="cpu"):
+        copied: Any = copy.deepcopy(model)
+        copied(**batches("llama", 1, "cpu")[0], use_cache=False).loss.backward()
+    assert copied.model.layers[2].mlp.up_proj.weight.grad.abs().sum() > 0
