@@ -81,7 +81,7 @@ def measured(work: Work, engine: str) -> Row:
         "num_warmup": work.warmup,
         "last_loss": losses[-1],
         "vram_bytes": max(vram.peak_bytes, peak, *(sizes.get("vram", 0) for sizes in peaks.values())),
-        "max_allocated_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
+        "max_allocated_bytes": 0,  # torch's own counter starts anew with each phase
         "peak_ram_bytes": hardware.process_peak_ram_bytes(),
         "num_parameters": plan.num_parameters,
         "figures": {

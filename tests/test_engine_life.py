@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -241,6 +242,18 @@ def test_closing_frees_the_states_and_copies_no_weights(device: str) -> None:
     assert engine.telemetry.peaks["closing"]["ram"] < before + 8 * mib
     assert after < before - 44 * mib
     assert {"reading", "first step", "closing"} == engine.telemetry.peaks.keys()
+
+
+def test_a_loss_that_is_kept_keeps_no_states() -> None:
+    """Its graph holds the hooks by which the uses of a tied weight hand over their gradients."""
+    with OffloadEngine(TinyLM(tied=True), OffloadConfig(), device="cpu") as engine:
+        loss = engine(tokens(1)[0])
+        engine.backward(loss)
+        engine.step()
+        kept = [weakref.ref(state.gradient) for state in engine._placed.states]
+    gc.collect()
+    assert loss.grad_fn is not None
+    assert {gradient() for gradient in kept} == {None}
 
 
 def test_an_error_in_the_middle_of_closing_leaves_the_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -434,6 +434,7 @@ class PlacedModel:
             self._disk = None
         slabs = [state.weights_slab for state in self.states if state.weights_slab is not None]
         self.states.clear()
+        self.gradients.forget_buffers()  # a loss that somebody keeps holds the hooks of tied weights, and these it
         del self.gradients
         self._offloaded.release()
         if self._ring is not None:
