@@ -339,7 +339,8 @@ def planned_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
     Doors are left out: one plan would count once for each of them.
     """
-    measured = [row for row in rows if row["status"] == "measured" and not ENGINES[row["engine"]].is_door]
+    doors = {name for name, setup in ENGINES.items() if setup.is_door}
+    measured = [row for row in rows if row["status"] == "measured" and row["engine"] not in doors]
     planned = [row for row in measured if row["planned_seconds"] and "H200" in row["gpu"]]
     older = [row for row in planned if row["commit"] in BEFORE_STREAMED_STATES]
     return {STREAMED: [row for row in planned if row not in older], OLDER: older}
