@@ -17,6 +17,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import offloadkit
+from offloadkit import engine
+from offloadkit.changes import changed
 from offloadkit.config import OffloadConfig
 from offloadkit.hf.patches import fuse_norms
 from offloadkit.offload import compile as compiled_blocks
@@ -140,6 +142,7 @@ def test_the_trainer_fuses_them_while_it_trains(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
+    monkeypatch.setattr(engine, "changed", lambda model, config, kernels: changed(model, config, kernels=True))
     found: list[int] = []
 
     class Looks(TrainerCallback):
