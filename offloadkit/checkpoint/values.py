@@ -122,9 +122,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def random_states() -> dict[str, Any]:
-    """The states of the random generators of Python, numpy, torch and, if there is one, of the current GPU."""
+    """The states of the random generators of Python, numpy, torch and, if it is in use, of the current GPU."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    cuda: Any = torch.cuda  # whose functions are typed in some releases of torch only
+    if cuda.is_initialized():  # asking would begin to use it
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 

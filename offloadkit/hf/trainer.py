@@ -257,7 +257,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         Raises:
             OutOfVramError: the GPU's memory is full, and no leaner plan is left.
         """
-        self._window.add(inputs, self.args.device)
+        self._window.add(inputs)
         loss = None
         with suppress(RepeatWindowError):
             loss = self._micro_batch(model, inputs)
