@@ -1,9 +1,9 @@
 """What offloadkit computes otherwise than transformers while it trains a model, by model family.
 
 `FAMILIES` is the one place that names model families; to add a family is to add an entry. `patched` reads it for a
-model on any device. `offloadkit.changes` calls it whenever an engine is built or a plan is made. Three changes are the
-same for every family: the loss over a large vocabulary is taken in chunks, from fp32 logits, and no keys and values are
-cached.
+model on any device. `offloadkit.changes` calls it whenever an engine is built or a plan is made. One change is the same
+for every family: the loss over a large vocabulary is taken in chunks, from fp32 logits. That no keys and values are
+cached in training is the engine's doing (`offload/caches.py`).
 """
 
 from __future__ import annotations

@@ -87,10 +87,6 @@ class StreamedWeights(LayerWeights):
                 self._views[address] = self.tensors(memory.view(self.layer.dtype))
         self.bind(self._views[address])
 
-    def forget_vram(self) -> None:
-        """Let go of the views of the ring's buffers."""
-        self._views.clear()
-
     def use(self) -> None:
         self.block.use()
 
