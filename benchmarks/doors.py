@@ -28,6 +28,7 @@ from offloadkit import (
 )
 from offloadkit.device.process_memory import DeviceMemory
 from offloadkit.engines.work import SHORTEST_SHARE, Work, plain_model
+from offloadkit.optim.table import DTYPES
 from offloadkit.planner import Plan
 from offloadkit.telemetry import Telemetry
 
@@ -42,7 +43,7 @@ def prepare(task: dict[str, Any]) -> Row:
 
     work, folder = Work(**task["work"]), Path(task["folder"])
     device = hardware.default_device()
-    model: Any = plain_model(work, "bf16" if work.dtype is None else work.dtype, device, device)
+    model: Any = plain_model(work, work.dtype or "bf16", device, device)
     model.save_pretrained(folder)
     ByT5Tokenizer().save_pretrained(folder)
     return {}
@@ -60,8 +61,6 @@ def measured(work: Work, engine: str) -> Row:
     vram = DeviceMemory(device)
     telemetry = Telemetry()
     telemetry.subscribe(lambda _: vram.sample())
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     assert work.steps is not None
     door, num_steps = DOORS[engine.removeprefix("offloadkit-")], work.warmup + work.steps
     plan, losses = door(work, str(folder_of(work)), num_steps, telemetry)
@@ -69,7 +68,6 @@ def measured(work: Work, engine: str) -> Row:
     peaks = {name: dict(sizes) for name, sizes in telemetry.peaks.items()}
     records = list(telemetry.records)[work.warmup :]
     each = [record.seconds["step"] for record in records if "step" in record.seconds]
-    peak = torch.cuda.max_memory_reserved() + hardware.vram_context_bytes(device) if device.type == "cuda" else 0
     return {
         "dtype": work.dtype_on(device),
         "num_tokens": work.rows * (work.input_length + work.target_length),
@@ -80,7 +78,7 @@ def measured(work: Work, engine: str) -> Row:
         },
         "num_warmup": work.warmup,
         "last_loss": losses[-1],
-        "vram_bytes": max(vram.peak_bytes, peak, *(sizes.get("vram", 0) for sizes in peaks.values())),
+        "vram_bytes": max(vram.peak_bytes, *(sizes.get("vram", 0) for sizes in peaks.values())),
         "max_allocated_bytes": 0,  # torch's own counter starts anew with each phase
         "peak_ram_bytes": hardware.process_peak_ram_bytes(),
         "num_parameters": plan.num_parameters,
@@ -158,8 +156,7 @@ def _model_and_tokenizer(work: Work, folder: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     made: Any = AutoModelForSeq2SeqLM if work.target_length else AutoModelForCausalLM
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[work.dtype or "bf16"]
-    return made.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+    return made.from_pretrained(folder, dtype=DTYPES[work.dtype or "bf16"]), AutoTokenizer.from_pretrained(folder)
 
 
 def _trainer(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> tuple[Plan, list[float]]:
