@@ -83,7 +83,8 @@ def _outline(
 ) -> tuple[Outline, Callable[[], None]]:
     """The outline, and what undoes the changes to what is computed."""
     undo = ExitStack()
-    undo.callback(changed(model, config, kernels=machine.device != "cpu"))
+    capability = machine.compute_capability if machine.assumed else None
+    undo.callback(changed(model, config, kernels=machine.device != "cpu", capability=capability))
     for caching in caching_configs(model):
         undo.callback(setattr, caching, "use_cache", caching.use_cache)
         caching.use_cache = False

@@ -45,6 +45,7 @@ _RATES = {
     for field in fields(Hardware)
     if field.name.endswith("_per_second") or field.name in ("can_pin", "launch_seconds", "vram_context_bytes")
 } - _DISK_RATES
+_DRAM_RATES = ("dram_bytes_per_second", "cpu_and_bus_bytes_per_second")
 _of_this_process: dict[str, Any] = {}
 """Rates that were measured on a busy machine, by key: they spare this process another measurement."""
 _BUSY = 0.1
@@ -102,6 +103,16 @@ def vram_rate(device: torch.device) -> float | None:
     cached = (_of_this_process | _read_cache()).get(_machine_key(device), {})
     rate: float | None = cached.get("vram_bytes_per_second") or quick_vram_rate(device)
     return rate
+
+
+def host_rates() -> dict[str, float]:
+    """The rates of this machine's processor and RAM, by field of `Hardware`. {} if they were never measured."""
+    cached = _of_this_process | _read_cache()
+    for device in (hardware.default_device(), torch.device("cpu")):
+        rates = cached.get(_machine_key(device), {})
+        if rates.keys() == _RATES:
+            return {name: rates[name] for name in (*hardware.CPU_STEP_RATES.values(), *_DRAM_RATES)}
+    return {}
 
 
 def _own_cores() -> list[Any]:

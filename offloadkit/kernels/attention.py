@@ -24,7 +24,7 @@ WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 LEAST_QUERIES = 16
 """Least rows of a matmul in Triton. Short targets, and generation, have fewer queries."""
-_LEAST_CAPABILITY = (8, 0)
+LEAST_CAPABILITY = (8, 0)
 """Older GPUs have no bf16 matmuls."""
 _AT_ONCE_BYTES = 128 << 20
 """Target size of the weights, and of the scores' gradients, that backward writes for some heads at a time.
@@ -45,7 +45,7 @@ _kernels: Any = attention_triton
 @cache
 def available(width: int) -> bool:
     """Whether the kernels run on the current CUDA device. It warns once if Triton is installed but fails."""
-    if _kernels is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
+    if _kernels is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY:
         return False
     # No size is 1, as in training: Triton compiles another kernel for sizes of 1.
     query = torch.zeros((2, 16, 64, width), dtype=DTYPES[0], device="cuda")
