@@ -72,8 +72,8 @@ STEP_WITHIN = {
     "growth-t5-large-32 e70d484 compiled": 0.2,
     "growth-t5-3b-2 e70d484 compiled": 0.2,
 }
-"""Bounds other than 0.15. The first three rows had norms of seven operations, each of which takes less of Python than one
-kernel's. The next two are of a slow host's Python. Python bounds the others, and its time moves from run to run."""
+"""Bounds other than 0.15. The first three rows had norms of seven operations, each of which takes less of Python than
+one kernel's. The next two are of a slow host's Python. Python bounds the others, and its time moves from run to run."""
 LEANER = {
     "w6-48 80b4ada compiled",
     "w7 80b4ada compiled",
