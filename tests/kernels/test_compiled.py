@@ -1,14 +1,13 @@
-"""The Triton kernels compiled for each capability that they serve, without such GPUs: shared memory, registers, spills.
+"""The Triton kernels compiled for each capability that they serve, without such GPUs: shared memory, registers, stack.
 
-They are compiled as a launch would compile them; only the launch is left out. What no kernel serves: a T4 (7.5) computes
-T5's attention by the model's own, since our kernels need bf16's tensor cores.
+They are compiled as a launch would compile them; only the launch is left out. A T4 (7.5) has the step's kernels and the
+norm's. It computes T5's attention by the model's own, since our kernels need bf16's tensor cores.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,9 +76,7 @@ class _Launches:
 
 
 @pytest.fixture
-def compiled(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[SimpleNamespace]:
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """`gpu`'s and `attention`'s kernels, compiled for the capability that the test is given."""
     from triton.runtime import driver
 
@@ -92,7 +89,11 @@ def compiled(
     names = ("block_queries", "block_keys", "num_warps", "num_stages")
     on_gpu = {name: dict(zip(names, sizes, strict=True)) for name, sizes in attention._BLOCKS.items()}
     monkeypatch.setattr(attention, "_blocks", lambda name, query: on_gpu[name])
-    yield found
+    return found
+
+
+def zeros(length: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(length, dtype=dtype)
 
 
 def check(kernels: dict[str, Any], capability: int, folder: Path) -> None:
@@ -112,19 +113,17 @@ def check(kernels: dict[str, Any], capability: int, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", SHARED_KIB, indirect=True)
 def test_steps_and_norms_compile(compiled: SimpleNamespace, tmp_path: Path) -> None:
-    """The step that holds the most (8-bit moments) and Lion's; from bf16 weights where they are native, else fp16."""
+    """The step that holds the most (8-bit moments) and Lion's; of bf16 weights where that is native, else of fp16. The
+    norm of bf16 gradients is what `gpu.available` tries on every GPU."""
     dtype = torch.bfloat16 if compiled.capability >= 80 else torch.float16
     for optimizer in ("adamw", "lion"):
         precision = optimizer_named(optimizer).precisions[-1]
         table = state_table(optimizer, precision, dtype)
-        state = FlatState.cut(
-            table, torch.zeros(4096, dtype=dtype), lambda length, kind: torch.zeros(length, dtype=kind)
-        )
+        state = FlatState.cut(table, zeros(4096, dtype), zeros)
         options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "step": 1}
         segment = Segment(0, 4096, table.optimizer.scalars(**options), 123)
-        gpu._launch_step(state, torch.zeros(4096, dtype=dtype), [segment], 0.5)
-    gradient, blocks = torch.zeros(65536, dtype=dtype), torch.tensor([[0, 65536]])
-    gpu.block_sums(gradient, blocks, torch.zeros(1, dtype=torch.float64))
+        gpu._launch_step(state, zeros(4096, dtype), [segment], 0.5)
+    gpu.block_sums(zeros(65536, torch.bfloat16), torch.tensor([[0, 65536]]), zeros(1, torch.float64))
     assert set(compiled.gpu.kernels) == {"adamw", "lion", "sum_rows_of_pieces", "sum_pieces_of_block"}
     check(compiled.gpu.kernels, compiled.capability, tmp_path)
 
