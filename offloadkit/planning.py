@@ -251,7 +251,7 @@ def machine_with(gpu: str, config: OffloadConfig) -> Hardware:
         ConfigError: no such card is known.
     """
     card, host = card_named(gpu), host_rates()
-    rates = card.rates() | host
+    rates: dict[str, Any] = card.rates() | host
     if host:
         rates["cpu_and_bus_bytes_per_second"] = max(
             host["cpu_and_bus_bytes_per_second"], rates["both_bytes_per_second"]

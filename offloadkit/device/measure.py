@@ -77,12 +77,7 @@ def measure(
     key = _machine_key(device)
     rates = cached.get(key, {})
     if rates.keys() != _RATES:
-        began = time.perf_counter(), _seconds_of_others()
-        rates = machine_rates(device)
-        if _disturbed(*began):
-            _of_this_process[key] = rates
-        else:
-            _store(key, rates)
+        rates = _found(key, lambda: machine_rates(device))
     disk: dict[str, Any] = {}
     if folder is not None:
         disk_key = f"{key} | {folder}"
@@ -92,6 +87,32 @@ def measure(
             _store(disk_key, disk)
         disk |= {"disk_folder": str(folder), "disk_free_bytes": shutil.disk_usage(folder).free}
     return Hardware(**_sizes(device), **rates, **disk)
+
+
+def kept(
+    device: torch.device, what: str, names: set[str], measured: Callable[[], dict[str, float]]
+) -> dict[str, float]:
+    """Figures of something on `device`, by name: cached as the rates are, or else `measured` now.
+
+    Args:
+        what: the thing that is measured, in a few words.
+        names: of the figures.
+        measured: gives the figures, or {} if there are none, which is not cached.
+    """
+    key = f"{_machine_key(device)} | {what}"
+    cached: dict[str, float] = (_of_this_process | _read_cache()).get(key, {})
+    return cached if cached.keys() == names else _found(key, measured)
+
+
+def _found(key: str, measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `measured` gives now, cached on disk, or in this process if others disturbed it."""
+    began = time.perf_counter(), _seconds_of_others()
+    found = measured()
+    if found and _disturbed(*began):
+        _of_this_process[key] = found
+    elif found:
+        _store(key, found)
+    return found
 
 
 def vram_rate(device: torch.device) -> float | None:

@@ -32,6 +32,7 @@ from offloadkit.planner.fitted import (
     CPU_EFFICIENCY,
     DISK_OVERLAP,
     ELEMENTWISE_EFFICIENCY,
+    ENGINE_LAUNCHES,
     FORWARD_LAUNCHES,
     KERNEL_SECONDS,
     LAYER_LAUNCHES,
@@ -89,7 +90,7 @@ class _StageCost:
     forward_launches: float
     backward_launches: float
     operation_launches: float
-    """As `forward_launches`, with our attention counted as one operation."""
+    """Of one bare launch for each operation of forward, with our attention counted as one."""
     input_bytes: int
     layers: tuple[LayerCost, ...]
 
@@ -117,6 +118,9 @@ class StepModel:
     ) -> None:
         """compiled: whether the repeated blocks are compiled."""
         self._hardware, self._accumulation = hardware, accumulation
+        launch = hardware.launch_seconds
+        forward, backward = work.operation_seconds or (FORWARD_LAUNCHES * launch, BACKWARD_LAUNCHES * launch)
+        own = [number * launch if work.operation_seconds else 0.0 for number in ENGINE_LAUNCHES]
         self._cpu_rate = cpu_step_rate(layers[0].precision, hardware)
         sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
         dtype = max(sizes, key=lambda name: sizes[name])
@@ -129,19 +133,14 @@ class StepModel:
             cost = _StageCost(
                 pass_seconds(of.forward, hardware, dtype, compiled=is_compiled),
                 pass_seconds(of.backward, hardware, dtype, compiled=is_compiled),
-                self._launches(of.forward, is_compiled, ATTENTION_LAUNCHES),
-                self._launches(of.backward, is_compiled, ATTENTION_LAUNCHES),
-                self._launches(of.forward, is_compiled, 0),
+                forward * weighed(of.forward, compiled=is_compiled) + own[0] * bool(of.block),
+                backward * weighed(of.backward, compiled=is_compiled) + own[1] * bool(of.block),
+                launch * weighed(of.forward, compiled=is_compiled, of_attention=0),
                 of.input_bytes if of.block else 0,
                 tuple(its_layers),
             )
             self._stages.append(cost)
         self._layers = [layer for stage in self._stages for layer in stage.layers]
-
-    def _launches(self, work: Pass, is_compiled: bool, of_attention: int) -> float:
-        """Seconds of one bare launch for each operation, and of `of_attention` more for each attention of ours."""
-        launches = work.num_operations * (COMPILED_LAUNCHES if is_compiled else 1.0) + work.num_attention * of_attention
-        return launches * self._hardware.launch_seconds
 
     def on_large_gpu(self) -> float:
         """Seconds of a step with everything in VRAM and nothing recomputed."""
@@ -213,7 +212,7 @@ class StepModel:
             before = max(queues.free["GPU"], ready)
             queues.take("GPU", on_gpu, ready, "GPU step")
             queues.take("GPU", unit.forward, ready, "forward")
-            launches = FORWARD_LAUNCHES * unit.forward_launches
+            launches = unit.forward_launches
             launches += recomputes * RECOMPUTED_LAUNCHES[0] * unit.operation_launches
             launches += num_streamed * STREAMED_LAUNCHES[0] * self._hardware.launch_seconds
             end = queues.launched(slowed * launches, cpu_done)
@@ -306,11 +305,11 @@ class StepModel:
             if offloads:
                 ready = max(ready, queues.take("H2D", unit.input_bytes / h2d, before))
             before = max(queues.free["GPU"], ready)
-            launches = BACKWARD_LAUNCHES * unit.backward_launches
+            launches = unit.backward_launches
             launches += num_layers * STREAMED_LAUNCHES[1] * self._hardware.launch_seconds
             if recomputes:
                 seconds += unit.forward
-                launches += FORWARD_LAUNCHES * unit.forward_launches
+                launches += unit.forward_launches
                 launches += RECOMPUTED_LAUNCHES[1] * unit.operation_launches
             queues.take("GPU", seconds, ready, "backward")
             end = queues.launched(launches, 0.0)
@@ -359,6 +358,11 @@ def place_in_stages(layers: Sequence[LayerShape], stages: Sequence[Stage]) -> li
             at = following if not stages[following].block else max(0, following - 1)
         found.append(at)
     return found[::-1]
+
+
+def weighed(work: Pass, *, compiled: bool = False, of_attention: int = ATTENTION_LAUNCHES) -> float:
+    """Operations of a pass, weighed by Python's time: compiled ones count less, an attention of ours counts more."""
+    return work.num_operations * (COMPILED_LAUNCHES if compiled else 1.0) + work.num_attention * of_attention
 
 
 def pass_seconds(work: Pass, hardware: Hardware, dtype: str, *, compiled: bool = False) -> float:

@@ -113,6 +113,8 @@ def as_placed(case: str) -> tuple[Search, tuple[Placement, ...]]:
         attention=row["commit"] in WITH_OUR_ATTENTION,
     )
     layers = [replace(layer, precision=row["precision"]) for layer in layers]
+    timed = (row["figures"] or {}).get("operation_seconds")
+    micro_batch = replace(micro_batch, operation_seconds=tuple(timed) if timed else None)
     search = Search(layers, micro_batch, hardware_of(row["rates"]), row["accumulation"], compiled=compiled)
     number: dict[str, int] = row["placements"]
 

@@ -18,6 +18,7 @@ from offloadkit.planner.fitted import (
     COMPILED_LAUNCHES,
     CPU_EFFICIENCY,
     DISK_OVERLAP,
+    ENGINE_LAUNCHES,
     FORWARD_LAUNCHES,
     KERNEL_SECONDS,
     LAYER_LAUNCHES,
@@ -100,6 +101,20 @@ def test_python_is_slower_for_each_thread_of_the_update() -> None:
     assert forward(hardware, steps) == pytest.approx((1 + 2 * THREAD_SLOWS) * alone, rel=0.01)
     assert forward(replace(hardware, num_cores=2), IN_RAM) == pytest.approx(alone, rel=0.02)
     assert forward(hardware, IN_RAM, 2) == pytest.approx((2 + THREAD_SLOWS) * alone, rel=0.01)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_python_takes_is_what_was_timed_with_the_models_blocks(compiled: bool) -> None:
+    """And what the engine adds to a block, which was timed without one."""
+    work = Pass(num_operations=1000, num_attention=5)
+    layers = [shape(f"block.{index}", N) for index in range(4)]
+    stages = *(stage(layer.name, forward=work, backward=work) for layer in layers), stage("", forward=work)
+    batch = MicroBatch(stages, 640, operation_seconds=(2e-3, 3e-3))
+    step = StepModel(layers, batch, machine(launch_seconds=1e-6), 1, compiled=compiled)
+    more, of_block = 5 * ATTENTION_LAUNCHES, 1000 * (COMPILED_LAUNCHES if compiled else 1)
+    own = (4 * sum(ENGINE_LAUNCHES) + 4 * LAYER_LAUNCHES) * 1e-6
+    timed = 4 * (of_block + more) * (2e-3 + 3e-3) + (1000 + more) * 2e-3
+    assert step.on_large_gpu() == pytest.approx(timed + own, rel=1e-6)
 
 
 @pytest.mark.parametrize("own", [0, 7])
