@@ -55,11 +55,13 @@ DISK_OVERLAP = 0.8
 
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 5.4, 6.0
 """Python's time for an operation of forward and of backward, the engine's hooks included. Launches.
+
+It holds where no block of the model was timed (`python_time`).
 """
 ENGINE_LAUNCHES = (4, 20)
 """Of these, what is the engine's own for a block in forward and in backward: hooks, waits and gradients.
 
-It comes on top where the operations were timed with a block of the model, without an engine. Not from an H200: on a
+It comes on top of what was timed with a block of the model, which has no engine. Not from an H200: on a
 CPU an engine's forward and backward took up to 30 and 230 microseconds a block more than the bare model's.
 """
 COMPILED_LAUNCHES = 0.44
