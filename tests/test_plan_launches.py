@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks import table
+from benchmarks.plans import layers_and_work
 from offloadkit.planner import fitted
+from offloadkit.planner.seconds import weighed
 
 
 def timed_by(commit: str) -> dict[tuple[str, bool, str], dict[str, Any]]:
@@ -78,3 +80,24 @@ def test_what_our_attention_takes_is_that_of_its_rows() -> None:
         )
         more = (took - kept - t5["forward_seconds"]) / t5["launch_seconds"]
         assert 0.6 * planned < more < planned
+
+
+def test_what_is_the_engines_own_is_what_loops_without_one_leave() -> None:
+    rows = {
+        (row["case"], row["engine"]): row
+        for row in table.read()
+        if row["commit"] == "e70d484" and row["case"] in ("growth-t5-large-2", "growth-t5-large-8")
+    }
+    found: list[list[float]] = []
+    for number in (2, 8):
+        bare, ours = (rows[f"growth-t5-large-{number}", engine] for engine in ("ours-on-gpu", "offloadkit"))
+        _, work = layers_and_work("t5-large", "bf16", number, 512, 128)
+        num_blocks = sum(bool(stage.block) for stage in work.stages)
+        own = []
+        for part, constant in (("forward", fitted.FORWARD_LAUNCHES), ("backward", fitted.BACKWARD_LAUNCHES)):
+            launches = constant * sum(weighed(getattr(stage, part)) for stage in work.stages)
+            own.append((launches - bare["phases"][part] / ours["rates"]["launch_seconds"]) / num_blocks)
+        found.append(own)
+    assert [mean(column) for column in zip(*found, strict=True)] == pytest.approx(
+        list(fitted.ENGINE_LAUNCHES), rel=0.02
+    )
