@@ -61,10 +61,9 @@ It holds where no block of the model was timed (`python_time`).
 ENGINE_LAUNCHES = (54, 103)
 """Of these, what is the engine's own for a block in forward and in backward: hooks, waits and gradients.
 
-It comes on top of what was timed with a block of the model, which has no engine; compiling does not make it smaller. It
-is what the two constants above
-leave for T5-large's blocks after a loop without an engine: rows "ours-on-gpu" of growth-t5-large-2 and -8, commit
-e70d484, where Python bound both (tests/test_plan_launches.py).
+It comes on top of what was timed with a block of the model, which has no engine. Compiling does not make it smaller. It
+is what the two constants above leave for T5-large's blocks after a loop without an engine: rows "ours-on-gpu" of
+growth-t5-large-2 and -8, commit e70d484, where Python bound both (tests/test_plan_launches.py).
 """
 COMPILED_LAUNCHES = 0.44
 """Python's time for an operation of a compiled block, as a fraction of that uncompiled. Launches."""

@@ -165,6 +165,7 @@ class Plan:
             "tokens_per_second": self.tokens_per_second,
             "slowdown": self.slowdown,
             "rates_are_assumed": self.basis.assumed,
+            "assumed": self.basis.hardware.assumed if self.basis.hardware else "",
             "layers": [
                 {"name": layer.name, "num_parameters": layer.num_parameters, **vars(where)}
                 for layer, where in zip(self.layers, self.placements, strict=True)

@@ -143,10 +143,11 @@ def test_without_a_card_the_first_line_says_what_is_assumed() -> None:
     assert first.startswith("Planned for an assumed card of 8 GiB. Name yours by gpu= or --gpu: T4, L4, A10, RTX 3090,")
 
 
-def test_the_command_takes_a_card() -> None:
+def test_the_command_takes_a_card(plan: Callable[..., Plan]) -> None:
     done = CliRunner().invoke(app, ["plan", "t5-small", "--gpu", "tesla t4", "--batch-size", "1"])
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("Planned for a card that is not here, T4,")
+    assert plan("T4").to_dict()["assumed"].startswith("Planned for a card that is not here, T4,")
     refused = CliRunner().invoke(app, ["plan", "t5-small", "--gpu", "voodoo2"])
     assert refused.exit_code == 1
     assert "no card 'voodoo2' is known" in refused.stderr
