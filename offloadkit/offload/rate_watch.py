@@ -76,7 +76,7 @@ class RateWatch:
         records, self._records = self._records, []
         assert self._machine is not None
         pace, found, self._found = _pace(records), self._found, None
-        if found is not None and pace > (1 + MIN_GAIN) * found[2]:
+        if found is not None and found[0] is self._plan and pace > (1 + MIN_GAIN) * found[2]:
             self._searches_left = 0
             _, before, its_pace = found
             if any(number > room()[tier] for tier, number in before.needs().items() if tier != "disk"):

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit import outline
+from offloadkit import hardware, outline
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError
 from offloadkit.hardware import Hardware
 from offloadkit.monitor.monitor import Monitor
-from offloadkit.offload import rate_watch
-from offloadkit.offload.rate_watch import MAX_SEARCHES, NUM_STEPS, WARM_UP, RateWatch
+from offloadkit.offload import rate_watch, shortage
+from offloadkit.offload.rate_watch import MAX_SEARCHES, RateWatch
 from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import Plan, make_plan
 from offloadkit.planner import layout as shapes
@@ -32,6 +32,7 @@ from tests.synchronisations import of_the_callers, synchronisations
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONFIG = OffloadConfig(learning_rate=1e-2, vram=H200.vram_context_bytes + ALLOCATOR_BYTES + (1 << 20), ram="8GiB")
+WARM_UP, NUM_STEPS = 2, 4
 STEPS = WARM_UP + NUM_STEPS
 LONG = 2 * STEPS + 6
 """Judged twice."""
@@ -92,8 +93,10 @@ def expected() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def layers_stay_with_their_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real seconds of tiny steps are noise."""
+    """Real seconds of tiny steps are noise. So there is nothing that must settle first."""
     monkeypatch.setattr(StepBalancer, "correct", lambda *_: None)
+    monkeypatch.setattr(rate_watch, "WARM_UP", WARM_UP)
+    monkeypatch.setattr(rate_watch, "NUM_STEPS", NUM_STEPS)
     monkeypatch.setattr(shapes, "STEP_CHUNK", 4096)  # else a tiny layer's buffers are larger than its states
 
 
@@ -134,7 +137,7 @@ def test_a_run_whose_rates_agree_searches_for_nothing_and_waits_for_nothing(monk
         engine, _ = trained(STEPS + 3, Measured())
     assert [each.keys() for each in judged] == [{"H2D", "D2H", "CPU step"}]
     assert engine.telemetry.moves == []
-    assert not [each for each in of_the_callers(found) if "judge" in each.stack]
+    assert not [each for each in of_the_callers(found) if "in judge" in each.stack]
 
 
 def test_a_move_that_cannot_be_leaves_the_run_as_it_is(
@@ -198,6 +201,42 @@ def test_a_plan_that_has_no_room_any_more_is_not_gone_back_to() -> None:
     assert found is not None
     watch.begin(found[0])
     assert judge(watch, found[0], steps(found[0], 2.0), room={"vram": 1 << 30, "ram": 1 << 40}) is None
+
+
+def test_where_a_move_failed_there_is_nothing_to_go_back_to() -> None:
+    before = test_faster.plan_on(PLANNED_WITH)
+    watch = RateWatch(before)
+    assert judge(watch, before, steps(before, 1.0)) is not None
+    assert judge(watch, before, steps(before, 2.0)) is None
+
+
+def test_layers_are_judged_with_the_processor_that_steps_them_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned_with(SLOW_CPU, monkeypatch)
+    model = TinyLM(width=32, hidden=255, depth=12)
+    with OffloadEngine(model, CONFIG, device="cpu", example=tokens(1)[0]) as engine:
+        assert engine._placed.assigned == engine.plan.placements
+        at = next(at for at, state in enumerate(engine._placed.states) if state.switchable and state.on_gpu)
+        engine._placed.states[at].on_gpu = False
+        assert engine._placed.assigned[at] == replace(engine.plan.placements[at], step="cpu")
+        assert engine._placed.placements == engine.plan.placements
+
+
+@pytest.mark.parametrize("tier", ["vram", "ram"])
+def test_the_room_for_another_plan_is_what_is_free_now_within_the_budgets(
+    tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may have taken some since."""
+    plan, device, mib = test_faster.plan_on(H200), torch.device("cuda"), 1 << 20
+    free = {"vram": 1 << 40, "ram": 1 << 40}
+    monkeypatch.setattr(hardware, "vram_bytes", lambda _: (free["vram"], 1 << 40))
+    monkeypatch.setattr(hardware, "ram_available_bytes", lambda: free["ram"])
+    monkeypatch.setattr(shortage, "_floor_bytes", lambda: 0)
+    monkeypatch.setattr(shortage.process_memory, "peak_reserved_bytes", lambda _: 5 * mib)
+    assert shortage.room(plan, device) == test_faster.BUDGETS
+    free[tier] = 15 * mib
+    spare = 10 * mib if tier == "vram" else 15 * mib  # the peaks need the rest
+    assert plan.needs()[tier] + spare < test_faster.BUDGETS[tier]
+    assert shortage.room(plan, device) == test_faster.BUDGETS | {tier: plan.needs()[tier] + spare}
 
 
 def test_a_move_for_another_reason_forgets_what_was_measured() -> None:
