@@ -133,8 +133,8 @@ def as_placed(row: Row) -> tuple[Search, tuple[Placement, ...]]:
         attention=row["commit"] not in EAGER_ATTENTION,
     )
     layers = [replace(layer, precision=row["precision"]) for layer in layers]
-    timed = (row["figures"] or {}).get("operation_seconds")
-    work = replace(work, operation_seconds=tuple(timed) if timed else None)
+    timed = (row["figures"] or {}).get("operation_launches")
+    work = replace(work, operation_launches=tuple(timed) if timed else None)
     search = Search(layers, work, hardware_of(row["rates"]), row["accumulation"], compiled=compiled)
     number: dict[str, int] = row["placements"]
 

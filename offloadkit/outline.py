@@ -65,7 +65,9 @@ class Outline:
         device = torch.device(self.machine.device)
         is_here = device.type == "cuda" and torch.cuda.is_available() and not self.machine.assumed
         seconds = blocks.operation_seconds(traced, device) if is_here else None
-        return replace(traced, rows=rows or _rows(self.model, batch), operation_seconds=seconds)
+        launch = self.machine.launch_seconds
+        launches = None if seconds is None else (seconds[0] / launch, seconds[1] / launch)
+        return replace(traced, rows=rows or _rows(self.model, batch), operation_launches=launches)
 
     def plan(self, work: MicroBatch | None, **changes: Any) -> Plan:
         """The plan for a micro-batch that was traced, with `changes` in the config."""

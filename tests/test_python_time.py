@@ -126,20 +126,20 @@ def test_a_block_that_cannot_run_by_itself_is_planned_as_before() -> None:
 
 def test_a_plan_for_the_gpu_here_times_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(Blocks, "operation_seconds", lambda self, work, device: (1e-3, 2e-3))
+    monkeypatch.setattr(Blocks, "operation_seconds", lambda self, work, device: (3e-5, 4e-5))
     batch = torch.empty(2, 8, device="meta")
 
-    def seconds(**changes: Any) -> Any:
+    def launches(**changes: Any) -> Any:
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
         with outline.outlined(model, OffloadConfig(), replace(H200, **changes)) as found:
             work = found.work(batch)
         assert work is not None
-        return work.operation_seconds
+        return work.operation_launches
 
-    assert seconds() == (1e-3, 2e-3)
-    assert seconds(assumed="a card that is not here") is None
-    assert seconds(device="cpu") is None
+    assert launches(launch_seconds=5e-6) == pytest.approx((6, 8))
+    assert launches(assumed="a card that is not here") is None
+    assert launches(device="cpu") is None
 
 
 def test_the_cache_says_what_was_timed() -> None:

@@ -119,8 +119,9 @@ class StepModel:
         """compiled: whether the repeated blocks are compiled."""
         self._hardware, self._accumulation = hardware, accumulation
         launch = hardware.launch_seconds
-        forward, backward = work.operation_seconds or (FORWARD_LAUNCHES * launch, BACKWARD_LAUNCHES * launch)
-        own = [number * launch if work.operation_seconds else 0.0 for number in ENGINE_LAUNCHES]
+        timed = work.operation_launches or (FORWARD_LAUNCHES, BACKWARD_LAUNCHES)
+        forward, backward = (number * launch for number in timed)
+        own = [number * launch if work.operation_launches else 0.0 for number in ENGINE_LAUNCHES]
         self._cpu_rate = cpu_step_rate(layers[0].precision, hardware)
         sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
         dtype = max(sizes, key=lambda name: sizes[name])

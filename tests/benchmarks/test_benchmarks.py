@@ -214,7 +214,7 @@ def test_planned_rows_take_the_place_of_older_ones(tmp_path: Path) -> None:
 def test_measured_rows_are_planned_again_with_their_placements() -> None:
     """By what Python took for the model's blocks, if that was timed. Doors' and peers' rows are left out."""
     row = next(row for row in ROWS if (row["case"], row["commit"]) == ("fit-t5-base", "925c4b3"))
-    slow = row | {"figures": {"operation_seconds": [1e-3, 1e-3]}}
+    slow = row | {"figures": {"operation_launches": [200, 200]}}
     unknown = row | {"placements": {"another one": 1}}
     others = [row | {"engine": "hf"}, row | {"engine": "offloadkit-trainer"}, row | {"rates": None}, unknown]
     *_, once, again, blank = plans.replanned([*others, row, slow], 0.15)
