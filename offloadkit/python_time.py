@@ -84,9 +84,9 @@ class Blocks:
         often = sorted(self._kinds.values(), key=lambda kind: -len(kind.names))[:_MOST_KINDS]
         seconds, operations = [0.0, 0.0], [0.0, 0.0]
         for kind in often:
-            stage = stages[kind.names[0]]
-            took = _kept_seconds(kind, stage, device)
-            if not took:
+            stage = stages.get(kind.names[0])
+            took = _kept_seconds(kind, stage, device) if stage else None
+            if stage is None or took is None:
                 return None
             for part, of_part in enumerate((stage.forward, stage.backward)):
                 seconds[part] += len(kind.names) * took[part]
