@@ -9,7 +9,9 @@ for batch in batches:
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import sys
 import time
 import traceback
@@ -42,6 +44,7 @@ from offloadkit.errors import (
 )
 from offloadkit.offload.layers import FlatLayer, UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.model import PlacedModel
+from offloadkit.offload.plain import plain_copies
 from offloadkit.offload.profiling import Profile
 from offloadkit.offload.records import StepRecords, num_tokens
 from offloadkit.offload.shortage import (
@@ -55,6 +58,7 @@ from offloadkit.offload.shortage import (
 )
 from offloadkit.offload.states import LayerState, Materialise
 from offloadkit.offload.update import StepThread, Update
+from offloadkit.offload.weights import forked
 from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
@@ -74,16 +78,31 @@ def _check_free(model: nn.Module) -> None:
     Raises:
         EngineStateError: an open engine trains the model, or another one that shares trained parameters with it.
     """
+    if _other(model) is not None:
+        gc.collect()  # it may be one that nobody can reach any more
+    if (other := _other(model)) is not None:
+        which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
+        raise EngineStateError(f"{which} already has an open engine: call its close() first")
+
+
+def _other(model: nn.Module) -> nn.Module | None:
+    """A model with an open engine that trains parameters of `model`."""
     trained = _trained(model)
     for other, engine in list(_open_engines.items()):
         if engine() is not None and not trained.isdisjoint(_trained(other)):
-            which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
-            raise EngineStateError(f"{which} already has an open engine: call its close() first")
+            return other
+    return None
 
 
 def _trained(model: nn.Module) -> set[int]:
     """The ids of parameters, since using one may be watched."""
     return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+
+def _let_go_here(process: int, undo: ExitStack) -> None:
+    """Detach from the model, but not in a forked process: threads, GPU and pinned memory stayed in `process`."""
+    if os.getpid() == process:
+        undo.close()
 
 
 class OffloadEngine:
@@ -156,7 +175,9 @@ class OffloadEngine:
         self._undo = ExitStack()
         self._undo.callback(self._thread.close)
         # Without this, an engine dropped without close() would keep its model and its threads until the program ends.
-        self._finalizer = weakref.finalize(self, self._undo.close)
+        self._process = os.getpid()
+        self._finalizer = weakref.finalize(self, _let_go_here, self._process, self._undo)
+        self._undo.callback(plain_copies(model))
         self._ram_watch = RamWatch(self.plan.tiers["ram"])
         self._undo.callback(self._ram_watch.close)
         if self.config.vram is not None:
@@ -251,7 +272,12 @@ class OffloadEngine:
             self._records.forward(num_tokens(self.module, kwargs)),
             self._placed.in_forward(),
         ):
-            return self.module(*args, **kwargs)
+            try:
+                return self.module(*args, **kwargs)
+            except (RuntimeError, TypeError, AttributeError) as error:
+                if not isinstance(error, torch.OutOfMemoryError):
+                    self._untrained.check()  # it may be what made forward fail
+                raise
 
     def backward(self, loss: torch.Tensor, *, scale_by_accumulation: bool = True) -> None:
         """Backward of one micro-batch. Gradients are gathered, and sent to RAM, layer by layer.
@@ -297,6 +323,8 @@ class OffloadEngine:
                 if isinstance(error, torch.OutOfMemoryError):
                     with suppress(RuntimeError):  # a view of a larger tensor
                         given.detach_()
+                elif isinstance(error, RuntimeError):
+                    self._untrained.check()  # it may be what made backward fail
                 raise
 
     def step(self, *, boundary: bool | None = None) -> bool:
@@ -742,12 +770,12 @@ class OffloadEngine:
 
         The model keeps its trained weights. It stays on its device if all its weights were there; else all of it is in
         RAM then, and weights that were there stay where they are. The optimizer's states are gone, and are freed
-        before anything moves: closing takes no second copy of the weights.
+        before anything moves: closing takes no second copy of the weights. In a forked process nothing happens.
 
         Raises:
             NonFiniteGradientError: as `step`. The engine is closed then too.
         """
-        if not self._open:
+        if not self._open or os.getpid() != self._process:
             return
         failing = sys.exception() is not None  # an error is already on its way to the caller: do not hide it
         try:
@@ -805,6 +833,8 @@ class OffloadEngine:
     def _check_open(self) -> None:
         if not self._open:
             raise EngineStateError("this engine is closed: build a new OffloadEngine to train on")
+        if os.getpid() != self._process:
+            raise forked("the engine was")
 
     def _raise_thread_error(self) -> None:
         if self._thread.error is not None:
