@@ -73,6 +73,11 @@ logger = logging.getLogger(__name__)
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 
 
+def is_trained(model: nn.Module) -> bool:
+    """Whether an open engine trains parameters of `model`."""
+    return _other(model) is not None
+
+
 def _check_free(model: nn.Module) -> None:
     """
     Raises:
@@ -752,6 +757,7 @@ class OffloadEngine:
             self.loss_scale.load_state_dict(values["counts"]["loss_scale"])
 
     def _check_window(self) -> None:
+        self._check_open()
         if self._num_backwards:
             raise EngineStateError(
                 f"{self._num_backwards} micro-batches of an accumulation window are done, and their gradients are in "

@@ -48,7 +48,7 @@ def _state(before: dict[str, Any]) -> Callable[[nn.Module], Any]:
         for name, value in list(state.items()):
             if name == _NAME or name in _SWITCHES or _is_ours(value):
                 del state[name]
-                if name in before:
+                if name in before and not _is_ours(before[name]):
                     state[name] = before[name]
             elif "_hooks" in name and isinstance(value, dict):
                 state[name] = type(value)((key, hook) for key, hook in value.items() if key not in ours)

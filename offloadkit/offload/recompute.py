@@ -92,7 +92,9 @@ _SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func", "_require
 
 def _switch_on(model: Any) -> Callable[[], None]:
     """Have a HuggingFace model recompute; returns what has its modules as they were before."""
-    before = {module: {name: vars(module)[name] for name in _SWITCHES if name in vars(module)} for module in model.modules()}
+    before = {
+        module: {name: vars(module)[name] for name in _SWITCHES if name in vars(module)} for module in model.modules()
+    }
     # `activation_checkpointing_enable` in newer transformers, `gradient_...` in older.
     word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     getattr(model, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
