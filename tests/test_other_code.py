@@ -34,6 +34,11 @@ def config(placement: Placement | None = None) -> OffloadConfig:
     return OffloadConfig(learning_rate=1e-2, placement=placement or Placement())
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 def step(engine: OffloadEngine) -> None:
     """One that is under way when this returns."""
     engine.backward(engine(tokens(1)[0]))
