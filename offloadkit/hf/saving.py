@@ -8,16 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from offloadkit.changes import claim, unclaimed
 from offloadkit.checkpoint.arrays import can_hold, write_arrays
 from offloadkit.checkpoint.folder import written_beside
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 
 @contextmanager
@@ -38,8 +35,12 @@ def saved_in_pieces() -> Iterator[None]:
 
 
 @contextmanager
-def arguments_as_data(folder: Path, args: TrainingArguments) -> Iterator[None]:
-    """A context in which the Trainer writes its arguments to `folder` as JSON; its `training_args.bin` is a pickle."""
+def arguments_as_data(folder: Path, args: Any) -> Iterator[None]:
+    """A context in which the Trainer writes its arguments to `folder` as JSON; its `training_args.bin` is a pickle.
+
+    Args:
+        args: the Trainer's `TrainingArguments`.
+    """
     from transformers import trainer
 
     folder.mkdir(parents=True, exist_ok=True)

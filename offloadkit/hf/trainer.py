@@ -122,8 +122,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         chosen = self.args.mixed_precision
         if self.args.fp16:
             self.args.mixed_precision = "no"  # else accelerate scales the loss itself
-        super().create_accelerator_and_postprocess()
-        self.args.mixed_precision = chosen
+        try:
+            super().create_accelerator_and_postprocess()
+        finally:
+            self.args.mixed_precision = chosen
         self.accelerator.backward = self._backward
         if self.args.dataloader_pin_memory:  # else each batch's copy waits for all work queued on the GPU
             self.accelerator.dataloader_config.non_blocking = True
@@ -435,7 +437,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """Remove NEFTune's hook also where training was interrupted: another run would add noise twice."""
         hook = getattr(self, "neftune_hook_handle", None)
         if hook is not None and self.neftune_noise_alpha is not None:
-            deactivate_neftune(self.model, hook, self.accelerator)
+            untyped: Any = deactivate_neftune
+            untyped(self.model, hook, self.accelerator)
 
     def _take_over(self) -> None:
         """Close engines that other Trainers have left open on this model, or on another wrapper of its modules.

@@ -57,15 +57,12 @@ def checkpoint_activations(
         )
 
     def recompute(block: nn.Module) -> Callable[..., Any]:
-        """The checkpointed call of `block`: not a partial, whose arguments a deepcopy of the model would copy."""
+        """The checkpointed call of `block`."""
         offload = partial(offloaded.checkpoint, f"{names[block]} input")
         run = offload if choices[block] == "offload" else partial(_checkpoint, offloaded.device)
         buffers = _ChangingBuffers(block)
 
         def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            owner = _owner(forward)
-            if owner is not block and type(owner) is type(block):  # a deepcopy of the model has a copy of this call
-                return forward(*args, **kwargs)
             return run(weights.get(block, ()), buffers, forward, *args, **kwargs)
 
         return call
@@ -117,15 +114,6 @@ def _remove_new_hooks(model: Any, before: dict[str, Any]) -> None:
     for hook in new:
         if hook is not None and not any(hook is each for each in known):
             hook.remove()
-
-
-def _owner(forward: Any) -> Any:
-    """What `forward` is a method of, or is called with first, if that is bound to it (HuggingFace does either)."""
-    first = None
-    while isinstance(forward, partial):
-        first = forward.args[0] if forward.args else first
-        forward = forward.func
-    return getattr(forward, "__self__", first)
 
 
 class _ChangingBuffers:

@@ -228,12 +228,11 @@ def _check_not_traced() -> None:
         EngineStateError: torch.compile traces a module whose weights the engine moves.
     """
     if torch.compiler.is_dynamo_compiling():
-        _refuse_compilation()
+        untyped: Any = torch.compiler
+        untyped.disable(_refuse_compilation)()  # an error in a function that is traced would make dynamo give up only
 
 
-@torch.compiler.disable
 def _refuse_compilation() -> None:
-    """Raises. A function that is not traced: an error in one that is would make dynamo give up, and say nothing."""
     raise EngineStateError(
         "torch.compile() of a model whose engine is open: what it makes of the hooks that wait for weights depends on "
         "where these live, and so would the numbers. OffloadConfig(compile_blocks=True) compiles the blocks; close the "
@@ -284,14 +283,9 @@ class ForwardHooks:
             self._hooks.append(untyped.register_load_state_dict_post_hook(watch))
 
     def _hook_functions(self) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
-        """The hooks of the whole model's forward, of a module's forward, and of a module's state_dict.
-
-        They are functions, not methods: a deepcopy of the model copies its hooks, and must not copy this object.
-        """
+        """The hooks of the whole model's forward, of a module's forward, and of a module's state_dict."""
 
         def at_root(module: nn.Module, args: Any) -> None:
-            if module is not self._model:
-                return
             _check_not_traced()
             training = torch.is_grad_enabled()
             pending = [weight for weight in (self._waited_at_root if training else self._weights) if weight.pending]
@@ -363,7 +357,7 @@ class ForwardHooks:
         """Remove the hooks, and let go of the model."""
         for hook in self._hooks:
             hook.remove()
-        self._layers_of.clear()  # a deepcopy of the model may keep the hooks alive
+        self._layers_of.clear()
         self._waiting_for.clear()
         self._model, self._weights = None, ()
 
@@ -411,8 +405,6 @@ class TiedUses:
         self, module: nn.Module, views: dict[str, ParameterView], sink: Callable[[ParameterView, torch.Tensor], None]
     ) -> list[Any]:
         def enter(entered: nn.Module, args: Any) -> None:
-            if entered is not module:  # a deepcopy of the module, which has a copy of the hook
-                return
             for attribute, view in views.items():
                 if torch.is_grad_enabled() and view.parameter.requires_grad:
                     use = _use(view.parameter, lambda gradient, view=view: sink(view, gradient))
