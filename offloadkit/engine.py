@@ -9,7 +9,6 @@ for batch in batches:
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -41,6 +40,7 @@ from offloadkit.errors import (
     OutOfRamError,
     OutOfVramError,
     RepeatWindowError,
+    forget_last_error,
 )
 from offloadkit.offload.layers import FlatLayer, UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.model import PlacedModel
@@ -84,10 +84,10 @@ def _check_free(model: nn.Module) -> None:
         EngineStateError: an open engine trains the model, or another one that shares trained parameters with it.
     """
     if _other(model) is not None:
-        gc.collect()  # it may be one that nobody can reach any more
+        forget_last_error()  # nobody may reach it any more: an interrupt's frames hold it, or a cycle does
     if (other := _other(model)) is not None:
         which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
-        raise EngineStateError(f"{which} already has an open engine: call its close() first")
+        raise EngineStateError(f"{which} already has an open engine: call its close() first, or that of its Trainer")
 
 
 def _other(model: nn.Module) -> nn.Module | None:

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -165,7 +166,7 @@ def test_what_was_exchanged_is_named_where_forward_fails(change: Callable[[Any],
 
 
 @pytest.mark.parametrize("part", ["whole", "in place", "block"])
-def test_a_model_compiled_around_the_engines_hooks_is_refused(part: str) -> None:
+def test_training_through_a_model_compiled_around_the_hooks_is_refused(part: str) -> None:
     torch._dynamo.reset()
     model: Any = small()
     given = torch.compile(model, backend="eager") if part == "whole" else model
@@ -245,6 +246,21 @@ def test_an_engine_that_nobody_can_reach_is_in_nobodys_way() -> None:
         OffloadEngine(model, config(), device="cpu").close()
     finally:
         gc.enable()
+
+
+def test_an_interrupt_that_a_notebook_remembers_is_in_no_new_engines_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+
+    def interrupted() -> None:
+        engine = OffloadEngine(model, config(), device="cpu")
+        train(engine, tokens(1))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupted()
+    monkeypatch.setattr(sys, "last_value", caught.value, raising=False)
+    del caught
+    OffloadEngine(model, config(), device="cpu").close()
 
 
 class Settings:

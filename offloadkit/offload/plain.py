@@ -43,6 +43,7 @@ def _state(before: dict[str, Any]) -> Callable[[nn.Module], Any]:
         state = kind.__getstate__(module)
         if not isinstance(state, dict):
             return state
+        state = dict(state)
         hooks = [table for name, table in state.items() if name.endswith("_hooks") and isinstance(table, dict)]
         ours = {key for table in hooks for key, hook in table.items() if _is_ours(hook)}
         for name, value in list(state.items()):

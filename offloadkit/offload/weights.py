@@ -225,18 +225,18 @@ def forked(what: str) -> EngineStateError:
 def _check_not_traced() -> None:
     """
     Raises:
-        EngineStateError: torch.compile traces a module whose weights the engine moves.
+        EngineStateError: torch.compile traces a module whose weights the engine moves, in training.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling():
         untyped: Any = torch.compiler
         untyped.disable(_refuse_compilation)()  # an error in a function that is traced would make dynamo give up only
 
 
 def _refuse_compilation() -> None:
     raise EngineStateError(
-        "torch.compile() of a model whose engine is open: what it makes of the hooks that wait for weights depends on "
-        "where these live, and so would the numbers. OffloadConfig(compile_blocks=True) compiles the blocks; close the "
-        "engine to compile the model for generation"
+        "torch.compile() of a model that is trained: what it makes of the hooks that wait for weights depends on where "
+        "these live, and so would the numbers. OffloadConfig(compile_blocks=True) compiles the blocks; under "
+        "torch.no_grad() the whole model may be compiled"
     )
 
 
