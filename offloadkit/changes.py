@@ -2,6 +2,8 @@
 
 The engine knows no library. `offloadkit/__init__.py` registers who knows one; that module is imported when a model of
 the library is first trained or planned.
+
+`claim` sets what several models share, such as a config, and gives it back when the last of them is done.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ def attributes(model: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("placement", [Placement(), IN_RAM], ids=["vram", "ram"])
 def test_a_copy_of_a_model_in_training_is_a_plain_model(how: Callable[[Any], Any], placement: Placement) -> None:
     model = small()
-    model.blocks[0].register_forward_hook(print_nothing)
+    model.blocks[0].register_forward_hook(nothing)
+    model.blocks[1].forward = doubled
     plain = attributes(model)
     with OffloadEngine(model, config(placement), device="cpu") as engine:
         step(engine)
@@ -72,6 +73,7 @@ def test_a_copy_of_a_model_in_training_is_a_plain_model(how: Callable[[Any], Any
         assert {type(parameter) for parameter in copied.parameters()} == {nn.Parameter}
         assert copied.head.weight is copied.embed.weight
         assert attributes(copied) == plain
+        assert copied.blocks[1].forward is doubled
         before = engine.master_weights()["embed.weight"]
         copied(tokens(1)[0]).backward()  # by itself
         assert torch.equal(before, engine.master_weights()["embed.weight"])
@@ -79,7 +81,11 @@ def test_a_copy_of_a_model_in_training_is_a_plain_model(how: Callable[[Any], Any
     assert attributes(model) == plain
 
 
-def print_nothing(*_: Any) -> None: ...
+def nothing(*_: Any) -> None: ...
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
 
 
 def test_what_is_pickled_needs_no_engine() -> None:

@@ -14,10 +14,9 @@ from typing import Any
 from torch import nn
 
 from offloadkit.changes import without_claims
+from offloadkit.offload.recompute import SWITCHES
 
 _NAME = "__getstate__"
-_SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks")
-"""Attributes by which transformers' blocks recompute; the engine sets them."""
 _OURS = __name__.partition(".")[0]
 
 
@@ -26,18 +25,21 @@ def plain_copies(model: nn.Module) -> Callable[[], None]:
 
     Call it before the engine changes the modules: what an attribute was then is what a copy has.
     """
-    before = {module: dict(vars(module)) for module in model.modules() if _NAME not in vars(module)}
-    for module in before:
-        vars(module)[_NAME] = MethodType(_state(before[module]), module)
+    modules = [module for module in model.modules() if _NAME not in vars(module)]
+    for module in modules:
+        before = {name: value for name, value in vars(module).items() if name in SWITCHES or callable(value)}
+        vars(module)[_NAME] = MethodType(_state(before), module)
 
     def end() -> None:
-        for module in before:
+        for module in modules:
             vars(module).pop(_NAME, None)
 
     return end
 
 
 def _state(before: dict[str, Any]) -> Callable[[nn.Module], Any]:
+    """A module's `__getstate__`. `before`: attributes that the engine may change, as they were."""
+
     def state_of(module: nn.Module) -> Any:
         kind: Any = type(module)
         state = kind.__getstate__(module)
@@ -47,7 +49,7 @@ def _state(before: dict[str, Any]) -> Callable[[nn.Module], Any]:
         hooks = [table for name, table in state.items() if name.endswith("_hooks") and isinstance(table, dict)]
         ours = {key for table in hooks for key, hook in table.items() if _is_ours(hook)}
         for name, value in list(state.items()):
-            if name == _NAME or name in _SWITCHES or _is_ours(value):
+            if name == _NAME or name in SWITCHES or _is_ours(value):
                 del state[name]
                 if name in before and not _is_ours(before[name]):
                     state[name] = before[name]

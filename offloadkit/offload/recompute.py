@@ -83,14 +83,14 @@ def checkpoint_activations(
     return replace_forwards({block: partial(recompute(block), block.forward) for block in choices})
 
 
-_SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks")
-"""Attributes that transformers' switch sets."""
+SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks")
+"""Attributes that transformers' switch for recomputation sets."""
 
 
 def _switch_on(model: Any) -> Callable[[], None]:
     """Have a HuggingFace model recompute; returns what has its modules as they were before."""
     before = {
-        module: {name: vars(module)[name] for name in _SWITCHES if name in vars(module)} for module in model.modules()
+        module: {name: vars(module)[name] for name in SWITCHES if name in vars(module)} for module in model.modules()
     }
     # `activation_checkpointing_enable` in newer transformers, `gradient_...` in older.
     word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
@@ -100,7 +100,7 @@ def _switch_on(model: Any) -> Callable[[], None]:
 
     def switch_off() -> None:
         for module, values in before.items():
-            for name in _SWITCHES:
+            for name in SWITCHES:
                 vars(module).pop(name, None)
             vars(module).update(values)
 
