@@ -60,7 +60,7 @@ from offloadkit.offload.states import LayerState, Materialise
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.offload.weights import forked
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.table import GroupOptions
+from offloadkit.optim.table import DTYPES, GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
 from offloadkit.outline import FirstWindow, chooses, plan_for
 from offloadkit.planner import Plan, placed
@@ -78,16 +78,27 @@ def is_trained(model: nn.Module) -> bool:
     return _other(model) is not None
 
 
-def _check_free(model: nn.Module) -> None:
+def _check_free(model: nn.Module, config: OffloadConfig) -> None:
     """
     Raises:
-        EngineStateError: an open engine trains the model, or another one that shares trained parameters with it.
+        EngineStateError: an open engine trains the model, or another one that shares trained parameters with it. Or
+            another one computes with frozen parameters of it, which would be cast.
     """
     if _other(model) is not None:
         forget_last_error()  # nobody may reach it any more: an interrupt's frames hold it, or a cycle does
     if (other := _other(model)) is not None:
         which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
         raise EngineStateError(f"{which} already has an open engine: call its close() first, or that of its Trainer")
+    if config.working_dtype == "auto":
+        return
+    dtype, others = DTYPES[config.working_dtype], [at for at, engine in list(_open_engines.items()) if engine()]
+    theirs = {id(parameter) for other in others for parameter in other.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in theirs and parameter.dtype.is_floating_point and parameter.dtype != dtype:
+            raise EngineStateError(
+                f"the frozen parameter {name!r} is {parameter.dtype}, and another model with an open engine computes "
+                f"with it: working_dtype={config.working_dtype!r} would cast it. Train both with one working dtype"
+            )
 
 
 def _other(model: nn.Module) -> nn.Module | None:
@@ -159,8 +170,8 @@ class OffloadEngine:
             DoesNotFitError: the plan made here needs more than there is, or than the config's `vram` or `ram`.
             OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`).
         """
-        _check_free(model)
         self.module, self.config = model, config or OffloadConfig()
+        _check_free(model, self.config)
         self.device = hardware.indexed(torch.device(device)) if device is not None else hardware.default_device()
         self.telemetry = telemetry or Telemetry()
         param_groups = listed_groups(param_groups)

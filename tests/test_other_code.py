@@ -9,6 +9,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -166,6 +167,18 @@ def test_what_was_exchanged_is_named_where_forward_fails(change: Callable[[Any],
         for module, parameters in zip(modules, kept, strict=True):
             module._parameters.update(parameters)
         train(engine, tokens(1))
+
+
+def test_what_two_engines_share_is_cast_by_neither() -> None:
+    trunk = nn.Linear(4, 4).requires_grad_(False)
+    one, other = (nn.Sequential(trunk, nn.Linear(4, 1)) for _ in range(2))
+    with OffloadEngine(one, config(), device="cpu") as first:
+        with pytest.raises(EngineStateError, match=r"'0\.weight' is torch\.float32, and another model"):
+            OffloadEngine(other, replace(config(), working_dtype="bf16"), device="cpu")
+        with OffloadEngine(other, config(), device="cpu") as second:
+            for engine in (first, second, first):
+                engine.backward(engine(torch.ones(1, 4)).sum())
+                engine.step()
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
