@@ -16,12 +16,14 @@ import time
 import traceback
 import warnings
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -32,13 +34,16 @@ from offloadkit.checkpoint.states import SavedStates
 from offloadkit.config import OffloadConfig
 from offloadkit.device.process_memory import cap_vram, forget_peak, phase
 from offloadkit.device.streams import record_compute
+from offloadkit.distributed.ranks import Ranks, joined_ranks
 from offloadkit.errors import (
+    ConfigError,
     EngineStateError,
     ModelError,
     NonFiniteGradientError,
     OffloadkitError,
     OutOfRamError,
     OutOfVramError,
+    RankError,
     RepeatWindowError,
     forget_last_error,
 )
@@ -153,6 +158,11 @@ class OffloadEngine:
     ) -> None:
         """Place the model. While the engine is open, models of transformers compute as `docs/design.md` says.
 
+        Where torch.distributed is initialised with more than one rank, the engines of all ranks train the model
+        together, each with micro-batches of its own. All of them must be built, called and settled alike: building,
+        backward, `step`, saving, and the first use of weights after a `step` wait for the other ranks. After
+        `synchronize` a rank may use the weights by itself.
+
         Args:
             model: any module. Its trainable parameters live where the plan says; frozen ones move to `device`.
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
@@ -168,7 +178,9 @@ class OffloadEngine:
 
         Raises:
             ModelError: nothing can be trained, a parameter's dtype is not supported, or the plan is another model's.
-            ConfigError: the plan was made with another accumulation, recomputation or placement.
+            ConfigError: the plan was made with another accumulation, recomputation or placement. With several ranks: no
+                placement was chosen on a GPU, or one with weights in RAM or states on disk.
+            RankError: the ranks have other models or configs.
             EngineStateError: another engine that is still open trains this model, or parameters of it.
             DoesNotFitError: the plan made here needs more than there is, or than the config's `vram` or `ram`.
             OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`).
@@ -179,6 +191,11 @@ class OffloadEngine:
         self.telemetry = telemetry or Telemetry()
         param_groups = listed_groups(param_groups)
         layers = flat_layers(model, self.config, param_groups)
+        self._undo = ExitStack()
+        self._ranks = joined_ranks(self.device)
+        if self._ranks is not None:
+            self._undo.callback(self._ranks.close)
+            self._join(self._ranks, layers)
         trained = {view.parameter for layer in layers for view in layer.views}
         self._first_window: FirstWindow | None = None
         plan = plan or self._planned(model, layers, example)
@@ -190,8 +207,7 @@ class OffloadEngine:
             message = f"less VRAM is free than was planned with: the plan is leaner ({words})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         forget_peak(self.device)  # a full GPU is explained by this engine's
-        self._thread = StepThread(self.device)
-        self._undo = ExitStack()
+        self._thread = StepThread(self.device, self._ranks)
         self._undo.callback(self._thread.close)
         # Without this, an engine dropped without close() would keep its model and its threads until the program ends.
         self._process = os.getpid()
@@ -213,6 +229,7 @@ class OffloadEngine:
                 self.plan,
                 self.config,
                 self.device,
+                ranks=self._ranks,
                 materialise=materialise,
                 ram_watch=self._ram_watch,
                 submit=self._thread.submit,
@@ -242,12 +259,34 @@ class OffloadEngine:
         self.telemetry.plan = self.plan
         _open_engines[model] = weakref.ref(self)
 
+    def _join(self, ranks: Ranks, layers: list[FlatLayer]) -> None:
+        """Share the layers between the ranks.
+
+        Raises:
+            RankError: the ranks have other models or configs.
+        """
+        run = replace(self.config, placement=None, vram=None, ram=None, disk=None)
+        facts = repr(([layer.shape() for layer in layers], run)).encode()
+        if len({*ranks.agree(np.array([zlib.crc32(facts)])).flat}) > 1:
+            raise RankError(
+                "the ranks build engines for other models, dtypes, parameter groups or configs: build the same on all "
+                "ranks; only placement, vram, ram and disk may differ"
+            )
+        for layer in layers:
+            layer.cut_for(ranks.rank, ranks.size)
+
     def _planned(self, model: nn.Module, layers: list[FlatLayer], example: Any) -> Plan:
         """The plan to begin with, where none is given.
 
         Raises:
             DoesNotFitError: it does not fit.
+            ConfigError: several ranks have to choose.
         """
+        if self._ranks is not None and chooses(self.config, self.device):
+            raise ConfigError(
+                f"planning for {self._ranks.size} ranks is not built yet: choose OffloadConfig(placement=...), with "
+                "weights='vram', and states='vram' or states='ram'"
+            )
         made = None if example is None else plan_for(model, self.config, self.device, example)
         if made is None and not chooses(self.config, self.device):
             return plan_of(model, layers, self.config)
@@ -307,7 +346,8 @@ class OffloadEngine:
 
         Args:
             loss: a scalar.
-            scale_by_accumulation: divide it by `config.gradient_accumulation` first.
+            scale_by_accumulation: divide it by `config.gradient_accumulation` first, and by the number of ranks. If
+                not, all micro-batches of all ranks are simply added.
 
         Raises:
             EngineStateError: it was called again before `step()`, without gradient accumulation.
@@ -325,7 +365,8 @@ class OffloadEngine:
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a scalar loss, got a tensor of shape {tuple(loss.shape)}")
         with self.makes_room():
-            self._backward(loss, accumulation if scale_by_accumulation else 1)
+            num_added = accumulation if self._ranks is None else accumulation * self._ranks.size
+            self._backward(loss, num_added if scale_by_accumulation else 1)
         self._num_backwards += 1
         self._stepped = False
 
@@ -374,7 +415,9 @@ class OffloadEngine:
             return False
         self._untrained.check()
         scarce, leaner = self._ram_watch.warning(), None
-        if scarce is not None and (leaner := with_less_ram(self.plan, self.device)) is None:
+        if scarce is not None and self._ranks is None:
+            leaner = with_less_ram(self.plan, self.device)
+        if scarce is not None and leaner is None:
             raise OutOfRamError(scarce)
         self._read_reports()
         self._placed.take_over_outside_writes()
@@ -410,7 +453,7 @@ class OffloadEngine:
 
     def _new_update(self) -> Update:
         """A snapshot of what the stepping thread needs. From here on, forward waits for the updated layers."""
-        layers = self._placed.start_update()
+        layers = self._placed.start_update((self.num_updates, self._num_backwards))
         options = [GroupOptions.of(group) for group in self.optimizer.param_groups]
         update = Update(self.num_updates + 1, layers, options, self.config.max_grad_norm, record_compute(self.device))
         if self.loss_scale is not None:
@@ -574,6 +617,8 @@ class OffloadEngine:
 
     def _leave_vram(self, error: OutOfVramError) -> OutOfVramError:
         """Move to a plan with less VRAM; returns the error to raise."""
+        if self._ranks is not None:
+            return error  # the other ranks are not full
         plan, full = with_less_vram(self.plan, self.device), full_gpu(self.plan, self.device)
         if plan is None:
             return error
@@ -710,6 +755,7 @@ class OffloadEngine:
         return RunNumbers(
             state["module"],
             state["optimizer"],
+            {view.name: each.ranges_of(at) for each in self._placed.states for at, view in enumerate(each.layer.views)},
             {view.name: tuple(view.parameter.shape) for view in views},
             groups,
             facts,
@@ -720,7 +766,8 @@ class OffloadEngine:
     def save_checkpoint(self, folder: str | Path, *, scheduler: Any = None, position: Any = None) -> None:
         """Write all that a run needs to go on exactly: weights, states, counts and random states.
 
-        An older checkpoint in `folder` stays until the new one is whole.
+        An older checkpoint in `folder` stays until the new one is whole. All ranks save together, into a folder that
+        all of them see; any number of ranks may go on from it. Random states are rank 0's.
 
         Args:
             scheduler: a learning-rate scheduler, whose `state_dict()` is saved.
@@ -734,7 +781,8 @@ class OffloadEngine:
         """
         states = None if scheduler is None else scheduler.state_dict()
         with phase("saving", self.telemetry.peaks, self.device):
-            save_run(Path(folder).expanduser().absolute(), self.numbers(), scheduler=states, position=position)
+            where = Path(folder).expanduser().absolute()
+            save_run(where, self.numbers(), self._ranks, scheduler=states, position=position)
 
     def load_checkpoint(self, folder: str | Path, *, scheduler: Any = None) -> Any:
         """Go on from `save_checkpoint`, under any placement.

@@ -11,16 +11,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offloadkit.checkpoint.arrays import ArrayFile, Between
-from offloadkit.checkpoint.folder import MANIFEST, check_readable, put_in_place, write_manifest
-from offloadkit.checkpoint.states import SavedStates, States, write_states
+from offloadkit.checkpoint.folder import MANIFEST, check_readable, put_in_place, write_manifest, written_to
+from offloadkit.checkpoint.states import STATE_FILES, Ranges, SavedStates, States, write_states
 from offloadkit.checkpoint.values import random_states, read_json, set_random_states, write_json
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights, write_weights
+from offloadkit.distributed.ranks import Ranks
 from offloadkit.errors import ConfigError, ModelError, OutputError
 
 RUN_FILE = "run.json"
@@ -34,6 +36,8 @@ class RunNumbers:
     weights: Mapping[str, Any]
     """The module's `state_dict()`."""
     states: States
+    ranges: Ranges
+    """Of `states`: with several ranks this one has a part of them."""
     shapes: Mapping[str, tuple[int, ...]]
     """Of the trained parameters, by name."""
     groups: list[dict[str, Any]]
@@ -52,10 +56,18 @@ class RunNumbers:
             ConfigError: `more` holds something that is not data.
             OSError: it could not be written.
         """
+        self.write_values(folder, **more)
+        self.write_states(folder)
+
+    def write_values(self, folder: Path, **more: Any) -> None:
+        """Write `run.json`. Raises as `write`."""
         values = {"facts": self.facts, "groups": self.groups, "counts": self.counts, **more}
         write_json(folder / RUN_FILE, values)
+
+    def write_states(self, folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
+        """Write this rank's states. Raises as `write`."""
         between = Between(self.forget_pages)
-        write_states(folder, self.states, self.shapes, between)
+        write_states(folder, self.states, self.ranges, self.shapes, between, rank, num_ranks)
         between.finish()
 
     def check(self, folder: Path, saved: SavedStates) -> dict[str, Any]:
@@ -82,7 +94,7 @@ class RunNumbers:
                     f"{path}: the run was saved with {name}={facts[name]!r}, this one has {own!r}: go on with "
                     f"OffloadConfig({name}={facts[name]!r})"
                 )
-        saved.check(self.states, self.shapes)
+        saved.check(self.states, self.ranges, self.shapes)
         if len(groups) != len(self.groups):
             raise ModelError(f"{path}: the saved run has {len(groups)} parameter groups, this one {len(self.groups)}")
         for at, (theirs, group) in enumerate(zip(members, self.groups, strict=True)):
@@ -94,22 +106,51 @@ class RunNumbers:
     def load_states(self, saved: SavedStates) -> None:
         """Read the optimizer states where they live."""
         between = Between(self.forget_pages)
-        saved.load(self.states, between)
+        saved.load(self.states, self.ranges, between)
         between.finish()
 
 
-def save_run(folder: Path, numbers: RunNumbers, **more: Any) -> None:
+def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks | None = None, **more: Any) -> None:
     """Write a checkpoint with weights and random states, in place of an older one in `folder`.
+
+    With several ranks each writes its states into a folder beside it; rank 0 writes the rest, and the manifest last.
 
     Raises:
         OutputError: it cannot be written, or `folder` holds other files. What was there is still there.
         ConfigError, ModelError: something is not data.
+        RankError: another rank failed. What was there is still there.
     """
+    if ranks is None:
+        _save(folder, lambda new: numbers.write(new, **more), numbers)
+        return
+    beside, first = folder.with_name(f".{folder.name}-ranks"), ranks.rank == 0
+    try:
+        with ranks.together("beginning a checkpoint"), written_to(folder):
+            if first:
+                shutil.rmtree(beside, ignore_errors=True)
+                beside.mkdir(parents=True)
+        with ranks.together("writing optimizer states"), written_to(folder):
+            numbers.write_states(beside, ranks.rank, ranks.size)
+
+        def write(new: Path) -> None:
+            numbers.write_values(new, **more)
+            for path in beside.glob(STATE_FILES):
+                path.rename(new / path.name)
+
+        with ranks.together("writing a checkpoint"):
+            if first:
+                _save(folder, write, numbers)
+    finally:
+        if first:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunNumbers) -> None:
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
         raise OutputError(f"{folder} exists and is no checkpoint: pass the name of a new folder")
 
     def write(new: Path) -> None:
-        numbers.write(new, **more)
+        write_numbers(new)
         write_weights(new, numbers.weights)
         write_random(new)
         write_manifest(new)
