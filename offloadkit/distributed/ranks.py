@@ -56,7 +56,7 @@ class Ranks:
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
         default: Any = dist.group.WORLD
-        timeout = default._get_backend(device if device.type == "cuda" else torch.device("cpu")).options._timeout
+        timeout = default._get_backend(default._device_types[0]).options._timeout
         backend = "nccl" if device.type == "cuda" else "gloo"
         with _explained("making process groups"):
             self._between_devices: Any = dist.new_group(backend=backend, timeout=timeout)

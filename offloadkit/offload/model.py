@@ -20,7 +20,7 @@ from offloadkit.device import host_memory
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.process_memory import let_segments_grow
 from offloadkit.device.state_file import DiskStates, Region, StateFile
-from offloadkit.device.streams import BusyTime, Waits, record_compute
+from offloadkit.device.streams import BusyTime, Waits
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.errors import ConfigError, EngineStateError
 from offloadkit.hardware import trim_heap
@@ -97,7 +97,7 @@ class PlacedModel:
         self._ring: WeightRing | None = None
         let_segments_grow(device)
         self._waits, self._ranks = Waits(device), ranks
-        self._gathers = None if ranks is None else WeightGathers(ranks, self._waits)
+        self._gathers = None if ranks is None else WeightGathers(ranks, device, self._waits)
         self._check_built(plan.placements)
         shared = self._allocate(layers, plan.placements, _with_rank_0s_numbers(materialise, ranks), ram_watch)
         trained = {view.parameter for layer in layers for view in layer.views}
@@ -437,7 +437,7 @@ class PlacedModel:
                 layers.append((state, views, state.weights.start_update(views)))
                 state.gradient.window.clear()
         if self._gathers is not None:
-            self._gathers.begin([state.weights for state, _, _ in layers], record_compute(self._device))
+            self._gathers.begin([state.weights for state, _, _ in layers])
         return layers
 
     def _agree(self, ranks: Ranks, order: list[LayerState], window: tuple[int, int]) -> list[LayerState]:

@@ -77,26 +77,30 @@ def parts(flat: torch.Tensor, num: int) -> list[torch.Tensor]:
 
 
 class WeightGathers:
-    """The layers of an update whose new weights were not gathered yet, in the order in which all ranks gather them."""
+    """The layers of an update whose new weights were not gathered yet, in the order in which all ranks gather them.
 
-    def __init__(self, ranks: Ranks, waits: Waits) -> None:
+    Attributes:
+        looks_ahead: whether layers that are stepped are gathered before somebody asks for them. Without a GPU a gather
+            blocks the host until the other ranks come to it, so there it is left until all need it.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, waits: Waits) -> None:
         self._ranks, self._waits = ranks, waits
+        self.looks_ahead = device.type != "cpu"
         self._coming: deque[LayerWeights] = deque()
-        self._free: Event | None = None
 
-    def begin(self, coming: Sequence[LayerWeights], free: Event) -> None:
-        """An update of the layers `coming` starts. Old weights are read until `free`."""
+    def begin(self, coming: Sequence[LayerWeights]) -> None:
+        """An update of the layers `coming` starts."""
         self._coming.extend(coming)
-        self._free = free
 
     def bring(self, wanted: LayerWeights | None = None) -> None:
-        """Issue the gathers up to that of `wanted`, or all, and those behind it that are stepped already.
+        """Issue the gathers up to that of `wanted`, or all; see `looks_ahead` for those behind it.
 
         A layer's `pending.arrived` is the end of its gather then. It blocks until the layers are stepped here, and,
         without a GPU, on the other ranks.
         """
         must = len(self._coming) if wanted is None else self._position(wanted)
-        while self._coming and (must > 0 or self._is_stepped(self._coming[0])):
+        while self._coming and (must > 0 or (self.looks_ahead and self._is_stepped(self._coming[0]))):
             self._issue(self._coming.popleft())
             must -= 1
 
@@ -120,8 +124,6 @@ class WeightGathers:
         if pending.arrived is None:
             return  # the update was skipped, on all ranks alike
         stream = self._ranks.stream
-        for event in (pending.arrived, self._free):
-            if event is not None:
-                stream.wait(event)
+        stream.wait(pending.arrived)  # it comes after the last use of the old weights
         stream.run(partial(self._ranks.gather, weights.flat, weights.layer.cuts))
         pending.arrived = stream.record()

@@ -1,5 +1,7 @@
-"""Processes that run a function as the ranks of a gloo group. They are started once and stay, since importing torch takes
-seconds; each run makes a group of the size that it needs."""
+"""Processes that run a function as the ranks of a gloo group.
+
+They are started once and stay, since importing torch takes seconds; each run makes a group of the size that it needs.
+"""
 
 from __future__ import annotations
 
