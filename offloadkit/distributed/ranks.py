@@ -135,10 +135,11 @@ class Ranks:
             raise RankError(f"{what} failed on rank {failed[0]}, whose error says why")
 
     def close(self) -> None:
-        """Give the groups back."""
+        """Give the groups back, which closes their connections: ranks that still wait for this one get an error."""
         if dist.is_initialized():
             for group in (self._between_devices, self._of_main, self._of_stepping):
                 dist.destroy_process_group(group)
+        self._between_devices = self._of_main = self._of_stepping = None
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
