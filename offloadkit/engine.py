@@ -18,7 +18,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -683,7 +683,7 @@ class OffloadEngine:
     # ---- states by name ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the run. Its tensors are live, not copies.
+        """The state of the run. Its tensors are live, not copies. With several ranks, "optimizer" has this one's part.
 
         Returns:
             "module": the model's state_dict. "optimizer": the optimizer's `state`, by parameter name. "param_groups":
@@ -767,7 +767,7 @@ class OffloadEngine:
         """Write all that a run needs to go on exactly: weights, states, counts and random states.
 
         An older checkpoint in `folder` stays until the new one is whole. All ranks save together, into a folder that
-        all of them see; any number of ranks may go on from it. Random states are rank 0's.
+        all of them see. Any number of ranks may go on from it; ranks that are new take rank 0's random states.
 
         Args:
             scheduler: a learning-rate scheduler, whose `state_dict()` is saved.
@@ -806,9 +806,15 @@ class OffloadEngine:
             self._placed.take_over_outside_writes(keep_remainder=True)
 
         # Released: watched weights are copied before each piece is written, for remainders that are loaded anyway.
-        with phase("resuming", self.telemetry.peaks, self.device), self._placed.outside.released():
-            numbers, has_scheduler = self.numbers(), scheduler is not None
-            values = load_run(folder, numbers, with_scheduler=has_scheduler, took_weights=took_weights)
+        with (
+            phase("resuming", self.telemetry.peaks, self.device),
+            self._placed.outside.released(),
+            nullcontext() if self._ranks is None else self._ranks.together("resuming"),
+        ):
+            numbers, rank = self.numbers(), 0 if self._ranks is None else self._ranks.rank
+            values = load_run(
+                folder, numbers, with_scheduler=scheduler is not None, took_weights=took_weights, rank=rank
+            )
             self._go_on(values)
         if scheduler is not None:
             scheduler.load_state_dict(values["scheduler"])
@@ -844,7 +850,7 @@ class OffloadEngine:
             )
 
     def master_weights(self) -> dict[str, torch.Tensor]:
-        """fp32 copies of all master weights, in RAM, by parameter name."""
+        """fp32 copies of all master weights, in RAM, by parameter name; with several ranks this one's part, 1-D."""
         self.synchronize()
         return {view.name: state.master(view) for state in self._placed.states for view in state.layer.views}
 

@@ -4,7 +4,7 @@
 |---|---|
 | `states-RANK-of-RANKS.safetensors` | optimizer states, by parameter name and range |
 | `run.json` | options by group, counts, loss scale, scheduler, position in the data |
-| `random.json` | random states |
+| `random.json` | random states; those of rank 1 and later ones are in `random-RANK.json` |
 | `weights.safetensors` | weights and buffers; under the Trainer HuggingFace's own files hold them |
 | `manifest.json` | all files and their sizes; written last |
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from offloadkit.checkpoint.arrays import ArrayFile, Between
 from offloadkit.checkpoint.folder import MANIFEST, check_readable, put_in_place, write_manifest, written_to
-from offloadkit.checkpoint.states import STATE_FILES, Ranges, SavedStates, States, write_states
+from offloadkit.checkpoint.states import Ranges, SavedStates, States, write_states
 from offloadkit.checkpoint.values import random_states, read_json, set_random_states, write_json
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights, write_weights
 from offloadkit.distributed.ranks import Ranks
@@ -27,6 +27,7 @@ from offloadkit.errors import ConfigError, ModelError, OutputError
 
 RUN_FILE = "run.json"
 RANDOM_FILE = "random.json"
+RANDOM_FILE_OF_RANK = "random-{:05}.json"
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,12 @@ def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks | None = None, **mo
                 beside.mkdir(parents=True)
         with ranks.together("writing optimizer states"), written_to(folder):
             numbers.write_states(beside, ranks.rank, ranks.size)
+            if not first:
+                write_json(beside / RANDOM_FILE_OF_RANK.format(ranks.rank), random_states())
 
         def write(new: Path) -> None:
             numbers.write_values(new, **more)
-            for path in beside.glob(STATE_FILES):
+            for path in beside.iterdir():
                 path.rename(new / path.name)
 
         with ranks.together("writing a checkpoint"):
@@ -159,13 +162,14 @@ def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunNumbe
 
 
 def load_run(
-    folder: Path, numbers: RunNumbers, *, with_scheduler: bool, took_weights: Callable[[], None]
+    folder: Path, numbers: RunNumbers, *, with_scheduler: bool, took_weights: Callable[[], None], rank: int = 0
 ) -> dict[str, Any]:
     """Load what `save_run` wrote into the live tensors of `numbers`; random states too.
 
     Args:
         with_scheduler: whether it must hold a scheduler's state.
         took_weights: called when the weights are new, before the states are.
+        rank: whose random states to take; those of rank 0 where this one had none.
 
     Returns:
         The values in `run.json`.
@@ -181,7 +185,8 @@ def load_run(
     with SavedStates(folder) as saved, ArrayFile(folder / WEIGHT_FILE) as weights:
         values = numbers.check(folder, saved)
         check_weights(weights, numbers.weights)
-        states = read_json(folder / RANDOM_FILE)
+        own = folder / RANDOM_FILE_OF_RANK.format(rank)
+        states = read_json(own if own.is_file() else folder / RANDOM_FILE)
         if with_scheduler and values.get("scheduler") is None:
             raise ConfigError(f"{folder} holds no scheduler: it was saved without one. Leave scheduler= out")
         load_weights(weights, numbers.weights)

@@ -461,7 +461,7 @@ class PlacedModel:
                 f"the ranks have gone apart in their micro-batches ({listed}): every rank must call backward() and "
                 "step() equally often. Give all of them the same number of batches"
             )
-        by_any = told[:, 2 + 2 * num :].any(axis=0)
+        by_any = told[:, 2 + 2 * num :].max(axis=0)
         for start, state, count in zip(starts, self.states, counts, strict=False):
             state.gradient.window = set(np.flatnonzero(by_any[start : start + count]).tolist())
         self.gradients.order = told[0, 2 + num : 2 + 2 * num].tolist()

@@ -141,7 +141,7 @@ class LayerState:
         args = self.layer, placement, slab, self._config, self._device, self._waits
         new = LayerState(*args, region=region, resident=resident, weights_slab=weights_slab)
         if new.flat.weights is not self.weights.own:
-            new.flat.weights.copy_(self.weights.flat)
+            new.flat.weights.copy_(self.weights.own)
         for array in self.layer.states.arrays:
             new.flat[array.name].copy_(self.flat[array.name])
         if resident is None:
@@ -237,7 +237,8 @@ class LayerState:
         if view in self._seen_writes:
             self._seen_writes[view] = version
         if before is not None:
-            self._forget_remainder(*self._owned(view), before)
+            (piece,) = self._owned(view)
+            self._forget_remainder(piece, before)
 
     def take_over(self, written: Mapping[ParameterView, int], *, keep_remainder: bool = False) -> None:
         """Take weights that were written from outside as the master weights. Their update is recorded.

@@ -27,10 +27,11 @@ def _serve(rank: int, tasks: Connection) -> None:
 
     torch.set_num_threads(1)
     while (task := tasks.recv()) is not None:
-        function, size, file, arguments = task
+        function, size, file, backend, arguments = task
         faulthandler.dump_traceback_later(LIMIT, exit=True)
         try:
-            dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=TIMEOUT)
+            store = f"file://{file}"
+            dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=TIMEOUT)
             try:
                 answer = True, function(**arguments)
             finally:
@@ -44,7 +45,9 @@ def _serve(rank: int, tasks: Connection) -> None:
 class RankPool:
     """Starts ranks as they are needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo") -> None:
+        """backend: of the group; with "nccl" rank r computes on GPU r."""
+        self._backend = backend
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
@@ -70,7 +73,7 @@ class RankPool:
             self._ranks.append((process, ours))
         with tempfile.TemporaryDirectory() as folder:
             for _, pipe in self._ranks[:size]:
-                pipe.send((function, size, f"{folder}/store", arguments))
+                pipe.send((function, size, f"{folder}/store", self._backend, arguments))
             answers = []
             for _, pipe in self._ranks[:size]:
                 try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from torch import nn
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.engine import OffloadEngine
+from offloadkit.planner import placed as placed_at
 from offloadkit.telemetry import Telemetry
 from tests.models import TinyLM, tokens
+from tests.simulated_streams import Simulation
 
 
 class Choosy(TinyLM):
@@ -74,6 +76,10 @@ def train(
     resume: Path | None = None,
     save: Path | None = None,
     first_step: int = 0,
+    late: int | None = None,
+    move_to: Placement | None = None,
+    halves: bool = False,
+    device: str = "cpu",
     **config: Any,
 ) -> dict[str, Any]:
     """Train `steps` steps of `micro_batches` on each rank; the global micro-batch is k * ranks + rank.
@@ -82,48 +88,64 @@ def train(
         placements: each rank's own.
         nan_in: the global micro-batch whose loss is NaN.
         resume, save: folders of checkpoints.
+        late: seed of streams that do their work late, other ones on each rank.
+        move_to: the placement after the first step.
+        halves: whether all ranks write their weights after the first step.
+        device: "cuda": each rank has a GPU of its own.
 
     Returns:
         "weights" and "buffers" by name, "states" by name and array with the first element of each, "norms",
         "num_updates", and "log": the operations of the ranks.
     """
+    streams = nullcontext() if late is None else Simulation(seed=late + dist.get_rank(), longest=1e-3).running()
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     made, log = model(rank, **(model_options or {})), list[tuple[str, int]]()
     config = {"learning_rate": 1e-2, "max_grad_norm": 0.5, **config}
     placed = placements[rank] if placements else placement
     options = OffloadConfig(placement=placed, gradient_accumulation=micro_batches, **config)
     telemetry = Telemetry()
+    where = torch.device(device, rank if device == "cuda" else None)
     with (
+        streams,
         pytest.MonkeyPatch.context() as patch,
         pytest.warns(RuntimeWarning) if nan_in is not None else nullcontext(),
         OffloadEngine(
-            made, options, device="cpu", telemetry=telemetry, param_groups=groups_of(made) if groups else None
+            made, options, device=where, telemetry=telemetry, param_groups=groups_of(made) if groups else None
         ) as engine,
     ):
         for name in ("exchange", "gather"):
             patch.setattr(Ranks, name, logged(name, getattr(Ranks, name), log))
+        if late is not None:
+            assert engine._placed._gathers is not None
+            engine._placed._gathers.looks_ahead = True
         if resume is not None:
             engine.load_checkpoint(resume)
         per_step = micro_batches * size
-        batches = tokens((first_step + steps) * per_step)
+        batches = tokens((first_step + steps) * per_step, str(where))
         for step in range(first_step, first_step + steps):
             for k in range(micro_batches):
                 at = step * per_step + k * size + rank
                 loss = engine(batches[at])
                 engine.backward(loss * float("nan") if at == nan_in else loss)
                 engine.step()
+            if step == 0 and halves:
+                with torch.no_grad():
+                    for parameter in made.parameters():
+                        parameter.mul_(0.5)
+            if step == 0 and move_to is not None:
+                engine.move(placed_at(engine.plan, [move_to] * len(engine.plan.layers)))
         engine.synchronize()
         if save is not None:
             engine.save_checkpoint(save)
         numbers = engine.numbers()
         states = {
-            f"{name}.{array}": (numbers.ranges[name][array][0], values.clone().reshape(-1))
+            f"{name}.{array}": (numbers.ranges[name][array][0], values.cpu().clone().reshape(-1))
             for name, arrays in numbers.states.items()
             for array, values in arrays.items()
         }
         return {
-            "weights": {name: parameter.detach().clone() for name, parameter in made.named_parameters()},
-            "buffers": {name: buffer.clone() for name, buffer in made.named_buffers()},
+            "weights": {name: parameter.detach().cpu().clone() for name, parameter in made.named_parameters()},
+            "buffers": {name: buffer.cpu().clone() for name, buffer in made.named_buffers()},
             "states": states,
             "norms": [record.grad_norm for record in telemetry.records],
             "num_updates": engine.num_updates,
@@ -150,19 +172,3 @@ def joined(runs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         parts.sort(key=lambda part: part[0])
         found[name] = torch.cat([values for _, values in parts]) if parts else torch.empty(0)
     return found
-
-
-def one_rank_goes_away() -> str:
-    """Rank 1 ends its work in the middle of a step; the others' error."""
-    made = model()
-    config = OffloadConfig(placement=CPU_STEP)
-    engine = OffloadEngine(made, config, device="cpu")
-    batches = tokens(2)
-    engine.backward(engine(batches[0]))
-    if dist.get_rank() == 1:
-        engine.close()
-        return ""
-    engine.step()
-    with suppress(ZeroDivisionError):
-        engine.synchronize()
-    return "nothing happened"

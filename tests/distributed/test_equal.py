@@ -41,6 +41,11 @@ SLOW: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"placement": CPU_STEP, "working_dtype": "fp16", "loss_scale": "dynamic", "steps": 6}),
     (3, 1, {"placements": [CPU_STEP, RESIDENT, GPU_STEP], "working_dtype": "bf16", "activation_checkpointing": True}),
     (4, 2, {"placement": RESIDENT, "optimizer": "lion"}),
+    (3, 1, {"placement": RESIDENT, "late": 1, "working_dtype": "bf16", "steps": 4}),
+    (2, 2, {"placement": GPU_STEP, "late": 2, "working_dtype": "bf16", "steps": 4}),
+    (3, 1, {"placement": CPU_STEP, "late": 3, "working_dtype": "bf16", "steps": 4}),
+    (2, 1, {"placement": GPU_STEP, "move_to": RESIDENT, "working_dtype": "bf16", "halves": True}),
+    (3, 2, {"placement": RESIDENT, "move_to": CPU_STEP, "working_dtype": "fp16", "halves": True}),
 ]
 
 
@@ -51,5 +56,5 @@ def test_ranks_equal_one_rank_with_all_their_micro_batches(
     ranks: RankPool, one_thread: None, size: int, micro_batches: int, options: dict[str, Any]
 ) -> None:
     found = ranks.run(size, train, micro_batches=micro_batches, **options)
-    placed: dict[str, Any] = {"placement": Placement(), "placements": None}
+    placed: dict[str, Any] = {"placement": Placement(), "placements": None, "late": None, "move_to": None}
     assert_equal(found, train(micro_batches=size * micro_batches, **{**options, **placed}))

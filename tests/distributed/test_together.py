@@ -59,6 +59,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     assert all(torch.equal(found[-1]["weights"][name], value) for name, value in expected["weights"].items())
 
 
+@pytest.mark.slow
+def test_dropout_goes_on_where_it_was_on_each_rank(ranks: RankPool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model_options": {"dropout": 0.3}}
+    whole = ranks.run(2, train, steps=2, **options)
+    ranks.run(2, train, steps=1, save=tmp_path / "saved", **options)
+    resumed = ranks.run(2, train, steps=1, first_step=1, resume=tmp_path / "saved", **options)
+    for name, weights in whole[1]["weights"].items():
+        assert torch.equal(resumed[1]["weights"][name], weights), name
+
+
 def apart(how: str) -> str:
     """The error of a rank where rank 1 does something else than rank 0."""
     is_first = dist.get_rank() == 0
