@@ -192,6 +192,9 @@ class OffloadEngine:
         param_groups = listed_groups(param_groups)
         layers = flat_layers(model, self.config, param_groups)
         self._undo = ExitStack()
+        # Without this, an engine dropped without close() would keep its model and its threads until the program ends.
+        self._process = os.getpid()
+        self._finalizer = weakref.finalize(self, _let_go_here, self._process, self._undo)
         self._ranks = joined_ranks(self.device)
         if self._ranks is not None:
             self._undo.callback(self._ranks.close)
@@ -209,9 +212,6 @@ class OffloadEngine:
         forget_peak(self.device)  # a full GPU is explained by this engine's
         self._thread = StepThread(self.device, self._ranks)
         self._undo.callback(self._thread.close)
-        # Without this, an engine dropped without close() would keep its model and its threads until the program ends.
-        self._process = os.getpid()
-        self._finalizer = weakref.finalize(self, _let_go_here, self._process, self._undo)
         self._undo.callback(plain_copies(model))
         self._ram_watch = RamWatch(self.plan.tiers["ram"])
         self._undo.callback(self._ram_watch.close)

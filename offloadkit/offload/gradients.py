@@ -149,9 +149,9 @@ class LayerGradient:
             self._places[address] = [bucket[view.elements].view(view.parameter.shape) for view in self.layer.views]
         return self._places[address]
 
-    def sums_of(self, index: int) -> NDArray[np.float64]:
-        """The block sums of view `index`; zeros where another rank owns them."""
-        sums, own = self.sums.numpy(), index - self.shard.first_view
+    def sums_of(self, index: int, sums: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The block sums of view `index`, of all that are in `sums`; zeros where another rank owns them."""
+        own = index - self.shard.first_view
         if self.shard is self.layer:
             return sums[self._first_block[index] : self._first_block[index + 1]]
         found = np.zeros(-(-self.layer.views[index].numel // NORM_BLOCK))

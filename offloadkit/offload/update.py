@@ -250,7 +250,8 @@ def _norm(update: Update, ranks: Ranks | None) -> float:
         compute_host_sums(state.gradient)
     views = [(state.layer.views[index], state, index) for state, indices, _ in update.layers for index in indices]
     views.sort(key=lambda item: item[0].order)
-    sums = [state.gradient.sums_of(index) for _, state, index in views]
+    by_layer = {state: state.gradient.sums.numpy() for state, _, _ in update.layers}
+    sums = [state.gradient.sums_of(index, by_layer[state]) for _, state, index in views]
     if ranks is not None:
         together = np.concatenate([np.zeros(0), *sums])
         ranks.sum(together)

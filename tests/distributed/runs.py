@@ -79,6 +79,7 @@ def train(
     late: int | None = None,
     move_to: Placement | None = None,
     halves: bool = False,
+    loss_factor: float = 1.0,
     device: str = "cpu",
     **config: Any,
 ) -> dict[str, Any]:
@@ -90,6 +91,7 @@ def train(
         resume, save: folders of checkpoints.
         late: seed of streams that do their work late, other ones on each rank.
         move_to: the placement after the first step.
+        loss_factor: what losses are multiplied by.
         halves: whether all ranks write their weights after the first step.
         device: "cuda": each rank has a GPU of its own.
 
@@ -126,7 +128,7 @@ def train(
             for k in range(micro_batches):
                 at = step * per_step + k * size + rank
                 loss = engine(batches[at])
-                engine.backward(loss * float("nan") if at == nan_in else loss)
+                engine.backward(loss * (float("nan") if at == nan_in else loss_factor))
                 engine.step()
             if step == 0 and halves:
                 with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ SLOW: list[tuple[int, int, dict[str, Any]]] = [
     (3, 2, {"placement": RESIDENT, "model_options": {"frozen": True, "tied": False}}),
     (4, 1, {"placement": CPU_STEP, "working_dtype": "bf16", "precision": "compact", "groups": True}),
     (3, 3, {"placement": CPU_STEP, "working_dtype": "bf16"}),
-    (2, 1, {"placement": CPU_STEP, "working_dtype": "fp16", "loss_scale": "dynamic", "steps": 6}),
+    (2, 1, {"placement": CPU_STEP, "working_dtype": "fp16", "loss_factor": 1e4, "steps": 6}),
     (3, 1, {"placements": [CPU_STEP, RESIDENT, GPU_STEP], "working_dtype": "bf16", "activation_checkpointing": True}),
     (4, 2, {"placement": RESIDENT, "optimizer": "lion"}),
     (3, 1, {"placement": RESIDENT, "late": 1, "working_dtype": "bf16", "steps": 4}),
@@ -57,4 +58,5 @@ def test_ranks_equal_one_rank_with_all_their_micro_batches(
 ) -> None:
     found = ranks.run(size, train, micro_batches=micro_batches, **options)
     placed: dict[str, Any] = {"placement": Placement(), "placements": None, "late": None, "move_to": None}
+    assert all(map(isfinite, found[0]["norms"])) != ("loss_factor" in options)  # so much overflows in fp16
     assert_equal(found, train(micro_batches=size * micro_batches, **{**options, **placed}))

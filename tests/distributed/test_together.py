@@ -21,6 +21,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, GPU_ALONE, GPU_STEP, LATE_GRADIENTS, RESIDENT, Choosy, joined, model, train
 from tests.distributed.test_equal import assert_equal
 from tests.models import TinyLM, tokens
+from tests.offload.test_waits import Twice
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -107,6 +108,14 @@ def apart(how: str) -> str:
 def test_ranks_that_go_apart_get_an_error(ranks: RankPool, how: str, messages: list[str]) -> None:
     for found, message in zip(ranks.run(2, apart, how=how), messages, strict=True):
         assert found.startswith(message)
+
+
+def test_a_gradient_that_comes_too_late_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "joined_ranks", MirroredRanks)
+    with OffloadEngine(Twice(27, 27, 3), OffloadConfig(), device="cpu") as engine:
+        loss = engine(tokens(1)[0])
+        with pytest.raises(EngineStateError, match="got a second gradient after the layer's were sent"):
+            engine.backward(loss)
 
 
 def alone() -> list[str]:
