@@ -247,6 +247,7 @@ def finetune(
     seconds = None
     if baseline == "measure":
         step: dict[str, Any] = {"batch_size": batch_size, "accumulation": gradient_accumulation, "dtype": dtype}
+        step["by_length"] = args.train_sampling_strategy == "group_by_length"
         seconds = measured_baseline(source.given, data, **step, folder=output / "baseline")
     watch = Monitor(plan, baseline_seconds=seconds, display="auto" if monitor and can_be_drawn() else "none")
     run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch, earlier)

@@ -83,6 +83,7 @@ def arguments_of_finetune(
         "eval_strategy": "epoch" if evaluates else "no",
         "per_device_eval_batch_size": own["per_device_train_batch_size"],
         "prediction_loss_only": True,
+        "train_sampling_strategy": "group_by_length",
         "save_strategy": "epoch",
         "save_total_limit": 1,
         "report_to": "none",
