@@ -113,7 +113,7 @@ def padded_lengths(data: PreparedData, batch_size: int, *, by_length: bool) -> t
     """Mean tokens of input and of target in a row of a micro-batch, padding included.
 
     Args:
-        by_length: whether micro-batches hold rows of nearly equal length, as HuggingFace's `group_by_length` makes them.
+        by_length: whether micro-batches hold rows of nearly equal length, as with HuggingFace's `group_by_length`.
     """
     size = len(data.dataset)
     rows = data.dataset.select(range(0, size, -(-size // _NUM_ROWS))).to_list()

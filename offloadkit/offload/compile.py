@@ -5,7 +5,8 @@ graph. Hooks that move weights, and recomputation, run outside it. So every plac
 numbers.
 
 Every engine compiles for itself. The first batch is compiled for rows of any number and length: torch by itself would
-compile for its length alone, and again at the second one. torch caches compiled code on disk (`TORCHINDUCTOR_CACHE_DIR`) for the next run.
+compile for its length alone, and again at the second one. torch caches compiled code on disk
+(`TORCHINDUCTOR_CACHE_DIR`) for the next run.
 """
 
 from __future__ import annotations

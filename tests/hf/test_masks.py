@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel, masking_utils
-from transformers.masking_utils import causal_mask_function, eager_mask, padding_mask_function
+from transformers.masking_utils import causal_mask_function, eager_mask
 
 from offloadkit import OffloadConfig, OffloadEngine
 from offloadkit.hf.masks import NOTE, Noted, added_mask
@@ -18,8 +18,6 @@ from tests.hf.tiny import bert_config, llama_config
 from tests.hf.training import arguments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-ASKED = {"all": torch.Tensor.all, "__bool__": torch.Tensor.__bool__}
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -37,7 +35,6 @@ def test_our_attentions_masks_are_transformers_own(causal: bool, lengths: Any) -
         assert mine is not None
         assert torch.equal(mine, theirs)
         assert mine.dtype == theirs.dtype
-    assert padding_mask_function  # of the version that these tests know
 
 
 def model(kind: str) -> PreTrainedModel:
@@ -120,9 +117,8 @@ def test_a_loop_without_masks_and_positions_is_not_asked_whether_rows_are_packed
 
 def test_a_note_is_only_made_where_masks_agree() -> None:
     def noted(*masks: Any) -> Any:
-        return Noted(lambda rows: {f"{name}attention_mask": mask for name, mask in zip(("", "b_"), masks)})([]).get(
-            NOTE
-        )
+        batch = {f"{number}_attention_mask": mask for number, mask in enumerate(masks)}
+        return Noted(lambda rows: batch)([]).get(NOTE)
 
     ones, some = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
     assert noted(ones) is True

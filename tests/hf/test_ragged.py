@@ -1,4 +1,4 @@
-"""Rows of several lengths: the widths they are padded to, HuggingFace's order by length, and a resumed epoch's order."""
+"""Rows of several lengths: their widths, HuggingFace's order by length, and the order of a resumed epoch."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def mixed(kind: str) -> Plan:
     [
         ("lm", (7, 7, 7), ["4 x Residual"]),
         pytest.param("llama", (7, 5, 9), ["3 x LlamaDecoderLayer"], marks=pytest.mark.slow),
-        pytest.param("t5", (7, 5, 12), ["1 x T5Block", "1 x T5Block"], marks=pytest.mark.slow),
+        pytest.param("t5", (7, 5), ["1 x T5Block", "1 x T5Block"], marks=pytest.mark.slow),
     ],
 )
 def test_equal_blocks_share_one_graph_and_no_placement_changes_a_number(
