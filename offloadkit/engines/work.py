@@ -233,7 +233,8 @@ def _ragged_lengths(work: Work, generator: torch.Generator) -> list[list[tuple[i
 
     window = work.rows * _WINDOW_STEPS
     inputs, targets = drawn(work.input_length), drawn(work.target_length)
-    order = get_length_grouped_indices(inputs, work.rows, generator=generator)[:window]
+    grouped: Any = get_length_grouped_indices
+    order = grouped(inputs, work.rows, generator=generator)[:window]
     firsts = [round(step * (_WINDOW_STEPS - 1) / (RAGGED_STEPS - 1)) * work.rows for step in range(RAGGED_STEPS)]
     return [[(inputs[at], targets[at]) for at in order[first : first + work.rows]] for first in firsts]
 

@@ -86,7 +86,7 @@ def _check_standard(trainer: Any) -> None:
 
 def is_standard(method: Any) -> bool:
     """Whether a Trainer's method is one of those that give the model the collated rows as they are."""
-    return (method.__module__ + ".").startswith(_OWN_LOSSES)
+    return f"{method.__module__}.".startswith(_OWN_LOSSES)
 
 
 def _as_trained(trainer: Any, rows: Any, description: str) -> tuple[Any, Callable[[Any], Any]]:

@@ -21,7 +21,7 @@ from offloadkit.checkpoint.values import read_json, write_json
 if TYPE_CHECKING:
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
-Collate = Callable[[list[dict[str, Any]]], Any]
+Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 """From rows to a batch."""
 
 LEAST_STEP = 16
@@ -76,7 +76,7 @@ class PadToWidths:
     on_the_left: frozenset[str] = frozenset()
     """Those that are padded there."""
 
-    def __call__(self, rows: list[dict[str, Any]]) -> Any:
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """The batch, whose tensors have the same dtypes as before."""
         batch = self.collate(rows)
         for name, step in self.steps.items():

@@ -92,6 +92,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     """
 
     engine: OffloadEngine | None = None
+    data_collator: Any
 
     def __init__(
         self,

@@ -264,8 +264,8 @@ class OffloadedInputs:
         self._free.append(view)
 
     def _take(self, num_bytes: int) -> _OffloadedInput:
-        """The smallest free RAM of at least `num_bytes`. If there is none, the largest free piece gives way to a new one:
-        RAM does not grow with each new length of rows."""
+        """The smallest free RAM of at least `num_bytes`. If there is none, a new piece takes the place of the largest
+        free one: RAM does not grow with each new length of rows."""
         fitting = [view for view in self._free if view.slab.num_bytes >= num_bytes]
         if fitting:
             view = min(fitting, key=lambda each: each.slab.num_bytes)
