@@ -132,6 +132,8 @@ def _install() -> None:
 
 def added_mask(
     *,
+    q_length: int,
+    mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
     allow_is_bidirectional_skip: bool = False,
     allow_is_causal_skip: bool = False,
@@ -141,17 +143,20 @@ def added_mask(
     """transformers' `eager_mask`, which is added to the scores, but a mask that was given is never left out.
 
     Returns:
-        (batch, 1, queries, keys) of `dtype`: 0 where a key is attended to, the least number elsewhere. A mask that is
-        the same for all queries is stored once. None without a mask where all keys are attended to.
+        (batch, 1, queries, keys) of `dtype`: 0 where a key is attended to, the least number elsewhere. Where all
+        queries attend to the same keys, their one row is stored once. None without a mask if all keys are attended to.
     """
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
-    skips = allow_is_bidirectional_skip and attention_mask is None
     seen = sdpa_mask(
-        attention_mask=attention_mask, allow_is_causal_skip=False, allow_is_bidirectional_skip=skips, **given
+        q_length=1 if mask_function is bidirectional_mask_function else q_length,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip and attention_mask is None,
+        **given,
     )
     if seen is None:
         return None
-    stored = seen[:, :, :1] if seen.stride(2) == 0 else seen
-    mask = stored.new_full(stored.shape, torch.finfo(dtype).min, dtype=dtype).masked_fill_(stored, 0.0)
-    return mask.expand(seen.shape)
+    mask = seen.new_full(seen.shape, torch.finfo(dtype).min, dtype=dtype).masked_fill_(seen, 0.0)
+    return mask.expand(-1, -1, q_length, -1)

@@ -310,7 +310,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         engine = self.engine
         assert engine is not None
         inputs, full = without_note(inputs)
-        if not is_standard(type(self).compute_loss) or (full and self.model.config.is_encoder_decoder):
+        one_mask = not getattr(getattr(self.model, "config", None), "is_encoder_decoder", True)
+        if not is_standard(type(self).compute_loss) or (full and not one_mask):
             full = None  # other masks than the batch's may be asked about
         share: torch.Tensor | float | None = None
         if self._num_micro_batches != 1:
