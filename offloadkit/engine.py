@@ -15,11 +15,11 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -28,8 +28,9 @@ from offloadkit import hardware
 from offloadkit.changes import changed
 from offloadkit.checkpoint.run import RunNumbers, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
+from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.config import OffloadConfig
-from offloadkit.device.process_memory import cap_vram, forget_peak, phase
+from offloadkit.device.process_memory import VramCap, forget_peak, phase
 from offloadkit.device.streams import record_compute
 from offloadkit.errors import (
     EngineStateError,
@@ -40,6 +41,7 @@ from offloadkit.errors import (
     OutOfVramError,
     RepeatWindowError,
 )
+from offloadkit.offload.buffers import Buffers
 from offloadkit.offload.layers import FlatLayer, UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.profiling import Profile
@@ -51,6 +53,7 @@ from offloadkit.offload.shortage import (
     moved_in_words,
     with_less_ram,
     with_less_vram,
+    with_less_vram_at_rest,
     within_free_vram,
 )
 from offloadkit.offload.states import LayerState, Materialise
@@ -66,6 +69,7 @@ from offloadkit.units import format_seconds, parse_bytes
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 
 
@@ -159,8 +163,9 @@ class OffloadEngine:
         self._finalizer = weakref.finalize(self, self._undo.close)
         self._ram_watch = RamWatch(self.plan.tiers["ram"])
         self._undo.callback(self._ram_watch.close)
-        if self.config.vram is not None:
-            self._undo.callback(cap_vram(parse_bytes(self.config.vram), self.device))
+        vram = self.config.vram
+        self._vram_cap = VramCap(None if vram is None else parse_bytes(vram), self.device)
+        self._undo.callback(self._vram_cap.remove)
         self._undo.callback(changed(model, self.config, kernels=self.device.type != "cpu"))
         self._steps_phase, self._phase_name = ExitStack(), ""
         self._undo.callback(self._steps_phase.close)
@@ -222,6 +227,8 @@ class OffloadEngine:
 
         With gradients enabled, HuggingFace models cache no keys and values.
 
+        Without gradients enabled it is an evaluation, and a full GPU is treated as `evaluates` says.
+
         Raises:
             OutOfVramError: the GPU's memory is full. With gradients enabled, the gradients gathered since the last
                 update are dropped, and it is a `RepeatWindowError` if the engine has moved to a leaner plan.
@@ -229,8 +236,7 @@ class OffloadEngine:
         """
         self._check_open()
         if not torch.is_grad_enabled():
-            with explained_shortage(self.plan, self.device):
-                return self.module(*args, **kwargs)
+            return self.evaluates(lambda: self.module(*args, **kwargs))
         if kwargs.get("use_cache") and self._placed.caching:
             raise ModelError(
                 "use_cache=True in training: cached keys and values serve generation only. Leave it out, or call the "
@@ -253,10 +259,40 @@ class OffloadEngine:
         ):
             return self.module(*args, **kwargs)
 
+    def evaluates(self, run: Callable[[], _T]) -> _T:
+        """What `run()` gives: an evaluation or a generation with the model, in which no graph is built.
+
+        If the GPU's memory is full, the engine moves to a plan with less in VRAM, and `run()` is called again, until
+        it succeeds. Random states, and the buffers of a model in training mode, are what they were at the first call.
+
+        Raises:
+            OutOfVramError: the GPU's memory is full, and no leaner plan is left, or gradients are gathered. These are
+                kept.
+        """
+        self._check_open()
+        states, buffers = random_states(), Buffers()
+        if self.module.training:
+            buffers.keep(self.module)
+        while True:
+            try:
+                with explained_shortage(self.plan, self.device):
+                    found = run()
+            except OutOfVramError as error:
+                if not self._open or isinstance(error, RepeatWindowError):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # what failed must not hold its activations any more
+                self._leave_vram_at_rest(error)
+                buffers.restore()
+                set_random_states(states)
+            else:
+                self._vram_cap.renew("evaluation")
+                return found
+
     def backward(self, loss: torch.Tensor, *, scale_by_accumulation: bool = True) -> None:
         """Backward of one micro-batch. Gradients are gathered, and sent to RAM, layer by layer.
 
-        After any error raised by backward itself, the gradients gathered since the last update are dropped.
+        After any error raised by backward itself, the gradients gathered since the last update are dropped, and `loss`
+        is detached, so that nothing of its graph is held.
 
         Args:
             loss: a scalar.
@@ -265,7 +301,7 @@ class OffloadEngine:
         Raises:
             EngineStateError: it was called again before `step()`, without gradient accumulation.
             OutOfVramError: the GPU's memory is full. It is a `RepeatWindowError` if the engine has moved to a leaner
-                plan. `loss` is detached then, so that its graph frees the GPU.
+                plan.
             ValueError: the loss is not a scalar.
         """
         self._check_open()
@@ -292,11 +328,10 @@ class OffloadEngine:
                 with self._placed.in_backward():
                     loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
                     loss.backward()  # type: ignore[no-untyped-call]
-            except BaseException as error:
+            except BaseException:
                 self.drop_gradients()
-                if isinstance(error, torch.OutOfMemoryError):
-                    with suppress(RuntimeError):  # a view of a larger tensor
-                        given.detach_()
+                with suppress(RuntimeError):  # a view of a larger tensor
+                    given.detach_()  # somebody may keep it, and with it what its graph holds
                 raise
 
     def step(self, *, boundary: bool | None = None) -> bool:
@@ -324,6 +359,7 @@ class OffloadEngine:
             self._stepped = True
             return False
         self._untrained.check()
+        self._vram_cap.renew("training")
         scarce, leaner = self._ram_watch.warning(), None
         if scarce is not None and (leaner := with_less_ram(self.plan, self.device)) is None:
             raise OutOfRamError(scarce)
@@ -497,6 +533,7 @@ class OffloadEngine:
                 self.plan = self._records.plan = self.telemetry.plan = plan
                 self._ram_watch.expect(plan.tiers["ram"])
         seconds = time.perf_counter() - began
+        self._vram_cap.watch()
         forget_peak(self.device)  # it was the other plan's: a GPU that is full again is explained by this one's
         old, new = ({tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan))
         self.telemetry.moves.append(Move(self.num_updates, why, old, new, seconds))
@@ -534,6 +571,24 @@ class OffloadEngine:
             "the last update were dropped: repeat this window, from its first micro-batch and with the random states "
             "that it had, and training goes on as if nothing had been"
         )
+
+    def _leave_vram_at_rest(self, error: OutOfVramError) -> None:
+        """Move to a plan with less VRAM, between windows.
+
+        Raises:
+            OutOfVramError: `error`, with why there is no such move.
+        """
+        if self._num_backwards or self._placed.is_busy:
+            raise OutOfVramError(
+                f"{error}. An accumulation window is under way, in which nothing can move: evaluate and generate after "
+                "the step() that ends it, and the engine makes room"
+            ) from error
+        if (plan := with_less_vram_at_rest(self.plan, self.device)) is None:
+            raise error
+        try:
+            self._move_with_a_warning(plan, "the GPU's memory was full in an evaluation", stacklevel=6)
+        except OffloadkitError as why:
+            raise OutOfVramError(f"{error}. The move to a leaner plan failed: {why}") from error
 
     def _leave_ram(self, plan: Plan, scarce: str | None) -> None:
         """Move to a plan with less RAM.

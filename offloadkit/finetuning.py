@@ -437,8 +437,9 @@ def _evaluate(
     metrics["eval_loss"] = known[-1] if known else trainer.evaluate()["eval_loss"]
     num_rows = _NUM_SHOWN if evaluation.task == "causal" else NUM_PREDICTED
     batch_size = trainer.args.per_device_eval_batch_size
+    how: dict[str, Any] = {} if trainer.engine is None else {"evaluates": trainer.engine.evaluates}
     with phase("generation", trainer.telemetry.peaks, trainer.args.device):
-        samples = predict(trainer.model, tokenizer, evaluation, num_rows=num_rows, batch_size=batch_size)
+        samples = predict(trainer.model, tokenizer, evaluation, num_rows=num_rows, batch_size=batch_size, **how)
     if evaluation.task != "causal":
         metrics["exact_match" if evaluation.task == "seq2seq" else "accuracy"] = share_correct(samples)
     print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))

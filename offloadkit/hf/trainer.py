@@ -11,7 +11,8 @@ changed from its default and contradicts the arguments raises `ConfigError`.
 holds for every model, whether or not its forward knows `num_items_in_batch`. Over a large vocabulary the loss is taken
 in chunks (`loss.py`): the logits exist whole only where somebody reads them.
 
-**A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`).
+**A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`), or the
+micro-batch of an evaluation (`OffloadEngine.evaluates`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +44,7 @@ from offloadkit.checkpoint.folder import (
 from offloadkit.checkpoint.run import read_random, write_random
 from offloadkit.checkpoint.values import as_json
 from offloadkit.config import OffloadConfig
-from offloadkit.device.process_memory import cap_vram, phase
+from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
@@ -493,13 +495,18 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self.create_optimizer()
         with ExitStack() as opened:
             if self.engine is None:
-                opened.callback(cap_vram(vram, self.args.device))
+                opened.callback(VramCap(vram, self.args.device).remove)
                 if self._materialise is not None:
                     self._materialise(list(self.model.parameters()))
                     self._materialise = None
                 self.model.to(self.args.device)
             opened.enter_context(self._phase("evaluation"))
             return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer. If the GPU is full, the engine moves to a leaner plan, and the micro-batch is repeated."""
+        run = partial(super().prediction_step, *args, **kwargs)
+        return run() if self.engine is None else self.engine.evaluates(run)
 
     def close(self) -> None:
         """Finish and close the engine; the model keeps its trained weights. A later `train()` builds a new engine."""

@@ -227,8 +227,15 @@ def test_an_evaluation_before_training_keeps_the_budget_and_reads_the_weights_on
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[Any] = []
-    cap = lambda limit, device: (done.append(limit), lambda: done.append("uncapped"))[1]  # noqa: E731
-    monkeypatch.setattr("offloadkit.hf.trainer.cap_vram", cap)
+
+    class Cap:
+        def __init__(self, limit: int | None, device: torch.device) -> None:
+            done.append(limit)
+
+        def remove(self) -> None:
+            done.append("uncapped")
+
+    monkeypatch.setattr("offloadkit.hf.trainer.VramCap", Cap)
     more: Any = {"offload": OffloadConfig(vram="8GiB"), "materialise": lambda parameters: done.append("read")}
     trainer = OffloadSeq2SeqTrainer(model=t5(), args=arguments(tmp_path), eval_dataset=seq2seq_rows(2), **more)
     for _ in range(2):

@@ -167,6 +167,70 @@ def test_nothing_of_the_failed_window_is_alive_while_layers_move(
     assert alive == [False]
 
 
+class Evaluated(Hungry):
+    """Needs more than there is in evaluation, while any block has its weights in VRAM."""
+
+    in_training = False
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        found = super().forward(x, labels)
+        if not torch.is_grad_enabled() and self.is_full():
+            fail(x)
+        return found
+
+    def is_full(self) -> bool:
+        return any(where.states == "vram" for where in self.engine.plan.placements)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_where_an_evaluation_finds_the_gpu_full_less_is_kept_in_vram_and_it_is_repeated(training: bool) -> None:
+    """In training mode it draws numbers, and changes running means."""
+    config, found = OffloadConfig(), []
+    for placement in (Placement("ram"), IN_VRAM):
+        model = Evaluated()
+        with OffloadEngine(model, config, device="cpu", plan=planned(model, config, placement)) as model.engine:
+            seeded()
+            model.engine.backward(model.engine(rows(1)[0])["loss"])
+            model.engine.step()
+            model.train(training)
+            if placement == IN_VRAM:
+                with pytest.warns(RuntimeWarning, match="full in an evaluation after step 1: the plan has moved"):
+                    losses = evaluated(model)
+                assert model.num_calls == 1 + 3 + len(model.engine.telemetry.moves)
+            else:
+                losses = evaluated(model)
+            found.append(numbers(model.engine) | {"losses": losses})
+    assert_equal(*found, "evaluated")
+
+
+@torch.no_grad()
+def evaluated(model: Evaluated) -> torch.Tensor:
+    return torch.stack([model.engine(batch)["loss"] for batch in rows(3)])
+
+
+def test_where_an_evaluation_finds_the_gpu_full_and_nothing_can_move_the_error_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Evaluated()
+    monkeypatch.setattr(model, "is_full", lambda: True)
+    plan = planned(model, OffloadConfig(), IN_VRAM)
+    with OffloadEngine(model, OffloadConfig(), device="cpu", plan=plan) as model.engine:
+        loss = model.engine(rows(1)[0])["loss"]
+        model.engine.backward(loss)
+        with pytest.raises(OutOfVramError, match=r"evaluate and generate after the step\(\) that ends it"):
+            evaluated(model)
+        assert model.engine.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(OutOfVramError, match="Take a smaller micro-batch and more"):
+                evaluated(model)
+        moves = model.engine.telemetry.moves
+        assert all(move.after["vram"] < move.before["vram"] for move in moves)
+        assert moves
+        model.engine.backward(model.engine(rows(1)[0])["loss"])
+        assert model.engine.step()
+
+
 def test_a_move_that_fails_keeps_the_error_of_the_full_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Hungry(2)
     with OffloadEngine(model, OffloadConfig(), device="cpu") as engine:
