@@ -115,6 +115,7 @@ class OffloadEngine:
         telemetry: Telemetry | None = None,
         plan: Plan | None = None,
         example: Any = None,
+        evaluation_rows: int = 0,
         materialise: Materialise | None = None,
     ) -> None:
         """Place the model. While the engine is open, models of transformers compute as `docs/design.md` says.
@@ -129,6 +130,8 @@ class OffloadEngine:
                 or list of positional ones, or one tensor. Only shapes and dtypes matter. None, where there are
                 placements to choose: the engine begins with little in VRAM; when the first window is done, it plans for
                 the window's largest micro-batch and moves.
+            evaluation_rows: of the largest micro-batch of evaluations, which plans made here count where training's has
+                fewer.
             materialise: loads parameters of a model on the meta device into RAM. It is called for one flat layer
                 after the other, so there is never a second copy of the model.
 
@@ -147,7 +150,7 @@ class OffloadEngine:
         layers = flat_layers(model, self.config, param_groups)
         trained = {view.parameter for layer in layers for view in layer.views}
         self._first_window: FirstWindow | None = None
-        plan = plan or self._planned(model, layers, example)
+        plan = plan or self._planned(model, layers, example, evaluation_rows)
         check_plan(plan, layers, self.config)
         here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
         self.plan = within_free_vram(plan, self.device, sum(each.nbytes for each in here))
@@ -205,17 +208,19 @@ class OffloadEngine:
         self.telemetry.plan = self.plan
         _open_engines[model] = weakref.ref(self)
 
-    def _planned(self, model: nn.Module, layers: list[FlatLayer], example: Any) -> Plan:
+    def _planned(self, model: nn.Module, layers: list[FlatLayer], example: Any, evaluation_rows: int) -> Plan:
         """The plan to begin with, where none is given.
 
         Raises:
             DoesNotFitError: it does not fit.
         """
-        made = None if example is None else plan_for(model, self.config, self.device, example)
+        made = None
+        if example is not None:
+            made = plan_for(model, self.config, self.device, example, evaluation_rows=evaluation_rows)
         if made is None and not chooses(self.config, self.device):
             return plan_of(model, layers, self.config)
         if made is None:
-            first = FirstWindow(model, layers, self.config, self.device)
+            first = FirstWindow(model, layers, self.config, self.device, evaluation_rows)
             made, self._first_window = first.plan, None if first.is_settled else first
         check_fits(made)
         return made

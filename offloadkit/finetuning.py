@@ -219,7 +219,9 @@ def finetune(
         check_same_model(checkpoint, source.config)
     at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
     if batch_size == "auto":
-        batch_size = auto_batch_size(source, offload, **lengths, device=_device(training_arguments))
+        smoothing = training_arguments.get("label_smoothing_factor") or 0.0
+        where = _device(training_arguments)
+        batch_size = auto_batch_size(source, offload, **lengths, device=where, label_smoothing=smoothing)
     own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
     own |= {"gradient_accumulation_steps": gradient_accumulation, "per_device_train_batch_size": batch_size}
     own |= {"learning_rate": learning_rate or LEARNING_RATES[init]}
@@ -227,6 +229,7 @@ def finetune(
     offload = engine_config(offload, args)
 
     size: dict[str, Any] = {"batch_size": batch_size, **lengths, "device": args.device}
+    size["label_smoothing"] = args.label_smoothing_factor
     if eval_dataset is not None and "per_device_eval_batch_size" in training_arguments:
         size["eval_batch_size"] = args.per_device_eval_batch_size
     assumed = None if at_once else shown_plan(source, offload, **size)

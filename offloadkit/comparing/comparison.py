@@ -227,6 +227,8 @@ def _row(runs: Runs, work: Work, engine: str, made: Forecast | Row, say: Callabl
             if row["status"] != "does not fit":
                 break
             row["tried"].append({"variant": called, "reason": row["reason"]})
+    if row.get("moves"):
+        row["variant"] = "memory ran out: by a leaner plan"
     say(summary(row))
     return row
 

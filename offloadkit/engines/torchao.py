@@ -9,6 +9,7 @@ import torch
 from offloadkit.device.process_memory import VramCap
 from offloadkit.engines.engine import LEARNING_RATE, Engine
 from offloadkit.engines.work import Batch, Work, plain_model
+from offloadkit.planner import Dtype
 
 
 class Torchao(Engine):
@@ -16,7 +17,7 @@ class Torchao(Engine):
 
     master_weights = False
 
-    def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
+    def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
         from torchao.optim import CPUOffloadOptimizer
 
         VramCap(work.vram, device)

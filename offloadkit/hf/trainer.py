@@ -50,7 +50,7 @@ from offloadkit.errors import ConfigError, DataError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
 from offloadkit.hf.longest import NotReadableError, evaluation_rows, longest_batch
 from offloadkit.hf.loss import num_targets, on_device, with_a_target
-from offloadkit.hf.saving import saved_in_pieces
+from offloadkit.hf.saving import load_in_pieces, saved_in_pieces
 from offloadkit.hf.window import Window
 from offloadkit.offload.states import Materialise
 from offloadkit.outline import chooses, plan_for
@@ -171,6 +171,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 device=self.args.device,
                 telemetry=self.telemetry,
                 plan=self._plan or self._plan_for_rows(config),
+                evaluation_rows=evaluation_rows(self),
                 materialise=self._materialise,
             )
             self._materialise = None
@@ -335,9 +336,15 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             group["lr"] = float(rates[min(index, len(rates) - 1)])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As the Trainer, unless `materialise` will read the weights. (Private; called before `create_optimizer`.)"""
-        if self._materialise is None:
-            with self._phase("resuming"):
+        """As the Trainer, but in pieces, unless `materialise` will read the weights.
+
+        (Private; called before `create_optimizer`.)
+        """
+        if self._materialise is not None:
+            return
+        with self._phase("resuming"):
+            ours = model is None and self.engine is None
+            if not ours or not load_in_pieces(self.model, Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -49,9 +49,8 @@ class Buffers:
                 if buffer is None:
                     continue
                 old = before.get(place)
-                if isinstance(module, nn.modules.batchnorm._NormBase):  # in evaluation mode it changes none yet
-                    self._changing.add(place)
-                elif old is not None and place not in self._changing and not old.is_unchanged(buffer):
+                is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # in evaluation mode it changes none yet
+                if is_norm or (old is not None and place not in self._changing and not old.is_unchanged(buffer)):
                     self._changing.add(place)
                 is_copied = old is None or place in self._changing
                 self._kept[place] = _Kept(buffer, _version(buffer), buffer.detach().clone() if is_copied else None)
