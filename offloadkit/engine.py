@@ -125,7 +125,8 @@ class OffloadEngine:
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
             device: where to compute. None: the GPU if there is one, else the CPU.
             plan: what lives where, layer by layer, planned for this model before. None: it is made here. If less VRAM
-                is free than it takes, the engine begins by a leaner one, with a warning.
+                is free than it takes, or the GPU is full before all is there, the engine begins by a leaner one, with a
+                warning.
             example: the largest micro-batch that will come, to plan for: a dict of forward's keyword arguments, a tuple
                 or list of positional ones, or one tensor. Only shapes and dtypes matter. None, where there are
                 placements to choose: the engine begins with little in VRAM; when the first window is done, it plans for
@@ -172,7 +173,8 @@ class OffloadEngine:
         self._undo.callback(changed(model, self.config, kernels=self.device.type != "cpu"))
         self._steps_phase, self._phase_name = ExitStack(), ""
         self._undo.callback(self._steps_phase.close)
-        with explained_shortage(self.plan, self.device), phase("reading", self.telemetry.peaks, self.device):
+        begun = self.plan
+        with explained_shortage(begun, self.device), phase("reading", self.telemetry.peaks, self.device):
             self._placed = PlacedModel(
                 model,
                 layers,
@@ -181,10 +183,16 @@ class OffloadEngine:
                 self.device,
                 materialise=materialise,
                 ram_watch=self._ram_watch,
+                leaner=self._leaner,
                 submit=self._thread.submit,
                 settle=weakref.WeakMethod(self._settle),
                 undo=self._undo,
             )
+        if self.plan is not begun:
+            words = moved_in_words(begun, self.plan)
+            message = f"the GPU was full while the engine was built: the plan is leaner ({words})"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            self._ram_watch.expect(self.plan.tiers["ram"])
         self.pinning_seconds = self._placed.pinning_seconds
         self.optimizer = OffloadOptimizer(
             param_groups or [{"params": [p for p in model.parameters() if p in trained]}],
@@ -224,6 +232,12 @@ class OffloadEngine:
             made, self._first_window = first.plan, None if first.is_settled else first
         check_fits(made)
         return made
+
+    def _leaner(self) -> Plan | None:
+        """Takes a plan with less in VRAM as the plan, and returns it; None if there is none."""
+        plan = with_less_vram(self.plan, self.device)
+        self.plan = plan or self.plan
+        return plan
 
     # ---- one step, in time order -------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import gc
 import random
 import warnings
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import host_memory
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError, OutOfRamError, OutOfVramError, RepeatWindowError
+from offloadkit.offload import model as placed_model
 from offloadkit.offload import shortage
+from offloadkit.offload.gradients import Gradients
+from offloadkit.offload.states import LayerState
 from offloadkit.planner import Plan
 from tests.models import Residual, TinyLM, tokens
-from tests.offload.test_move import IN_VRAM, numbers, planned
+from tests.offload.test_move import IN_VRAM, lm, numbers, planned, train
 from tests.offload.test_placements import assert_equal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -288,6 +292,42 @@ def test_where_the_move_out_of_ram_fails_training_stops_as_before(
             patch.setattr(host_memory, "allocate", full)
             with pytest.raises(OutOfRamError, match=r"RAM is running out. The move .* failed: "):
                 engine.step()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "full_at"),
+    [
+        (LayerState, "take_parameters", (3, 4)),
+        (placed_model, "move_rest", (1, 2)),
+        (Gradients, "_allocate", (1, 2)),
+    ],
+)
+def test_a_gpu_that_is_full_while_the_engine_is_built_makes_the_plan_leaner(
+    owner: Any, name: str, full_at: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model in fp32 that is trained in bf16: what its weights hold beyond bf16 is in the states of what moves."""
+    config, found, real = OffloadConfig(learning_rate=1e-2, working_dtype="bf16"), [], getattr(owner, name)
+    for is_full in (False, True):
+        calls: list[int] = []
+
+        def fails(*args: Any, calls: list[int] = calls, is_full: bool = is_full, **options: Any) -> Any:
+            calls.append(1)
+            if is_full and len(calls) in full_at:
+                fail(torch.empty(0))
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, fails)
+        model = lm()
+        plan = planned(model, config, IN_VRAM)
+        told = pytest.warns(RuntimeWarning, match="the GPU was full while the engine was built: the plan is leaner")
+        with told if is_full else nullcontext():
+            engine = OffloadEngine(model, config, device="cpu", plan=plan)
+        with engine:
+            assert engine.plan.placements == engine._placed.placements
+            assert (engine.plan.total_bytes("vram") < 0.8 * plan.total_bytes("vram")) == is_full
+            train(engine, tokens(2))
+            found.append(numbers(engine))
+    assert_equal(*found, name)
 
 
 @pytest.mark.parametrize("free", [1 << 40, 1 << 20])
