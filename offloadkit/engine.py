@@ -213,6 +213,7 @@ class OffloadEngine:
         self._profile: Profile | None = None
         self.num_updates = self._num_backwards = 0
         self._stepped = self._overflow_known = self._open = True
+        self._has_graph = False
         self.telemetry.plan = self.plan
         _open_engines[model] = weakref.ref(self)
 
@@ -276,7 +277,9 @@ class OffloadEngine:
             self._records.forward(num_tokens(self.module, kwargs)),
             self._placed.in_forward(),
         ):
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+        self._has_graph = True
+        return output
 
     def evaluates(self, run: Callable[[], _T]) -> _T:
         """What `run()` gives: an evaluation or a generation with the model, in which no graph is built.
@@ -285,8 +288,8 @@ class OffloadEngine:
         it succeeds. Random states, and the buffers of a model in training mode, are what they were at the first call.
 
         Raises:
-            OutOfVramError: the GPU's memory is full, and no leaner plan is left, or gradients are gathered. These are
-                kept.
+            OutOfVramError: the GPU's memory is full, and no leaner plan is left, or an accumulation window is under
+                way. Its gradients are kept.
         """
         self._check_open()
         states, buffers = random_states(), Buffers()
@@ -335,7 +338,7 @@ class OffloadEngine:
         with self.makes_room():
             self._backward(loss, accumulation if scale_by_accumulation else 1)
         self._num_backwards += 1
-        self._stepped = False
+        self._stepped = self._has_graph = False
 
     def _backward(self, loss: torch.Tensor, divisor: int) -> None:
         given = loss
@@ -477,7 +480,7 @@ class OffloadEngine:
         self._check_open()
         self._placed.gradients.drop()
         self._records.drop_window()
-        self._num_backwards, self._stepped = 0, True
+        self._num_backwards, self._stepped, self._has_graph = 0, True, False
 
     def _settle(self) -> None:
         if self._newest is not None:
@@ -597,7 +600,7 @@ class OffloadEngine:
         Raises:
             OutOfVramError: `error`, with why there is no such move.
         """
-        if self._num_backwards or self._placed.is_busy:
+        if self._num_backwards or self._has_graph or self._placed.is_busy:
             raise OutOfVramError(
                 f"{error}. An accumulation window is under way, in which nothing can move: evaluate and generate after "
                 "the step() that ends it, and the engine makes room"
