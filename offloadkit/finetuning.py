@@ -262,6 +262,7 @@ def finetune(
         with phase("saving", peaks, args.device):
             _save(trained, tokenizer, output / "model")  # first of all: an evaluation that fails loses nothing
         samples = _evaluate(trainer, tokenizer, evaluation, metrics)
+        plan = plan if trainer.engine is None else trainer.engine.plan  # an evaluation may have moved it
         steps, state = list(trainer.telemetry.records), trainer.state
         stopped, moves = state.global_step < state.max_steps, trainer.telemetry.moves
     for sentence in _not_as_planned(plan, peaks, moves):
