@@ -49,9 +49,10 @@ the working dtype: `bf16=False` on a GPU with bf16, and `fp16=False` on one with
 from __future__ import annotations
 
 import os
+import threading
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -149,6 +150,23 @@ class FinetuneResult:
         )
 
 
+_training = threading.RLock()
+"""Held by the `finetune` that runs: random states, the GPU's free memory and libraries' settings are the process's."""
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A context in which no other thread of this process is in one; waits until it is so."""
+    if not _training.acquire(blocking=False):
+        print("another finetune of this process is under way: this one begins when it has ended", flush=True)
+        _training.acquire()
+    try:
+        yield
+    finally:
+        _training.release()
+
+
+@_alone()
 @errors_hold_nothing()
 @bars_where_live()
 def finetune(
@@ -203,7 +221,7 @@ def finetune(
     wish = ColumnWish(input_column, target_column, template)
     if retry_leaner:
         why = "retry_leaner has no effect and will be removed: a full GPU always makes training go on by a leaner plan"
-        warnings.warn(why, FutureWarning, stacklevel=4)
+        warnings.warn(why, FutureWarning, stacklevel=5)
     dtype = _working_dtype(offload, training_arguments)
     wishes: dict[str, Any] = {"precision": precision, "compile_blocks": compile_blocks, "working_dtype": dtype}
     offload = with_wishes(offload, vram=vram, ram=ram, **wishes)

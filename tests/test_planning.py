@@ -99,7 +99,7 @@ def test_a_plan_says_what_batch_it_is_for() -> None:
     assert size in planning.BATCH_SIZES
     assert facts["num_tokens"] == 2 * size * (facts["input_length"] + facts["target_length"]) == 2 * size * 640
     words = f"2 x {size} x (512+128) tokens a step"
-    assert str(made).splitlines()[1] == f"  {words}"
+    assert f"  {words}" in str(made).splitlines()
     assert words in made._repr_html_()
     assert repr(made).startswith(f"Plan(222,903,552 parameters in 25 flat layers, {words}, ")
     assert len(repr(made)) < 200

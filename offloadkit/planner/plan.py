@@ -165,6 +165,7 @@ class Plan:
             "tokens_per_second": self.tokens_per_second,
             "slowdown": self.slowdown,
             "rates_are_assumed": self.basis.assumed,
+            "assumed": self.basis.hardware.assumed if self.basis.hardware else "",
             "layers": [
                 {"name": layer.name, "num_parameters": layer.num_parameters, **vars(where)}
                 for layer, where in zip(self.layers, self.placements, strict=True)
@@ -346,7 +347,9 @@ def heading(plan: Plan) -> list[str]:
     kinds = Counter(layer.dtype for layer in plan.layers)
     first = f"{plan.num_parameters:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
     first += f" in {len(plan.layers)} flat layers, working weights {'+'.join(kinds)},"
-    return [first, *(f"  {line}" for line in _tokens(plan)), *_placed(plan)]
+    machine = plan.basis.hardware
+    assumed = _wrapped(machine.assumed) if machine else []
+    return [*assumed, first, *(f"  {line}" for line in _tokens(plan)), *_placed(plan)]
 
 
 def _tokens(plan: Plan) -> list[str]:
@@ -421,8 +424,10 @@ def _rates(machine: Hardware | None) -> str:
     """An assumed machine, described by its rates, since it has no name."""
     if machine is None:
         return "machine"
+    half = "bf16" if machine.supports_bf16 else "fp16"
+    flops = getattr(machine, f"{half}_flops_per_second")
     return (
-        f"card with {machine.bf16_flops_per_second / 1e12:.3g} TFLOP/s in bf16 and VRAM of "
+        f"card with {flops / 1e12:.3g} TFLOP/s in {half} and VRAM of "
         f"{machine.vram_bytes_per_second / 1e9:.3g} GB/s, {machine.h2d_bytes_per_second / 1e9:.3g} GB/s from RAM of "
         f"{machine.dram_bytes_per_second / 1e9:.3g} GB/s, and {machine.num_cores} cores"
     )
