@@ -237,7 +237,9 @@ def finetune(
         check_same_model(checkpoint, source.config)
     at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
     if batch_size == "auto":
-        batch_size = auto_batch_size(source, offload, **lengths, device=_device(training_arguments))
+        smoothing = training_arguments.get("label_smoothing_factor") or 0.0
+        where = _device(training_arguments)
+        batch_size = auto_batch_size(source, offload, **lengths, device=where, label_smoothing=smoothing)
     own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
     own |= {"gradient_accumulation_steps": gradient_accumulation, "per_device_train_batch_size": batch_size}
     own |= {"learning_rate": learning_rate or LEARNING_RATES[init]}
@@ -245,6 +247,7 @@ def finetune(
     offload = engine_config(offload, args)
 
     size: dict[str, Any] = {"batch_size": batch_size, **lengths, "device": args.device}
+    size["label_smoothing"] = args.label_smoothing_factor
     if eval_dataset is not None and "per_device_eval_batch_size" in training_arguments:
         size["eval_batch_size"] = args.per_device_eval_batch_size
     assumed = None if at_once else shown_plan(source, offload, **size)
@@ -277,6 +280,7 @@ def finetune(
         with phase("saving", peaks, args.device):
             _save(trained, tokenizer, output / "model")  # first of all: an evaluation that fails loses nothing
         samples = _evaluate(trainer, tokenizer, evaluation, metrics)
+        plan = plan if trainer.engine is None else trainer.engine.plan  # an evaluation may have moved it
         steps, state = list(trainer.telemetry.records), trainer.state
         stopped, moves = state.global_step < state.max_steps, trainer.telemetry.moves
     for sentence in _not_as_planned(plan, peaks, moves):
@@ -455,8 +459,9 @@ def _evaluate(
     metrics["eval_loss"] = known[-1] if known else trainer.evaluate()["eval_loss"]
     num_rows = _NUM_SHOWN if evaluation.task == "causal" else NUM_PREDICTED
     batch_size = trainer.args.per_device_eval_batch_size
+    how: dict[str, Any] = {} if trainer.engine is None else {"evaluates": trainer.engine.evaluates}
     with phase("generation", trainer.telemetry.peaks, trainer.args.device):
-        samples = predict(trainer.model, tokenizer, evaluation, num_rows=num_rows, batch_size=batch_size)
+        samples = predict(trainer.model, tokenizer, evaluation, num_rows=num_rows, batch_size=batch_size, **how)
     if evaluation.task != "causal":
         metrics["exact_match" if evaluation.task == "seq2seq" else "accuracy"] = share_correct(samples)
     print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))

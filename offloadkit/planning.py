@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -126,16 +127,18 @@ def plan_source(
     device: torch.device | None,
     gpu: str | None = None,
     eval_batch_size: int | None = None,
+    label_smoothing: float = 0.0,
 ) -> Plan:
     """`plan` of a model that was looked up already, with every wish in the config.
 
     Args:
+        label_smoothing: with it the Trainer computes the loss, from whole logits.
         eval_batch_size: rows of evaluation's micro-batches, if they are not those of training.
     """
     check_whole_numbers(batch_size=batch_size, max_input_length=max_input_length, max_target_length=max_target_length)
     machine, assumed = machine_for(config, device) if gpu is None else (machine_with(gpu, config), True)
     config = _with_dtype(config, machine)
-    with _outline(source, config, machine, assumed=assumed) as outline:
+    with _outline(source, config, machine, assumed=assumed, label_smoothing=label_smoothing) as outline:
         rows = outline.rows(batch_size, max_input_length, max_target_length)
         outline = replace(outline, eval_batch_size=eval_batch_size or 0)
         made = outline.outline.plan(outline.work(rows))
@@ -199,13 +202,14 @@ def auto_batch_size(
     max_input_length: int | None,
     max_target_length: int | None,
     device: torch.device,
+    label_smoothing: float = 0.0,
 ) -> int:
     """The size that `batch_size="auto"` means: by `BATCH_SIZES` with a GPU, else `AUTO_BATCH_SIZE`."""
     if device.type == "cpu":
         return AUTO_BATCH_SIZE
     machine = measure(device)
     config = _with_dtype(config, machine)
-    with _outline(source, config, machine) as outline:
+    with _outline(source, config, machine, label_smoothing=label_smoothing) as outline:
         return outline.rows("auto", max_input_length, max_target_length).batch_size
 
 
@@ -304,6 +308,7 @@ class _TaskOutline:
     task: Task
     eval_batch_size: int = 0
     """Rows of evaluation's micro-batches, which count if they are more than those of training."""
+    label_smoothing: float = 0.0
 
     def rows(
         self, batch_size: int | Literal["auto"], max_input_length: int | None, max_target_length: int | None
@@ -338,10 +343,20 @@ class _TaskOutline:
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
         batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
-        work = self.outline.work(batch, rows)
+        loss_of = self._smoothed(batch) if self.label_smoothing else None
+        work = self.outline.work(batch, rows, loss_of)
         if work is None or self.eval_batch_size <= size:
             return work
         return replace(work, evaluation=self.work(replace(rows, batch_size=self.eval_batch_size)))
+
+    def _smoothed(self, batch: dict[str, torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+        """The loss that the Trainer computes outside the model, whose micro-batch is without labels then."""
+        from transformers.trainer_pt_utils import LabelSmoother
+
+        smoother, labels = LabelSmoother(epsilon=self.label_smoothing), batch.pop("labels")
+        if self.task == "seq2seq":
+            batch["decoder_input_ids"] = torch.empty_like(labels)
+        return partial(smoother, labels=labels, shift_labels=self.task == "causal")
 
     def smaller(self, rows: Rows) -> Iterator[tuple[str, MicroBatch]]:
         """Smaller micro-batches, each with its options in words: fewer rows first, then shorter rows."""
@@ -357,7 +372,12 @@ class _TaskOutline:
 
 @contextmanager
 def _outline(
-    source: ModelSource, config: OffloadConfig, machine: Hardware, *, assumed: bool = False
+    source: ModelSource,
+    config: OffloadConfig,
+    machine: Hardware,
+    *,
+    assumed: bool = False,
+    label_smoothing: float = 0.0,
 ) -> Iterator[_TaskOutline]:
     """The model without numbers, as it is trained. Changes to what it computes end with the context.
 
@@ -366,4 +386,4 @@ def _outline(
     """
     held = 0 if source.model is None else held_in_ram(source.model)
     with outlined(source.on_meta, config, machine, assumed=assumed) as outline:
-        yield _TaskOutline(replace(outline, held_bytes=held), source.task)
+        yield _TaskOutline(replace(outline, held_bytes=held), source.task, label_smoothing=label_smoothing)

@@ -24,6 +24,7 @@ from offloadkit.changes import claim, unclaimed
 from offloadkit.config import OffloadConfig
 from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
 from offloadkit.kernels import attention as attention_kernel
+from offloadkit.offload.caches import configs_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,7 +96,7 @@ def patched(
         changes.callback(compute_loss_in_chunks(whole))
         changes.callback(_take_loss_in_fp32(whole))
     if config.attention == "ours":
-        for own in {id(own): own for own in _configs(model) if hasattr(own, "model_type")}.values():
+        for own in (own for own in configs_of(model) if hasattr(own, "model_type")):
             changes.callback(choose_attention(own))
         if kernels:
             changes.callback(fuse_attention(model, capability))
@@ -113,13 +114,6 @@ def _pretrained(module: nn.Module) -> Iterator[PreTrainedModel]:
     else:
         for child in module.children():
             yield from _pretrained(child)
-
-
-def _configs(model: nn.Module) -> Iterator[Any]:
-    """The config of each module that has one."""
-    for module in model.modules():
-        if (config := getattr(module, "config", None)) is not None:
-            yield config
 
 
 def _take_loss_in_fp32(model: PreTrainedModel) -> Callable[[], None]:

@@ -11,7 +11,8 @@ changed from its default and contradicts the arguments raises `ConfigError`.
 holds for every model, whether or not its forward knows `num_items_in_batch`. Over a large vocabulary the loss is taken
 in chunks (`loss.py`): the logits exist whole only where somebody reads them.
 
-**A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`).
+**A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`), or the
+micro-batch of an evaluation (`OffloadEngine.evaluates`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,13 +42,13 @@ from offloadkit.checkpoint.folder import (
 from offloadkit.checkpoint.run import read_random, write_random
 from offloadkit.checkpoint.values import as_json
 from offloadkit.config import OffloadConfig
-from offloadkit.device.process_memory import cap_vram, phase
+from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.engine import OffloadEngine, is_trained
 from offloadkit.errors import ConfigError, DataError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
 from offloadkit.hf.longest import NotReadableError, evaluation_rows, longest_batch
 from offloadkit.hf.loss import num_targets, on_device, with_a_target
-from offloadkit.hf.saving import arguments_as_data, saved_in_pieces
+from offloadkit.hf.saving import arguments_as_data, load_in_pieces, saved_in_pieces
 from offloadkit.hf.window import Window
 from offloadkit.offload.states import Materialise
 from offloadkit.outline import chooses, plan_for
@@ -169,6 +171,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 device=self.args.device,
                 telemetry=self.telemetry,
                 plan=self._plan or self._plan_for_rows(config),
+                evaluation_rows=evaluation_rows(self),
                 materialise=self._materialise,
             )
             self._materialise = None
@@ -333,9 +336,15 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             group["lr"] = float(rates[min(index, len(rates) - 1)])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As the Trainer, unless `materialise` will read the weights. (Private; called before `create_optimizer`.)"""
-        if self._materialise is None:
-            with self._phase("resuming"):
+        """As the Trainer, but in pieces, unless `materialise` will read the weights.
+
+        (Private; called before `create_optimizer`.)
+        """
+        if self._materialise is not None:
+            return
+        with self._phase("resuming"):
+            ours = model is None and self.engine is None
+            if not ours or not load_in_pieces(self.model, Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -506,13 +515,18 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             is_placed = True
         with ExitStack() as opened:
             if not is_placed:
-                opened.callback(cap_vram(vram, self.args.device))
+                opened.callback(VramCap(vram, self.args.device).remove)
                 if self._materialise is not None:
                     self._materialise(list(self.model.parameters()))
                     self._materialise = None
                 self.model.to(self.args.device)
             opened.enter_context(self._phase("evaluation"))
             return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer. If the GPU is full, the engine moves to a leaner plan, and the micro-batch is repeated."""
+        run = partial(super().prediction_step, *args, **kwargs)
+        return run() if self.engine is None else self.engine.evaluates(run)
 
     def close(self) -> None:
         """Finish and close the engine; the model keeps its trained weights. A later `train()` builds a new engine."""
