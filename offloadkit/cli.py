@@ -31,6 +31,9 @@ TargetLength = Annotated[int | None, typer.Option(help="Longest target in tokens
 Accumulation = Annotated[int, typer.Option(help="Micro-batches in one update.")]
 Precision = Annotated[str, typer.Option(help="Optimizer moments: exact (fp32), compact (bf16) or tiny (int8).")]
 Dtype = Annotated[str, typer.Option(help="Working weights: auto, bf16, fp16 or fp32.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Say where everything lives, byte by byte and phase by phase.")
+]
 Vram = Annotated[str | None, typer.Option(help="VRAM that may be used, e.g. 8GiB. Default: what is free.")]
 Ram = Annotated[str | None, typer.Option(help="RAM that may be used. Default: what is available.")]
 ProcessVram = Annotated[str | None, typer.Option(help="VRAM that each process may use, e.g. 11GiB.")]
@@ -115,6 +118,7 @@ def plan(
     disk: Disk = None,
     compile_blocks: Annotated[bool, typer.Option("--compile-blocks", help="Plan for compiled blocks.")] = False,
     dtype: Dtype = "auto",
+    verbose: Verbose = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show how much memory training MODEL needs, where it is placed and how long a step takes.
@@ -134,7 +138,8 @@ def plan(
         max_target_length=max_target_length,
         offload=OffloadConfig(**config),
     )
-    typer.echo(json.dumps(planned.to_dict(), indent=2) if as_json else f"{planned}\n{planned.explain()}".rstrip())
+    texts = [str(planned), *([planned.details()] if verbose else []), planned.explain()]
+    typer.echo(json.dumps(planned.to_dict(), indent=2) if as_json else "\n".join(filter(None, texts)))
     if not planned.fits:
         raise typer.Exit(1)
 

@@ -1,7 +1,7 @@
 """`plan`: what training a model takes, from its name and a few wishes, before a byte of weights is read.
 
 plan = offloadkit.plan("t5-3b", vram="8GiB", ram="32GiB", batch_size=4)
-print(plan, plan.explain(), sep="\\n")
+print(plan)  # whether it fits, and how fast it is; plan.explain() and plan.details() say more
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from offloadkit.outline import Outline, held_in_ram, outlined
 from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
 from offloadkit.planner.layout import activations
 from offloadkit.planner.plan import check_fits
-from offloadkit.units import format_bytes, format_seconds, parse_bytes
+from offloadkit.units import parse_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -150,39 +150,44 @@ def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
     return replace(offload or OffloadConfig(), **{name: wish for name, wish in wishes.items() if wish is not None})
 
 
-def shown_plan(source: ModelSource, config: OffloadConfig, **size: Any) -> Plan:
+def shown_plan(source: ModelSource, config: OffloadConfig, *, verbose: bool = False, **size: Any) -> Plan:
     """`plan_source`, printed.
+
+    Args:
+        verbose: whether all of it is printed, not the verdict alone.
 
     Raises:
         DoesNotFitError: the plan does not fit.
     """
     made = plan_source(source, config, **size)
-    print(made, flush=True)
+    if verbose:
+        print(made, made.details(), *([made.explain()] if made.fits else []), sep="\n", flush=True)
+    elif made.fits:  # else the error says it
+        print(made, flush=True)
     check_fits(made)
     return made
 
 
-def plan_for_rows(source: ModelSource, config: OffloadConfig, assumed: Plan | None, **size: Any) -> Plan:
+def plan_for_rows(
+    source: ModelSource, config: OffloadConfig, assumed: Plan | None, *, verbose: bool = False, **size: Any
+) -> Plan:
     """The plan for rows of known length. They may be longer than was assumed: tokenized rows are not cut.
 
     Args:
-        assumed: the plan that was shown before; one line then says what changed. None shows the whole plan.
+        assumed: the plan that was shown before; one line then says what changed. None shows the plan as `shown_plan`.
         size: as for `plan_source`.
 
     Raises:
         DoesNotFitError: the plan does not fit.
     """
     if assumed is None:
-        return shown_plan(source, config, **size)
+        return shown_plan(source, config, verbose=verbose, **size)
     made = plan_source(source, config, **size)
     if made == assumed:
         return assumed
     target = f" + {size['max_target_length']}" if source.task == "seq2seq" else ""
-    takes = [f"{format_seconds(made.seconds.step)} a step"] if made.seconds else []
-    tiers = {"ram": "RAM"} if made.on_cpu else {"vram": "VRAM", "ram": "RAM"}
-    takes += [f"{format_bytes(made.needs()[tier])} of {name}" for tier, name in tiers.items()]
     longest = f"the longest row has {size['max_input_length']}{target} tokens"
-    print(f"planned again, {longest}: {', '.join(takes)}", flush=True)
+    print(f"planned again, {longest}: {made.verdict}", flush=True)
     check_fits(made)
     return made
 

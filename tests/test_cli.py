@@ -40,8 +40,10 @@ def model_folder(tmp_path: Path) -> Path:
 def test_plan_prints_where_everything_goes() -> None:
     done = run("plan", "t5-small", "--dtype", "bf16")
     assert done.exit_code == 0
-    assert "60,506,624 parameters" in done.stdout
-    assert "moments" in done.stdout
+    assert done.stdout.startswith("FITS: ")
+    assert "60,506,624 parameters in bf16" in done.stdout
+    assert "Adam moments" not in done.stdout
+    assert "Adam moments" in run("plan", "t5-small", "--verbose").stdout
 
 
 def test_train_goes_from_a_file_to_a_model(model_folder: Path, tmp_path: Path) -> None:

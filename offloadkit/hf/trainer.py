@@ -199,8 +199,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if plan is None:
             print(f"the longest rows do not run on the meta device: {_BEGINS}", flush=True)
             return None
-        print(f"{plan}\n  ({said})" if said else plan, flush=True)
         check_fits(plan)
+        print(f"{plan}\n  ({said})" if said else plan, flush=True)
         return plan
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:

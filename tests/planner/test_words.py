@@ -25,12 +25,12 @@ def plan(machine: Hardware = H200, num_layers: int = 20, **options: Any) -> Plan
 
 def test_who_steps_is_said_where_states_are_in_ram() -> None:
     made = plan(placement=THROUGH_VRAM)
-    text = str(made)
+    text = made.details()
     assert "optimizer states in RAM, stepped by the GPU through VRAM" in text
     assert "gradients kept in VRAM for the step" in text
     assert "state buffers" in text
     assert "stepped by the CPU" not in text
-    assert "gradients" not in str(plan(placement=IN_RAM)).split("working weights  ")[0]
+    assert "gradients" not in plan(placement=IN_RAM).details().split("working weights  ")[0]
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_both_steppers_have_a_line_each() -> None:
     on_gpu = sum(where.step == "gpu" and where.states == "ram" for where in wheres)
     on_cpu = sum(where.step == "cpu" for where in wheres)
     assert 0 < on_gpu < on_cpu
-    text, html = str(made), made._repr_html_()
+    text, html = made.details(), made._repr_html_()
     for words in (
         f"optimizer states of {on_gpu} of 20 layers in RAM, stepped by the GPU through VRAM",
         f"optimizer states of {on_cpu} of 20 layers in RAM, stepped by the CPU",
