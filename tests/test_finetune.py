@@ -368,6 +368,7 @@ def test_a_fault_of_the_evaluation_set_says_that_it_is_its(rows: Any, reason: st
 
 
 def test_a_printed_plan_fits_on_80_columns() -> None:
+    plan = offloadkit.plan("t5-11b")
     assert max(map(len, f"{plan}\n{plan.details()}".splitlines())) <= 80
 
 

@@ -108,7 +108,7 @@ def test_the_trainer_plans_as_finetune_for_the_same_rows_and_budget(
     assert trainer.engine.plan == planned
     assert len(set(planned.placements)) > 1
     assert str(planned).splitlines()[:3] == str(trainer.engine.plan).splitlines()[:3]
-    assert "\n  2 x (6+10) tokens a step\n" in shown
+    assert ", 2 x (6+10) tokens a step\n" in shown
     assert str(trainer.engine.plan) in capsys.readouterr().out
 
 
@@ -204,7 +204,7 @@ def test_fewer_rows_are_proposed_by_the_doors_own_name_for_them() -> None:
     planned = outline.plan_for(t5(), config, torch.device("cpu"), example, rows_option="batch")
     assert planned is not None
     assert [words for words, _ in planned.basis.smaller] == [f"batch={size}" for size in (32, 16, 8, 4, 2, 1)]
-    assert re.search(r"\nbatch=\d+ would fit", planned.explain())
+    assert re.match(r"batch=\d+ would fit", planned.explain())
 
 
 @pytest.mark.usefixtures("on_a_card")
