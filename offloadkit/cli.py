@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
+from offloadkit import __version__
 from offloadkit.errors import OffloadkitError
 
 app = typer.Typer(
@@ -18,6 +19,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Fine-tune models that are too big for the GPU: exact AdamW, with what does not fit in host RAM.",
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"offloadkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
 
 Model = Annotated[str, typer.Argument(help="Preset (t5-3b, flan-t5-xl, ...), folder, or hub name.")]
 Tokenizer = Annotated[
@@ -157,7 +174,10 @@ def _rows(batch_size: str) -> int | Literal["auto"]:
 def train(
     model: Model,
     dataset: Annotated[str, typer.Argument(help=".jsonl, .json, .csv or .parquet file, or hub name.")],
-    eval_dataset: Annotated[str | None, typer.Option(help="Rows to evaluate on, each epoch and at the end.")] = None,
+    eval_dataset: Annotated[
+        str | None,
+        typer.Option(help="Rows to evaluate on, each epoch and at the end; 0.1 holds out a tenth of DATASET."),
+    ] = None,
     output: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder for model/ and checkpoints.")
     ] = "offloadkit-output",
@@ -195,6 +215,11 @@ def train(
     retry_leaner: Annotated[
         bool, typer.Option("--retry-leaner", help="Has no effect; a full GPU always leads to a leaner plan.")
     ] = False,
+    verbose: Verbose = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other training argument of HuggingFace; may be repeated."),
+    ] = None,
 ) -> None:
     """Train MODEL on DATASET with the optimizer in host RAM.
 
@@ -205,10 +230,11 @@ def train(
 
     config: Any = {"disk": disk, "working_dtype": dtype}
     wishes: Any = {"precision": precision, "vram": vram, "ram": ram, "offload": OffloadConfig(**config)}
+    wishes |= _settings(settings or [])
     result = finetune(
         model,
         dataset,
-        eval_dataset=eval_dataset,
+        eval_dataset=_share_or_name(eval_dataset),
         output_dir=output,
         tokenizer=tokenizer,
         epochs=epochs,
@@ -226,6 +252,7 @@ def train(
         resume=resume,
         overwrite=overwrite,
         retry_leaner=retry_leaner,
+        verbose=verbose,
         compile_blocks=compile_blocks,
         **wishes,
     )
@@ -233,6 +260,53 @@ def train(
     if result.stopped:
         typer.echo(f"stopped early{_how_to_go_on(result.output_dir)}", err=True)
         raise typer.Exit(130)
+
+
+def _share_or_name(eval_dataset: str | None) -> float | str | None:
+    """`--eval-dataset` as a share of the rows, if it is a number and no file."""
+    if eval_dataset is None or Path(eval_dataset).exists():
+        return eval_dataset
+    try:
+        return float(eval_dataset)
+    except ValueError:
+        return eval_dataset
+
+
+def _settings(given: list[str]) -> dict[str, Any]:
+    """`--set KEY=VALUE` as training arguments. A value is JSON (0.1, true, [1, 2]) or Python's True, False and None;
+    anything else is text."""
+    from offloadkit.hf.arguments import argument_names, did_you_mean
+
+    found: dict[str, Any] = {}
+    for each in given:
+        key, equals, text = each.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{each!r} is not KEY=VALUE, such as warmup_steps=100", param_hint="--set")
+        known = [name for name in argument_names() if name not in _HAVE_OPTIONS]
+        if option := _HAVE_OPTIONS.get(key):
+            raise typer.BadParameter(f"{key} has an option of its own: {option}", param_hint="--set")
+        if key not in known:
+            raise typer.BadParameter(f"no training argument {key!r}{did_you_mean(key, known)}", param_hint="--set")
+        if key in found:
+            raise typer.BadParameter(f"{key} is given twice", param_hint="--set")
+        try:
+            found[key] = json.loads(text)
+        except json.JSONDecodeError:
+            found[key] = {"True": True, "False": False, "None": None}.get(text, text)
+    return found
+
+
+_HAVE_OPTIONS = {
+    "output_dir": "--output",
+    "num_train_epochs": "--epochs",
+    "max_steps": "--max-steps",
+    "per_device_train_batch_size": "--batch-size",
+    "gradient_accumulation_steps": "--gradient-accumulation",
+    "learning_rate": "--learning-rate",
+    "lr": "--learning-rate",
+    "seed": "--seed",
+}
+"""Training arguments that `--set` does not take."""
 
 
 @_command
