@@ -26,7 +26,7 @@ from transformers import (
 import offloadkit
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError, ModelError, ModelNotFoundError
-from offloadkit.hf.hub import PRESETS
+from offloadkit.hf.presets import PRESETS
 from offloadkit.hf.load import infer_task
 from offloadkit.hf.patches import patched
 from offloadkit.hf.source import resolve

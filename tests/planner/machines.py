@@ -97,7 +97,7 @@ def t5_3b(
     of one kernel, as `finetune` has them."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    from offloadkit.hf.hub import PRESETS
+    from offloadkit.hf.presets import PRESETS
     from offloadkit.hf.loss import compute_loss_in_chunks
     from offloadkit.hf.patches import fuse_norms
 
