@@ -176,7 +176,8 @@ class FinetuneResult:
         )
 
 
-_P, _T = ParamSpec("_P"), TypeVar("_T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def _takes_hf_names(function: Callable[_P, _T]) -> Callable[_P, _T]:

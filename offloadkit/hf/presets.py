@@ -8,7 +8,7 @@ train from a checkpoint its own config is read.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -35,7 +35,7 @@ class Preset:
         """The architecture."""
         from transformers import AutoConfig
 
-        return cast("PreTrainedConfig", AutoConfig.for_model(self.model_type, **self.config_values()))
+        return AutoConfig.for_model(self.model_type, **self.config_values())
 
 
 # -- T5
@@ -101,8 +101,9 @@ _SHAPE = (
     "num_key_value_heads",
     "vocab_size",
 )
-_LLAMA_2 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
-_LLAMA_3 = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
+_Values = dict[str, Any]
+_LLAMA_2: _Values = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA_3: _Values = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
 _LLAMA_3 |= {"bos_token_id": 128_000, "eos_token_id": 128_001}
 
 
@@ -113,25 +114,35 @@ def _stretched(factor: float, **more: Any) -> dict[str, Any]:
     return _LLAMA_3 | {"max_position_embeddings": 131_072} | scaled | more
 
 
-_QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "bos_token_id": 151_643, "eos_token_id": 151_643}
+_QWEN: _Values = {"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "bos_token_id": 151_643, "eos_token_id": 151_643}
 _QWEN_2 = _QWEN | {"max_position_embeddings": 32_768, "use_sliding_window": False}
 _QWEN_3 = _QWEN | {"max_position_embeddings": 40_960, "head_dim": 128, "eos_token_id": 151_645}
-_TIED = {"tie_word_embeddings": True}
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "head_dim": 256, "query_pre_attn_scalar": 256}
+_TIED: _Values = {"tie_word_embeddings": True}
+_GEMMA: _Values = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+}
 _GEMMA |= {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0} | _TIED
 _GEMMA_2 = _GEMMA | {"max_position_embeddings": 8192, "sliding_window": 4096}
 _GEMMA_2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _GEMMA_3 = _GEMMA | {"max_position_embeddings": 32_768, "sliding_window": 512}
 _GEMMA_3 |= {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
-_MISTRAL = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32_768}
+_MISTRAL: _Values = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32_768}
 _MISTRAL_1 = _MISTRAL | {"sliding_window": 4096, "rope_theta": 10_000.0}
 _MISTRAL_3 = _MISTRAL | {"sliding_window": None, "rope_theta": 1_000_000.0}
-_WIDE = {"head_dim": 128}
-_PHI_3 = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": 2047}
+_WIDE: _Values = {"head_dim": 128}
+_PHI_3: _Values = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": 2047}
 _PHI_3 |= {"bos_token_id": 1, "eos_token_id": 32_000, "pad_token_id": 32_000}
-_PHI_4 = {"rms_norm_eps": 1e-5, "max_position_embeddings": 16_384, "rope_theta": 250_000.0, "sliding_window": None}
+_PHI_4: _Values = {
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 16_384,
+    "rope_theta": 250_000.0,
+    "sliding_window": None,
+}
 _PHI_4 |= {"bos_token_id": 100_257, "eos_token_id": 100_265, "pad_token_id": 100_349}
-_PHI_4_MINI = {"rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "partial_rotary_factor": 0.75} | _TIED
+_PHI_4_MINI: _Values = {"rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "partial_rotary_factor": 0.75} | _TIED
 _PHI_4_MINI |= {"bos_token_id": 199_999, "eos_token_id": 199_999, "pad_token_id": 199_999, "sliding_window": None}
 
 _Rows = list[tuple[str, tuple[str, ...], tuple[int, ...], dict[str, Any]]]

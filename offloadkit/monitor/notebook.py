@@ -18,7 +18,7 @@ from offloadkit.monitor.page import page
 
 _VIEW = "application/vnd.jupyter.widget-view+json"
 _INTERRUPT = "To stop, interrupt the kernel (■): it finishes the step and saves, a second interrupt breaks off."
-_MAYBE = "If the button does not answer, interrupt the kernel (■): it finishes the step and saves."
+_MAYBE = "If there is no button, or it does not answer, interrupt the kernel (■): it finishes the step and saves."
 _UNHEEDED = "This loop does not ask for stop_requested: an interrupt (■) breaks it off at once."
 
 

@@ -560,8 +560,8 @@ def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
         on_disk = replanned(plan, hardware=basis.with_disk, disk=folder)
         yield how, on_disk
         if not on_disk.fits:
-            lean = _leaner(replace(on_disk, basis=replace(on_disk.basis, smaller=basis.smaller)))
-            yield from ((f"{words}, {how}", other) for words, other in lean if other.total_bytes("disk"))
+            both = _leaner(replace(on_disk, basis=replace(on_disk.basis, smaller=basis.smaller)))
+            yield from ((f"{words}, {how}", other) for words, other in both if other.total_bytes("disk"))
     yield from _larger(plan)
     for words, work in basis.smaller[-2:]:  # the smallest ones, which need the least more memory
         lean = replanned(plan, work=work)
