@@ -43,10 +43,10 @@ def _a_folder(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
 
 
-def t5(width: int = 16, dropout: float = 0.1) -> T5ForConditionalGeneration:
+def t5(width: int = 16, dropout: float = 0.1, **more: Any) -> T5ForConditionalGeneration:
     torch.manual_seed(0)
-    shape = {"d_model": width, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(vocab_size=384, decoder_start_token_id=0, dropout_rate=dropout, **shape))
+    shape = {"d_model": width, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 384} | more
+    return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, dropout_rate=dropout, **shape))
 
 
 def finetune(model: Any, rows: Any, **options: Any) -> offloadkit.FinetuneResult:
@@ -75,6 +75,15 @@ def test_pairs_are_learned_and_the_folder_is_loaded_by_from_pretrained(
     words = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
     ids = loaded.generate(**words("4+1", return_tensors="pt"), max_new_tokens=4)
     assert words.decode(ids[0], skip_special_tokens=True) == "5"
+
+
+def test_tokens_beyond_the_tokenizers_are_left_out_of_predictions() -> None:
+    """T5's own vocabulary is padded beyond its tokenizer's too."""
+    model = t5(vocab_size=512)
+    with torch.no_grad():
+        model.lm_head.weight[len(ByT5Tokenizer()) :] *= 10
+    result = finetune(model, PAIRS, eval_dataset=PAIRS[:2], max_steps=1)
+    assert [sample.prediction for sample in result.samples] == ["", ""]
 
 
 def test_labelled_texts_give_an_accuracy() -> None:

@@ -98,5 +98,8 @@ def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, num_token
     return model.generate(**inputs, max_new_tokens=num_tokens, num_beams=1, do_sample=False)
 
 
-def _text(tokenizer: Any, ids: Any) -> list[str]:
-    return [str(text) for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+def _text(tokenizer: Any, rows: Any) -> list[str]:
+    """The text of rows of token ids. Ids beyond the tokenizer's are left out: a padded vocabulary has such."""
+    num_known = len(tokenizer)
+    known = [[token for token in map(int, row) if token < num_known] for row in rows]
+    return [str(text) for text in tokenizer.batch_decode(known, skip_special_tokens=True)]
