@@ -492,8 +492,8 @@ def _rates(machine: Hardware | None) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    """`text` cut at spaces into lines of at most 76."""
-    return wrap(text, 76, break_long_words=False, break_on_hyphens=False)
+    """`text` cut at spaces into lines of at most 74."""
+    return wrap(text, 74, break_long_words=False, break_on_hyphens=False)
 
 
 # ---- what limits a plan, and what would help --------------------------------------------------------------------
@@ -690,7 +690,8 @@ def _by_phase(plan: Plan) -> Iterator[str]:
     yield "peaks by phase:"
     for cells, some in groupby(plan.phases, lambda phase: (phase.vram, phase.ram)):
         tiers = {"ram": cells[1]} if plan.on_cpu else {"vram": cells[0], "ram": cells[1]}
-        yield f"  {of_tiers(tiers)}: {', '.join(phase.name for phase in some)}"
+        first, *more = _wrapped(f"{of_tiers(tiers)}: {', '.join(phase.name for phase in some)}")
+        yield from (f"  {first}", *(f"    {line}" for line in more))
 
 
 def _changed(plan: Plan, other: Plan) -> str:
