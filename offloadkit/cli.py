@@ -36,7 +36,7 @@ def _root(
     pass
 
 
-Model = Annotated[str, typer.Argument(help="Preset (t5-3b, flan-t5-xl, ...), folder, or hub name.")]
+Model = Annotated[str, typer.Argument(help="Preset (t5-3b, llama-3.1-8b, ...), folder, or hub name.")]
 Tokenizer = Annotated[
     str | None, typer.Option(help="Folder or hub name; 'byte' is one token a byte. Default: the model's own.")
 ]

@@ -37,7 +37,8 @@ def test_a_card_that_is_not_here_is_planned_for() -> None:
     text = made.details()
     assert "available" in text
     assert "Adam moments" in text
-    assert "RAM -> GPU" in text
+    assert " RAM -> GPU " in text
+    assert not re.search(r"^\s+m?s\b", text, re.MULTILINE), "a number has its unit beside it"
     assert max(map(len, text.splitlines())) <= 80
     explained = made.explain()
     assert re.search("limits? the step", explained)

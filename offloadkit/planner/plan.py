@@ -340,6 +340,7 @@ def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, i
 
 # ---- a plan in words -----------------------------------------------------------------------------
 
+_KEPT = "\N{NO-BREAK SPACE}"
 _TO_GPU, _TO_RAM = "RAM -> GPU", "GPU -> RAM"
 _WHERE = {"vram": "in VRAM", "ram": "in RAM", "disk": "on disk"}
 _STEPPERS = {
@@ -468,7 +469,8 @@ def _times(plan: Plan) -> list[str]:
         slowdown = "" if plan.on_cpu else f", {plan.slowdown:.3g}x a GPU that holds everything"
         lines.append(", ".join([f"{format_seconds(plan.seconds.step)} a step", *_speed(plan)]) + slowdown)
         busy = {_busy(plan, name): number for name, number in plan.seconds.busy.items() if number}
-        lines += _wrapped("busy: " + ", ".join(f"{name} {format_seconds(number)}" for name, number in busy.items()))
+        each = (f"{name} {format_seconds(number)}".replace(" ", _KEPT) for name, number in busy.items())
+        lines += [line.replace(_KEPT, " ") for line in _wrapped("busy: " + ", ".join(each))]
     if plan.basis.assumed:
         lines += _wrapped(f"(not measured: seconds are those of an assumed {_rates(plan.basis.hardware)})")
     return lines
