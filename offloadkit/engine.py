@@ -43,12 +43,14 @@ from offloadkit.errors import (
 from offloadkit.offload.layers import FlatLayer, UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.profiling import Profile
+from offloadkit.offload.rate_watch import RateWatch
 from offloadkit.offload.records import StepRecords, num_tokens
 from offloadkit.offload.shortage import (
     RamWatch,
     explained_shortage,
     full_gpu,
     moved_in_words,
+    room,
     with_less_ram,
     with_less_vram,
     within_free_vram,
@@ -94,7 +96,8 @@ class OffloadEngine:
             you may read and write its weights as any tensors; only writes through raw pointers are not seen.
         optimizer: a `torch.optim.Optimizer` for schedulers and checkpoints.
         device: where the model computes.
-        plan: the sizes of everything and where they live. It moves where memory runs out, and by `move`.
+        plan: the sizes of everything and where they live. It moves where memory runs out, where the machine's rates
+            turn out to be others than planned, and by `move`.
         telemetry: a record of every step.
         num_updates: updates so far, including those of a run it resumed. Telemetry numbers steps by it.
         loss_scale: what the next loss is multiplied by; None without fp16 working weights.
@@ -159,6 +162,8 @@ class OffloadEngine:
         self._finalizer = weakref.finalize(self, self._undo.close)
         self._ram_watch = RamWatch(self.plan.tiers["ram"])
         self._undo.callback(self._ram_watch.close)
+        self._rate_watch = RateWatch(self.plan)
+        self._undo.callback(self.telemetry.subscribe(self._rate_watch.add))
         if self.config.vram is not None:
             self._undo.callback(cap_vram(parse_bytes(self.config.vram), self.device))
         self._undo.callback(changed(model, self.config, kernels=self.device.type != "cpu"))
@@ -348,6 +353,8 @@ class OffloadEngine:
         elif self._first_window is not None:
             first, self._first_window = self._first_window, None
             self._move_after(first)
+        elif self._rate_watch.is_due and self._profile is None:
+            self._move_for_rates()
         return True
 
     def _begin_phase(self, name: str) -> None:
@@ -496,6 +503,7 @@ class OffloadEngine:
             if self._open:
                 self.plan = self._records.plan = self.telemetry.plan = plan
                 self._ram_watch.expect(plan.tiers["ram"])
+                self._rate_watch.begin(plan)
         seconds = time.perf_counter() - began
         forget_peak(self.device)  # it was the other plan's: a GPU that is full again is explained by this one's
         old, new = ({tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan))
@@ -566,6 +574,18 @@ class OffloadEngine:
             if not self._open:
                 raise
             logger.warning(f"training goes on as it began, not as planned for its micro-batches: {error}")
+
+    def _move_for_rates(self) -> None:
+        """Move where measured rates say that another plan is faster. Training goes on as it is if that cannot be."""
+        found = self._rate_watch.judge(self._placed.assigned, lambda: room(self.plan, self.device))
+        if found is None:
+            return
+        try:
+            self._move_with_a_warning(*found, stacklevel=4)
+        except OffloadkitError as error:
+            if not self._open:
+                raise
+            logger.warning(f"{found[1]}, and a faster plan was found, but the move to it failed: {error}")
 
     def _has_moved(self, state: LayerState) -> None:
         for at, view in enumerate(state.layer.views):

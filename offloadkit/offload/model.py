@@ -212,6 +212,14 @@ class PlacedModel:
         """Where each layer is now."""
         return tuple(state.placement for state in self.states)
 
+    @property
+    def assigned(self) -> tuple[Placement, ...]:
+        """As `placements`, each with the processor that steps the layer next."""
+        return tuple(
+            replace(state.placement, step="gpu" if state.on_gpu else "cpu") if state.switchable else state.placement
+            for state in self.states
+        )
+
     def _arrange(self, shared: Sequence[HostSlab]) -> None:
         """Make what layers share for the places where they are: buffers, rings, and the blocks' recomputation."""
         placed = list(zip(self._shapes, self.placements, strict=True))

@@ -200,6 +200,32 @@ class StepModel:
                 busy[name] += others * (forward.busy[name] + before.busy[name])
         return Seconds(update + backward, update, backward, busy)
 
+    def rates(self, placements: Sequence[Placement]) -> dict[str, float]:
+        """Mean bytes per second of "H2D", "D2H" and "CPU step" while they work, in a step with these placements.
+
+        What the step does not use is left out.
+        """
+        alone, beside = self._bus_in_update(placements, False), self._bus_in_update(placements, True)
+        in_backward = _Bus(*self._bus(placements))
+        others = self._accumulation - 1
+        passes = [
+            (1, beside, self._forward(placements, updates=True)),
+            (1, in_backward, self._backward(placements, is_last=True)),
+        ]
+        if others:
+            passes.append((others, alone, self._forward(placements, updates=False)))
+            passes.append((others, in_backward, self._backward(placements, is_last=False)))
+        found: dict[str, float] = {}
+        for name in ("H2D", "D2H"):
+            busy = [(number * queues.busy[name], getattr(bus, name.lower())) for number, bus, queues in passes]
+            if seconds := sum(each for each, _ in busy):
+                found[name] = sum(each * rate for each, rate in busy) / seconds
+        stepped = [layer for layer in self._layers if placements[layer.index].step == "cpu"]
+        if stepped:
+            seconds = beside.slows_cores * sum(layer.cpu_step for layer in stepped)
+            found["CPU step"] = sum(layer.step_bytes for layer in stepped) / seconds
+        return found
+
     def _forward(self, placements: Sequence[Placement], *, updates: bool) -> Queues:
         """Forward and, if `updates`, beside it the update of the last step: CPU steps, uploads and GPU steps."""
         queues = Queues(self._hardware.num_cores)
@@ -405,6 +431,8 @@ class LayerCost:
     bucket_bytes: int
     gradient_bytes: int
     state_bytes: int
+    step_bytes: int
+    """Memory traffic of a step."""
     num_chunks: int
     """Number of pieces in which its states pass through VRAM."""
     cpu_step: float
@@ -439,6 +467,7 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
         bucket_bytes=bucket,
         gradient_bytes=gradient,
         state_bytes=sum(layer.state_bytes().values()),
+        step_bytes=traffic,
         num_chunks=num_chunks,
         cpu_step=traffic / cpu_step_rate(layer.precision, hardware) + STEP_LAUNCHES * hardware.launch_seconds,
         gpu_step=traffic / vram + KERNEL_SECONDS,
