@@ -29,6 +29,7 @@ from offloadkit.changes import changed
 from offloadkit.checkpoint.run import RunNumbers, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
 from offloadkit.config import OffloadConfig
+from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import cap_vram, forget_peak, phase
 from offloadkit.device.streams import record_compute
 from offloadkit.errors import (
@@ -217,7 +218,7 @@ class OffloadEngine:
         if made is None:
             first = FirstWindow(model, layers, self.config, self.device)
             made, self._first_window = first.plan, None if first.is_settled else first
-        check_fits(made)
+        check_fits(proposing_disk(made))
         return made
 
     # ---- one step, in time order -------------------------------------------------------------------------------

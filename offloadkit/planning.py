@@ -7,21 +7,18 @@ print(plan)  # whether it fits, and how fast it is; plan.explain() and plan.deta
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Precision
+from offloadkit.device.assumed_disk import proposing_disk, with_disk
 from offloadkit.device.measure import measure
-from offloadkit.device.state_file import unfit_for_states
-from offloadkit.errors import ConfigError, OutputError
+from offloadkit.errors import ConfigError
 from offloadkit.hardware import Hardware
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
 from offloadkit.hf.load import Task
@@ -69,8 +66,6 @@ ASSUMED_CARD = Hardware(
     fp32_flops_per_second=15e12,
 )
 """A typical machine that was not measured: PCIe 4 x16, two channels of DDR5, a mid-range card."""
-ASSUMED_DISK = 1.5e9
-"""Bytes a second of its disk, for reading and for writing."""
 
 
 def plan(
@@ -136,9 +131,7 @@ def plan_source(
         made = outline.outline.plan(outline.work(rows))
         if made.fits:
             return made
-        folder = next((name for name in (tempfile.gettempdir(), ".") if not unfit_for_states(Path(name))), None)
-        other = with_disk(machine, folder) if folder and not config.disk and machine.device != "cpu" else None
-        return replace(made, basis=replace(made.basis, smaller=tuple(outline.smaller(rows)), with_disk=other))
+        return proposing_disk(replace(made, basis=replace(made.basis, smaller=tuple(outline.smaller(rows)))))
 
 
 def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
@@ -240,23 +233,6 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
         card = replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram)
         return (card if config.disk is None else with_disk(card, config.disk)), True
     return measure(device, folder=config.disk), False
-
-
-def with_disk(machine: Hardware, folder: str) -> Hardware:
-    """The machine with the disk of `folder`, whose rates are assumed.
-
-    Raises:
-        OutputError: there is no such folder.
-    """
-    if not os.path.isdir(folder):
-        raise OutputError(f"{folder} is no folder: name one on a local disk, for optimizer states")
-    return replace(
-        machine,
-        disk_folder=folder,
-        disk_free_bytes=shutil.disk_usage(folder).free,
-        disk_read_bytes_per_second=ASSUMED_DISK,
-        disk_write_bytes_per_second=ASSUMED_DISK,
-    )
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from offloadkit.checkpoint.folder import (
 from offloadkit.checkpoint.run import read_random, write_random
 from offloadkit.checkpoint.values import as_json
 from offloadkit.config import OffloadConfig
+from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import cap_vram, phase
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError, RepeatWindowError
@@ -199,7 +200,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if plan is None:
             print(f"the longest rows do not run on the meta device: {_BEGINS}", flush=True)
             return None
-        check_fits(plan)
+        check_fits(proposing_disk(plan))
         print(f"{plan}\n  ({said})" if said else plan, flush=True)
         return plan
 

@@ -16,8 +16,11 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, T5ForConditionalGeneration
 
 from offloadkit import OffloadConfig, OffloadEngine, finetune, outline, planning
+from offloadkit import engine as engine_module
 from offloadkit.config import Placement
+from offloadkit.device import assumed_disk
 from offloadkit.errors import DoesNotFitError
+from offloadkit.hf import trainer as trainer_module
 from offloadkit.hf.longest import NotReadableError, longest_batch
 from offloadkit.hf.patches import NAME, patched
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
@@ -195,6 +198,28 @@ def test_a_budget_that_is_too_small_is_refused_before_training(tmp_path: Path, r
     )
     with pytest.raises(DoesNotFitError, match=r"needs .* VRAM, has 64 KiB(.|\n)*of VRAM would fit"):
         getattr(trainer, run)()
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_the_trainer_and_the_engine_propose_the_disk_as_finetune_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(plan: Any) -> None:
+        proposed = plan.basis.with_disk
+        raise PlannedError(proposed and (proposed.disk_folder, proposed.disk_read_bytes_per_second))
+
+    for module in (engine_module, trainer_module):
+        monkeypatch.setattr(module, "check_fits", refused)
+    monkeypatch.setattr(assumed_disk.tempfile, "gettempdir", lambda: str(tmp_path))
+    for vram, proposed in (("64KiB", (str(tmp_path), assumed_disk.ASSUMED_DISK)), ("64GiB", None)):
+        config = OffloadConfig(vram=vram)
+        sets: dict[str, Any] = {"args": arguments(tmp_path), "train_dataset": seq2seq_rows(4)}
+        with pytest.raises(PlannedError) as raised:
+            OffloadSeq2SeqTrainer(model=t5(), offload=config, **sets).train()
+        assert raised.value.args == (proposed,)
+        with pytest.raises(PlannedError) as raised:
+            OffloadEngine(t5(), config, device="cpu", example=next(batches(seq2seq_rows(4))))
+        assert raised.value.args == (proposed,)
 
 
 @pytest.mark.usefixtures("on_a_card")
