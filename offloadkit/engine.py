@@ -10,6 +10,7 @@ for batch in batches:
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 import traceback
@@ -40,9 +41,11 @@ from offloadkit.errors import (
     OutOfRamError,
     OutOfVramError,
     RepeatWindowError,
+    forget_last_error,
 )
 from offloadkit.offload.layers import FlatLayer, UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.model import PlacedModel
+from offloadkit.offload.plain import plain_copies
 from offloadkit.offload.profiling import Profile
 from offloadkit.offload.rate_watch import RateWatch
 from offloadkit.offload.records import StepRecords, num_tokens
@@ -58,8 +61,9 @@ from offloadkit.offload.shortage import (
 )
 from offloadkit.offload.states import LayerState, Materialise
 from offloadkit.offload.update import StepThread, Update
+from offloadkit.offload.weights import forked
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.table import GroupOptions
+from offloadkit.optim.table import DTYPES, GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
 from offloadkit.outline import FirstWindow, chooses, plan_for
 from offloadkit.planner import Plan, placed
@@ -72,21 +76,52 @@ logger = logging.getLogger(__name__)
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 
 
-def _check_free(model: nn.Module) -> None:
+def is_trained(model: nn.Module) -> bool:
+    """Whether an open engine trains parameters of `model`."""
+    return _other(model) is not None
+
+
+def _check_free(model: nn.Module, config: OffloadConfig) -> None:
     """
     Raises:
-        EngineStateError: an open engine trains the model, or another one that shares trained parameters with it.
+        EngineStateError: an open engine trains the model, or another one that shares trained parameters with it. Or
+            another one computes with frozen parameters of it, which would be cast.
     """
+    if _other(model) is not None:
+        forget_last_error()  # nobody may reach it any more: an interrupt's frames hold it, or a cycle does
+    if (other := _other(model)) is not None:
+        which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
+        raise EngineStateError(f"{which} already has an open engine: call its close() first, or that of its Trainer")
+    if config.working_dtype == "auto":
+        return
+    dtype, others = DTYPES[config.working_dtype], [at for at, engine in list(_open_engines.items()) if engine()]
+    theirs = {id(parameter) for other in others for parameter in other.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in theirs and parameter.dtype.is_floating_point and parameter.dtype != dtype:
+            raise EngineStateError(
+                f"the frozen parameter {name!r} is {parameter.dtype}, and another model with an open engine computes "
+                f"with it: working_dtype={config.working_dtype!r} would cast it. Train both with one working dtype"
+            )
+
+
+def _other(model: nn.Module) -> nn.Module | None:
+    """A model with an open engine that trains parameters of `model`."""
     trained = _trained(model)
     for other, engine in list(_open_engines.items()):
         if engine() is not None and not trained.isdisjoint(_trained(other)):
-            which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
-            raise EngineStateError(f"{which} already has an open engine: call its close() first")
+            return other
+    return None
 
 
 def _trained(model: nn.Module) -> set[int]:
     """The ids of parameters, since using one may be watched."""
     return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+
+def _let_go_here(process: int, undo: ExitStack) -> None:
+    """Detach from the model, but not in a forked process: threads, GPU and pinned memory stayed in `process`."""
+    if os.getpid() == process:
+        undo.close()
 
 
 class OffloadEngine:
@@ -139,8 +174,8 @@ class OffloadEngine:
             DoesNotFitError: the plan made here needs more than there is, or than the config's `vram` or `ram`.
             OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`).
         """
-        _check_free(model)
         self.module, self.config = model, config or OffloadConfig()
+        _check_free(model, self.config)
         self.device = hardware.indexed(torch.device(device)) if device is not None else hardware.default_device()
         self.telemetry = telemetry or Telemetry()
         param_groups = listed_groups(param_groups)
@@ -160,7 +195,9 @@ class OffloadEngine:
         self._undo = ExitStack()
         self._undo.callback(self._thread.close)
         # Without this, an engine dropped without close() would keep its model and its threads until the program ends.
-        self._finalizer = weakref.finalize(self, self._undo.close)
+        self._process = os.getpid()
+        self._finalizer = weakref.finalize(self, _let_go_here, self._process, self._undo)
+        self._undo.callback(plain_copies(model))
         self._ram_watch = RamWatch(self.plan.tiers["ram"])
         self._undo.callback(self._ram_watch.close)
         self._rate_watch = RateWatch(self.plan)
@@ -257,7 +294,12 @@ class OffloadEngine:
             self._records.forward(num_tokens(self.module, kwargs)),
             self._placed.in_forward(),
         ):
-            return self.module(*args, **kwargs)
+            try:
+                return self.module(*args, **kwargs)
+            except (RuntimeError, TypeError, AttributeError) as error:
+                if not isinstance(error, torch.OutOfMemoryError):
+                    self._untrained.check()  # it may be what made forward fail
+                raise
 
     def backward(self, loss: torch.Tensor, *, scale_by_accumulation: bool = True) -> None:
         """Backward of one micro-batch. Gradients are gathered, and sent to RAM, layer by layer.
@@ -303,6 +345,8 @@ class OffloadEngine:
                 if isinstance(error, torch.OutOfMemoryError):
                     with suppress(RuntimeError):  # a view of a larger tensor
                         given.detach_()
+                elif isinstance(error, RuntimeError):
+                    self._untrained.check()  # it may be what made backward fail
                 raise
 
     def step(self, *, boundary: bool | None = None) -> bool:
@@ -745,6 +789,7 @@ class OffloadEngine:
             self.loss_scale.load_state_dict(values["counts"]["loss_scale"])
 
     def _check_window(self) -> None:
+        self._check_open()
         if self._num_backwards:
             raise EngineStateError(
                 f"{self._num_backwards} micro-batches of an accumulation window are done, and their gradients are in "
@@ -763,12 +808,12 @@ class OffloadEngine:
 
         The model keeps its trained weights. It stays on its device if all its weights were there; else all of it is in
         RAM then, and weights that were there stay where they are. The optimizer's states are gone, and are freed
-        before anything moves: closing takes no second copy of the weights.
+        before anything moves: closing takes no second copy of the weights. In a forked process nothing happens.
 
         Raises:
             NonFiniteGradientError: as `step`. The engine is closed then too.
         """
-        if not self._open:
+        if not self._open or os.getpid() != self._process:
             return
         failing = sys.exception() is not None  # an error is already on its way to the caller: do not hide it
         try:
@@ -826,6 +871,8 @@ class OffloadEngine:
     def _check_open(self) -> None:
         if not self._open:
             raise EngineStateError("this engine is closed: build a new OffloadEngine to train on")
+        if os.getpid() != self._process:
+            raise forked("the engine was")
 
     def _raise_thread_error(self) -> None:
         if self._thread.error is not None:

@@ -57,9 +57,10 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
@@ -195,6 +196,23 @@ def _takes_hf_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return renamed
 
 
+_training = threading.RLock()
+"""Held by the `finetune` that runs: random states, the GPU's free memory and libraries' settings are the process's."""
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A context in which no other thread of this process is in one; waits until it is so."""
+    if not _training.acquire(blocking=False):
+        print("another finetune of this process is under way: this one begins when it has ended", flush=True)
+        _training.acquire()
+    try:
+        yield
+    finally:
+        _training.release()
+
+
+@_alone()
 @errors_hold_nothing()
 @bars_where_live()
 @_takes_hf_names
@@ -254,7 +272,7 @@ def finetune(
     wish = ColumnWish(input_column, target_column, template)
     if retry_leaner:
         why = "retry_leaner has no effect and will be removed: a full GPU always makes training go on by a leaner plan"
-        warnings.warn(why, FutureWarning, stacklevel=5)
+        warnings.warn(why, FutureWarning, stacklevel=6)
     dtype = _working_dtype(offload, training_arguments)
     wishes: dict[str, Any] = {"precision": precision, "compile_blocks": compile_blocks, "working_dtype": dtype}
     offload = with_wishes(offload, vram=vram, ram=ram, **wishes)

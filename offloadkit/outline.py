@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from offloadkit.changes import changed
+from offloadkit.changes import changed, claim
 from offloadkit.config import OffloadConfig
 from offloadkit.device.measure import measure
 from offloadkit.hardware import Hardware
@@ -86,8 +86,7 @@ def _outline(
     undo = ExitStack()
     undo.callback(changed(model, config, kernels=machine.device != "cpu"))
     for caching in caching_configs(model):
-        undo.callback(setattr, caching, "use_cache", caching.use_cache)
-        caching.use_cache = False
+        undo.callback(claim(caching, "use_cache", False))
     try:
         layers = flat_layers(model, config)
         _take_working_dtypes(model, layers, config)

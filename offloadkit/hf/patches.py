@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offloadkit.changes import claim, unclaimed
 from offloadkit.config import OffloadConfig
 from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
 from offloadkit.kernels import attention as attention_kernel
@@ -73,15 +74,9 @@ FAMILIES = (
 def choose_attention(config: Any) -> Callable[[], None]:
     """Have what has `config` compute attention as its family is trained; returns what undoes it."""
     attention = next((family.attention for family in FAMILIES if config.model_type in family.model_types), None)
-    if attention is None or config._attn_implementation not in (None, _DEFAULT):
+    if attention is None or unclaimed(config, "_attn_implementation") not in (None, _DEFAULT):
         return lambda: None
-    before, config._attn_implementation = config._attn_implementation, attention
-
-    def undo() -> None:
-        if config._attn_implementation == attention:
-            config._attn_implementation = before
-
-    return undo
+    return claim(config, "_attn_implementation", attention)
 
 
 def patched(model: nn.Module, config: OffloadConfig, *, kernels: bool = True) -> Callable[[], None]:
@@ -207,7 +202,7 @@ NAME = "offloadkit"
 
 def fuse_attention(model: nn.Module) -> Callable[[], None]:
     """Run eager attention with a position bias by our kernels where possible; returns what undoes it."""
-    changes = ExitStack()
+    changes, claimed = ExitStack(), set[int]()
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         width: Any = getattr(module, "key_value_proj_dim", None)
@@ -216,18 +211,13 @@ def fuse_attention(model: nn.Module) -> Callable[[], None]:
             continue
         if torch.cuda.is_available() and not attention_kernel.available(width):  # without a GPU: a plan's shapes alone
             break
-        if config._attn_implementation == "eager":
+        if config._attn_implementation in ("eager", NAME) and id(config) not in claimed:
             _register()
-            config._attn_implementation = NAME
-            changes.callback(_back_to_eager, config)
+            claimed.add(id(config))
+            changes.callback(claim(config, "_attn_implementation", NAME))
         if config._attn_implementation == NAME and "compute_bias" not in vars(module):
             changes.callback(give_method(module, "compute_bias", _compute_bias))
     return changes.close
-
-
-def _back_to_eager(config: Any) -> None:
-    if config._attn_implementation == NAME:
-        config._attn_implementation = "eager"
 
 
 @cache

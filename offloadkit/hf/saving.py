@@ -1,17 +1,20 @@
-"""Saves a HuggingFace model's weights piece by piece, with no second copy of them in RAM."""
+"""Saves a HuggingFace model's weights piece by piece, with no second copy of them in RAM, and its arguments as data."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from offloadkit.changes import claim, unclaimed
 from offloadkit.checkpoint.arrays import can_hold, write_arrays
+from offloadkit.checkpoint.folder import written_beside
 
 
 @contextmanager
@@ -24,14 +27,30 @@ def saved_in_pieces() -> Iterator[None]:
     from transformers import modeling_utils
 
     module: Any = modeling_utils
-    before = getattr(module, "safe_save_file", None)
-    if before is not None:
-        module.safe_save_file = partial(_write, otherwise=before)
+    with ExitStack() as undo:
+        if hasattr(module, "safe_save_file"):
+            theirs = unclaimed(module, "safe_save_file")  # another thread may save too
+            undo.callback(claim(module, "safe_save_file", partial(_write, otherwise=theirs)))
+        yield
+
+
+@contextmanager
+def arguments_as_data(folder: Path, args: Any) -> Iterator[None]:
+    """A context in which the Trainer writes its arguments to `folder` as JSON; its `training_args.bin` is a pickle.
+
+    Args:
+        args: the Trainer's `TrainingArguments`.
+    """
+    from transformers import trainer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with written_beside(folder / "training_args.json") as file:
+        file.write(json.dumps(args.to_dict(), indent=2, default=str).encode())
+    undo = claim(trainer, "TRAINING_ARGS_NAME", os.devnull)  # os.path.join(folder, os.devnull) is os.devnull
     try:
         yield
     finally:
-        if before is not None:
-            module.safe_save_file = before
+        undo()
 
 
 def _write(

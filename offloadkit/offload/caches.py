@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
+
+from offloadkit.changes import claim, unclaimed
 
 
 def caching_configs(model: nn.Module) -> list[Any]:
@@ -18,11 +20,8 @@ def caching_configs(model: nn.Module) -> list[Any]:
 @contextmanager
 def without_caches(configs: Sequence[Any]) -> Iterator[None]:
     """While it is open, none is cached. Afterwards the configs are as they were."""
-    caching = [config for config in configs if config.use_cache]
-    for config in caching:
-        config.use_cache = False
-    try:
+    with ExitStack() as undo:
+        for config in configs:
+            if unclaimed(config, "use_cache"):  # another model with this config may be in its forward
+                undo.callback(claim(config, "use_cache", False))
         yield
-    finally:
-        for config in caching:
-            config.use_cache = True

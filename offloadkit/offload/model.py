@@ -27,7 +27,7 @@ from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.outside import Alias, Outside, unwatched
-from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint_activations
+from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint_activations, forget_found
 from offloadkit.offload.shortage import RamWatch
 from offloadkit.offload.state_ring import StateRing
 from offloadkit.offload.states import LayerState, Materialise
@@ -105,7 +105,7 @@ class PlacedModel:
         self._weights_of: dict[nn.Module, list[LayerWeights]] = {}
         self._stop_recomputing: Callable[[], None] = lambda: None
         undo.callback(lambda: self._stop_recomputing())
-        self.outside = Outside(self.states, self._finish_updates)
+        self.outside = Outside(self.states, self._finish_updates, device)
         undo.callback(self.outside.close)
         self.forward_hooks = ForwardHooks(module, [state.weights for state in self.states], settle, self.outside)
         undo.callback(self.forward_hooks.remove)
@@ -467,6 +467,8 @@ def _name_of_shared(weights: Sequence[LayerWeights]) -> str | None:
         for each in weights
         for tensor, view in zip(each.own_tensors(), each.layer.views, strict=False)
     }
+
+    forget_found(lambda tensor: tensor.layout == torch.strided and tensor.untyped_storage()._cdata in names)
 
     def found() -> str | None:
         objects = gc.get_objects()
