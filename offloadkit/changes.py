@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 class Change(Protocol):
     """Changes what a model computes; returns what undoes it."""
 
-    def __call__(self, model: nn.Module, config: OffloadConfig, *, kernels: bool) -> Callable[[], None]: ...
+    def __call__(
+        self, model: nn.Module, config: OffloadConfig, *, kernels: bool, capability: tuple[int, int] | None = None
+    ) -> Callable[[], None]: ...
 
 
 _of_library: dict[str, Callable[[], Change]] = {}
@@ -37,17 +39,20 @@ def register(library: str, load: Callable[[], Change]) -> None:
     _of_library[library] = load
 
 
-def changed(model: nn.Module, config: OffloadConfig, *, kernels: bool) -> Callable[[], None]:
+def changed(
+    model: nn.Module, config: OffloadConfig, *, kernels: bool, capability: tuple[int, int] | None = None
+) -> Callable[[], None]:
     """Change what `model` computes to what is trained; returns what undoes it.
 
     Args:
         model: any module, on any device.
         kernels: whether it runs on a GPU, or stands for one that does.
+        capability: of that GPU, if it is not the one here.
     """
     undo = ExitStack()
     for library, load in _of_library.items():
         if library in sys.modules and any(_is_of(library, type(module)) for module in model.modules()):
-            undo.callback(load()(model, config, kernels=kernels))
+            undo.callback(load()(model, config, kernels=kernels, capability=capability))
     return undo.close
 
 

@@ -136,12 +136,15 @@ def plan(
     compile_blocks: Annotated[bool, typer.Option("--compile-blocks", help="Plan for compiled blocks.")] = False,
     dtype: Dtype = "auto",
     verbose: Verbose = False,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="CARD", help="Plan for a card that is not here, e.g. 'RTX 4090', t4, a100.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show how much memory training MODEL needs, where it is placed and how long a step takes.
 
-    Exits with 1 if it does not fit. No weights are read. On a machine without a GPU, --vram plans for a card of that
-    size.
+    Exits with 1 if it does not fit. No weights are read. --gpu plans for a card that is not here. On a machine without
+    a GPU, --vram alone plans for an assumed card of that size.
     """
     from offloadkit.config import OffloadConfig
     from offloadkit.planning import plan as plan_model
@@ -154,6 +157,7 @@ def plan(
         max_input_length=max_input_length,
         max_target_length=max_target_length,
         offload=OffloadConfig(**config),
+        gpu=gpu,
     )
     texts = [str(planned), *([planned.details()] if verbose else []), planned.explain()]
     typer.echo(json.dumps(planned.to_dict(), indent=2) if as_json else "\n".join(filter(None, texts)))

@@ -27,6 +27,7 @@ from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of, repeated_
 from offloadkit.optim.table import DTYPES
 from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage
 from offloadkit.planner.plan import why_not
+from offloadkit.python_time import blocks_called
 from offloadkit.tracing import Call, trace_micro_batch
 
 logger = logging.getLogger(__name__)
@@ -57,10 +58,17 @@ class Outline:
             rows: its shape; None: read from `input_ids` and `labels`, if it has them.
         """
         try:
-            return replace(trace_micro_batch(self.model, batch), rows=rows or _rows(self.model, batch))
+            with blocks_called(self.model) as blocks:
+                traced = trace_micro_batch(self.model, batch)
         except Exception as error:
             logger.warning(f"activations and seconds of this model cannot be planned: {type(error).__name__}: {error}")
             return None
+        device = torch.device(self.machine.device)
+        is_here = device.type == "cuda" and torch.cuda.is_available() and not self.machine.assumed
+        seconds = blocks.operation_seconds(traced, device) if is_here else None
+        launch = self.machine.launch_seconds
+        launches = None if seconds is None else (seconds[0] / launch, seconds[1] / launch)
+        return replace(traced, rows=rows or _rows(self.model, batch), operation_launches=launches)
 
     def plan(self, work: MicroBatch | None, **changes: Any) -> Plan:
         """The plan for a micro-batch that was traced, with `changes` in the config."""
@@ -84,7 +92,8 @@ def _outline(
 ) -> tuple[Outline, Callable[[], None]]:
     """The outline, and what undoes the changes to what is computed."""
     undo = ExitStack()
-    undo.callback(changed(model, config, kernels=machine.device != "cpu"))
+    capability = machine.compute_capability if machine.assumed else None
+    undo.callback(changed(model, config, kernels=machine.device != "cpu", capability=capability))
     for caching in caching_configs(model):
         undo.callback(claim(caching, "use_cache", False))
     try:

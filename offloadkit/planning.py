@@ -17,7 +17,7 @@ import torch
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Precision
 from offloadkit.device.assumed_disk import proposing_disk, with_disk
-from offloadkit.device.measure import measure
+from offloadkit.device.measure import host_rates, measure
 from offloadkit.errors import ConfigError
 from offloadkit.hardware import Hardware
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
@@ -25,9 +25,10 @@ from offloadkit.hf.load import Task
 from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.outline import Outline, held_in_ram, outlined
 from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
+from offloadkit.planner.cards import CARDS, card_named
 from offloadkit.planner.layout import activations
 from offloadkit.planner.plan import check_fits
-from offloadkit.units import parse_bytes
+from offloadkit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,6 +82,7 @@ def plan(
     task: Task | None = None,
     offload: OffloadConfig | None = None,
     device: torch.device | None = None,
+    gpu: str | None = None,
 ) -> Plan:
     """How much memory training `model` needs, where it is placed and how long a step takes. Only its config is read.
 
@@ -95,16 +97,18 @@ def plan(
         task: "seq2seq", "causal" or "classification"; None: what the architecture was made for.
         offload: as in `finetune`; its `working_dtype` "auto" means `default_dtype`.
         device: where training runs; None: the GPU if there is one.
+        gpu: a card to plan for that is not here ("RTX 4090"), by its data sheet: see `planner.cards.CARDS`. The CPU
+            and RAM are this machine's, or assumed if they were never measured. `vram` is then a part of the card.
 
     Raises:
-        ConfigError: a wish has no meaning.
+        ConfigError: a wish has no meaning, or no such card is known.
         OutputError: the folder for states on disk does not exist, or is full.
         ModelError, ModelNotFoundError, ModelAccessError: as in `finetune`.
     """
     source = resolve(model, init="random", task=task)
     config = with_wishes(offload, vram=vram, ram=ram, precision=precision, gradient_accumulation=gradient_accumulation)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    return plan_source(source, config, batch_size=batch_size, **lengths, device=device)
+    return plan_source(source, config, batch_size=batch_size, **lengths, device=device, gpu=gpu)
 
 
 def plan_source(
@@ -115,6 +119,7 @@ def plan_source(
     max_input_length: int | None,
     max_target_length: int | None,
     device: torch.device | None,
+    gpu: str | None = None,
     eval_batch_size: int | None = None,
 ) -> Plan:
     """`plan` of a model that was looked up already, with every wish in the config.
@@ -123,7 +128,7 @@ def plan_source(
         eval_batch_size: rows of evaluation's micro-batches, if they are not those of training.
     """
     check_whole_numbers(batch_size=batch_size, max_input_length=max_input_length, max_target_length=max_target_length)
-    machine, assumed = machine_for(config, device)
+    machine, assumed = machine_for(config, device) if gpu is None else (machine_with(gpu, config), True)
     config = _with_dtype(config, machine)
     with _outline(source, config, machine, assumed=assumed) as outline:
         rows = outline.rows(batch_size, max_input_length, max_target_length)
@@ -229,10 +234,47 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
     """The machine to plan for, and whether its rates are assumed: this GPU, this CPU, or a card of the given size."""
     if device is None and config.vram is not None and hardware.default_device().type == "cpu":
         vram, ram = parse_bytes(config.vram), hardware.ram_available_bytes()
-        card = replace(ASSUMED_CARD, vram_total_bytes=vram, vram_free_bytes=vram)
+        names = ", ".join(card.name for card in CARDS)
+        assumed = f"Planned for an assumed card of {format_bytes(vram)}. Name yours by gpu= or --gpu: {names}."
+        card = replace(ASSUMED_CARD, vram_total_bytes=vram, vram_free_bytes=vram, assumed=assumed)
         card = replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram)
         return (card if config.disk is None else with_disk(card, config.disk)), True
     return measure(device, folder=config.disk), False
+
+
+def machine_with(gpu: str, config: OffloadConfig) -> Hardware:
+    """This machine with another GPU, by its data sheet. Where the CPU was never measured, its rates are assumed.
+
+    Raises:
+        ConfigError: no such card is known.
+    """
+    card, host = card_named(gpu), host_rates()
+    rates: dict[str, Any] = card.rates() | host
+    if host:
+        rates["cpu_and_bus_bytes_per_second"] = max(
+            host["cpu_and_bus_bytes_per_second"], rates["both_bytes_per_second"]
+        )
+    num_cores = hardware.num_cores() if host else ASSUMED_CARD.num_cores
+    whose = f"this machine's {num_cores} cores, as measured" if host else f"an assumed host of {num_cores} cores"
+    assumed = (
+        f"Planned for a card that is not here, {card.name}, at the rates of its data sheet times what an H200 reached "
+        f"of its own sheet, and for {whose}."
+    )
+    machine = replace(
+        ASSUMED_CARD,
+        gpu_name=card.name,
+        compute_capability=card.capability,
+        supports_bf16=card.supports_bf16,
+        vram_total_bytes=int(card.usable_gib * GIB),
+        vram_free_bytes=int(card.usable_gib * GIB) - ASSUMED_CARD.vram_context_bytes,
+        ram_total_bytes=hardware.ram_limit_bytes(),
+        ram_available_bytes=hardware.ram_available_bytes(),
+        cpu_name=hardware.cpu_name() if host else ASSUMED_CARD.cpu_name,
+        num_cores=num_cores,
+        assumed=assumed,
+        **rates,
+    )
+    return machine if config.disk is None else with_disk(machine, config.disk)
 
 
 @dataclass(frozen=True)

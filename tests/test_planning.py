@@ -34,7 +34,7 @@ def test_a_card_that_is_not_here_is_planned_for() -> None:
     assert made.num_tokens == 512 + 128
     said = r"FITS: \S+ of 8 GiB VRAM, \d+ of 42 GiB RAM, about \S+ m?s a step, [\d,]+ tokens/s"
     assert re.fullmatch(said, str(made).splitlines()[0])
-    assert "not measured" in str(made)
+    assert str(made).splitlines()[1].startswith("  Planned for an assumed card of 8 GiB.")
     text = made.details()
     assert "available" in text
     assert "Adam moments" in text
@@ -105,7 +105,7 @@ def test_a_plan_says_what_batch_it_is_for() -> None:
     assert size in planning.BATCH_SIZES
     assert facts["num_tokens"] == 2 * size * (facts["input_length"] + facts["target_length"]) == 2 * size * 640
     words = f"2 x {size} x (512+128) tokens a step"
-    assert str(made).splitlines()[1] == f"  222,903,552 parameters in bf16, {words}"
+    assert f"  222,903,552 parameters in bf16, {words}" in str(made).splitlines()
     assert words in made._repr_html_()
     assert repr(made).startswith(f"Plan(222,903,552 parameters in 25 flat layers, {words}, ")
     assert len(repr(made)) < 200
@@ -146,7 +146,7 @@ def test_a_classifier_is_planned() -> None:
     model = BertForSequenceClassification(BertConfig(**shape, num_attention_heads=4))
     made = offloadkit.plan(model, vram="4GiB", ram="8GiB", batch_size=2)
     assert made.num_tokens == 2 * 512
-    assert ", 2 x 512 tokens a step\n" in str(made)
+    assert str(made).endswith(" parameters in bf16, 2 x 512 tokens a step")
     assert made.to_dict()["target_length"] is None
 
 

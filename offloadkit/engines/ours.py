@@ -46,5 +46,6 @@ class Offloadkit(Engine):
                 "placements": {str(where): number for where, number in Counter(made.placements).items()},
                 "hardware": None if machine is None else asdict(machine),
             },
+            "figures": {"operation_launches": made.basis.work and made.basis.work.operation_launches},
             "telemetry_seconds": dict(records[-1].seconds) if records else {},
         }

@@ -79,13 +79,16 @@ def choose_attention(config: Any) -> Callable[[], None]:
     return claim(config, "_attn_implementation", attention)
 
 
-def patched(model: nn.Module, config: OffloadConfig, *, kernels: bool = True) -> Callable[[], None]:
+def patched(
+    model: nn.Module, config: OffloadConfig, *, kernels: bool = True, capability: tuple[int, int] | None = None
+) -> Callable[[], None]:
     """Change what `model` computes to what its family computes in training; returns what undoes it.
 
     Args:
         model: any module; what it holds of transformers' models is changed.
         config: `attention` "keep" leaves attention alone. With `compile_blocks` the norms are left to the compiler.
         kernels: attention and norms by our kernels; False where they will not run on a GPU.
+        capability: as for `fuse_attention`.
     """
     changes = ExitStack()
     for whole in _pretrained(model):
@@ -95,7 +98,7 @@ def patched(model: nn.Module, config: OffloadConfig, *, kernels: bool = True) ->
         for own in {id(own): own for own in _configs(model) if hasattr(own, "model_type")}.values():
             changes.callback(choose_attention(own))
         if kernels:
-            changes.callback(fuse_attention(model))
+            changes.callback(fuse_attention(model, capability))
     if kernels and not config.compile_blocks:
         changes.callback(fuse_norms(model))
     return changes.close
@@ -200,8 +203,12 @@ NAME = "offloadkit"
 """`attn_implementation` under which transformers knows our attention."""
 
 
-def fuse_attention(model: nn.Module) -> Callable[[], None]:
-    """Run eager attention with a position bias by our kernels where possible; returns what undoes it."""
+def fuse_attention(model: nn.Module, capability: tuple[int, int] | None = None) -> Callable[[], None]:
+    """Run eager attention with a position bias by our kernels where possible; returns what undoes it.
+
+    Args:
+        capability: of the GPU to plan for, if it is not the one here.
+    """
     changes, claimed = ExitStack(), set[int]()
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -209,7 +216,7 @@ def fuse_attention(model: nn.Module) -> Callable[[], None]:
         kind: Any = type(module)
         if config is None or width not in attention_kernel.WIDTHS or _own_attention(kind) is None:
             continue
-        if torch.cuda.is_available() and not attention_kernel.available(width):  # without a GPU: a plan's shapes alone
+        if not _kernels_run(width, capability):
             break
         if config._attn_implementation in ("eager", NAME) and id(config) not in claimed:
             _register()
@@ -218,6 +225,14 @@ def fuse_attention(model: nn.Module) -> Callable[[], None]:
         if config._attn_implementation == NAME and "compute_bias" not in vars(module):
             changes.callback(give_method(module, "compute_bias", _compute_bias))
     return changes.close
+
+
+def _kernels_run(width: int, capability: tuple[int, int] | None) -> bool:
+    """Whether our attention runs on the GPU of this capability, or else on the one here. Without a GPU it does: then a
+    plan needs its shapes alone."""
+    if capability is not None:
+        return capability >= attention_kernel.LEAST_CAPABILITY
+    return not torch.cuda.is_available() or attention_kernel.available(width)
 
 
 @cache

@@ -14,8 +14,8 @@ import torch
 from offloadkit import hardware
 from offloadkit.device.measure import vram_rate
 from offloadkit.planner import Plan
+from offloadkit.planner.fitted import KERNEL_SECONDS, STEP_EFFICIENCY
 from offloadkit.planner.layout import CATEGORIES
-from offloadkit.planner.seconds import KERNEL_SECONDS, STEP_EFFICIENCY
 from offloadkit.telemetry import StepRecord
 
 Point = tuple[int, float]

@@ -181,6 +181,7 @@ class Plan:
             "tokens_per_second": self.tokens_per_second,
             "slowdown": self.slowdown,
             "rates_are_assumed": self.basis.assumed,
+            "assumed": self.basis.hardware.assumed if self.basis.hardware else "",
             "layers": [
                 {"name": layer.name, "num_parameters": layer.num_parameters, **vars(where)}
                 for layer, where in zip(self.layers, self.placements, strict=True)
@@ -228,7 +229,7 @@ def check_fits(plan: Plan) -> None:
         DoesNotFitError: the plan does not fit. The message names what it needs, what there is, and plans that fit.
     """
     if not plan.fits:
-        raise DoesNotFitError(f"the plan {why_not(plan)}\n{plan.explain()}\n({_about(plan)[0]})")
+        raise DoesNotFitError(f"the plan {why_not(plan)}\n{plan.explain()}\n({_trained(plan)})")
 
 
 def make_plan(
@@ -388,20 +389,23 @@ def _speed(plan: Plan) -> list[str]:
 
 
 def _about(plan: Plan) -> list[str]:
-    """Lines on what is trained, the tokens of a step, and what the figures leave out."""
-    frozen = plan.num_parameters - plan.num_trainable_parameters
-    kinds = dict.fromkeys(layer.dtype for layer in plan.layers)
-    first = f"{plan.num_parameters:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
-    config = plan.basis.config
-    moments = "" if config.precision == "exact" else f", {_optimizer(plan)} moments {config.precision}"
-    lines = [", ".join([f"{first} in {'+'.join(kinds)}{moments}", *_tokens(plan)])]
+    """Lines on the machine that is assumed, on what is trained, and on what the figures leave out."""
+    machine = plan.basis.hardware
+    lines = [*(_wrapped(machine.assumed) if machine else []), _trained(plan)]
     if plan.num_tokens is None:
         lines.append("(activations and the framework's own memory come on top)")
     if plan.on_cpu:
         lines.append("(without a GPU, VRAM is RAM too)")
-    if plan.basis.assumed:
-        lines.append("(not measured: the seconds are those of an assumed card and machine)")
     return lines
+
+
+def _trained(plan: Plan) -> str:
+    """What is trained, and the tokens of a step."""
+    frozen = plan.num_parameters - plan.num_trainable_parameters
+    first = f"{plan.num_parameters:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
+    config, kinds = plan.basis.config, dict.fromkeys(layer.dtype for layer in plan.layers)
+    moments = "" if config.precision == "exact" else f", {_optimizer(plan)} moments {config.precision}"
+    return ", ".join([f"{first} in {'+'.join(kinds)}{moments}", *_tokens(plan)])
 
 
 def _optimizer(plan: Plan) -> str:
@@ -486,8 +490,10 @@ def _rates(machine: Hardware | None) -> str:
     """An assumed machine, described by its rates, since it has no name."""
     if machine is None:
         return "machine"
+    half = "bf16" if machine.supports_bf16 else "fp16"
+    flops = getattr(machine, f"{half}_flops_per_second")
     return (
-        f"card with {machine.bf16_flops_per_second / 1e12:.3g} TFLOP/s in bf16 and VRAM of "
+        f"card with {flops / 1e12:.3g} TFLOP/s in {half} and VRAM of "
         f"{machine.vram_bytes_per_second / 1e9:.3g} GB/s, {machine.h2d_bytes_per_second / 1e9:.3g} GB/s from RAM of "
         f"{machine.dram_bytes_per_second / 1e9:.3g} GB/s, and {machine.num_cores} cores"
     )

@@ -42,11 +42,11 @@ def model_of(plan: Plan, machine: Hardware) -> StepModel:
 
 
 def computing(plan: Plan, machine: Hardware) -> float:
-    """Seconds of forward and backward if a step with these activations were all in VRAM."""
-    where = [
-        Placement(gradients="vram", states="vram", step="gpu", activations=each.activations) for each in plan.placements
-    ]
-    seconds = model_of(plan, machine).seconds(where)
+    """Seconds of forward and backward with all weights in VRAM, where the update takes its threads but no time."""
+    where = [replace(each, weights="vram") for each in plan.placements]
+    no_time: dict[str, Any] = {name: 1e30 for name in vars(H200) if name.endswith("_bytes_per_second")}
+    at_once = replace(machine, **no_time | {"vram_bytes_per_second": machine.vram_bytes_per_second})
+    seconds = model_of(plan, at_once).seconds(where)
     return seconds.step - seconds.busy["GPU step"]
 
 
