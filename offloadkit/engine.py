@@ -31,6 +31,7 @@ from offloadkit.checkpoint.run import RunNumbers, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
 from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.config import OffloadConfig
+from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, forget_peak, phase
 from offloadkit.device.streams import record_compute
 from offloadkit.errors import (
@@ -273,7 +274,7 @@ class OffloadEngine:
         if made is None:
             first = FirstWindow(model, layers, self.config, self.device, evaluation_rows)
             made, self._first_window = first.plan, None if first.is_settled else first
-        check_fits(made)
+        check_fits(proposing_disk(made))
         return made
 
     def _leaner(self) -> Plan | None:

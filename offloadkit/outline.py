@@ -26,6 +26,7 @@ from offloadkit.offload.caches import caching_configs
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of, repeated_blocks, stays_fp32
 from offloadkit.optim.table import DTYPES
 from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage
+from offloadkit.planner.plan import why_not
 from offloadkit.python_time import blocks_called
 from offloadkit.tracing import Call, trace_micro_batch
 
@@ -310,7 +311,9 @@ class FirstWindow:
         work = _work(self._outline, self._example, self._evaluation_rows)
         made = None if work is None else self._outline.plan(work)
         if made is not None and not made.fits:
-            logger.warning(f"training goes on as it began: the plan for its micro-batches {made.explain()}")
+            logger.warning(
+                f"training goes on as it began: the plan for its micro-batches {why_not(made)}\n{made.explain()}"
+            )
             return None
         return made
 

@@ -42,6 +42,7 @@ from offloadkit.checkpoint.folder import (
 from offloadkit.checkpoint.run import read_random, write_random
 from offloadkit.checkpoint.values import as_json
 from offloadkit.config import OffloadConfig
+from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.engine import OffloadEngine, is_trained
 from offloadkit.errors import ConfigError, DataError, RepeatWindowError
@@ -202,8 +203,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if plan is None:
             print(f"the longest rows do not run on the meta device: {_BEGINS}", flush=True)
             return None
+        check_fits(proposing_disk(plan))
         print(f"{plan}\n  ({said})" if said else plan, flush=True)
-        check_fits(plan)
         return plan
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:

@@ -16,8 +16,11 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, T5ForConditionalGeneration
 
 from offloadkit import OffloadConfig, OffloadEngine, finetune, outline, planning
+from offloadkit import engine as engine_module
 from offloadkit.config import Placement
+from offloadkit.device import assumed_disk
 from offloadkit.errors import DoesNotFitError
+from offloadkit.hf import trainer as trainer_module
 from offloadkit.hf.longest import NotReadableError, longest_batch
 from offloadkit.hf.patches import NAME, patched
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
@@ -108,7 +111,7 @@ def test_the_trainer_plans_as_finetune_for_the_same_rows_and_budget(
     assert trainer.engine.plan == planned
     assert len(set(planned.placements)) > 1
     assert str(planned).splitlines()[:3] == str(trainer.engine.plan).splitlines()[:3]
-    assert "\n  2 x (6+10) tokens a step\n" in shown
+    assert ", 2 x (6+10) tokens a step\n" in shown
     assert str(trainer.engine.plan) in capsys.readouterr().out
 
 
@@ -234,13 +237,35 @@ def test_a_budget_that_is_too_small_is_refused_before_training(tmp_path: Path, r
 
 
 @pytest.mark.usefixtures("on_a_card")
+def test_the_trainer_and_the_engine_propose_the_disk_as_finetune_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(plan: Any) -> None:
+        proposed = plan.basis.with_disk
+        raise PlannedError(proposed and (proposed.disk_folder, proposed.disk_read_bytes_per_second))
+
+    for module in (engine_module, trainer_module):
+        monkeypatch.setattr(module, "check_fits", refused)
+    monkeypatch.setattr(assumed_disk.tempfile, "gettempdir", lambda: str(tmp_path))
+    for vram, proposed in (("64KiB", (str(tmp_path), assumed_disk.ASSUMED_DISK)), ("64GiB", None)):
+        config = OffloadConfig(vram=vram)
+        sets: dict[str, Any] = {"args": arguments(tmp_path), "train_dataset": seq2seq_rows(4)}
+        with pytest.raises(PlannedError) as raised:
+            OffloadSeq2SeqTrainer(model=t5(), offload=config, **sets).train()
+        assert raised.value.args == (proposed,)
+        with pytest.raises(PlannedError) as raised:
+            OffloadEngine(t5(), config, device="cpu", example=next(batches(seq2seq_rows(4))))
+        assert raised.value.args == (proposed,)
+
+
+@pytest.mark.usefixtures("on_a_card")
 def test_fewer_rows_are_proposed_by_the_doors_own_name_for_them() -> None:
     example = {name: torch.zeros(64, 64, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
     config = replace(TIGHT, vram=FIXED + (8 << 20))
     planned = outline.plan_for(t5(), config, torch.device("cpu"), example, rows_option="batch")
     assert planned is not None
     assert [words for words, _ in planned.basis.smaller] == [f"batch={size}" for size in (32, 16, 8, 4, 2, 1)]
-    assert re.search(r"\nbatch=\d+ would fit", planned.explain())
+    assert re.match(r"batch=\d+ would fit", planned.explain())
 
 
 @pytest.mark.usefixtures("on_a_card")
