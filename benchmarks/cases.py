@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from offloadkit.engines.work import Work
-from offloadkit.hf.hub import PRESETS
+from offloadkit.hf.presets import PRESETS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
