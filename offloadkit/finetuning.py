@@ -18,6 +18,8 @@ What the arguments of `finetune` take:
 - `overwrite`: replace the model and the checkpoints of an earlier run in `output_dir`. Without it (and without
   `resume`) such a folder is refused. They stay until the first step is done, the model until the new one is written.
 - `epochs`, `max_steps`: how long to train; `max_steps` goes before `epochs`.
+- The rows' order follows from `seed`. Batches hold rows of nearly equal length, the longest first, as HuggingFace's
+  `train_sampling_strategy="group_by_length"` makes them; pass "random" or "sequential" for another order.
 - `batch_size`: rows in a micro-batch; "auto": see `planning.BATCH_SIZES`.
 - `gradient_accumulation`: micro-batches an update.
 - HuggingFace's names for these are taken too: `num_train_epochs`, `per_device_train_batch_size`,
@@ -25,7 +27,8 @@ What the arguments of `finetune` take:
 - `learning_rate`: None takes `LEARNING_RATES`. It rises over the first 5 % of the steps and falls linearly to 0.
 - `init`: "random" starts from random weights.
 - `max_input_length`, `max_target_length`: in tokens; None is 512 (causal: 1024) for inputs and 128 for targets. A
-  decoder's input and target share `max_input_length`. The plan is made for the longest row. If rows or tokenizer must
+  decoder's input and target share `max_input_length`. The plan is made for the longest rows, and its seconds are
+  theirs: other batches take less. If rows or tokenizer must
   be downloaded first, the plan is made for these lengths before the download, and made again for the longest row
   after it.
 - `retry_leaner`: has no effect, and will be removed. When the GPU's memory is full, every run goes on by a plan with
@@ -320,6 +323,7 @@ def finetune(
     seconds = None
     if baseline == "measure":
         step: dict[str, Any] = {"batch_size": batch_size, "accumulation": gradient_accumulation, "dtype": dtype}
+        step["by_length"] = args.train_sampling_strategy == "group_by_length"
         seconds = measured_baseline(source.given, data, **step, folder=output / "baseline")
     watch = Monitor(plan, baseline_seconds=seconds, display="auto" if monitor and can_be_drawn() else "none")
     hooks: dict[str, Any] = {"callbacks": list(callbacks), "compute_metrics": compute_metrics}

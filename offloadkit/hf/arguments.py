@@ -76,6 +76,7 @@ def arguments_of_finetune(
         "logging_steps": 0.05,
         "eval_strategy": ("steps" if "eval_steps" in given else "epoch") if evaluates else "no",
         "per_device_eval_batch_size": own["per_device_train_batch_size"],
+        "train_sampling_strategy": "group_by_length",
         "save_strategy": "steps" if "save_steps" in given else "epoch",
         "save_total_limit": 1,
         "report_to": "none",

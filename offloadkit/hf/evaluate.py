@@ -80,7 +80,8 @@ def share_correct(samples: list[Sample]) -> float:
 
 def _write(model: Any, tokenizer: Any, data: PreparedData, rows: list[dict[str, Any]]) -> list[Sample]:
     batch = data.collator(rows)
-    written = _generate(model, batch["input_ids"], batch["attention_mask"], batch["labels"].shape[1])
+    longest = max(len(row["labels"]) for row in rows)
+    written = _generate(model, batch["input_ids"], batch["attention_mask"], longest)
     targets = [[token for token in row["labels"] if token >= 0] for row in rows]
     texts = (_text(tokenizer, ids) for ids in ([row["input_ids"] for row in rows], targets, written))
     return [Sample(*sample) for sample in zip(*texts, strict=True)]

@@ -81,9 +81,13 @@ def _check_standard(trainer: Any) -> None:
         raise NotReadableError("label_smoothing_factor computes the loss outside the model")
     kind = type(trainer)
     for name, what in (("compute_loss", "computes the loss"), ("get_train_dataloader", "makes the batches")):
-        method = getattr(kind, name)
-        if not (method.__module__ + ".").startswith(_OWN_LOSSES):
+        if not is_standard(getattr(kind, name)):
             raise NotReadableError(f"{kind.__name__}.{name} {what} in its own way")
+
+
+def is_standard(method: Any) -> bool:
+    """Whether a Trainer's method is one of those that give the model the collated rows as they are."""
+    return f"{method.__module__}.".startswith(_OWN_LOSSES)
 
 
 def _as_trained(trainer: Any, rows: Any, description: str) -> tuple[Any, Callable[[Any], Any]]:

@@ -2,7 +2,8 @@
 
 `FAMILIES` is the one place that names model families; to add a family is to add an entry. `patched` reads it for a
 model on any device. `offloadkit.changes` calls it whenever an engine is built or a plan is made. One change is the same
-for every family: the loss over a large vocabulary is taken in chunks, from fp32 logits. That no keys and values are
+for every family: the loss over a large vocabulary is taken in chunks, from fp32 logits. The GPU is asked nothing about
+masks that is known without it (`masks.py`). That no keys and values are
 cached in training is the engine's doing (`offload/caches.py`).
 """
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from offloadkit.changes import claim, unclaimed
 from offloadkit.config import OffloadConfig
 from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
+from offloadkit.hf.masks import added_mask, ask_nothing
 from offloadkit.kernels import attention as attention_kernel
 from offloadkit.offload.caches import configs_of
 
@@ -95,6 +97,7 @@ def patched(
     for whole in _pretrained(model):
         changes.callback(compute_loss_in_chunks(whole))
         changes.callback(_take_loss_in_fp32(whole))
+        changes.callback(ask_nothing(whole))
     if config.attention == "ours":
         for own in (own for own in configs_of(model) if hasattr(own, "model_type")):
             changes.callback(choose_attention(own))
@@ -243,10 +246,9 @@ def _own_attention(kind: Any) -> Any:
 @cache
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
 
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, eager_mask)
+    AttentionMaskInterface.register(NAME, added_mask)
 
 
 def _compute_bias(self: Any, *args: Any, **kwargs: Any) -> Tensor:
