@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from offloadkit.engines.work import Work
-from offloadkit.hf.hub import PRESETS
+from offloadkit.hf.presets import PRESETS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -219,6 +219,8 @@ _PEERS = (*ON_GPU, *OURS, "torchao", *ZERO2)
 CASES: dict[str, Case] = {
     "w1": _t5("W1", "t5-3b", 8, 24, engines=_PEERS),
     "w1-ragged": _t5("W1", "t5-3b", 8, 24, mask="ragged", engines=_PEERS),
+    "w1-32": _t5("W1", "t5-3b", 32, 24, engines=(*ON_GPU, *OURS)),
+    "w1-32-ragged": _t5("W1", "t5-3b", 32, 24, mask="ragged", engines=(*ON_GPU, *OURS)),
     "w2": _t5("W2", "t5-3b", 32, 16, engines=_PEERS),
     "w2-ragged": _t5("W2", "t5-3b", 32, 16, mask="ragged", engines=_PEERS),
     "w3": _t5("W3", "t5-3b", 1, 6, engines=(*ON_GPU, *OURS, "zero3", "zero3-200m")),

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import table
 from benchmarks.cases import CASES, ENGINES, GIB, HUB_NAMES, ZERO2
-from benchmarks.table import Row, latest
+from benchmarks.table import BY_WIDTH, Row, latest
 
 ROOT = Path(__file__).parent.parent
 README, RESULTS, CHART = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "t5-3b.png"
@@ -91,7 +91,9 @@ This page is written by `python -m benchmarks report` from `benchmarks/results.c
 - An engine recomputes activations only where it does not fit otherwise; its row says so. In older rows a person chose.
 - *Every door* is a whole training as its user writes it: weights read from a folder by `from_pretrained` or
   `finetune`, rows of text, the budget. Its seconds are those between updates, its memory that of the whole process.
-- *ragged* rows are a quarter to all of the length, padded, with an attention mask. Other rows are full.
+- *ragged* rows are a quarter to all of the length, with an attention mask, sorted and padded as `finetune` does it; all
+  engines get the same batches. Seconds are the mean over steps of many widths. The plan's seconds are those of the
+  longest rows. In rows of `81f2a14` each micro-batch had a row of full length. Other rows are full.
 """
 
 
@@ -117,7 +119,7 @@ def _sections(rows: Sequence[Row]) -> Iterator[str]:
         else:
             for name in names:
                 if of_case := _rows_of(rows, name):
-                    yield from _case_table(name, of_case)
+                    yield from _case_table(name, of_case, _rows_of(rows, name.removesuffix("-ragged")))
         yield ""
 
 
@@ -135,7 +137,16 @@ def _rows_of(rows: Sequence[Row], case: str) -> list[Row]:
     return [row for row in found if row["engine"] not in ZERO2 or row is best] + refused
 
 
-def _case_table(name: str, rows: Sequence[Row]) -> Iterator[str]:
+_SAME_RUN = ("engine", "commit", "gpu", "cores")
+"""Columns that are equal in rows that are compared."""
+
+
+def _case_table(name: str, rows: Sequence[Row], full: Sequence[Row]) -> Iterator[str]:
+    """The table of a case.
+
+    Args:
+        full: of a case with ragged rows, the rows of the case with full ones.
+    """
     case, first = CASES[name], rows[0]
     budget = f", offloadkit within {case.vram:g} GiB of VRAM" if case.vram else ""
     kind = ", ragged" if case.mask == "ragged" else ""
@@ -143,6 +154,28 @@ def _case_table(name: str, rows: Sequence[Row]) -> Iterator[str]:
     size = next((f" ({row['num_parameters'] / 1e9:.2f} G parameters)" for row in rows if row["num_parameters"]), "")
     yield f"**{name}**: {first['model']}{size}, {case.shape} tokens a step{kind}{budget}{cores}.\n"
     yield from _one_table(rows, ())
+    yield from _width_table([row for row in rows if BY_WIDTH in (row["figures"] or {})], full)
+
+
+def _width_table(rows: Sequence[Row], full: Sequence[Row]) -> Iterator[str]:
+    """Seconds of steps by their inputs' width. "x full": times the same engine's step with full rows, of that commit.
+
+    Args:
+        full: rows of the case with full rows.
+    """
+    if not rows:
+        return
+    by_width = [row["figures"][BY_WIDTH] for row in rows]
+    widths = sorted({int(name) for found in by_width for name in found if name != "slowest"})
+    titles = ["seconds by width", "x full", *map(str, widths), "slowest step"]
+    yield _line(titles)
+    yield _line(["---"] * len(titles))
+    for row, found in zip(rows, by_width, strict=True):
+        same = [other for other in full if other["seconds"] and all(other[key] == row[key] for key in _SAME_RUN)]
+        shown = [found.get(str(name)) for name in (*widths, "slowest")]
+        cells = [f"{row['seconds'] / same[0]['seconds']:.2f}" if same else "-"]
+        yield _line([ENGINES[row["engine"]].title, *cells, *("-" if each is None else f"{each:.3f}" for each in shown)])
+    yield ""
 
 
 def _one_table(rows: Sequence[Row], more: Sequence[str]) -> Iterator[str]:
@@ -347,8 +380,11 @@ def planned_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def planned_right(rows: Sequence[Row], planned: str, measured: str, within: float) -> tuple[int, int]:
-    """Of the rows that have both columns, how many were planned right within that share, and how many there are."""
-    known = [row for row in rows if row[measured]]
+    """Of the rows that have both columns, how many were planned right within that share, and how many there are.
+
+    Seconds of ragged rows do not count: planned are those of the longest rows.
+    """
+    known = [row for row in rows if row[measured] and (measured != "seconds" or row["mask"] != "ragged")]
     return sum(abs(row[planned] / row[measured] - 1) <= within for row in known), len(known)
 
 

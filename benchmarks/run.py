@@ -15,12 +15,14 @@ from typing import Any
 
 from benchmarks import table
 from benchmarks.cases import CASES, ENGINES, Case, EngineSetup, config_of
-from benchmarks.table import Row
-from offloadkit.engines.work import Work
+from benchmarks.table import BY_WIDTH, Row
+from offloadkit.engines.work import RAGGED_STEPS, Work
 
 ROOT = Path(__file__).parent.parent
 WARMUP, STEPS = 6, 6
 """For every engine: layers that the plan moves between processors have settled after six steps."""
+ROUNDS = 3
+"""How often each of the steps of ragged work is timed."""
 
 
 def run(
@@ -77,6 +79,8 @@ def _measured(
     """One turn; an engine without a plan recomputes activations only where it does not fit otherwise."""
     with tempfile.TemporaryDirectory() as scratch, _ended_by_signals():
         config_of(case.model).save_pretrained(scratch)
+        if case.mask == "ragged" and not setup.is_door:
+            steps = ROUNDS * RAGGED_STEPS
         work = replace(case.work(setup, scratch, tempfile.gettempdir()), steps=steps, warmup=WARMUP)
         if setup.is_door:
             _write_weights(work, timeout)
@@ -180,8 +184,16 @@ def _row(name: str, case: Case, engine: str, raws: list[dict[str, Any]], commit:
         "placements": planned.get("placements"),
         "phases": {name: float(f"{number:.4g}") for name, number in phases.items()},
         "rates": planned.get("hardware"),
-        "figures": last.get("figures"),
+        "figures": _by_width(raws) if case.mask == "ragged" and "seconds_by_width" in last else last.get("figures"),
     }
+
+
+def _by_width(raws: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of ragged rows: the median over the turns of the seconds of steps of each width, and of the slowest step."""
+    widths = raws[-1]["seconds_by_width"]
+    found = {name: median(raw["seconds_by_width"][name] for raw in raws) for name in widths}
+    found["slowest"] = median(max(raw["all_step_seconds"]) for raw in raws)
+    return {BY_WIDTH: {str(name): float(f"{number:.4g}") for name, number in found.items()}}
 
 
 _OWN_PHASES = ("cpu_step", "gpu_step", "norm", "gradient_wait", "forward_wait")

@@ -67,6 +67,9 @@ the median over the turns of each turn's median, `min_seconds` and `max_seconds`
 `vram_bytes` is the process's device memory by NVML, `vram_allocated_bytes` torch's peak. `tokens` are those of a step
 without padding. `rates` are the machine's, as the plan measured them; `figures` are a case's other numbers, by name."""
 
+BY_WIDTH = "seconds by width"
+"""Name in `figures`, of ragged rows: {columns of the inputs: median seconds}, and the "slowest" step's."""
+
 
 def read(path: Path = PATH) -> list[Row]:
     """All rows, in the order in which they were written; [] where there is no file.

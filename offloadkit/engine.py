@@ -17,11 +17,11 @@ import traceback
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -31,8 +31,10 @@ from offloadkit import hardware
 from offloadkit.changes import changed
 from offloadkit.checkpoint.run import RunNumbers, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
+from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.config import OffloadConfig
-from offloadkit.device.process_memory import cap_vram, forget_peak, phase
+from offloadkit.device.assumed_disk import proposing_disk
+from offloadkit.device.process_memory import VramCap, forget_peak, phase
 from offloadkit.device.streams import record_compute
 from offloadkit.distributed.ranks import Ranks, joined_ranks
 from offloadkit.errors import (
@@ -47,6 +49,7 @@ from offloadkit.errors import (
     RepeatWindowError,
     forget_last_error,
 )
+from offloadkit.offload.buffers import Buffers
 from offloadkit.offload.layers import FlatLayer, UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.plain import plain_copies
@@ -61,6 +64,7 @@ from offloadkit.offload.shortage import (
     room,
     with_less_ram,
     with_less_vram,
+    with_less_vram_at_rest,
     within_free_vram,
 )
 from offloadkit.offload.states import LayerState, Materialise
@@ -77,6 +81,7 @@ from offloadkit.units import format_seconds, parse_bytes
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 
 
@@ -154,6 +159,7 @@ class OffloadEngine:
         telemetry: Telemetry | None = None,
         plan: Plan | None = None,
         example: Any = None,
+        evaluation_rows: int = 0,
         materialise: Materialise | None = None,
     ) -> None:
         """Place the model. While the engine is open, models of transformers compute as `docs/design.md` says.
@@ -168,11 +174,14 @@ class OffloadEngine:
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
             device: where to compute. None: the GPU if there is one, else the CPU.
             plan: what lives where, layer by layer, planned for this model before. None: it is made here. If less VRAM
-                is free than it takes, the engine begins by a leaner one, with a warning.
+                is free than it takes, or the GPU is full before all is there, the engine begins by a leaner one, with a
+                warning.
             example: the largest micro-batch that will come, to plan for: a dict of forward's keyword arguments, a tuple
                 or list of positional ones, or one tensor. Only shapes and dtypes matter. None, where there are
                 placements to choose: the engine begins with little in VRAM; when the first window is done, it plans for
                 the window's largest micro-batch and moves.
+            evaluation_rows: of the largest micro-batch of evaluations, which plans made here count where training's has
+                fewer.
             materialise: loads parameters of a model on the meta device into RAM. It is called for one flat layer
                 after the other, so there is never a second copy of the model.
 
@@ -201,7 +210,7 @@ class OffloadEngine:
             self._join(self._ranks, layers)
         trained = {view.parameter for layer in layers for view in layer.views}
         self._first_window: FirstWindow | None = None
-        plan = plan or self._planned(model, layers, example)
+        plan = plan or self._planned(model, layers, example, evaluation_rows)
         check_plan(plan, layers, self.config)
         here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
         self.plan = within_free_vram(plan, self.device, sum(each.nbytes for each in here))
@@ -217,12 +226,14 @@ class OffloadEngine:
         self._undo.callback(self._ram_watch.close)
         self._rate_watch = RateWatch(self.plan)
         self._undo.callback(self.telemetry.subscribe(self._rate_watch.add))
-        if self.config.vram is not None:
-            self._undo.callback(cap_vram(parse_bytes(self.config.vram), self.device))
+        vram = self.config.vram
+        self._vram_cap = VramCap(None if vram is None else parse_bytes(vram), self.device)
+        self._undo.callback(self._vram_cap.remove)
         self._undo.callback(changed(model, self.config, kernels=self.device.type != "cpu"))
         self._steps_phase, self._phase_name = ExitStack(), ""
         self._undo.callback(self._steps_phase.close)
-        with explained_shortage(self.plan, self.device), phase("reading", self.telemetry.peaks, self.device):
+        begun = self.plan
+        with explained_shortage(begun, self.device), phase("reading", self.telemetry.peaks, self.device):
             self._placed = PlacedModel(
                 model,
                 layers,
@@ -232,10 +243,16 @@ class OffloadEngine:
                 ranks=self._ranks,
                 materialise=materialise,
                 ram_watch=self._ram_watch,
+                leaner=self._leaner,
                 submit=self._thread.submit,
                 settle=weakref.WeakMethod(self._settle),
                 undo=self._undo,
             )
+        if self.plan is not begun:
+            words = moved_in_words(begun, self.plan)
+            message = f"the GPU was full while the engine was built: the plan is leaner ({words})"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            self._ram_watch.expect(self.plan.tiers["ram"])
         self.pinning_seconds = self._placed.pinning_seconds
         self.optimizer = OffloadOptimizer(
             param_groups or [{"params": [p for p in model.parameters() if p in trained]}],
@@ -256,6 +273,7 @@ class OffloadEngine:
         self._profile: Profile | None = None
         self.num_updates = self._num_backwards = 0
         self._stepped = self._overflow_known = self._open = True
+        self._has_graph = False
         self.telemetry.plan = self.plan
         _open_engines[model] = weakref.ref(self)
 
@@ -275,7 +293,7 @@ class OffloadEngine:
         for layer in layers:
             layer.cut_for(ranks.rank, ranks.size)
 
-    def _planned(self, model: nn.Module, layers: list[FlatLayer], example: Any) -> Plan:
+    def _planned(self, model: nn.Module, layers: list[FlatLayer], example: Any, evaluation_rows: int) -> Plan:
         """The plan to begin with, where none is given.
 
         Raises:
@@ -287,14 +305,22 @@ class OffloadEngine:
                 f"planning for {self._ranks.size} ranks is not built yet: choose OffloadConfig(placement=...), with "
                 "weights='vram', and states='vram' or states='ram'"
             )
-        made = None if example is None else plan_for(model, self.config, self.device, example)
+        made = None
+        if example is not None:
+            made = plan_for(model, self.config, self.device, example, evaluation_rows=evaluation_rows)
         if made is None and not chooses(self.config, self.device):
             return plan_of(model, layers, self.config)
         if made is None:
-            first = FirstWindow(model, layers, self.config, self.device)
+            first = FirstWindow(model, layers, self.config, self.device, evaluation_rows)
             made, self._first_window = first.plan, None if first.is_settled else first
-        check_fits(made)
+        check_fits(proposing_disk(made))
         return made
+
+    def _leaner(self) -> Plan | None:
+        """Takes a plan with less in VRAM as the plan, and returns it; None if there is none."""
+        plan = with_less_vram(self.plan, self.device) if self._ranks is None else None
+        self.plan = plan or self.plan
+        return plan
 
     # ---- one step, in time order -------------------------------------------------------------------------------
 
@@ -303,6 +329,8 @@ class OffloadEngine:
 
         With gradients enabled, HuggingFace models cache no keys and values.
 
+        Without gradients enabled it is an evaluation, and a full GPU is treated as `evaluates` says.
+
         Raises:
             OutOfVramError: the GPU's memory is full. With gradients enabled, the gradients gathered since the last
                 update are dropped, and it is a `RepeatWindowError` if the engine has moved to a leaner plan.
@@ -310,8 +338,7 @@ class OffloadEngine:
         """
         self._check_open()
         if not torch.is_grad_enabled():
-            with explained_shortage(self.plan, self.device):
-                return self.module(*args, **kwargs)
+            return self.evaluates(lambda: self.module(*args, **kwargs))
         if kwargs.get("use_cache") and self._placed.caching:
             raise ModelError(
                 "use_cache=True in training: cached keys and values serve generation only. Leave it out, or call the "
@@ -333,16 +360,48 @@ class OffloadEngine:
             self._placed.in_forward(),
         ):
             try:
-                return self.module(*args, **kwargs)
+                output = self.module(*args, **kwargs)
             except (RuntimeError, TypeError, AttributeError) as error:
                 if not isinstance(error, torch.OutOfMemoryError):
                     self._untrained.check()  # it may be what made forward fail
                 raise
+        self._has_graph = True
+        return output
+
+    def evaluates(self, run: Callable[[], _T]) -> _T:
+        """What `run()` gives: an evaluation or a generation with the model, in which no graph is built.
+
+        If the GPU's memory is full, the engine moves to a plan with less in VRAM, and `run()` is called again, until
+        it succeeds. Random states, and the buffers of a model in training mode, are what they were at the first call.
+
+        Raises:
+            OutOfVramError: the GPU's memory is full, and no leaner plan is left, or an accumulation window is under
+                way. Its gradients are kept.
+        """
+        self._check_open()
+        states, buffers = random_states(), Buffers()
+        if self.module.training:
+            buffers.keep(self.module)
+        while True:
+            try:
+                with explained_shortage(self.plan, self.device):
+                    found = run()
+            except OutOfVramError as error:
+                if not self._open or isinstance(error, RepeatWindowError):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # what failed must not hold its activations any more
+                self._leave_vram_at_rest(error)
+                buffers.restore()
+                set_random_states(states)
+            else:
+                self._vram_cap.renew("evaluation")
+                return found
 
     def backward(self, loss: torch.Tensor, *, scale_by_accumulation: bool = True) -> None:
         """Backward of one micro-batch. Gradients are gathered, and sent to RAM, layer by layer.
 
-        After any error raised by backward itself, the gradients gathered since the last update are dropped.
+        After any error raised by backward itself, the gradients gathered since the last update are dropped, and `loss`
+        is detached, so that nothing of its graph is held.
 
         Args:
             loss: a scalar.
@@ -352,7 +411,7 @@ class OffloadEngine:
         Raises:
             EngineStateError: it was called again before `step()`, without gradient accumulation.
             OutOfVramError: the GPU's memory is full. It is a `RepeatWindowError` if the engine has moved to a leaner
-                plan. `loss` is detached then, so that its graph frees the GPU.
+                plan.
             ValueError: the loss is not a scalar.
         """
         self._check_open()
@@ -368,7 +427,7 @@ class OffloadEngine:
             num_added = accumulation if self._ranks is None else accumulation * self._ranks.size
             self._backward(loss, num_added if scale_by_accumulation else 1)
         self._num_backwards += 1
-        self._stepped = False
+        self._stepped = self._has_graph = False
 
     def _backward(self, loss: torch.Tensor, divisor: int) -> None:
         given = loss
@@ -382,10 +441,9 @@ class OffloadEngine:
                     loss.backward()  # type: ignore[no-untyped-call]
             except BaseException as error:
                 self.drop_gradients()
-                if isinstance(error, torch.OutOfMemoryError):
-                    with suppress(RuntimeError):  # a view of a larger tensor
-                        given.detach_()
-                elif isinstance(error, RuntimeError):
+                with suppress(RuntimeError):  # a view of a larger tensor
+                    given.detach_()  # somebody may keep it, and with it what its graph holds
+                if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                     self._untrained.check()  # it may be what made backward fail
                 raise
 
@@ -414,6 +472,7 @@ class OffloadEngine:
             self._stepped = True
             return False
         self._untrained.check()
+        self._vram_cap.renew("training")
         scarce, leaner = self._ram_watch.warning(), None
         if scarce is not None and self._ranks is None:
             leaner = with_less_ram(self.plan, self.device)
@@ -516,7 +575,7 @@ class OffloadEngine:
         self._check_open()
         self._placed.gradients.drop()
         self._records.drop_window()
-        self._num_backwards, self._stepped = 0, True
+        self._num_backwards, self._stepped, self._has_graph = 0, True, False
 
     def _settle(self) -> None:
         if self._newest is not None:
@@ -592,6 +651,7 @@ class OffloadEngine:
                 self._ram_watch.expect(plan.tiers["ram"])
                 self._rate_watch.begin(plan)
         seconds = time.perf_counter() - began
+        self._vram_cap.watch()
         forget_peak(self.device)  # it was the other plan's: a GPU that is full again is explained by this one's
         old, new = ({tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan))
         self.telemetry.moves.append(Move(self.num_updates, why, old, new, seconds))
@@ -631,6 +691,25 @@ class OffloadEngine:
             "the last update were dropped: repeat this window, from its first micro-batch and with the random states "
             "that it had, and training goes on as if nothing had been"
         )
+
+    def _leave_vram_at_rest(self, error: OutOfVramError) -> None:
+        """Move to a plan with less VRAM, between windows.
+
+        Raises:
+            OutOfVramError: `error`, with why there is no such move.
+        """
+        if self._num_backwards or self._has_graph or self._placed.is_busy:
+            raise OutOfVramError(
+                f"{error}. An accumulation window is under way, in which nothing can move: evaluate and generate after "
+                "the step() that ends it, and the engine makes room"
+            ) from error
+        plan = with_less_vram_at_rest(self.plan, self.device) if self._ranks is None else None
+        if plan is None:
+            raise error
+        try:
+            self._move_with_a_warning(plan, "the GPU's memory was full in an evaluation", stacklevel=6)
+        except OffloadkitError as why:
+            raise OutOfVramError(f"{error}. The move to a leaner plan failed: {why}") from error
 
     def _leave_ram(self, plan: Plan, scarce: str | None) -> None:
         """Move to a plan with less RAM.

@@ -1,27 +1,25 @@
 """`plan`: what training a model takes, from its name and a few wishes, before a byte of weights is read.
 
 plan = offloadkit.plan("t5-3b", vram="8GiB", ram="32GiB", batch_size=4)
-print(plan, plan.explain(), sep="\\n")
+print(plan)  # whether it fits, and how fast it is; plan.explain() and plan.details() say more
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Precision
+from offloadkit.device.assumed_disk import proposing_disk, with_disk
 from offloadkit.device.measure import host_rates, measure
-from offloadkit.device.state_file import unfit_for_states
-from offloadkit.errors import ConfigError, OutputError
+from offloadkit.errors import ConfigError
 from offloadkit.hardware import Hardware
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
 from offloadkit.hf.load import Task
@@ -31,7 +29,7 @@ from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
 from offloadkit.planner.cards import CARDS, card_named
 from offloadkit.planner.layout import activations
 from offloadkit.planner.plan import check_fits
-from offloadkit.units import format_bytes, format_seconds, parse_bytes
+from offloadkit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,8 +68,6 @@ ASSUMED_CARD = Hardware(
     fp32_flops_per_second=15e12,
 )
 """A typical machine that was not measured: PCIe 4 x16, two channels of DDR5, a mid-range card."""
-ASSUMED_DISK = 1.5e9
-"""Bytes a second of its disk, for reading and for writing."""
 
 
 def plan(
@@ -126,24 +122,24 @@ def plan_source(
     device: torch.device | None,
     gpu: str | None = None,
     eval_batch_size: int | None = None,
+    label_smoothing: float = 0.0,
 ) -> Plan:
     """`plan` of a model that was looked up already, with every wish in the config.
 
     Args:
+        label_smoothing: with it the Trainer computes the loss, from whole logits.
         eval_batch_size: rows of evaluation's micro-batches, if they are not those of training.
     """
     check_whole_numbers(batch_size=batch_size, max_input_length=max_input_length, max_target_length=max_target_length)
     machine, assumed = machine_for(config, device) if gpu is None else (machine_with(gpu, config), True)
     config = _with_dtype(config, machine)
-    with _outline(source, config, machine, assumed=assumed) as outline:
+    with _outline(source, config, machine, assumed=assumed, label_smoothing=label_smoothing) as outline:
         rows = outline.rows(batch_size, max_input_length, max_target_length)
         outline = replace(outline, eval_batch_size=eval_batch_size or 0)
         made = outline.outline.plan(outline.work(rows))
         if made.fits:
             return made
-        folder = next((name for name in (tempfile.gettempdir(), ".") if not unfit_for_states(Path(name))), None)
-        other = with_disk(machine, folder) if folder and not config.disk and machine.device != "cpu" else None
-        return replace(made, basis=replace(made.basis, smaller=tuple(outline.smaller(rows)), with_disk=other))
+        return proposing_disk(replace(made, basis=replace(made.basis, smaller=tuple(outline.smaller(rows)))))
 
 
 def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
@@ -155,39 +151,44 @@ def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
     return replace(offload or OffloadConfig(), **{name: wish for name, wish in wishes.items() if wish is not None})
 
 
-def shown_plan(source: ModelSource, config: OffloadConfig, **size: Any) -> Plan:
+def shown_plan(source: ModelSource, config: OffloadConfig, *, verbose: bool = False, **size: Any) -> Plan:
     """`plan_source`, printed.
+
+    Args:
+        verbose: whether all of it is printed, not the verdict alone.
 
     Raises:
         DoesNotFitError: the plan does not fit.
     """
     made = plan_source(source, config, **size)
-    print(made, flush=True)
+    if verbose:
+        print(made, made.details(), *([made.explain()] if made.fits else []), sep="\n", flush=True)
+    elif made.fits:  # else the error says it
+        print(made, flush=True)
     check_fits(made)
     return made
 
 
-def plan_for_rows(source: ModelSource, config: OffloadConfig, assumed: Plan | None, **size: Any) -> Plan:
+def plan_for_rows(
+    source: ModelSource, config: OffloadConfig, assumed: Plan | None, *, verbose: bool = False, **size: Any
+) -> Plan:
     """The plan for rows of known length. They may be longer than was assumed: tokenized rows are not cut.
 
     Args:
-        assumed: the plan that was shown before; one line then says what changed. None shows the whole plan.
+        assumed: the plan that was shown before; one line then says what changed. None shows the plan as `shown_plan`.
         size: as for `plan_source`.
 
     Raises:
         DoesNotFitError: the plan does not fit.
     """
     if assumed is None:
-        return shown_plan(source, config, **size)
+        return shown_plan(source, config, verbose=verbose, **size)
     made = plan_source(source, config, **size)
     if made == assumed:
         return assumed
     target = f" + {size['max_target_length']}" if source.task == "seq2seq" else ""
-    takes = [f"{format_seconds(made.seconds.step)} a step"] if made.seconds else []
-    tiers = {"ram": "RAM"} if made.on_cpu else {"vram": "VRAM", "ram": "RAM"}
-    takes += [f"{format_bytes(made.needs()[tier])} of {name}" for tier, name in tiers.items()]
     longest = f"the longest row has {size['max_input_length']}{target} tokens"
-    print(f"planned again, {longest}: {', '.join(takes)}", flush=True)
+    print(f"planned again, {longest}: {made.verdict}", flush=True)
     check_fits(made)
     return made
 
@@ -199,13 +200,14 @@ def auto_batch_size(
     max_input_length: int | None,
     max_target_length: int | None,
     device: torch.device,
+    label_smoothing: float = 0.0,
 ) -> int:
     """The size that `batch_size="auto"` means: by `BATCH_SIZES` with a GPU, else `AUTO_BATCH_SIZE`."""
     if device.type == "cpu":
         return AUTO_BATCH_SIZE
     machine = measure(device)
     config = _with_dtype(config, machine)
-    with _outline(source, config, machine) as outline:
+    with _outline(source, config, machine, label_smoothing=label_smoothing) as outline:
         return outline.rows("auto", max_input_length, max_target_length).batch_size
 
 
@@ -279,23 +281,6 @@ def machine_with(gpu: str, config: OffloadConfig) -> Hardware:
     return machine if config.disk is None else with_disk(machine, config.disk)
 
 
-def with_disk(machine: Hardware, folder: str) -> Hardware:
-    """The machine with the disk of `folder`, whose rates are assumed.
-
-    Raises:
-        OutputError: there is no such folder.
-    """
-    if not os.path.isdir(folder):
-        raise OutputError(f"{folder} is no folder: name one on a local disk, for optimizer states")
-    return replace(
-        machine,
-        disk_folder=folder,
-        disk_free_bytes=shutil.disk_usage(folder).free,
-        disk_read_bytes_per_second=ASSUMED_DISK,
-        disk_write_bytes_per_second=ASSUMED_DISK,
-    )
-
-
 @dataclass(frozen=True)
 class _TaskOutline:
     """The outline of a model whose micro-batches are those of a task."""
@@ -304,6 +289,7 @@ class _TaskOutline:
     task: Task
     eval_batch_size: int = 0
     """Rows of evaluation's micro-batches, which count if they are more than those of training."""
+    label_smoothing: float = 0.0
 
     def rows(
         self, batch_size: int | Literal["auto"], max_input_length: int | None, max_target_length: int | None
@@ -338,10 +324,20 @@ class _TaskOutline:
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
         batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
-        work = self.outline.work(batch, rows)
+        loss_of = self._smoothed(batch) if self.label_smoothing else None
+        work = self.outline.work(batch, rows, loss_of)
         if work is None or self.eval_batch_size <= size:
             return work
         return replace(work, evaluation=self.work(replace(rows, batch_size=self.eval_batch_size)))
+
+    def _smoothed(self, batch: dict[str, torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+        """The loss that the Trainer computes outside the model, whose micro-batch is without labels then."""
+        from transformers.trainer_pt_utils import LabelSmoother
+
+        smoother, labels = LabelSmoother(epsilon=self.label_smoothing), batch.pop("labels")
+        if self.task == "seq2seq":
+            batch["decoder_input_ids"] = torch.empty_like(labels)
+        return partial(smoother, labels=labels, shift_labels=self.task == "causal")
 
     def smaller(self, rows: Rows) -> Iterator[tuple[str, MicroBatch]]:
         """Smaller micro-batches, each with its options in words: fewer rows first, then shorter rows."""
@@ -357,7 +353,12 @@ class _TaskOutline:
 
 @contextmanager
 def _outline(
-    source: ModelSource, config: OffloadConfig, machine: Hardware, *, assumed: bool = False
+    source: ModelSource,
+    config: OffloadConfig,
+    machine: Hardware,
+    *,
+    assumed: bool = False,
+    label_smoothing: float = 0.0,
 ) -> Iterator[_TaskOutline]:
     """The model without numbers, as it is trained. Changes to what it computes end with the context.
 
@@ -366,4 +367,4 @@ def _outline(
     """
     held = 0 if source.model is None else held_in_ram(source.model)
     with outlined(source.on_meta, config, machine, assumed=assumed) as outline:
-        yield _TaskOutline(replace(outline, held_bytes=held), source.task)
+        yield _TaskOutline(replace(outline, held_bytes=held), source.task, label_smoothing=label_smoothing)

@@ -131,7 +131,12 @@ def test_a_fresh_process_measures_a_model_that_was_handed_over(monitors: list[Mo
 
 def test_lengths_are_those_of_padded_micro_batches() -> None:
     inputs = [[0] * (2 if number % 2 else 10) for number in range(5000)]
-    data = PreparedData(Dataset.from_dict({"input_ids": inputs, "labels": [1] * 5000}), dict, "classification")
-    assert baseline.padded_lengths(data, batch_size=64) == (10, 1)
-    one_by_one = baseline.padded_lengths(data, batch_size=1)
-    assert 2 < one_by_one[0] < 10
+
+    def collate(rows: Any) -> Any:
+        longest = max(len(row["input_ids"]) for row in rows)
+        return {"input_ids": torch.zeros(len(rows), longest), "labels": torch.zeros(len(rows))}
+
+    data = PreparedData(Dataset.from_dict({"input_ids": inputs, "labels": [1] * 5000}), collate, "classification")
+    assert baseline.padded_lengths(data, batch_size=64, by_length=False) == (10, 1)
+    for other in ({"batch_size": 1, "by_length": False}, {"batch_size": 64, "by_length": True}):
+        assert 2 < baseline.padded_lengths(data, **other)[0] < 10

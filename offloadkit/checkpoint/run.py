@@ -5,6 +5,7 @@
 | `states-RANK-of-RANKS.safetensors` | optimizer states, by parameter name and range |
 | `run.json` | options by group, counts, loss scale, scheduler, position in the data |
 | `random.json` | random states; those of rank 1 and later ones are in `random-RANK.json` |
+| `order.json` | under the Trainer: the random state that an epoch's order by length was drawn from |
 | `weights.safetensors` | weights and buffers; under the Trainer HuggingFace's own files hold them |
 | `manifest.json` | all files and their sizes; written last |
 """

@@ -28,7 +28,14 @@ _NUM_ROWS = 1024
 
 
 def measured_baseline(
-    model: Any, data: PreparedData, *, batch_size: int, accumulation: int, dtype: Dtype, folder: Path
+    model: Any,
+    data: PreparedData,
+    *,
+    batch_size: int,
+    by_length: bool,
+    accumulation: int,
+    dtype: Dtype,
+    folder: Path,
 ) -> float | None:
     """Seconds of a step of plain training, with micro-batches as long as `data`'s are on average.
 
@@ -36,12 +43,14 @@ def measured_baseline(
 
     Args:
         model: what `finetune` takes.
+        by_length: as for `padded_lengths`.
         dtype: of the working weights.
         folder: keeps what was measured for the next time.
     """
     print("measuring a step without offloading ...", flush=True)
     try:
-        seconds = _measured(model, data, batch_size, accumulation, dtype, folder)
+        lengths = padded_lengths(data, batch_size, by_length=by_length)
+        seconds = _measured(model, lengths, batch_size, accumulation, dtype, folder)
     except OffloadkitError as error:
         print(f"  not measured, and predicted instead: {error}", flush=True)
         return None
@@ -49,7 +58,9 @@ def measured_baseline(
     return seconds
 
 
-def _measured(model: Any, data: PreparedData, batch_size: int, accumulation: int, dtype: Dtype, folder: Path) -> float:
+def _measured(
+    model: Any, lengths: tuple[int, int], batch_size: int, accumulation: int, dtype: Dtype, folder: Path
+) -> float:
     """
     Raises:
         OffloadkitError: it cannot be measured, for instance because the model cannot be made again from its config.
@@ -61,7 +72,7 @@ def _measured(model: Any, data: PreparedData, batch_size: int, accumulation: int
     if not by_name and not all(weight.requires_grad for weight in model.parameters()):
         raise OffloadkitError("parts of the model are frozen")
     folder.mkdir(exist_ok=True)
-    input_length, target_length = padded_lengths(data, batch_size)
+    input_length, target_length = lengths
     work = Work(
         model=config_folder(model, folder),
         batch_size=batch_size,
@@ -98,16 +109,21 @@ def plain_row(work: Work, made: Forecast, runs: Runs) -> Row:
     return runs.measured("baseline", work, made.steps_seconds(work))
 
 
-def padded_lengths(data: PreparedData, batch_size: int) -> tuple[int, int]:
-    """Mean tokens of input and of target in a row of a micro-batch, padding included."""
+def padded_lengths(data: PreparedData, batch_size: int, *, by_length: bool) -> tuple[int, int]:
+    """Mean tokens of input and of target in a row of a micro-batch, padding included.
+
+    Args:
+        by_length: whether micro-batches hold rows of nearly equal length, as with HuggingFace's `group_by_length`.
+    """
     size = len(data.dataset)
-    rows = data.dataset.select(range(0, size, -(-size // _NUM_ROWS)))
-    order = random.Random(0).sample(range(len(rows)), len(rows))
-    batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    rows = data.dataset.select(range(0, size, -(-size // _NUM_ROWS))).to_list()
+    random.Random(0).shuffle(rows)
+    if by_length:
+        rows.sort(key=lambda row: len(row["input_ids"]))
+    batches = [data.collator(rows[first : first + batch_size]) for first in range(0, len(rows), batch_size)]
 
     def padded(column: str) -> int:
-        lengths = [len(tokens) if isinstance(tokens, list) else 1 for tokens in rows[column]]
-        return round(mean(max(lengths[index] for index in batch) for batch in batches))
+        return round(mean(batch[column].shape[1] if batch[column].dim() > 1 else 1 for batch in batches))
 
     return padded("input_ids"), padded("labels")
 

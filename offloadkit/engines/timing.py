@@ -6,14 +6,15 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
 
 from offloadkit.device.process_memory import DeviceMemory, peak_reserved_bytes
 from offloadkit.engines.engine import Engine
-from offloadkit.engines.work import Batch, Work
+from offloadkit.engines.work import Batch, Work, width
+from offloadkit.hf.ragged import rounded_up
 
 LEAST_STEPS, MOST_STEPS = 6, 300
 WARM_SECONDS, TIMED_SECONDS = 1.0, 3.0
@@ -44,19 +45,24 @@ class Clock:
 
 
 def timed_steps(
-    engine: Engine, batches: list[Batch], work: Work, device: torch.device, vram: DeviceMemory
+    engine: Engine, steps: list[list[Batch]], work: Work, device: torch.device, vram: DeviceMemory
 ) -> dict[str, Any]:
     """Train for one first step, `work.warmup` more, one that fills the pipeline, and `work.steps` that are timed.
 
-    Where `work.steps` is None, enough steps run for two measurements to agree. A step lasts from the end of the step
+    Where `work.steps` is None, enough steps run for two measurements to agree. `steps` come in turn, and each is timed
+    equally often: `step_seconds` is the mean over them of each one's median. A step lasts from the end of the step
     before to its own end. Nothing is synchronised in between: what an engine hides under the next forward stays
     hidden, and what it does not is counted. `settled_seconds` is the mean with everything waited for at the end.
     `phase_seconds` are medians on the device's time line. Peaks of VRAM are over all steps, the first included.
     """
     on_cuda = device.type == "cuda"
     losses: list[torch.Tensor] = []
+    turns = itertools.cycle(range(len(steps)))
 
-    def train_step(clock: Clock) -> None:
+    def train_step(clock: Clock) -> int:
+        """Returns which of `steps` it was."""
+        turn = next(turns)
+        batches = steps[turn]
         for index, batch in enumerate(batches, start=1):
             loss = engine.forward(batch)
             clock.mark("forward")
@@ -67,6 +73,7 @@ def timed_steps(
             engine.step(index == len(batches))
             clock.mark("step")
         vram.sample()
+        return turn
 
     began = time.perf_counter()
     train_step(Clock(on_cuda))
@@ -81,18 +88,20 @@ def timed_steps(
     if num_steps is None:
         seconds = (time.perf_counter() - began) / num_warm
         num_steps = min(MOST_STEPS, max(LEAST_STEPS, math.ceil(TIMED_SECONDS / seconds)))
+    num_steps = rounded_up(num_steps, len(steps))
     clock = Clock(on_cuda)
     began = time.perf_counter()
-    for _ in range(1 + num_steps):
-        train_step(clock)
+    timed = [train_step(clock) for _ in range(1 + num_steps)][1:]
     engine.settle()
     settled_seconds = (time.perf_counter() - began) / (1 + num_steps)
-    steps = _by_step(clock.phases(), 3 * len(batches))
-    each = [sum(step.values()) for step in steps]
+    phases = _by_step(clock.phases(), 3 * len(steps[0]))
+    each = [sum(step.values()) for step in phases]
+    by_turn = _medians(timed, each)
     return {
-        "step_seconds": median(each),
+        "step_seconds": mean(by_turn.values()),
         "all_step_seconds": each,
-        "phase_seconds": {name: median(step[name] for step in steps) for name in steps[0]},
+        "seconds_by_width": _medians([width(steps[turn]) for turn in timed], each),
+        "phase_seconds": {name: median(step[name] for step in phases) for name in phases[0]},
         "num_warmup": 2 + num_warm,
         "settled_seconds": settled_seconds,
         "first_step_seconds": first_step_seconds,
@@ -102,6 +111,14 @@ def timed_steps(
         "max_allocated_bytes": torch.cuda.max_memory_allocated() if on_cuda else 0,
         "max_reserved_bytes": peak_reserved_bytes(device) if on_cuda else 0,
     }
+
+
+def _medians(keys: list[int], seconds: list[float]) -> dict[int, float]:
+    """The median of the seconds of each key, by key."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for key, each in zip(keys, seconds, strict=True):
+        found[key].append(each)
+    return {key: median(found[key]) for key in sorted(found)}
 
 
 def _by_step(phases: list[tuple[str, float]], num_a_step: int) -> list[dict[str, float]]:

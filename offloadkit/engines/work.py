@@ -11,9 +11,11 @@ from offloadkit import hardware
 from offloadkit.config import Precision
 from offloadkit.hf.load import auto_class_of, build, completed, draw_lazily, infer_task
 from offloadkit.hf.patches import choose_attention, fuse
+from offloadkit.hf.ragged import rounded_up, width_step
 from offloadkit.hf.source import resolve
 from offloadkit.hf.weight_files import Materialise, become
 from offloadkit.offload.compile import compile_blocks
+from offloadkit.optim.table import DTYPES
 from offloadkit.planner import Dtype
 from offloadkit.planning import default_dtype
 
@@ -27,10 +29,12 @@ NUM_SPECIAL_IDS = 3
 """Ids from 0 that stand for padding, ends and unknown words in most vocabularies: not drawn."""
 SHORTEST_SHARE = 4
 """A ragged row has at least one part in this many of the longest row's tokens."""
+RAGGED_STEPS = 12
+"""Steps of ragged work that differ; training repeats them."""
+_WINDOW_STEPS = 50
+"""Steps whose rows are sorted together, as HuggingFace's sampler does it with many rows."""
 IGNORED_LABEL = -100
 """The label that HuggingFace's losses leave out."""
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Batch = dict[str, torch.Tensor]
 
@@ -63,7 +67,7 @@ class Work:
     warmup: int = 2
     seed: int = 0
     mask: Literal["full", "ragged"] = "full"
-    """"ragged": rows of a quarter to all of the length, padded to the longest, with an attention mask."""
+    """"ragged": rows of a quarter to all of the length, sorted and padded as in `finetune`, with an attention mask."""
     compiled: bool = False
     """Repeated blocks run by `torch.compile`: offloadkit's and the baseline's."""
     disk: str | None = None
@@ -122,14 +126,14 @@ def model_to_plan(model: str) -> PreTrainedModel:
     return build(config, infer_task(config), None, torch.device("meta"))
 
 
-def lazy_model(work: Work, dtype: str, device: torch.device) -> tuple[PreTrainedModel, Materialise | None]:
+def lazy_model(work: Work, dtype: Dtype, device: torch.device) -> tuple[PreTrainedModel, Materialise | None]:
     """The model without memory, as offloadkit trains it, and what draws its weights into RAM when they are asked for.
 
     They are drawn on `device`, because a CPU takes minutes for billions.
     """
     config = _our_config(work.model)
     torch.manual_seed(work.seed)
-    model, materialise = draw_lazily(config, infer_task(config), _DTYPES[dtype])
+    model, materialise = draw_lazily(config, infer_task(config), DTYPES[dtype])
     generator = torch.Generator(device).manual_seed(work.seed)
 
     def draw(parameters: Any) -> None:
@@ -140,20 +144,20 @@ def lazy_model(work: Work, dtype: str, device: torch.device) -> tuple[PreTrained
     return completed(model).train(), None if materialise is None else draw
 
 
-def plain_model(work: Work, dtype: str, weights_on: torch.device, device: torch.device) -> PreTrainedModel:
+def plain_model(work: Work, dtype: Dtype, weights_on: torch.device, device: torch.device) -> PreTrainedModel:
     """The model as HuggingFace builds it, its weights drawn on `device` and put on `weights_on` one by one."""
     from transformers.initialization import no_init_weights
 
     config = _our_config(work.model) if work.our_compute else config_of(work.model)
     with weights_on, no_init_weights():
-        model: Any = auto_class_of(config, infer_task(config)).from_config(config, dtype=_DTYPES[dtype])
+        model: Any = auto_class_of(config, infer_task(config)).from_config(config, dtype=DTYPES[dtype])
     if work.our_compute:
         fuse(model, compiled=work.compiled)
     model.tie_weights()
     generator = torch.Generator(device).manual_seed(work.seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(_DTYPES[dtype])
+            parameter.data = parameter.data.to(DTYPES[dtype])
             parameter.copy_(_drawn(torch.empty_like(parameter, device=device), generator))
     if work.recomputed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -171,11 +175,13 @@ def _drawn(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         return weight.normal_(0.0, 0.02, generator=generator) if weight.ndim > 1 else weight.fill_(1.0)
 
 
-def random_batches(work: Work, device: torch.device) -> list[Batch]:
-    """The micro-batches of one step on `device`; every step repeats them.
+def random_steps(work: Work, device: torch.device) -> list[list[Batch]]:
+    """The steps of a training on `device`, each a list of micro-batches; training repeats them.
 
-    input_ids and labels are int64 [batch_size, length]. Ragged work adds attention_mask, int64 of the inputs' shape,
-    and its padding has the label -100. The first row has the full length.
+    input_ids and labels are int64 [batch_size, width]. Full work has one step. Ragged work has `RAGGED_STEPS`, the
+    longest rows first, evenly from one of the windows in which HuggingFace's sampler sorts many rows by their inputs'
+    length. It adds attention_mask, int64 of the inputs' shape; padding has the label -100. Widths are those of
+    `finetune`. The first row of all has the full lengths.
     """
     config = config_of(work.model)
     task = infer_task(config)
@@ -186,38 +192,69 @@ def random_batches(work: Work, device: torch.device) -> list[Batch]:
     def tokens(length: int) -> torch.Tensor:
         return torch.randint(NUM_SPECIAL_IDS, num_words, (work.batch_size, length), generator=generator)
 
-    def real(length: int) -> torch.Tensor:
-        """Where tokens are and no padding, bool [batch_size, length]."""
-        shortest = max(1, length // SHORTEST_SHARE)
-        lengths = torch.randint(shortest, length + 1, (work.batch_size, 1), generator=generator)
-        lengths[0] = length
-        return torch.arange(length) < lengths
+    def batch(lengths: list[tuple[int, int]]) -> Batch:
+        """Rows of these tokens of input and target."""
 
-    def batch() -> Batch:
-        ids = tokens(work.input_length)
-        found: Batch = {"input_ids": ids}
+        def real(of_rows: list[int], longest: int) -> torch.Tensor:
+            """Where tokens are and no padding, bool [batch_size, width]."""
+            step = width_step(_mean_length(longest), longest, None) if work.mask == "ragged" else 1
+            return torch.arange(rounded_up(max(of_rows), step)) < torch.tensor(of_rows)[:, None]
+
+        mask = real([each for each, _ in lengths], work.input_length)
+        ids = tokens(mask.shape[1])
+        found: Batch = {"input_ids": ids.masked_fill(~mask, padding)}
+        there = mask
         if task == "classification":
             found["labels"] = torch.randint(config.num_labels or 2, (work.batch_size,), generator=generator)
+        elif task == "seq2seq":
+            there = real([each for _, each in lengths], work.target_length)
+            found["labels"] = tokens(there.shape[1]).masked_fill(~there, IGNORED_LABEL)
         else:
-            found["labels"] = tokens(work.target_length) if task == "seq2seq" else ids
+            found["labels"] = ids.masked_fill(~mask, IGNORED_LABEL)
         if work.mask == "ragged":
-            mask = real(work.input_length)
-            found["input_ids"] = ids.masked_fill(~mask, padding)
             found["attention_mask"] = mask.long()
-            if task != "classification":
-                there = real(work.target_length) if task == "seq2seq" else mask
-                found["labels"] = found["labels"].masked_fill(~there, IGNORED_LABEL)
         return {name: tensor.to(device) for name, tensor in found.items()}
 
-    return [batch() for _ in range(work.accumulation)]
+    full = [(work.input_length, work.target_length)] * work.rows
+    steps = _ragged_lengths(work, generator) if work.mask == "ragged" else [full]
+    size = work.batch_size
+    return [[batch(rows[first : first + size]) for first in range(0, work.rows, size)] for rows in steps]
 
 
-def num_tokens(batches: list[Batch]) -> int:
-    """Tokens of a step without padding: those that are read, and those that a separate decoder writes."""
+def _ragged_lengths(work: Work, generator: torch.Generator) -> list[list[tuple[int, int]]]:
+    """Tokens of input and target of the rows of each step."""
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    def drawn(longest: int) -> list[int]:
+        shortest = max(1, longest // SHORTEST_SHARE)
+        found: list[int] = torch.randint(shortest, longest + 1, (4 * window,), generator=generator).tolist()
+        return [longest, *found[1:]]
+
+    window = work.rows * _WINDOW_STEPS
+    inputs, targets = drawn(work.input_length), drawn(work.target_length)
+    grouped: Any = get_length_grouped_indices
+    order = grouped(inputs, work.rows, generator=generator)[:window]
+    firsts = [round(step * (_WINDOW_STEPS - 1) / (RAGGED_STEPS - 1)) * work.rows for step in range(RAGGED_STEPS)]
+    return [[(inputs[at], targets[at]) for at in order[first : first + work.rows]] for first in firsts]
+
+
+def _mean_length(longest: int) -> float:
+    """Of ragged rows."""
+    return (longest // SHORTEST_SHARE + longest) / 2
+
+
+def width(step: list[Batch]) -> int:
+    """Columns of the widest micro-batch's inputs."""
+    return max(batch["input_ids"].shape[1] for batch in step)
+
+
+def num_tokens(steps: list[list[Batch]]) -> int:
+    """Tokens of a step without padding: those that are read, and those that a separate decoder writes. The mean."""
     total = 0
-    for batch in batches:
+    for batch in (batch for step in steps for batch in step):
         ids, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
         total += ids.numel() if mask is None else int(mask.sum())
-        if labels.ndim == ids.ndim and labels.shape != ids.shape:
-            total += int((labels != IGNORED_LABEL).sum())
-    return total
+        written = labels != IGNORED_LABEL
+        if labels.ndim == ids.ndim and (labels.shape != ids.shape or bool((labels != ids)[written].any())):
+            total += int(written.sum())
+    return round(total / len(steps))

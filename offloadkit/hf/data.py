@@ -11,8 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from offloadkit.errors import DataError
 from offloadkit.hf.columns import BY_NAME, Columns, ColumnWish, Kind, choose
 from offloadkit.hf.load import Task, infer_task
+from offloadkit.hf.ragged import Collate, PadToWidths, rounded_up, width_step
 from offloadkit.hf.read import load_dataset_like
 from offloadkit.hf.tokenize import IGNORED, Tokenizing, label_names, tokenize
 
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PreparedData", "load_dataset_like", "prepare", "with_decoder_inputs"]
 
-Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
-"""From rows to a batch."""
 _DEFAULT_INPUT_LENGTHS: dict[Task, int] = {"seq2seq": 512, "causal": 1024, "classification": 512}
 DEFAULT_TARGET_LENGTH = 128
 
@@ -43,7 +42,7 @@ class PreparedData:
     """Columns input_ids, attention_mask and labels (lists of int; classification: one int)."""
 
     collator: Collate
-    """Rows -> tensors int64 [rows, longest row], padded; labels with -100."""
+    """Rows -> tensors int64 [rows, width], padded; labels with -100. See `ragged.width_step`."""
 
     task: Task
 
@@ -51,10 +50,10 @@ class PreparedData:
     """Classification: the name of each class id, for the head of the model and for the evaluation set."""
 
     longest_input: int = 1
-    """Tokens of the longest row."""
+    """Tokens of the longest row, padded."""
 
     longest_target: int = 1
-    """Tokens of the longest row's labels; 1 in classification."""
+    """Tokens of the longest row's labels, padded; 1 in classification."""
 
 
 def prepare(
@@ -110,8 +109,13 @@ def prepare(
         raise DataError(f"there is nothing to learn in any of the {len(dataset)} rows: {why}")
     run.check_known()
     run.warn_of_losses()
-    collator = _collator(tokenizer, task)
-    return PreparedData(tokenized, collator, task, run.id2label, run.longest_input, run.longest_target)
+    number, limit = len(dataset), longest_of_model(model_config)
+    step = width_step(run.total_input / number, run.longest_input, limit)
+    target_step = width_step(run.total_target / number, run.longest_target, limit) if task == "seq2seq" else step
+    widest = rounded_up(run.longest_input, step), rounded_up(run.longest_target, target_step)
+    if task == "classification":
+        widest = widest[0], 1
+    return PreparedData(tokenized, _collator(tokenizer, task, step, target_step), task, run.id2label, *widest)
 
 
 def prepare_both(
@@ -129,7 +133,8 @@ def prepare_both(
     Where the training set's names do not say by themselves what is learned from which column, that is printed.
 
     Args:
-        train_dataset, eval_dataset: what `load_dataset_like` takes.
+        train_dataset, eval_dataset: what `load_dataset_like` takes. The latter may also be a share of the training rows
+            to hold out, more than 0 and less than 1.
         wish: which columns the user names, of both.
 
     Raises:
@@ -142,11 +147,28 @@ def prepare_both(
         print(said, flush=True)
     if eval_dataset is None:
         return data, None
+    if isinstance(eval_dataset, float):
+        return _held_out(data, eval_dataset)
     try:
         rows = load_dataset_like(eval_dataset, split="validation", columns=wish.named)
         return data, prepare(rows, tokenizer, model_config, task=data.task, id2label=data.id2label, **how)
     except DataError as error:
         raise DataError(f"eval_dataset: {error}") from error
+
+
+def _held_out(data: PreparedData, share: float) -> tuple[PreparedData, PreparedData]:
+    """The rows to train on and those held out, which a fixed seed draws. Both keep their order.
+
+    Raises:
+        DataError: no row is left to train on.
+    """
+    total = len(data.dataset)
+    number = max(1, round(share * total))
+    if number == total:
+        raise DataError(f"eval_dataset={share} holds out all of the rows ({total}): pass a smaller share, or more rows")
+    held = set(random.Random(0).sample(range(total), number))
+    rest = [row for row in range(total) if row not in held]
+    return replace(data, dataset=data.dataset.select(rest)), replace(data, dataset=data.dataset.select(sorted(held)))
 
 
 def longest_row(*prepared: PreparedData | None) -> dict[str, int]:
@@ -234,23 +256,36 @@ def _task_of_tokenized(dataset: Dataset, config: PreTrainedConfig) -> Task:
 
 
 def default_input_length(config: PreTrainedConfig, task: Task) -> int:
-    """The task's default, or the model's limit if that is less. (T5 has none: its positions are relative.)"""
+    """The task's default, or the model's limit if that is less."""
+    default, limit = _DEFAULT_INPUT_LENGTHS[task], longest_of_model(config)
+    return default if limit is None else min(default, limit)
+
+
+def longest_of_model(config: PreTrainedConfig) -> int | None:
+    """The most tokens that the model takes; None: any number. (T5 has no limit: its positions are relative.)"""
     text_config = config.get_text_config()
     limits = [getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions")]
-    return min([_DEFAULT_INPUT_LENGTHS[task], *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
-def _collator(tokenizer: PreTrainedTokenizerBase, task: Task) -> Collate:
-    """HuggingFace's collators.
+def _collator(tokenizer: PreTrainedTokenizerBase, task: Task, step: int, target_step: int) -> Collate:
+    """HuggingFace's collators, whose batches are padded on to multiples of `step`, their labels of `target_step`.
 
     Causal rows bring their own labels. `DataCollatorForLanguageModeling` would mask an end token that is also the
     padding token, and it would not be learned.
     """
     from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 
-    if task == "classification":
-        return DataCollatorWithPadding(tokenizer)
-    return _PadDecoderInputs(DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED), tokenizer.pad_token_id)
+    inputs = ("input_ids", "attention_mask", "token_type_ids")
+    steps, sides = dict.fromkeys(inputs, step), frozenset({*inputs, "labels"})
+    padding = tokenizer.pad_token_id
+    values = {"input_ids": padding, "attention_mask": 0, "token_type_ids": tokenizer.pad_token_type_id}
+    collate: Collate = DataCollatorWithPadding(tokenizer)
+    if task != "classification":
+        collate = _PadDecoderInputs(DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED), padding)
+        steps |= {"labels": target_step, "decoder_input_ids": target_step}
+        values |= {"labels": IGNORED, "decoder_input_ids": padding}
+    return PadToWidths(collate, steps, values, sides if tokenizer.padding_side == "left" else frozenset())
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +29,21 @@ class Sample:
         return self.prediction.strip() == self.target.strip()
 
 
-def predict(model: Any, tokenizer: Any, data: PreparedData, *, num_rows: int, batch_size: int) -> list[Sample]:
+def predict(
+    model: Any,
+    tokenizer: Any,
+    data: PreparedData,
+    *,
+    num_rows: int,
+    batch_size: int,
+    evaluates: Callable[[Callable[[], Any]], Any] = lambda run: run(),
+) -> list[Sample]:
     """Predictions for the first `num_rows` rows: greedily generated text, or the most likely class.
 
     A causal model continues the part of a row that has no loss (the prompt), or else the row's first half.
+
+    Args:
+        evaluates: calls what computes one batch, and gives its result (`OffloadEngine.evaluates`).
     """
     was_training = model.training
     model.eval()
@@ -38,10 +51,11 @@ def predict(model: Any, tokenizer: Any, data: PreparedData, *, num_rows: int, ba
     try:
         with torch.no_grad():
             if data.task == "causal":
-                return [_continue(model, tokenizer, row) for row in rows]
+                return [evaluates(partial(_continue, model, tokenizer, row)) for row in rows]
             answer = _write if data.task == "seq2seq" else _classify
             batches = [rows[begin : begin + batch_size] for begin in range(0, len(rows), batch_size)]
-            return [sample for batch in batches for sample in answer(model, tokenizer, data, batch)]
+            answers = (evaluates(partial(answer, model, tokenizer, data, batch)) for batch in batches)
+            return [sample for answered in answers for sample in answered]
     finally:
         model.train(was_training)
 
@@ -66,7 +80,8 @@ def share_correct(samples: list[Sample]) -> float:
 
 def _write(model: Any, tokenizer: Any, data: PreparedData, rows: list[dict[str, Any]]) -> list[Sample]:
     batch = data.collator(rows)
-    written = _generate(model, batch["input_ids"], batch["attention_mask"], batch["labels"].shape[1])
+    longest = max(len(row["labels"]) for row in rows)
+    written = _generate(model, batch["input_ids"], batch["attention_mask"], longest)
     targets = [[token for token in row["labels"] if token >= 0] for row in rows]
     texts = (_text(tokenizer, ids) for ids in ([row["input_ids"] for row in rows], targets, written))
     return [Sample(*sample) for sample in zip(*texts, strict=True)]

@@ -62,7 +62,8 @@ def longest_batch(trainer: Any) -> tuple[dict[str, Any], str]:
 def evaluation_rows(trainer: Any) -> int:
     """Rows of the largest micro-batch of the evaluations while `trainer` trains; 0 if it does not evaluate then."""
     size = trainer.args.per_device_eval_batch_size
-    return max((min(size, len(rows)) for rows in _evaluated(trainer) if hasattr(rows, "__len__")), default=0)
+    sets = _evaluated(trainer)
+    return max((min(size, len(rows)) if hasattr(rows, "__len__") else size for rows in sets), default=0)
 
 
 def _evaluated(trainer: Any) -> list[Any]:
@@ -80,9 +81,13 @@ def _check_standard(trainer: Any) -> None:
         raise NotReadableError("label_smoothing_factor computes the loss outside the model")
     kind = type(trainer)
     for name, what in (("compute_loss", "computes the loss"), ("get_train_dataloader", "makes the batches")):
-        method = getattr(kind, name)
-        if not (method.__module__ + ".").startswith(_OWN_LOSSES):
+        if not is_standard(getattr(kind, name)):
             raise NotReadableError(f"{kind.__name__}.{name} {what} in its own way")
+
+
+def is_standard(method: Any) -> bool:
+    """Whether a Trainer's method is one of those that give the model the collated rows as they are."""
+    return f"{method.__module__}.".startswith(_OWN_LOSSES)
 
 
 def _as_trained(trainer: Any, rows: Any, description: str) -> tuple[Any, Callable[[Any], Any]]:

@@ -2,7 +2,8 @@
 
 `FAMILIES` is the one place that names model families; to add a family is to add an entry. `patched` reads it for a
 model on any device. `offloadkit.changes` calls it whenever an engine is built or a plan is made. One change is the same
-for every family: the loss over a large vocabulary is taken in chunks, from fp32 logits. That no keys and values are
+for every family: the loss over a large vocabulary is taken in chunks, from fp32 logits. The GPU is asked nothing about
+masks that is known without it (`masks.py`). That no keys and values are
 cached in training is the engine's doing (`offload/caches.py`).
 """
 
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 from offloadkit.changes import claim, unclaimed
 from offloadkit.config import OffloadConfig
 from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
+from offloadkit.hf.masks import added_mask, ask_nothing
 from offloadkit.kernels import attention as attention_kernel
+from offloadkit.offload.caches import configs_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,8 +97,9 @@ def patched(
     for whole in _pretrained(model):
         changes.callback(compute_loss_in_chunks(whole))
         changes.callback(_take_loss_in_fp32(whole))
+        changes.callback(ask_nothing(whole))
     if config.attention == "ours":
-        for own in {id(own): own for own in _configs(model) if hasattr(own, "model_type")}.values():
+        for own in (own for own in configs_of(model) if hasattr(own, "model_type")):
             changes.callback(choose_attention(own))
         if kernels:
             changes.callback(fuse_attention(model, capability))
@@ -113,13 +117,6 @@ def _pretrained(module: nn.Module) -> Iterator[PreTrainedModel]:
     else:
         for child in module.children():
             yield from _pretrained(child)
-
-
-def _configs(model: nn.Module) -> Iterator[Any]:
-    """The config of each module that has one."""
-    for module in model.modules():
-        if (config := getattr(module, "config", None)) is not None:
-            yield config
 
 
 def _take_loss_in_fp32(model: PreTrainedModel) -> Callable[[], None]:
@@ -249,10 +246,9 @@ def _own_attention(kind: Any) -> Any:
 @cache
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
 
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, eager_mask)
+    AttentionMaskInterface.register(NAME, added_mask)
 
 
 def _compute_bias(self: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -109,6 +109,9 @@ class Tokenizing:
     longest_input: int = 1
     longest_target: int = 1
     """Tokens, after cutting."""
+    total_input: int = 0
+    total_target: int = 0
+    """Tokens of all rows, after cutting."""
     num_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens by column, without begin, end and padding."""
     num_unknown: Counter[str] = field(default_factory=Counter)
@@ -170,8 +173,10 @@ def tokenize(run: Tokenizing) -> Dataset:
             not teaches and index not in cut_off for index, teaches in zip(indices, keep, strict=True)
         )
         run.longest_input = max(run.longest_input, *map(len, tokens["input_ids"]))
+        run.total_input += sum(map(len, tokens["input_ids"]))
         if run.task != "classification":
             run.longest_target = max(run.longest_target, *map(len, tokens["labels"]))
+            run.total_target += sum(map(len, tokens["labels"]))
         return {name: list(compress(column, keep)) for name, column in tokens.items()}
 
     with _temporary_files():

@@ -11,7 +11,11 @@ changed from its default and contradicts the arguments raises `ConfigError`.
 holds for every model, whether or not its forward knows `num_items_in_batch`. Over a large vocabulary the loss is taken
 in chunks (`loss.py`): the logits exist whole only where somebody reads them.
 
-**A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`).
+**Rows of several lengths.** With `train_sampling_strategy="group_by_length"` they come in HuggingFace's order; an epoch
+that is resumed goes on in the same one (`ragged.py`).
+
+**A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`), or the
+micro-batch of an evaluation (`OffloadEngine.evaluates`).
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +32,7 @@ from weakref import WeakSet
 import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.integrations.neftune import deactivate_neftune
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from offloadkit.checkpoint.folder import (
@@ -40,13 +46,16 @@ from offloadkit.checkpoint.folder import (
 from offloadkit.checkpoint.run import read_random, write_random
 from offloadkit.checkpoint.values import as_json
 from offloadkit.config import OffloadConfig
-from offloadkit.device.process_memory import cap_vram, phase
+from offloadkit.device.assumed_disk import proposing_disk
+from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.engine import OffloadEngine, is_trained
 from offloadkit.errors import ConfigError, DataError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
-from offloadkit.hf.longest import NotReadableError, evaluation_rows, longest_batch
+from offloadkit.hf.longest import NotReadableError, evaluation_rows, is_standard, longest_batch
 from offloadkit.hf.loss import num_targets, on_device, with_a_target
-from offloadkit.hf.saving import arguments_as_data, saved_in_pieces
+from offloadkit.hf.masks import Noted, answering, without_note
+from offloadkit.hf.ragged import ResumableOrder
+from offloadkit.hf.saving import arguments_as_data, load_in_pieces, saved_in_pieces
 from offloadkit.hf.window import Window
 from offloadkit.offload.states import Materialise
 from offloadkit.outline import chooses, plan_for
@@ -84,6 +93,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     """
 
     engine: OffloadEngine | None = None
+    data_collator: Any
 
     def __init__(
         self,
@@ -102,6 +112,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._target_share: torch.Tensor | float | None = None
         self._unfinished = self._begins = False
         self._window = Window()
+        self._order: ResumableOrder | None = None
         self._before_the_engine = ExitStack()
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
@@ -169,6 +180,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 device=self.args.device,
                 telemetry=self.telemetry,
                 plan=self._plan or self._plan_for_rows(config),
+                evaluation_rows=evaluation_rows(self),
                 materialise=self._materialise,
             )
             self._materialise = None
@@ -199,8 +211,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if plan is None:
             print(f"the longest rows do not run on the meta device: {_BEGINS}", flush=True)
             return None
+        check_fits(proposing_disk(plan))
         print(f"{plan}\n  ({said})" if said else plan, flush=True)
-        check_fits(plan)
         return plan
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -221,6 +233,20 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return _WrappedModel(self.model, self.engine)
 
     # -- one accumulated batch
+
+    def get_train_dataloader(self) -> Any:
+        """As the Trainer; each batch says whether its attention mask masks anything, before it is on the device."""
+        own, self.data_collator = self.data_collator, Noted(self.data_collator)
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = own
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """As the Trainer; an order by length can be resumed. (Private; the dataloader has no public hook for it.)"""
+        sampler = super()._get_train_sampler(train_dataset)
+        self._order = ResumableOrder(sampler) if isinstance(sampler, LengthGroupedSampler) else None
+        return sampler if self._order is None else self._order
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The micro-batches of the next update; counts their targets, drops the gradients of an unfinished update.
@@ -287,6 +313,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def _micro_batch(self, model: Any, inputs: Any) -> torch.Tensor:
         engine = self.engine
         assert engine is not None
+        inputs, full = without_note(inputs)
+        one_mask = not getattr(getattr(self.model, "config", None), "is_encoder_decoder", True)
+        if not is_standard(type(self).compute_loss) or (full and not one_mask):
+            full = None  # other masks than the batch's may be asked about
         share: torch.Tensor | float | None = None
         if self._num_micro_batches != 1:
             inputs, count = with_a_target(inputs, num_targets(self.model, inputs))
@@ -299,7 +329,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             num_items = num_targets(self.model, inputs)
         self._target_share = share
         self.current_gradient_accumulation_steps = 1
-        with engine.makes_room():  # also in the user's compute_loss
+        with engine.makes_room(), answering(full):  # also in the user's compute_loss
             loss: torch.Tensor = super().training_step(model, inputs, on_device(num_items, self.args.device))
         return loss if share is None else loss * share
 
@@ -333,9 +363,15 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             group["lr"] = float(rates[min(index, len(rates) - 1)])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As the Trainer, unless `materialise` will read the weights. (Private; called before `create_optimizer`.)"""
-        if self._materialise is None:
-            with self._phase("resuming"):
+        """As the Trainer, but in pieces, unless `materialise` will read the weights.
+
+        (Private; called before `create_optimizer`.)
+        """
+        if self._materialise is not None:
+            return
+        with self._phase("resuming"):
+            ours = model is None and self.engine is None
+            if not ours or not load_in_pieces(self.model, Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -343,6 +379,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
         The user's scheduler continues from the rates of its own optimizer.
         """
+        if checkpoint is not None and self._order is not None:
+            self._order.read(Path(checkpoint))
         with nullcontext() if checkpoint is None else self._phase("resuming"):
             if checkpoint is not None and self.engine is not None and (Path(checkpoint) / MANIFEST).is_file():
                 self.engine.drop_gradients()
@@ -395,11 +433,18 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self.engine.numbers().write(Path(output_dir), scheduler=self.lr_scheduler.state_dict())
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """The random states, as data. (Private, as above.)"""
+        """The random states and the order of the rows, as data. (Private, as above.)"""
         write_random(Path(output_dir))
+        if self._order is not None:
+            self._order.write(Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Those that `_save_rng_state` wrote, or the Trainer's own file of earlier versions. (Private, as above.)"""
+        """Those that `_save_rng_state` wrote, or the Trainer's own file of earlier versions. (Private, as above.)
+
+        The loop calls it before it takes the rows if an epoch begins, and else when it has taken the first ones.
+        """
+        if self._order is not None:
+            self._order.begin_anew()
         if checkpoint is not None and (Path(checkpoint) / MANIFEST).is_file():
             read_random(Path(checkpoint))
         else:
@@ -506,13 +551,18 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             is_placed = True
         with ExitStack() as opened:
             if not is_placed:
-                opened.callback(cap_vram(vram, self.args.device))
+                opened.callback(VramCap(vram, self.args.device).remove)
                 if self._materialise is not None:
                     self._materialise(list(self.model.parameters()))
                     self._materialise = None
                 self.model.to(self.args.device)
             opened.enter_context(self._phase("evaluation"))
             return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer. If the GPU is full, the engine moves to a leaner plan, and the micro-batch is repeated."""
+        run = partial(super().prediction_step, *args, **kwargs)
+        return run() if self.engine is None else self.engine.evaluates(run)
 
     def close(self) -> None:
         """Finish and close the engine; the model keeps its trained weights. A later `train()` builds a new engine."""

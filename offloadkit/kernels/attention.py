@@ -48,12 +48,16 @@ def available(width: int) -> bool:
     """Whether the kernels run on the current CUDA device. It warns once if Triton is installed but fails."""
     if _kernels is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY:
         return False
-    # No size is 1, as in training: Triton compiles another kernel for sizes of 1.
+    # As in training: no size is 1, for which Triton compiles another kernel, and there is a mask. A number of keys that
+    # 16 divides has kernels of its own, so both kinds are compiled here and none in a step.
     query = torch.zeros((2, 16, 64, width), dtype=DTYPES[0], device="cuda")
-    bias = query.new_zeros((1, 16, 64, 64))
     try:
-        outputs = attention(query, query, query, bias, None, 1.0, 0.1)
-        attention_backward(outputs[0], query, query, query, bias, None, *outputs, 1.0, 0.1, True)
+        for keys in (64, 72):
+            key, bias, mask = (
+                query.new_zeros(shape) for shape in ((2, 16, keys, width), (1, 16, 64, keys), (2, 1, 64, keys))
+            )
+            outputs = attention(query, key, key, bias, mask, 1.0, 0.1)
+            attention_backward(outputs[0], query, key, key, bias, mask, *outputs, 1.0, 0.1, True)
     except torch.OutOfMemoryError:  # does not mean that the kernels fail
         raise
     except Exception as error:  # Triton, its driver and its C compiler raise many types
@@ -138,7 +142,7 @@ def _attention_backward(
             )  # fmt: skip
             _kernels.of_keys_and_values[_num_blocks(keys, of_keys["block_keys"]), batch * some](
                 query, gradient, used, d_scores, d_key, d_value, first, some, *query.stride()[:3],
-                heads, queries, keys, scaling, width=width, **of_keys,
+                heads, queries, keys, scaling, aligned=constants["aligned"], width=width, **of_keys,
             )  # fmt: skip
             if of_bias:
                 written = d_scores[: batch * some * queries * keys].view(batch, some, queries, keys)
@@ -220,7 +224,8 @@ def _empty_gradients(
     keys = key.shape[2]
     d_key, d_value = (key.new_empty((batch, keys, heads, width)) for _ in range(2))
     d_bias = torch.empty_like(bias) if of_bias else bias.new_empty(0)
-    between = query.new_empty(2 * batch * _heads_at_once(query, keys) * queries * keys)
+    half = 8 * _num_blocks(batch * _heads_at_once(query, keys) * queries * keys, 8)  # both begin at 16 bytes
+    between = query.new_empty(2 * half)
     return query.new_empty((batch, queries, heads, width)), d_key, d_value, d_bias, between
 
 
@@ -230,9 +235,11 @@ def _arguments(
     """What all kernels take: arrays, then strides and sizes, then constants. Without a mask, its array is not read."""
     query, key, value, bias, mask, seed = tensors
     strides = [stride for one in (query, key, value) for stride in one.stride()[:3]]
-    strides += [mask.stride(0), mask.stride(2)] if mask is not None else [0, 0]
+    of_mask = [mask.stride(0), mask.stride(2)] if mask is not None else [0, 0]
+    strides += of_mask
+    aligned = all(number % 16 == 0 for number in (key.shape[2], *of_mask))
     numbers = [*strides, query.shape[1], query.shape[2], key.shape[2], scaling, int(dropout * 2**32), 1 / (1 - dropout)]
-    constants = {"has_mask": mask is not None, "drops": dropout > 0, "width": query.shape[3]}
+    constants = {"has_mask": mask is not None, "drops": dropout > 0, "aligned": aligned, "width": query.shape[3]}
     return [query, key, value, bias, bias if mask is None else mask, seed], numbers, constants
 
 

@@ -10,6 +10,9 @@ writes no scores. Backward computes the scores again, once, for a few heads at a
 No sum is atomic, so results do not vary. A hash of (seed, row of the batch, head, query, key) decides which weights are
 dropped. So backward, and a recomputation with the same seed, drop the same ones.
 
+Triton compiles a kernel anew for integers that are 1 or a multiple of 16, and for those that are not. Lengths are kept
+out of that: `aligned` says whether 16 divides what memory is addressed by, so there are two variants and no more.
+
 In all kernels queries, keys and values are (batch, heads, length, width). Their last stride is 1, the others are free.
 "rows" are (batch, heads, queries), contiguous.
 """
@@ -36,6 +39,15 @@ def _is_kept(seed, row, queries, keys, num_keys, threshold):
 
 
 @triton.jit
+def _multiple(number, aligned: tl.constexpr):
+    """`number`. If it is `aligned`, the compiler sees that 16 divides it, and reads several elements at once."""
+    if aligned:
+        return number // 16 * 16
+    else:
+        return number
+
+
+@triton.jit
 def _block(at, stride, numbers, within, width: tl.constexpr):
     """(numbers, width): vectors of one head of one row of the batch. Zeros beyond its length."""
     return tl.load(at + numbers[:, None] * stride + tl.arange(0, width)[None, :], mask=within[:, None], other=0.0)
@@ -53,15 +65,17 @@ def _scores(
     return tl.where(has_key[None, :], scores, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m_batch", "m_row", "num_queries", "num_keys"])
 def forward(
     query, key, value, bias, mask, seed, output, largest, total,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, m_batch, m_row,
     heads, num_queries, num_keys, scaling, threshold, keep_scale,
-    has_mask: tl.constexpr, drops: tl.constexpr, width: tl.constexpr,
+    has_mask: tl.constexpr, drops: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr,
     block_queries: tl.constexpr, block_keys: tl.constexpr,
 ):  # fmt: skip
     """Writes output: (batch, queries, heads, width), contiguous; and largest and total: fp32 rows."""
+    num_keys = _multiple(num_keys, aligned)
+    m_batch, m_row = _multiple(m_batch, aligned), _multiple(m_row, aligned)
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // heads, row % heads
     queries = tl.program_id(0) * block_queries + tl.arange(0, block_queries)
@@ -97,13 +111,13 @@ def forward(
     tl.store(total + row * num_queries + queries, sums, mask=has_query)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_head", "some_heads", "m_batch", "m_row", "num_queries", "num_keys"])
 def of_queries(
     query, key, value, bias, mask, seed, gradient, output, largest, total, used, d_scores, d_query,
     first_head, some_heads,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, m_batch, m_row,
     heads, num_queries, num_keys, scaling, threshold, keep_scale,
-    has_mask: tl.constexpr, drops: tl.constexpr, width: tl.constexpr,
+    has_mask: tl.constexpr, drops: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr,
     block_queries: tl.constexpr, block_keys: tl.constexpr,
 ):  # fmt: skip
     """Writes, for some heads:
@@ -112,6 +126,8 @@ def of_queries(
         gradients.
     d_query: (batch, queries, heads, width), contiguous.
     """
+    num_keys = _multiple(num_keys, aligned)
+    m_batch, m_row = _multiple(m_batch, aligned), _multiple(m_row, aligned)
     some_row = tl.program_id(1).to(tl.int64)
     batch, head = some_row // some_heads, first_head + some_row % some_heads
     row = batch * heads + head
@@ -154,13 +170,14 @@ def of_queries(
     tl.store(d_query + at[:, None] * width + tl.arange(0, width)[None, :], d_q, mask=has_query[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_head", "some_heads", "num_queries", "num_keys"])
 def of_keys_and_values(
     query, gradient, used, d_scores, d_key, d_value, first_head, some_heads, q_batch, q_head, q_row,
     heads, num_queries, num_keys, scaling,
-    width: tl.constexpr, block_queries: tl.constexpr, block_keys: tl.constexpr,
+    aligned: tl.constexpr, width: tl.constexpr, block_queries: tl.constexpr, block_keys: tl.constexpr,
 ):  # fmt: skip
     """Writes d_key and d_value, for some heads: (batch, keys, heads, width), contiguous."""
+    num_keys = _multiple(num_keys, aligned)
     some_row = tl.program_id(1).to(tl.int64)
     batch, head = some_row // some_heads, first_head + some_row % some_heads
     keys = tl.program_id(0) * block_keys + tl.arange(0, block_keys)

@@ -336,7 +336,7 @@ def split(seconds: Mapping[str, float]) -> Parts:
 
 def beside(seconds: Mapping[str, float]) -> Parts:
     """What worked in parallel to the device, and for how long."""
-    names = {"CPU step": "cpu_step", "GPU step": "gpu_step", "H2D": "h2d", "D2H": "d2h"}
+    names = {"CPU step": "cpu_step", "GPU step": "gpu_step", "RAM -> GPU": "h2d", "GPU -> RAM": "d2h"}
     return tuple((name, seconds[phase]) for name, phase in names.items() if phase in seconds)
 
 

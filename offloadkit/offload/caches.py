@@ -11,10 +11,15 @@ from torch import nn
 from offloadkit.changes import claim, unclaimed
 
 
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configs of `model` and its parts, each once."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in found if config is not None}.values())
+
+
 def caching_configs(model: nn.Module) -> list[Any]:
     """The configs of `model` and its parts that say whether keys and values are cached."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return [config for config in configs.values() if hasattr(config, "use_cache")]
+    return [config for config in configs_of(model) if hasattr(config, "use_cache")]
 
 
 @contextmanager

@@ -4,8 +4,9 @@ Blocks of one class whose parameters have the same shapes and dtypes share one g
 graph. Hooks that move weights, and recomputation, run outside it. So every placement runs the same kernels on the same
 numbers.
 
-Every engine compiles for itself: the kernels for a new shape depend on the shapes that were seen before in that run.
-torch caches compiled code on disk (`TORCHINDUCTOR_CACHE_DIR`) for the next run.
+Every engine compiles for itself. The first batch is compiled for rows of any number and length: torch by itself would
+compile for its length alone, and again at the second one. torch caches compiled code on disk
+(`TORCHINDUCTOR_CACHE_DIR`) for the next run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -32,6 +33,9 @@ _CACHES = {"past_key_values": None, "layer_past": None, "use_cache": False}
 """Keyword arguments of HuggingFace blocks that are useless in training, with the value that turns each off."""
 
 _EMBEDDING = "a compiled embedding adds up its gradient with atomic operations, in no fixed order"
+
+_MARK = "_dynamo_weak_dynamic_indices"
+"""Attribute of a tensor that is marked; torch's."""
 
 _numbers = itertools.count()
 
@@ -85,6 +89,17 @@ def _kind(block: nn.Module, tied: Collection[nn.Module]) -> Any:
     return type(block), reason, tuple(parameters)
 
 
+def _mark_lengths(inputs: Iterable[Any]) -> None:
+    """Tell torch of the sizes that other batches may change: all but a tensor's last one and, of [rows, heads, queries,
+    keys], all but the heads. torch may still find that one cannot change."""
+    for value in inputs:
+        if isinstance(value, tuple | list):
+            _mark_lengths(value)
+        elif isinstance(value, torch.Tensor) and not hasattr(value, _MARK):
+            sizes = [0, 2, 3] if value.dim() == 4 else range(value.dim() - 1)
+            torch._dynamo.maybe_mark_dynamic(value, [at for at in sizes if value.shape[at] > 1])
+
+
 class _EqualBlocks:
     """Blocks that share a graph, one for each kind of input."""
 
@@ -121,6 +136,7 @@ class _EqualBlocks:
                 kwargs.update((name, off) for name, off in _CACHES.items() if kwargs.get(name) is not None)
             if self._fails and block not in self._ran:
                 return self.uncompiled(block, *args, **kwargs)
+            _mark_lengths((*args, *kwargs.values()))
             try:
                 output = self._compiled(block, *args, **kwargs)
             except TorchDynamoException as error:

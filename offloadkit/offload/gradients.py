@@ -208,6 +208,7 @@ class Gradients:
         self._accumulation, self._device = accumulation, device
         self._submit, self._got_gradient, self._waits = submit, got_gradient, waits
         self.d2h = CopyStream(device, "D2H")
+        self.layers: Sequence[LayerGradient] = ()
         self._layer_of: dict[ParameterView, tuple[LayerGradient, int]] = {}
         self._hooks: list[Any] = []
         for view in views:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from itertools import islice, starmap
+from itertools import islice
 
 import numpy as np
 import torch
@@ -71,6 +72,7 @@ class PlacedModel:
         ranks: Ranks | None,
         materialise: Materialise | None,
         ram_watch: RamWatch,
+        leaner: Callable[[], Plan | None],
         submit: Callable[[Callable[[], None]], None],
         settle: weakref.WeakMethod[Callable[[], None]],
         undo: ExitStack,
@@ -80,12 +82,14 @@ class PlacedModel:
             ranks: those that train together, or None where there is one. All get rank 0's weights.
             materialise: makes parameters without memory real, or None where all have some.
             ram_watch: checked while RAM fills.
+            leaner: called where the GPU is full. It gives the plan to go on by, with less in VRAM, or None.
             submit: queues work for the stepping thread.
             settle: called before the whole model's weights are saved or loaded.
             undo: told how to let go of the module.
 
         Raises:
             OffloadkitError: not enough RAM, or a disk that will not do.
+            torch.OutOfMemoryError: the GPU is full, and no plan is leaner.
             ConfigError: checkpointing of a model without repeated blocks, or a placement not built for several ranks.
         """
         self.module, self._device, self._config = module, device, config
@@ -99,12 +103,10 @@ class PlacedModel:
         self._waits, self._ranks = Waits(device), ranks
         self._gathers = None if ranks is None else WeightGathers(ranks, device, self._waits)
         self._check_built(plan.placements)
-        shared = self._allocate(layers, plan.placements, _with_rank_0s_numbers(materialise, ranks), ram_watch)
-        trained = {view.parameter for layer in layers for view in layer.views}
-        move_rest(module, trained, device, config.working_dtype, materialise)
-        if ranks is not None:
-            for each in (*(p for p in module.parameters() if p not in trained), *module.buffers()):
-                ranks.broadcast(each)
+        load = materialise if ranks is None else _with_rank_0s_numbers(ranks, materialise)
+        shared = self._begin(layers, plan.placements, load, ram_watch, leaner)
+        for buffer in module.buffers() if ranks is not None else ():
+            ranks.broadcast(buffer)
         undo.callback(self._bind_to_ram)  # however the engine ends, what is in RAM is what the model has
         self._offloaded = OffloadedInputs(device, self._waits)
         self.caching = caching_configs(module)
@@ -130,7 +132,39 @@ class PlacedModel:
         )
         undo.callback(self.gradients.remove)
         undo.callback(TiedUses(list(layers), self.gradients.receive).remove)
-        self._arrange(shared)
+        other: Plan | None = None
+        while not self.is_whole:
+            try:
+                self._arrange(shared) if other is None else self.move(other.placements, lambda _: None)
+            except torch.OutOfMemoryError:
+                if (other := leaner()) is None:
+                    raise
+
+    def _begin(
+        self,
+        layers: Sequence[FlatLayer],
+        placements: Sequence[Placement],
+        materialise: Materialise | None,
+        ram_watch: RamWatch,
+        leaner: Callable[[], Plan | None],
+    ) -> list[HostSlab]:
+        """Bring all of the module to its places; returns the RAM that layers share.
+
+        A layer that finds the GPU full is as it was. Those before it move to a leaner plan then, and it goes on.
+        """
+        trained = {view.parameter for layer in layers for view in layer.views}
+        while True:
+            try:
+                for at, where in self._changes(placements):
+                    self.states[at] = self._elsewhere(self.states[at], where)
+                shared = self._allocate(layers, placements, materialise, ram_watch)
+                move_rest(self.module, trained, self._device, self._config.working_dtype, materialise)
+                return shared
+            except torch.OutOfMemoryError as error:
+                traceback.clear_frames(error.__traceback__)  # what the layer had begun to take
+                if (plan := leaner()) is None:
+                    raise
+                placements = plan.placements
 
     def _allocate(
         self,
@@ -139,17 +173,17 @@ class PlacedModel:
         materialise: Materialise | None,
         ram_watch: RamWatch,
     ) -> list[HostSlab]:
-        """Make the layers' states, each in RAM of its own; returns the RAM that they share."""
-        sizes = list(starmap(self._own_bytes, zip(self._shapes, placements, strict=True)))
+        """Make the states of the layers that have none, each in RAM of its own; returns the RAM that layers share."""
+        placed = list(zip(layers, self._shapes, placements, strict=True))[len(self.states) :]
+        sizes = [self._own_bytes(shape, where) for _, shape, where in placed]
         shared = self._shared_sizes(placements)
-        in_ram = [self._weight_bytes(shape, where) for shape, where in zip(self._shapes, placements, strict=True)]
+        in_ram = [self._weight_bytes(shape, where) for _, shape, where in placed]
         started = time.perf_counter()
         gc.collect()  # an engine that an exception left behind may be held by cycles only
         needed = [*sizes, *shared, *filter(None, in_ram)]
         slabs = iter(host_memory.allocate(needed, self._device, "the optimizer states"))
         self.pinning_seconds = time.perf_counter() - started
         own, buffers = list(islice(slabs, len(sizes))), list(islice(slabs, len(shared)))
-        placed = list(zip(layers, self._shapes, placements, strict=True))
         self._take_disk([(layer, shape) for layer, shape, placement in placed if placement.states == "disk"])
         for (layer, _, placement), slab in zip(placed, own, strict=True):
             region = self._regions.get(layer)
@@ -302,25 +336,14 @@ class PlacedModel:
         Args:
             moved: called with each layer's new state, while the old one still exists.
         """
-        changes = [(at, where) for at, where in enumerate(placements) if self.states[at].placement != where]
+        self._check_built(placements)
+        changes = self._changes(placements)
         if not changes:
             return
-        self._check_built(placements)
-
-        def vram(at: int, where: Placement) -> int:
-            return sum(self._shapes[at].vram_bytes(where, self._accumulation).values())
-
-        def taken(change: tuple[int, Placement]) -> tuple[int, int]:
-            at, where = change
-            more = vram(at, where) - vram(at, self.states[at].placement)
-            return more, self._own_bytes(self._shapes[at], where) + self._weight_bytes(self._shapes[at], where)
-
         self._dismantle()
         try:
-            on_disk = [(self.states[at].layer, self._shapes[at]) for at, where in changes if where.states == "disk"]
-            self._take_disk(on_disk)
             with unwatched():
-                for at, where in sorted(changes, key=taken):
+                for at, where in changes:
                     self._move_layer(at, where, moved)
         finally:
             trim_heap()
@@ -330,19 +353,44 @@ class PlacedModel:
                 sizes = self._shared_sizes(self.placements)
                 self._arrange(host_memory.allocate(sizes, self._device, "the buffers of gradients and states"))
 
+    def _changes(self, placements: Sequence[Placement]) -> list[tuple[int, Placement]]:
+        """Which layers must go where. Those that give VRAM back come first.
+
+        Those that go to the disk get a region of it.
+        """
+
+        def vram(at: int, where: Placement) -> int:
+            return sum(self._shapes[at].vram_bytes(where, self._accumulation).values())
+
+        def taken(change: tuple[int, Placement]) -> tuple[int, int]:
+            at, where = change
+            more = vram(at, where) - vram(at, self.states[at].placement)
+            return more, self._own_bytes(self._shapes[at], where) + self._weight_bytes(self._shapes[at], where)
+
+        found = [(at, placements[at]) for at, state in enumerate(self.states) if state.placement != placements[at]]
+        self._take_disk([(self.states[at].layer, self._shapes[at]) for at, where in found if where.states == "disk"])
+        return sorted(found, key=taken)
+
     def _move_layer(self, at: int, placement: Placement, moved: Callable[[LayerState], None]) -> None:
         old = self.states[at]
+        new = self._elsewhere(old, placement)
+        if new is not old:
+            self.forward_hooks.exchange(old.weights, new.weights)
+            self.outside.moved(new)
+            moved(new)
+            self.states[at] = new
+
+    def _elsewhere(self, old: LayerState, placement: Placement) -> LayerState:
+        """The layer in another placement. If an error is raised, `old` is as it was; else it is only used if it is what
+        comes back."""
         if _stays(old, placement):
             old.placement = placement
-            return
-        sizes = [self._own_bytes(self._shapes[at], placement), self._weight_bytes(self._shapes[at], placement)]
+            return old
+        shape = self._shapes[self.states.index(old)]
+        sizes = [self._own_bytes(shape, placement), self._weight_bytes(shape, placement)]
         slab, weights_slab = host_memory.allocate(sizes, self._device, "a layer's states")
         region = self._regions[old.layer] if placement.states == "disk" else None
-        new = old.moved(placement, slab, region=region, weights_slab=weights_slab if sizes[1] else None)
-        self.forward_hooks.exchange(old.weights, new.weights)
-        self.outside.moved(new)
-        moved(new)
-        self.states[at] = new
+        return old.moved(placement, slab, region=region, weights_slab=weights_slab if sizes[1] else None)
 
     def _recompute_blocks(self) -> None:
         """Have backward recompute the blocks whose placement says so."""
@@ -516,10 +564,8 @@ class PlacedModel:
             self.module.to("cpu")
 
 
-def _with_rank_0s_numbers(materialise: Materialise | None, ranks: Ranks | None) -> Materialise | None:
+def _with_rank_0s_numbers(ranks: Ranks, materialise: Materialise | None) -> Materialise:
     """`materialise`, after which parameters have rank 0's numbers."""
-    if ranks is None:
-        return materialise
 
     def load(parameters: Sequence[nn.Parameter]) -> None:
         if materialise is not None:

@@ -283,11 +283,17 @@ class OffloadedInputs:
         self._free.append(view)
 
     def _take(self, num_bytes: int) -> _OffloadedInput:
-        """Free RAM of at least `num_bytes`, or new."""
-        for view in self._free:
-            if view.slab.num_bytes >= num_bytes:
-                self._free.remove(view)
-                return view
+        """The smallest free RAM of at least `num_bytes`. If there is none, a new piece takes the place of the largest
+        free one: RAM does not grow with each new length of rows."""
+        fitting = [view for view in self._free if view.slab.num_bytes >= num_bytes]
+        if fitting:
+            view = min(fitting, key=lambda each: each.slab.num_bytes)
+            self._free.remove(view)
+            return view
+        unused = [view for view in self._free if view.returned is None or view.returned.done()]
+        if unused:
+            self._free.remove(max(unused, key=lambda each: each.slab.num_bytes))
+        del unused
         (slab,) = host_memory.allocate([num_bytes], self.device, "inputs of recomputed blocks")
         return _OffloadedInput(slab)
 

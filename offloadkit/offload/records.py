@@ -213,8 +213,9 @@ def _record(window: _Window, beside: list[tuple[str, BusyTime]], memory: dict[st
 
 
 def num_tokens(model: nn.Module, batch: dict[str, Any]) -> int | None:
-    """Positions of a batch: its input ids, and for an encoder-decoder its labels too. None if there are none."""
-    config = getattr(model, "config", None)
-    names = ["input_ids", "labels"] if getattr(config, "is_encoder_decoder", False) else ["input_ids"]
-    sizes = [batch[name].numel() for name in names if isinstance(batch.get(name), torch.Tensor)]
-    return sum(sizes) or None
+    """Positions of a batch: its input ids, and for an encoder-decoder its targets too. None if there are none."""
+    parts = [batch.get("input_ids")]
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        # Without labels the loss is computed outside the model.
+        parts.append(batch.get("labels", batch.get("decoder_input_ids")))
+    return sum(part.numel() for part in parts if isinstance(part, torch.Tensor)) or None

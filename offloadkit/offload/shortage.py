@@ -156,11 +156,34 @@ def room(plan: Plan, device: torch.device) -> dict[str, int]:
 
 def with_less_vram(plan: Plan, device: torch.device) -> Plan | None:
     """The plan to go on by where the GPU was full; None if no plan takes less."""
-    now = {tier: plan.total_bytes(tier) for tier in TIERS}
-    ram = now["ram"] + _spare_ram()
-    ram = min(ram, max(now["ram"], plan.budgets.get("ram", ram)))
-    vram = 7 * now["vram"] // 8 if plan.basis.work is None else leaner_budget(plan, device)
-    return leaner(plan, "vram", {"vram": vram, "ram": ram})
+    vram = 7 * plan.total_bytes("vram") // 8 if plan.basis.work is None else leaner_budget(plan, device)
+    return leaner(plan, "vram", {"vram": vram, "ram": _ram_to_use(plan)})
+
+
+def _ram_to_use(plan: Plan) -> int:
+    """RAM, in bytes, that a plan in the place of `plan` may take: what is left now counts, and so does the budget."""
+    now = plan.total_bytes("ram")
+    ram = now + _spare_ram()
+    return min(ram, max(now, plan.budgets.get("ram", ram)))
+
+
+def with_less_vram_at_rest(plan: Plan, device: torch.device) -> Plan | None:
+    """The plan to go on by where the GPU was full between training steps, when no activations of theirs are there:
+    one with an eighth less of everything else in VRAM, or with as little as there can be. None if no plan takes less.
+    """
+    leanest, found, ram = plan, with_less_vram(plan, device), _ram_to_use(plan)
+    while found is not None:
+        if _at_rest(found) < _at_rest(leanest):
+            leanest = found
+        if _at_rest(leanest) <= 7 * _at_rest(plan) // 8:
+            break
+        found = leaner(found, "vram", {"vram": 7 * found.total_bytes("vram") // 8, "ram": ram})
+    return leanest if _at_rest(leanest) < _at_rest(plan) else None
+
+
+def _at_rest(plan: Plan) -> int:
+    """VRAM, in bytes, that a plan takes between steps."""
+    return plan.total_bytes("vram") - plan.tiers["vram"].get("activations", 0)
 
 
 def with_less_ram(plan: Plan, device: torch.device) -> Plan | None:

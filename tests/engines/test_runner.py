@@ -25,8 +25,8 @@ from offloadkit.device import process_memory as memory
 from offloadkit.engines import plain, runner, worker
 from offloadkit.engines import timing as steps
 from offloadkit.engines.plain import Baseline
-from offloadkit.engines.work import Work, plain_model, random_batches
-from offloadkit.errors import DoesNotFitError, OutputError
+from offloadkit.engines.work import Work, plain_model, random_steps
+from offloadkit.errors import DoesNotFitError, OutputError, RepeatWindowError
 
 CPU = torch.device("cpu")
 TINY = Work("t5-tiny", batch_size=2, input_length=8, target_length=4, steps=1, warmup=0)
@@ -192,7 +192,7 @@ def test_as_many_steps_are_timed_as_it_takes_for_two_runs_to_agree(monkeypatch: 
     def timed(work: Work) -> dict[str, Any]:
         engine: Any = Steps()
         monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: engine.now))
-        return steps.timed_steps(engine, [{}], work, CPU, memory.DeviceMemory(CPU))
+        return steps.timed_steps(engine, [[{"input_ids": torch.zeros(1, 1)}]], work, CPU, memory.DeviceMemory(CPU))
 
     row = timed(replace(TINY, steps=None))
     assert 0.2 < sum(row["all_step_seconds"]) <= 0.3  # as many as were expected to take 0.3 s, when steps took longer
@@ -201,6 +201,45 @@ def test_as_many_steps_are_timed_as_it_takes_for_two_runs_to_agree(monkeypatch: 
     assert len(timed(replace(TINY, steps=3))["all_step_seconds"]) == 3
     monkeypatch.setattr(steps, "TIMED_SECONDS", 0.001)
     assert len(timed(replace(TINY, steps=None))["all_step_seconds"]) == 6
+
+
+def test_steps_of_several_widths_come_in_turn_and_count_equally() -> None:
+    class Ragged(Steps):
+        def forward(self, batch: Any) -> torch.Tensor:
+            self.width = batch["input_ids"].shape[1]
+            return torch.zeros(())
+
+        def backward(self, loss: torch.Tensor) -> None:
+            self.now += self.width
+
+    engine: Any = Ragged()
+    given = [[{"input_ids": torch.zeros(1, columns)}] for columns in (3, 2, 2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: engine.now))
+        row = steps.timed_steps(engine, given, replace(TINY, steps=4), CPU, memory.DeviceMemory(CPU))
+    assert len(row["all_step_seconds"]) == 6
+    assert row["step_seconds"] == pytest.approx(7 / 3)
+    assert row["seconds_by_width"] == {2: 2, 3: 3}
+
+
+def test_a_plan_that_was_too_large_is_left_as_finetune_leaves_it_and_the_next_one_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Moves(Steps):
+        """The GPU is full in the second and in the fourth step."""
+
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            if self.taken in (2, 4):
+                raise RepeatWindowError("the engine has moved to a leaner plan")
+
+        def row(self) -> dict[str, Any]:
+            return {"taken": self.taken}
+
+    monkeypatch.setitem(worker.ENGINES, "offloadkit", lambda *args: Moves())  # type: ignore[arg-type,return-value]
+    row = worker.measured(replace(TINY, steps=3, warmup=1), "offloadkit")
+    assert row["taken"] == 2 + 2 + (1 + 1 + 1 + 3)
+    assert len(row["all_step_seconds"]) == 3
 
 
 def test_ram_of_children_counts() -> None:
@@ -241,7 +280,7 @@ def test_the_baseline_trains_in_every_dtype(dtype: str, recomputed: bool, one_th
     )
     engine: Any = Baseline(work, dtype, CPU)
     before = [weight.clone() for weight in engine._masters]
-    row = steps.timed_steps(engine, random_batches(work, CPU), work, CPU, memory.DeviceMemory(CPU))
+    row = steps.timed_steps(engine, random_steps(work, CPU), work, CPU, memory.DeviceMemory(CPU))
     assert len(row["all_step_seconds"]) == work.steps
     assert 4 < row["last_loss"] < 8
     moved = [(after - first).abs().max() for after, first in zip(engine._masters, before, strict=True)]
@@ -253,7 +292,7 @@ def test_the_baseline_trains_in_every_dtype(dtype: str, recomputed: bool, one_th
 
 def test_the_baseline_s_parts_step_as_the_whole(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     work = Work("t5-tiny", batch_size=2, input_length=8, target_length=4)
-    (batch,) = random_batches(work, CPU)
+    ((batch,),) = random_steps(work, CPU)
 
     def masters() -> list[torch.Tensor]:
         torch.manual_seed(0)  # of dropout
@@ -270,7 +309,7 @@ def test_the_baseline_s_parts_step_as_the_whole(one_thread: None, monkeypatch: p
 
 
 def test_both_engines_get_the_same_rows_and_a_baseline_of_our_compute() -> None:
-    first, again = random_batches(TINY, CPU), random_batches(TINY, CPU)
+    (first,), (again,) = random_steps(TINY, CPU), random_steps(TINY, CPU)
     assert all(tensor.equal(again[0][name]) for name, tensor in first[0].items())
     ours: Any = plain_model(Work("t5-tiny", 1, 8, 4, our_compute=True), "fp32", CPU, CPU)
     assert ours.config._attn_implementation == "eager"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import accelerate.data_loader
 import pytest
 import torch
-from transformers import T5ForConditionalGeneration, TrainerCallback
+from transformers import LlamaForCausalLM, T5ForConditionalGeneration, TrainerCallback
 
 from offloadkit.config import OffloadConfig
+from offloadkit.hf.data import load_dataset_like, prepare
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
-from tests.hf.tiny import t5_config
+from tests.hf.tiny import llama_config, t5_config, word_tokenizer
 from tests.hf.training import arguments, seq2seq_rows, t5, train
 from tests.synchronisations import Synchronisation, of_the_callers, synchronisations
 
@@ -97,6 +99,34 @@ def test_the_trainers_loop_synchronises_nothing(attention: str, accumulation: in
     waits = [each for each in of_the_callers(counts.found) if MASKS not in each.stack or attention == "sdpa"]
     assert not waits, f"{len(waits)} waits, as {waits[0]}"
     assert counts.found, "the stepping thread waits for gradients, and that was not seen"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("family", ["t5", "llama"])
+def test_rows_of_several_lengths_are_waited_for_nowhere(family: str, device: str, tmp_path: Path) -> None:
+    """Not even where transformers makes masks: T5's attention is ours on a GPU, and the Llama's masks were seen before.
+
+    Without a GPU, T5 has transformers' own attention, whose questions are seen on a GPU only."""
+    draw, rows = random.Random(0), []
+    for _ in range(12 * 4):
+        ids = draw.choices(range(3, 60), k=draw.randint(4, 40))
+        rows.append({"input_ids": ids, "labels": ids[: len(ids) // 2] if family == "t5" else ids})
+    made: Any = T5ForConditionalGeneration(t5_config(d_kv=16)) if family == "t5" else LlamaForCausalLM(llama_config())
+    data = prepare(load_dataset_like(rows), word_tokenizer(), made.config)
+    options: dict[str, Any] = {"max_steps": 12, "logging_steps": 1000, "use_cpu": device == "cpu", "bf16": True}
+    counts = Counts(after=4, until=10)
+    trainer = OffloadSeq2SeqTrainer(
+        model=made,
+        args=arguments(tmp_path, train_sampling_strategy="group_by_length", per_device_train_batch_size=4, **options),
+        train_dataset=data.dataset,
+        data_collator=data.collator,
+        processing_class=word_tokenizer(),
+        callbacks=[counts],
+    )
+    trainer.train()
+    trainer.close()
+    waits = of_the_callers(counts.found)
+    assert not waits, f"{len(waits)} waits, as {waits[0]}"
 
 
 @pytest.mark.gpu

@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ModelError
-from offloadkit.offload.recompute import recomputed_in_backward
+from offloadkit.offload.recompute import OffloadedInputs, recomputed_in_backward
+from tests.models import TinyLM
 
 Function = Callable[..., Any]
 
@@ -187,3 +190,20 @@ def test_an_error_in_the_second_run_is_shown_and_leaves_the_random_state() -> No
     with pytest.raises(IndexError):
         output.sum().backward()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_inputs_of_longer_rows_take_the_ram_of_shorter_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[OffloadedInputs] = []
+    own = OffloadedInputs.__init__
+    monkeypatch.setattr(OffloadedInputs, "__init__", lambda self, *args: (made.append(self), own(self, *args))[1])
+    with OffloadEngine(TinyLM(), OffloadConfig(placement=Placement(activations="offload")), device="cpu") as engine:
+        for length in (9, 3, 12, 5, 15):
+            engine.backward(engine(torch.zeros(8, length, dtype=torch.int64)))
+            engine.step()
+            engine.synchronize()
+        (inputs,) = made
+        sizes = [view.slab.num_bytes for view in inputs._free]
+        assert sizes == [8 * 15 * 65 * 4] * 4  # of the longest rows, one for each block
+        small, large = inputs._take(5000), inputs._take(2 * sizes[0])
+        inputs._free = [large, small]
+        assert inputs._take(6000) is small

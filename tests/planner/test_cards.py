@@ -94,9 +94,9 @@ def test_each_card_is_planned_for_by_its_own_rates(plan: Callable[..., Plan], mo
         assert made.seconds is not None
         assert made.budgets["vram"] == int(card.usable_gib * GIB)
         assert {layer.dtype for layer in made.layers} == ({"bf16"} if card.supports_bf16 else {"fp16", "fp32"})
-        first = " ".join(str(made).split())
-        assert first.startswith(f"Planned for a card that is not here, {card.name}, at the rates of its data sheet")
-        assert max(map(len, str(made).splitlines())) <= 80
+        second = " ".join(str(made).split("\n", 1)[1].split())
+        assert second.startswith(f"Planned for a card that is not here, {card.name}, at the rates of its data sheet")
+        assert max(map(len, str(made).splitlines()[1:])) <= 80
         gpu_seconds[card.name] = made.seconds.busy["forward"] + made.seconds.busy["backward"]
     assert gpu_seconds["T4"] > gpu_seconds["L4"] > gpu_seconds["RTX 3090"] > gpu_seconds["RTX 4090"]
     assert gpu_seconds["RTX 5090"] > gpu_seconds["H100"] > gpu_seconds["H200"]
@@ -138,15 +138,17 @@ def test_vram_is_a_part_of_the_card(plan: Callable[..., Plan]) -> None:
     assert plan("H200", vram="2GiB").budgets["vram"] == parse_bytes("2GiB")
 
 
-def test_without_a_card_the_first_line_says_what_is_assumed() -> None:
-    first = " ".join(str(offloadkit.plan("t5-small", vram="8GiB", ram="8GiB", batch_size=1)).split())
-    assert first.startswith("Planned for an assumed card of 8 GiB. Name yours by gpu= or --gpu: T4, L4, A10, RTX 3090,")
+def test_without_a_card_what_is_assumed_follows_the_verdict() -> None:
+    verdict, rest = str(offloadkit.plan("t5-small", vram="8GiB", ram="8GiB", batch_size=1)).split("\n", 1)
+    assert verdict.startswith("FITS: ")
+    names = "Name yours by gpu= or --gpu: T4, L4, A10, RTX 3090,"
+    assert " ".join(rest.split()).startswith(f"Planned for an assumed card of 8 GiB. {names}")
 
 
 def test_the_command_takes_a_card(plan: Callable[..., Plan]) -> None:
     done = CliRunner().invoke(app, ["plan", "t5-small", "--gpu", "tesla t4", "--batch-size", "1"])
     assert done.exit_code == 0, done.output
-    assert done.stdout.startswith("Planned for a card that is not here, T4,")
+    assert done.stdout.splitlines()[1].startswith("  Planned for a card that is not here, T4,")
     assert plan("T4").to_dict()["assumed"].startswith("Planned for a card that is not here, T4,")
     refused = CliRunner().invoke(app, ["plan", "t5-small", "--gpu", "voodoo2"])
     assert refused.exit_code == 1

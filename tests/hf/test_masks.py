@@ -1,0 +1,132 @@
+"""Attention masks: what the GPU is asked about them, and that they are the ones that transformers makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel, masking_utils
+from transformers.masking_utils import causal_mask_function, eager_mask
+
+from offloadkit import OffloadConfig, OffloadEngine
+from offloadkit.hf.masks import NOTE, Noted, added_mask
+from offloadkit.hf.trainer import OffloadTrainer
+from tests.hf.tiny import bert_config, llama_config
+from tests.hf.training import arguments
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [(6, 6), (6, 2), None])
+def test_our_attentions_masks_are_transformers_own(causal: bool, lengths: Any) -> None:
+    mask = None if lengths is None else torch.arange(6) < torch.tensor(lengths)[:, None]
+    given: dict[str, Any] = {"batch_size": 2, "q_length": 5, "kv_length": 6, "attention_mask": mask}
+    given |= {"dtype": torch.bfloat16, "allow_is_bidirectional_skip": not causal}
+    given["mask_function"] = causal_mask_function if causal else masking_utils.bidirectional_mask_function
+    mine, theirs = added_mask(**given), eager_mask(**given)
+    if theirs is None:
+        assert (mine is None) == (mask is None)
+        assert mine is None or not mine.any()
+    else:
+        assert mine is not None
+        assert torch.equal(mine, theirs)
+        assert mine.dtype == theirs.dtype
+        assert causal or mine.untyped_storage().nbytes() == theirs[:, :, :1].nbytes
+
+
+def model(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if kind == "llama":
+        return LlamaForCausalLM(llama_config(attn_implementation="sdpa"))
+    return BertForSequenceClassification(bert_config(attn_implementation="sdpa", num_labels=2))
+
+
+def rows(kind: str, lengths: list[int]) -> list[dict[str, Any]]:
+    made = []
+    for length in lengths:
+        row: dict[str, Any] = {"input_ids": torch.arange(8) + 3, "attention_mask": (torch.arange(8) < length).long()}
+        row["labels"] = row["input_ids"] if kind == "llama" else torch.tensor(length % 2)
+        made.append(row)
+    return made
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The questions that reach transformers' own functions, by name."""
+    found: list[str] = []
+    names = ("fast_all", "_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
+    from offloadkit.hf import masks
+
+    masks._install.cache_clear()
+    for name in names:
+        own = getattr(masking_utils, name)
+
+        def ask(*args: Any, own: Any = own, name: str = name) -> Any:
+            looks = name != "_ignore_bidirectional_mask_sdpa" or args[0] is not None
+            found.extend([name] if looks else [])
+            return own(*args)
+
+        monkeypatch.setattr(masking_utils, name, ask)
+    yield found
+    masks._install.cache_clear()
+
+
+LENGTHS = {"full": [8, 8, 8, 8], "ragged": [8, 3, 5, 8], "mixed": [8, 8, 3, 8]}
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("lengths", list(LENGTHS))
+def test_a_trainer_asks_nothing_and_computes_the_same(
+    kind: str, lengths: str, asked: list[str], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"max_steps": 2, "train_sampling_strategy": "sequential"}
+
+    class Asks(OffloadTrainer):
+        def compute_loss(self, *args: Any, **more: Any) -> Any:  # it may ask about masks of its own
+            return super().compute_loss(*args, **more)
+
+    found = []
+    for trainer in (OffloadTrainer, Asks):
+        asked.clear()
+        trained = trainer(
+            model=model(kind), args=arguments(tmp_path, **options), train_dataset=rows(kind, LENGTHS[lengths])
+        )
+        trained.train()
+        trained.close()
+        found.append((list(asked), [weight.detach().clone() for weight in trained.model.parameters()]))
+    (none, mine), (some, theirs) = found
+    assert none == []
+    assert some
+    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+def test_a_loop_without_masks_and_positions_is_not_asked_whether_rows_are_packed(asked: list[str]) -> None:
+    batch = {"input_ids": torch.arange(8)[None] + 3, "labels": torch.arange(8)[None] + 3}
+    with OffloadEngine(model("llama"), OffloadConfig(), device="cpu") as engine:
+        alone = engine(**batch).loss
+        assert asked == []
+        engine.backward(alone)
+        engine.step()
+        packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+        assert not torch.equal(engine(**batch, position_ids=packed).loss, alone)
+        assert "find_packed_sequence_indices" in asked
+
+
+def test_a_note_is_only_made_where_masks_agree() -> None:
+    def noted(*masks: Any) -> Any:
+        batch = {f"{number}_attention_mask": mask for number, mask in enumerate(masks)}
+        return Noted(lambda rows: batch)([]).get(NOTE)
+
+    ones, some = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    assert noted(ones) is True
+    assert noted(some) is False
+    assert noted(ones, ones) is True
+    assert noted(ones, some) is None
+    assert noted(ones[None]) is None
+    assert noted([1]) is None
+    assert noted() is None
+    assert Noted(tuple)([1]) == (1,)
