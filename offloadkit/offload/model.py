@@ -105,8 +105,9 @@ class PlacedModel:
         self._check_built(plan.placements)
         load = materialise if ranks is None else _with_rank_0s_numbers(ranks, materialise)
         shared = self._begin(layers, plan.placements, load, ram_watch, leaner)
-        for buffer in module.buffers() if ranks is not None else ():
-            ranks.broadcast(buffer)
+        if ranks is not None:
+            for buffer in module.buffers():
+                ranks.broadcast(buffer)
         undo.callback(self._bind_to_ram)  # however the engine ends, what is in RAM is what the model has
         self._offloaded = OffloadedInputs(device, self._waits)
         self.caching = caching_configs(module)
