@@ -377,7 +377,11 @@ MISSED_BY = {
     "moved, accumulating": ["StepThread.settle"],
     "branches": ["Gradients.end_of_window: layer.weights.wait()"],
     "by hand": ["Gradients._open: layer.weights.wait()"],
-    "accumulating": ["Gradients._accumulate_through", "Gradients._open: self._waits.delay(layer.sent)"],
+    "accumulating": [
+        "Gradients._finish",
+        "Gradients._accumulate_through",
+        "Gradients._open: self._waits.delay(layer.sent)",
+    ],
     "used twice": ["Gradients._reopen"],
     "disk": ["PlacedModel.settle", "PlacedModel._finish_updates: self._disk.synchronize()", "LayerWeights.settle"],
     "branches on disk": ["PlacedModel._finish_updates: pending.weights.wait()"],
