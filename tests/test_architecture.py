@@ -23,6 +23,7 @@ ROWS = [
     {"optim"},
     {"kernels", "planner"},
     {"device"},
+    {"distributed"},
     {"offload"},
     {"checkpoint"},
     {"engine", "outline", "tracing", "python_time"},
