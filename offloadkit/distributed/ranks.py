@@ -14,9 +14,13 @@ Every rank must ask for the same operations of a group in the same order. No two
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +28,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from offloadkit.device.host_memory import file_in_ram
 from offloadkit.device.streams import CopyStream
-from offloadkit.errors import RankError
+from offloadkit.distributed.stepped import Stepped, SteppedLayers
+from offloadkit.errors import ConfigError, RankError
 
 BROADCAST_BYTES = 64 * 2**20
 """A tensor that is not on the device is broadcast in pieces of so many bytes."""
@@ -56,7 +62,9 @@ class Ranks:
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
         default: Any = dist.group.WORLD
-        timeout = default._get_backend(default._device_types[0]).options._timeout
+        self._timeout: timedelta = default._get_backend(default._device_types[0]).options._timeout
+        self._stepped: SteppedLayers | None = None
+        timeout = self._timeout
         backend = "nccl" if device.type == "cuda" else "gloo"
         with _explained("making process groups"):
             self._between_devices: Any = dist.new_group(backend=backend, timeout=timeout)
@@ -118,6 +126,36 @@ class Ranks:
         with _explained("adding up the gradient norm"):
             dist.all_reduce(torch.from_numpy(numbers), group=self._of_stepping)
 
+    # ---- RAM that the ranks share, where all are on one host; the main thread asks for it ---------------------------
+
+    def share(self, sizes: Sequence[int]) -> list[int]:
+        """Descriptors of files in RAM, one of each of `sizes` bytes, the same for all ranks. The caller closes them.
+
+        Raises:
+            ConfigError: the ranks are on several hosts.
+            RankError: this process may not open what is rank 0's, or another rank failed.
+        """
+        made = [file_in_ram(size) if self.rank == 0 else -1 for size in sizes]
+        names = [os.fstat(file).st_ino if self.rank == 0 else 0 for file in made]
+        told = self.agree(np.array([_host(), os.getpid(), *made, *names]))
+        if len({*told[:, 0].tolist()}) > 1:
+            for file in filter(lambda file: file >= 0, made):
+                os.close(file)
+            raise ConfigError(
+                "weights='ram' where the ranks are on several hosts is not built yet: choose a placement with "
+                "weights='vram', or train on the GPUs of one host"
+            )
+        process, (files, expected) = int(told[0, 1]), told[0, 2:].reshape(2, -1).tolist()
+        with self.together("opening memory that the ranks share"):
+            return made if self.rank == 0 else _opened(process, files, expected)
+
+    def stepped(self, num_layers: int) -> list[Stepped]:
+        """For each of so many layers, what tells which ranks have stepped it. It may be called once."""
+        (file,) = self.share([8 * self.size * (num_layers + 1)])
+        processes = self.agree(np.array([os.getpid()]))[:, 0].tolist()
+        self._stepped = SteppedLayers(file, self.rank, processes, num_layers, self._timeout.total_seconds())
+        return self._stepped.layers
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """A context after which all ranks have done `what`.
@@ -136,10 +174,39 @@ class Ranks:
 
     def close(self) -> None:
         """Give the groups back, which closes their connections: ranks that still wait for this one get an error."""
+        if self._stepped is not None:
+            self._stepped.end()
         if dist.is_initialized():
             for group in (self._between_devices, self._of_main, self._of_stepping):
                 dist.destroy_process_group(group)
         self._between_devices = self._of_main = self._of_stepping = None
+
+
+def _host() -> int:
+    """A number that the processes of one running system have in common."""
+    return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
+
+
+def _opened(process: int, files: Sequence[int], expected: Sequence[int]) -> list[int]:
+    """Descriptors for `files` of another process, whose inodes are `expected`.
+
+    Raises:
+        RankError: they cannot be opened, or are others.
+    """
+    found: list[int] = []
+    try:
+        for file, name in zip(files, expected, strict=True):
+            found.append(os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC))
+            if os.fstat(found[-1]).st_ino != name:
+                raise OSError(f"process {process} is another one here")
+    except OSError as error:
+        for each in found:
+            os.close(each)
+        raise RankError(
+            f"weights in RAM are shared between the ranks of a host, and rank 0's memory cannot be opened: {error}. "
+            "Start all ranks as one user and in one container, or choose a placement with weights='vram'"
+        ) from error
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

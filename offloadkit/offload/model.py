@@ -7,13 +7,14 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from offloadkit.config import OffloadConfig, Placement
@@ -23,6 +24,7 @@ from offloadkit.device.process_memory import let_segments_grow
 from offloadkit.device.state_file import DiskStates, Region, StateFile
 from offloadkit.device.streams import BusyTime, Waits
 from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import ConfigError, EngineStateError
 from offloadkit.hardware import trim_heap
 from offloadkit.offload.caches import caching_configs, without_caches
@@ -90,7 +92,8 @@ class PlacedModel:
         Raises:
             OffloadkitError: not enough RAM, or a disk that will not do.
             torch.OutOfMemoryError: the GPU is full, and no plan is leaner.
-            ConfigError: checkpointing of a model without repeated blocks, or a placement not built for several ranks.
+            ConfigError: checkpointing of a model without repeated blocks, or ranks whose weights are in different
+                places, or on several hosts and in RAM.
         """
         self.module, self._device, self._config = module, device, config
         self._shapes, self._accumulation = plan.layers, config.gradient_accumulation
@@ -98,11 +101,13 @@ class PlacedModel:
         self.is_whole = False
         self._disk: DiskStates | None = None
         self._regions: dict[FlatLayer, Region] = {}
+        self._layers = tuple(layers)
         self._ring: WeightRing | None = None
         let_segments_grow(device)
         self._waits, self._ranks = Waits(device), ranks
         self._gathers = None if ranks is None else WeightGathers(ranks, device, self._waits)
-        self._check_built(plan.placements)
+        self._stepped: dict[FlatLayer, Stepped] = {}
+        self._check_alike(plan.placements)
         load = materialise if ranks is None else _with_rank_0s_numbers(ranks, materialise)
         shared = self._begin(layers, plan.placements, load, ram_watch, leaner)
         if ranks is not None:
@@ -156,7 +161,7 @@ class PlacedModel:
         trained = {view.parameter for layer in layers for view in layer.views}
         while True:
             try:
-                for at, where in self._changes(placements):
+                for at, where in self._changes(placements):  # with several ranks no plan is leaner
                     self.states[at] = self._elsewhere(self.states[at], where)
                 shared = self._allocate(layers, placements, materialise, ram_watch)
                 move_rest(self.module, trained, self._device, self._config.working_dtype, materialise)
@@ -178,17 +183,16 @@ class PlacedModel:
         placed = list(zip(layers, self._shapes, placements, strict=True))[len(self.states) :]
         sizes = [self._own_bytes(shape, where) for _, shape, where in placed]
         shared = self._shared_sizes(placements)
-        in_ram = [self._weight_bytes(shape, where) for _, shape, where in placed]
         started = time.perf_counter()
         gc.collect()  # an engine that an exception left behind may be held by cycles only
-        needed = [*sizes, *shared, *filter(None, in_ram)]
-        slabs = iter(host_memory.allocate(needed, self._device, "the optimizer states"))
-        self.pinning_seconds = time.perf_counter() - started
+        in_ram = [(layer, shape) for layer, shape, where in placed if where.weights == "ram"]
+        of_weights = [] if self._ranks is not None else [shape.weight_bytes() for _, shape in in_ram]
+        slabs = iter(host_memory.allocate([*sizes, *shared, *of_weights], self._device, "the optimizer states"))
         own, buffers = list(islice(slabs, len(sizes))), list(islice(slabs, len(shared)))
+        weights_slabs = dict(zip((layer for layer, _ in in_ram), slabs, strict=False)) or self._share(in_ram)
+        self.pinning_seconds = time.perf_counter() - started
         self._take_disk([(layer, shape) for layer, shape, placement in placed if placement.states == "disk"])
         for (layer, _, placement), slab in zip(placed, own, strict=True):
-            region = self._regions.get(layer)
-            weights_slab = next(slabs) if placement.weights == "ram" else None
             state = LayerState(
                 layer,
                 placement,
@@ -196,9 +200,10 @@ class PlacedModel:
                 self._config,
                 self._device,
                 self._waits,
-                region=region,
-                weights_slab=weights_slab,
-                bring=None if self._gathers is None else self._gathers.bring,
+                region=self._regions.get(layer),
+                weights_slab=weights_slabs.get(layer),
+                bring=self._bring,
+                stepped=self._stepped.get(layer),
             )
             state.take_parameters(materialise)
             trim_heap()  # else holes of the size of matrices stay, which the next layer's do not fit into
@@ -208,21 +213,43 @@ class PlacedModel:
             torch.cuda.empty_cache()
         return buffers
 
-    def _check_built(self, placements: Sequence[Placement]) -> None:
+    def _check_alike(self, placements: Sequence[Placement]) -> None:
         """
         Raises:
-            ConfigError: there are several ranks, and a placement that they do not know yet.
+            ConfigError: a layer's weights are in VRAM on some ranks, and in RAM on others.
         """
-        if self._ranks is not None and any(each.weights == "ram" or each.states == "disk" for each in placements):
+        if self._ranks is None:
+            return
+        in_ram = np.array([where.weights == "ram" for where in placements], dtype=np.int64)
+        told = self._ranks.agree(in_ram)
+        for at in np.flatnonzero(told.min(axis=0) != told.max(axis=0)):
+            where = ", ".join(f"{('VRAM', 'RAM')[each]} on rank {rank}" for rank, each in enumerate(told[:, at]))
             raise ConfigError(
-                f"weights='ram' and states='disk' with {self._ranks.size} ranks are not built yet: choose a placement "
-                "with weights='vram', and states='vram' or states='ram'"
+                f"the weights of {self._shapes[at].name!r} are in different places ({where}): choose the same "
+                "Placement.weights on all ranks; gradients, states and step may differ"
             )
+
+    @property
+    def _bring(self) -> Callable[[LayerWeights], None] | None:
+        """With several ranks, brings what the others step of weights in VRAM."""
+        return None if self._gathers is None else self._gathers.bring
+
+    def _share(self, layers: Sequence[tuple[FlatLayer, LayerShape]]) -> dict[FlatLayer, HostSlab]:
+        """With several ranks: RAM that they share for the weights of `layers`; all must ask for the same."""
+        if self._ranks is None or not layers:
+            return {}
+        sizes = [shape.weight_bytes() for _, shape in layers]
+        if not self._stepped:
+            self._stepped = dict(zip(self._layers, self._ranks.stepped(len(self._layers)), strict=True))
+        files, part = self._ranks.share(sizes), (self._ranks.rank, self._ranks.size)
+        with self._ranks.together("taking RAM for weights"):  # also: nobody writes to it before all have populated it
+            slabs = host_memory.allocate_shared(files, sizes, self._device, "the weights in RAM", part)
+        return dict(zip((layer for layer, _ in layers), slabs, strict=True))
 
     def _own_bytes(self, shape: LayerShape, placement: Placement) -> int:
         """RAM of a layer alone; the norm's sums have a place of their own, and so have weights that live in RAM."""
-        total = sum(shape.ram_bytes(placement, self._accumulation).values())
-        return total - shape.sums_bytes() - self._weight_bytes(shape, placement)
+        total = sum(shape.ram_bytes(placement, self._accumulation).values()) - shape.sums_bytes()
+        return total - (shape.stepped_bytes() if placement.weights == "ram" else 0)
 
     @staticmethod
     def _weight_bytes(shape: LayerShape, placement: Placement) -> int:
@@ -337,15 +364,18 @@ class PlacedModel:
         Args:
             moved: called with each layer's new state, while the old one still exists.
         """
-        self._check_built(placements)
+        self._check_alike(placements)
         changes = self._changes(placements)
+        to_ram = [at for at, where in enumerate(placements) if where.weights == "ram"]
+        from_vram = [self.states[at] for at in to_ram if self.states[at].placement.weights == "vram"]
+        shared = self._share([(state.layer, self._shapes[self.states.index(state)]) for state in from_vram])
         if not changes:
             return
         self._dismantle()
         try:
             with unwatched():
                 for at, where in changes:
-                    self._move_layer(at, where, moved)
+                    self._move_layer(at, where, moved, shared)
         finally:
             trim_heap()
             if self._device.type == "cuda":
@@ -372,26 +402,48 @@ class PlacedModel:
         self._take_disk([(self.states[at].layer, self._shapes[at]) for at, where in found if where.states == "disk"])
         return sorted(found, key=taken)
 
-    def _move_layer(self, at: int, placement: Placement, moved: Callable[[LayerState], None]) -> None:
+    def _move_layer(
+        self,
+        at: int,
+        placement: Placement,
+        moved: Callable[[LayerState], None],
+        shared: Mapping[FlatLayer, HostSlab],
+    ) -> None:
         old = self.states[at]
-        new = self._elsewhere(old, placement)
+        new = self._elsewhere(old, placement, shared.get(old.layer))
         if new is not old:
             self.forward_hooks.exchange(old.weights, new.weights)
             self.outside.moved(new)
             moved(new)
             self.states[at] = new
 
-    def _elsewhere(self, old: LayerState, placement: Placement) -> LayerState:
+    def _elsewhere(self, old: LayerState, placement: Placement, shared: HostSlab | None = None) -> LayerState:
         """The layer in another placement. If an error is raised, `old` is as it was; else it is only used if it is what
-        comes back."""
+        comes back.
+
+        shared: with several ranks, RAM for weights that come from VRAM. They stay where they are in RAM.
+        """
         if _stays(old, placement):
             old.placement = placement
             return old
         shape = self._shapes[self.states.index(old)]
-        sizes = [self._own_bytes(shape, placement), self._weight_bytes(shape, placement)]
-        slab, weights_slab = host_memory.allocate(sizes, self._device, "a layer's states")
-        region = self._regions[old.layer] if placement.states == "disk" else None
-        return old.moved(placement, slab, region=region, weights_slab=weights_slab if sizes[1] else None)
+        sizes = [self._own_bytes(shape, placement)]
+        if self._ranks is None:
+            sizes.append(self._weight_bytes(shape, placement))
+        slab, *of_weights = host_memory.allocate(sizes, self._device, "a layer's states")
+        weights_slab = None
+        if placement.weights == "ram":
+            weights_slab = shared or old.weights_slab if self._ranks is not None else of_weights[0]
+            assert weights_slab is not None
+            weights_slab.clear()
+        return old.moved(
+            placement,
+            slab,
+            region=self._regions[old.layer] if placement.states == "disk" else None,
+            weights_slab=weights_slab,
+            bring=self._bring,
+            stepped=self._stepped.get(old.layer),
+        )
 
     def _recompute_blocks(self) -> None:
         """Have backward recompute the blocks whose placement says so."""
@@ -486,7 +538,7 @@ class PlacedModel:
                 layers.append((state, views, state.weights.start_update(views)))
                 state.gradient.window.clear()
         if self._gathers is not None:
-            self._gathers.begin([state.weights for state, _, _ in layers])
+            self._gathers.begin([state.weights for state, _, _ in layers if state.placement.weights == "vram"])
         return layers
 
     def _agree(self, ranks: Ranks, order: list[LayerState], window: tuple[int, int]) -> list[LayerState]:
@@ -501,7 +553,8 @@ class PlacedModel:
         starts = [0, *np.cumsum(counts).tolist()]
         for start, state in zip(starts, self.states, strict=False):
             got[[start + index for index in state.gradient.window]] = 1
-        own = [*window, *(at[state] for state in order), *self.gradients.completed]
+        parted = [isinstance(state.weights, StreamedWeights) and state.weights.is_parted for state in self.states]
+        own = [*window, *(at[state] for state in order), *self.gradients.completed, *parted]
         told = ranks.agree(np.concatenate([np.array(own, dtype=np.int64), got]))
         windows = [tuple(each) for each in told[:, :2].tolist()]
         if len(set(windows)) > 1:
@@ -510,11 +563,35 @@ class PlacedModel:
                 f"the ranks have gone apart in their micro-batches ({listed}): every rank must call backward() and "
                 "step() equally often. Give all of them the same number of batches"
             )
-        by_any = told[:, 2 + 2 * num :].max(axis=0)
+        self._share_writes(ranks, told[:, 2 + 2 * num : 2 + 3 * num])
+        by_any = told[:, 2 + 3 * num :].max(axis=0)
         for start, state, count in zip(starts, self.states, counts, strict=False):
             state.gradient.window = set(np.flatnonzero(by_any[start : start + count]).tolist())
         self.gradients.order = told[0, 2 + num : 2 + 2 * num].tolist()
         return [self.states[index] for index in told[0, 2 : 2 + num].tolist()]
+
+    def _share_writes(self, ranks: Ranks, parted: NDArray[np.int64]) -> None:
+        """Weights in RAM that all ranks have written since the last boundary, each in a copy of its own, are shared.
+
+        parted: [ranks, layers], which these are. All ranks are between their backward and their step.
+
+        Raises:
+            EngineStateError: a rank has not written what another one has.
+        """
+        for at in np.flatnonzero(parted.min(axis=0) != parted.max(axis=0)):
+            wrote = ", ".join(map(str, np.flatnonzero(parted[:, at])))
+            raise EngineStateError(
+                f"weights of {self.states[at].layer.name!r} were written or loaded on rank {wrote}, and not on the "
+                "others: between steps every rank must write the same weights"
+            )
+        if not parted.any():
+            return
+        streamed = [state.weights for state in self.states if isinstance(state.weights, StreamedWeights)]
+        with ranks.together("sharing weights that were written"):
+            for weights in streamed:
+                weights.publish()
+        for weights in streamed:
+            weights.rejoin()
 
     def forget_pending(self) -> None:
         """Let forward wait for no update."""

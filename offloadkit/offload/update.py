@@ -25,7 +25,7 @@ from offloadkit.device import trace
 from offloadkit.device.streams import BusyTime, CopyStream, Event
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.offload.gradients import compute_host_sums
-from offloadkit.offload.states import LayerState
+from offloadkit.offload.states import LayerState, Posting
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.norm import sum_in_order
 from offloadkit.optim.table import GroupOptions
@@ -178,6 +178,7 @@ class StepThread:
         for state, _, _ in update.layers:
             assert state.gradient.sent is not None
             state.gradient.sent.synchronize()
+            state.finish_reading()  # nobody steps before all ranks have the norm
         arrived = time.perf_counter()
         with trace.host("norm", "norm"):
             update.norm = _norm(update, self._ranks) / update.loss_scale
@@ -223,7 +224,11 @@ class StepThread:
             pending.record(state.uploaded)
 
     def _queue_on_gpu(self, update: Update, layers: Sequence[LayerUpdate], queued: threading.Event) -> None:
-        """Queue the GPU's steps. Layers whose states are in VRAM come first: they wait for no copy."""
+        """Queue the GPU's steps. Layers whose states are in VRAM come first: they wait for no copy.
+
+        With several ranks and weights in RAM, tell the others which are there.
+        """
+        coming: deque[Posting] = deque()
         try:
             self.kernels.wait(update.compute_done)
             scale, began = update.grad_scale(), self.kernels.record(timing=True)
@@ -231,12 +236,18 @@ class StepThread:
                 with self.kernels.traced(state.layer.name):
                     state.step(views, update.options, scale, self.kernels)
                 pending.record(state.uploaded)
+                if (posting := state.posting()) is not None:
+                    coming.append(posting)
+                while coming and coming[0].done():
+                    coming.popleft().post()
             update.gpu = began, self.kernels.record(timing=True)
             busy = BusyTime()
             busy.add(*update.gpu)
             update.busy.append(("gpu_step", busy))
         finally:
             queued.set()
+        for posting in coming:
+            posting.post()
 
 
 def _norm(update: Update, ranks: Ranks | None) -> float:

@@ -44,6 +44,10 @@ CPU_STEP = Placement()
 GPU_STEP = Placement(step="gpu")
 LATE_GRADIENTS = Placement(gradients="vram", step="cpu")
 GPU_ALONE = Placement(gradients="vram", step="gpu")
+STREAMED = Placement(weights="ram")
+STREAMED_TO_GPU = Placement(weights="ram", gradients="vram", step="gpu")
+ON_DISK = Placement(states="disk")
+LEAST = Placement(weights="ram", states="disk", activations="offload")
 
 STEPS = 3
 

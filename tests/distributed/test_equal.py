@@ -10,7 +10,19 @@ import torch
 
 from offloadkit.config import Placement
 from tests.distributed.pool import RankPool
-from tests.distributed.runs import CPU_STEP, GPU_ALONE, GPU_STEP, LATE_GRADIENTS, RESIDENT, joined, train
+from tests.distributed.runs import (
+    CPU_STEP,
+    GPU_ALONE,
+    GPU_STEP,
+    LATE_GRADIENTS,
+    LEAST,
+    ON_DISK,
+    RESIDENT,
+    STREAMED,
+    STREAMED_TO_GPU,
+    joined,
+    train,
+)
 
 
 def assert_equal(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -33,6 +45,8 @@ QUICK: list[tuple[int, int, dict[str, Any]]] = [
     (3, 1, {"placement": CPU_STEP}),
     (3, 2, {"placement": GPU_STEP, "working_dtype": "bf16", "precision": "tiny"}),
     (2, 2, {"placement": LATE_GRADIENTS, "working_dtype": "fp16", "loss_scale": 2.0**10}),
+    (3, 1, {"placement": STREAMED, "working_dtype": "bf16", "halves": True}),
+    (2, 2, {"placement": STREAMED_TO_GPU, "working_dtype": "bf16", "move_to": ON_DISK}),
 ]
 SLOW: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"placement": GPU_ALONE, "precision": "compact", "max_grad_norm": None}),
