@@ -34,7 +34,6 @@ from torch.utils._pytree import tree_leaves
 import offloadkit
 from offloadkit.device import host_memory, streams
 from offloadkit.device.streams import Event, Pairs, Stream
-from offloadkit.distributed.stepped import Stepped
 from offloadkit.kernels import cpu
 from offloadkit.offload import gradients, shards, state_ring, states, update
 
@@ -318,9 +317,6 @@ class Watched:
             patch.setattr(queue, "SimpleQueue", self._queue())
             for name in ("allocate", "allocate_shared"):
                 patch.setattr(host_memory, name, self._slab(getattr(host_memory, name)))
-            patch.setattr(Stepped, "post", self._tells(Stepped.post))
-            for name in ("wait", "reached"):
-                patch.setattr(Stepped, name, self._learns(getattr(Stepped, name)))
             for module in (states, state_ring):
                 step = self._kernel(module.optimizer_step, lambda state, gradient, *_: (gradient, state))
                 patch.setattr(module, "optimizer_step", step)

@@ -61,6 +61,11 @@ SLOW: list[tuple[int, int, dict[str, Any]]] = [
     (3, 1, {"placement": CPU_STEP, "late": 3, "working_dtype": "bf16", "steps": 4}),
     (2, 1, {"placement": GPU_STEP, "move_to": RESIDENT, "working_dtype": "bf16", "halves": True}),
     (3, 2, {"placement": RESIDENT, "move_to": CPU_STEP, "working_dtype": "fp16", "halves": True}),
+    (3, 1, {"placement": LEAST, "working_dtype": "bf16", "halves": True, "move_to": STREAMED}),
+    (3, 1, {"placement": RESIDENT, "working_dtype": "bf16", "move_to": STREAMED_TO_GPU, "halves": True}),
+    (4, 1, {"placement": STREAMED, "late": 4, "working_dtype": "bf16", "steps": 4, "precision": "tiny"}),
+    (2, 2, {"placement": STREAMED_TO_GPU, "late": 5, "working_dtype": "fp16", "steps": 4, "loss_factor": 1e3}),
+    (3, 1, {"placements": [STREAMED, LEAST, STREAMED_TO_GPU], "groups": True, "activation_checkpointing": True}),
 ]
 
 
