@@ -29,7 +29,7 @@ MAX_SHARED = 12
 """Most placements with steps shared between CPU and GPU that are tried before the best of them are refined."""
 
 _InVram = Literal["none", "gpu", "all"]
-_Found = tuple[Seconds, tuple[Placement, ...]] | None
+_Found = tuple[Seconds, "Counts"] | None
 _CHANGES: list[dict[str, int]] = [
     *({name: by} for name in ("recomputed", "offloaded", "streamed", "states_in_vram") for by in (-4, -2, -1, 1, 2, 4)),
     *(
@@ -84,7 +84,10 @@ class _Room:
 
 
 class Search:
-    """Searches the placements of one model, with micro-batches of one shape, on one machine."""
+    """Searches the placements of one model, with micro-batches of one shape, on one machine.
+
+    What it finds out about counts is kept, so that other budgets take less time.
+    """
 
     def __init__(
         self,
@@ -113,13 +116,16 @@ class Search:
         blocks = [number.get(layer.name, -1) for layer in layers]
         self._places = [(at, at >= 0 and not layer.shared) for at, layer in zip(blocks, layers, strict=True)]
         """For each layer: the number of its block (-1: none), and whether its weights may be streamed."""
+        self.best, self.placements = cache(self._best), cache(self._placements)
+        self._bytes_of, self._seconds = cache(self._bytes_of_counts), cache(self._seconds_of_counts)
+        self._short_of_ram: set[_Room] = set()
         self._own_bytes = cache(self._bytes_of_layer)
         self._activations = cache(partial(activations, work))
         self._forward_bytes = forward_bytes(work)
 
     # -- the placements that counts stand for
 
-    def placements(self, counts: Counts) -> tuple[Placement, ...]:
+    def _placements(self, counts: Counts) -> tuple[Placement, ...]:
         """A placement for each layer."""
         total, first_on_disk = max(1, len(self._blocks)), len(self._layers) - counts.states_on_disk
         streams = [may_stream and _is_among(counts.streamed, block, total) for block, may_stream in self._places]
@@ -162,6 +168,12 @@ class Search:
         slabs, moved = ram + sum(buffers["ram"].values()), moved_bytes(self._all_weights, placements)
         return vram, FRAMEWORK_RAM_BYTES["cuda"] + ram_peak(slabs, held.ram, self._staged, moved), disk
 
+    def _bytes_of_counts(self, counts: Counts) -> tuple[int, int, int]:
+        return self.bytes(self.placements(counts))
+
+    def _seconds_of_counts(self, counts: Counts) -> Seconds:
+        return self.model.seconds(self.placements(counts))
+
     def _bytes_of_layer(self, index: int, where: Placement) -> tuple[int, int, int]:
         layer = self._layers[index]
         vram, ram = layer.vram_bytes(where, self._accumulation), layer.ram_bytes(where, self._accumulation)
@@ -170,7 +182,7 @@ class Search:
 
     # -- the search
 
-    def best(self, vram: int, ram: int, disk: int = 0) -> tuple[Placement, ...]:
+    def _best(self, vram: int, ram: int, disk: int = 0) -> tuple[Placement, ...]:
         """The fastest placements within these bytes. If none fit, those that lack the least (see `_leanest`).
 
         1. If everything fits in VRAM, everything is there.
@@ -184,13 +196,13 @@ class Search:
         recomputed = len(self._blocks) if self._all_recomputed else 0
         everything = self._fitting(Counts(recomputed, 0, 0, len(self._layers)), _Room(vram, ram, 0))
         if everything:
-            return everything[0]
+            return self.placements(everything[0])
         room = _Room(vram, ram, disk)
         found: dict[Counts, _Found] = {}
 
         def step(counts: Counts) -> float:
             if counts not in found:
-                options = [(self.model.seconds(where), where) for where in self._fitting(counts, room)]
+                options = [(self._seconds(fits), fits) for fits in self._fitting(counts, room)]
                 found[counts] = min(options, key=lambda option: option[0].step, default=None)
             best = found[counts]
             return best[0].step if best else float("inf")
@@ -206,7 +218,12 @@ class Search:
         for counts in sorted(shared, key=step)[:3]:
             self._refine(counts, step)
         chosen = min(filter(None, found.values()), key=lambda option: option[0].step, default=None)
-        return chosen[1] if chosen else self._leanest(room)
+        return self.placements(chosen[1]) if chosen else self._leanest(room)
+
+    def is_short_of_ram(self, vram: int, ram: int, disk: int = 0) -> bool:
+        """Whether `best` met placements that lack RAM. If not, it finds the same with more RAM."""
+        self.best(vram, ram, disk)
+        return not self._short_of_ram.isdisjoint({_Room(vram, ram, 0), _Room(vram, ram, disk)})
 
     def _promise(self, seconds: Seconds) -> float:
         """Estimate of a step's seconds after the GPU takes over its share of the CPU's steps."""
@@ -244,7 +261,7 @@ class Search:
         """Number of layers whose states VRAM has room for besides everything else in it. -1: not even that fits."""
 
         def left(number: int) -> int:
-            return room.vram - self.bytes(self.placements(replace(counts, states_in_vram=number)))[0]
+            return room.vram - self._bytes_of(replace(counts, states_in_vram=number))[0]
 
         number, space = 0, left(0)
         if space < 0:
@@ -276,37 +293,37 @@ class Search:
             if within and near.offloaded <= near.recomputed:
                 yield near
 
-    def _fitting(self, counts: Counts, room: _Room) -> list[tuple[Placement, ...]]:
-        """The placements of `counts`, if they fit.
+    def _fitting(self, counts: Counts, room: _Room) -> list[Counts]:
+        """`counts`, if their placements fit.
 
         If only RAM is short, there are up to two others, each with as few changed layers as RAM allows. In one the GPU
         steps more layers: these have neither gradients nor a copy of the weights in RAM. In the other more states are
         on disk.
         """
-        placements = self.placements(counts)
-        vram, ram, _ = self.bytes(placements)
+        vram, ram, _ = self._bytes_of(counts)
         if vram > room.vram:
             return []
         if ram <= room.ram:
-            return [placements]
+            return [counts]
+        self._short_of_ram.add(room)
         lean, options = replace(counts, gradients_in_vram=_at_least_gpu(counts)), []
-        if self.bytes(self.placements(replace(lean, gpu_steps=len(self._layers))))[1] <= room.ram:
+        if self._bytes_of(replace(lean, gpu_steps=len(self._layers)))[1] <= room.ram:
             options.append(self._with_least(lean, "gpu_steps", room))
         if room.disk:
             options.append(self._with_least(counts, "states_on_disk", room))
         return [option for option in options if option]
 
-    def _with_least(self, counts: Counts, name: str, room: _Room) -> tuple[Placement, ...] | None:
-        """The placements with the smallest increase of that count that fits RAM. None if VRAM or disk is too small."""
+    def _with_least(self, counts: Counts, name: str, room: _Room) -> Counts | None:
+        """`counts` with the smallest increase of that count that fits RAM. None if VRAM or disk is too small."""
 
         def fits(number: int) -> bool:
-            return self.bytes(self.placements(_with(counts, {name: number})))[1] <= room.ram
+            return self._bytes_of(_with(counts, {name: number}))[1] <= room.ram
 
         numbers = range(getattr(counts, name) + 1, len(self._layers))
         least = numbers.start + bisect_left(numbers, True, key=fits)
-        placements = self.placements(_with(counts, {name: least}))
-        vram, ram, disk = self.bytes(placements)
-        return placements if vram <= room.vram and ram <= room.ram and disk <= room.disk else None
+        lean = _with(counts, {name: least})
+        vram, ram, disk = self._bytes_of(lean)
+        return lean if vram <= room.vram and ram <= room.ram and disk <= room.disk else None
 
     def _leanest(self, room: _Room) -> tuple[Placement, ...]:
         """If nothing fits: the placements that lack the least VRAM, since VRAM cannot be added to a card.
