@@ -618,7 +618,8 @@ def _help(plan: Plan) -> Iterator[str]:
 def _is_short_of_ram(plan: Plan) -> bool:
     """Whether more RAM could change the placements."""
     work, hardware = plan.basis.work, plan.basis.hardware
-    assert work is not None and hardware is not None
+    assert work is not None
+    assert hardware is not None
     if plan.basis.config.placement is not None:
         return False
     search = _search(plan.layers, plan.basis, work, hardware)
