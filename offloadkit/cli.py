@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 from offloadkit.errors import OffloadkitError
+from offloadkit.starting import collector_off, is_loaded, say
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,6 +55,8 @@ def _command(command: Command) -> Command:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
+            if not is_loaded("torch"):
+                say("loading torch and transformers")
             return command(*args, **kwargs)
         except OffloadkitError as error:
             typer.echo(f"error: {error}", err=True)
@@ -103,6 +106,7 @@ def doctor(
 
 
 @_command
+@collector_off()
 def plan(
     model: Model,
     vram: Vram = None,
@@ -196,7 +200,9 @@ def train(
     Ctrl-C finishes the current step, saves a checkpoint and exits with 130; --resume continues.
     """
     from offloadkit.config import OffloadConfig
-    from offloadkit.finetuning import finetune
+
+    with collector_off():
+        from offloadkit.finetuning import finetune
 
     config: Any = {"disk": disk, "working_dtype": dtype}
     wishes: Any = {"precision": precision, "vram": vram, "ram": ram, "offload": OffloadConfig(**config)}

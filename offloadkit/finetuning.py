@@ -50,8 +50,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -93,6 +93,7 @@ from offloadkit.planning import (
     shown_plan,
     with_wishes,
 )
+from offloadkit.starting import collector_off, is_loaded, say
 from offloadkit.telemetry import Move, Peaks, StepRecord
 
 if TYPE_CHECKING:
@@ -149,7 +150,18 @@ class FinetuneResult:
         )
 
 
+@contextmanager
+def _libraries() -> Iterator[None]:
+    """Have what training needs loaded inside this context. It takes seconds, so a line says so."""
+    if not is_loaded("datasets") or not is_loaded("transformers.trainer"):
+        say("loading transformers and datasets")
+        with collector_off():
+            import offloadkit.hf.trainer  # noqa: F401
+    yield
+
+
 @errors_hold_nothing()
+@_libraries()
 @bars_where_live()
 def finetune(
     model: str | os.PathLike[str] | PreTrainedModel,
@@ -213,6 +225,8 @@ def finetune(
     earlier = earlier_run(output_dir, resume=resume, overwrite=overwrite, in_use=in_use)
     output = writable(output_dir, resume=resume)  # not made if a file of rows, or a checkpoint to resume, is missing
     source = resolve(model, init=init)
+    if source.model is None:
+        say(f"reading the config of {source.given}")
     checkpoint = newest_checkpoint(output) if resume else None
     if checkpoint is not None:
         check_readable(checkpoint)

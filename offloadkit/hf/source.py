@@ -31,6 +31,7 @@ from offloadkit.hf.load import (
 from offloadkit.hf.quiet import progress_bars
 from offloadkit.hf.weight_files import Materialise
 from offloadkit.outline import without_memory
+from offloadkit.starting import collector_off
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -139,7 +140,8 @@ class ModelSource:
             return cast("PreTrainedModel", without_memory(self.model))
         config = self.training_config(self._preset_config)
         _check_decoder(config, f"the config of {self.given!r}", f"decoder_start_token_id in {self.given}'s config.json")
-        return build(config, self.task, None, torch.device("meta"))
+        with collector_off():  # its module is imported
+            return build(config, self.task, None, torch.device("meta"))
 
     # -- its weights
 

@@ -275,13 +275,13 @@ def plan_seconds(model: Mapping[str, NDArray[Any]], some: Sequence[NDArray[np.in
     """`StepModel.seconds` of many placements, bit for bit; None without the library.
 
     Args:
-        model: "machine" (fp64), "stages" and "layers" (fp64 [number, costs]), "ends" (int64, of each stage's layers) and
-            "blocks" (int64, of each layer), laid out as in cpu_plan.h, with the layers in the order of the stages.
+        model: "machine" (fp64), "stages" and "layers" (fp64 [number, costs]), "ends" (int64, of each stage's layers)
+            and "blocks" (int64, of each layer), laid out as in cpu_plan.h; the layers are in the order of the stages.
         some: codes [number, number of layers], and the recomputed and the offloaded blocks [number].
 
     Returns:
-        [number, 4]: the seconds of the update phase and of the backward phase, and those for which forward and the CPU's
-        step are busy.
+        [number, 4]: the seconds of the update phase and of the backward phase, and those for which forward and the
+        CPU's step are busy.
     """
     kernel = getattr(_library(), "plan_seconds", None)
     if kernel is None:
