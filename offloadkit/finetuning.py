@@ -227,6 +227,7 @@ def finetune(
     source = resolve(model, init=init)
     if source.model is None:
         say(f"reading the config of {source.given}")
+        source.read_ahead()
     checkpoint = newest_checkpoint(output) if resume else None
     if checkpoint is not None:
         check_readable(checkpoint)
