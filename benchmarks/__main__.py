@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks list | run | start | merge | plans | report`."""
+"""The command line: `python -m benchmarks list | run | start | merge | plans | replan | report`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     starting.add_argument("--device", choices=("cpu",), help="cpu hides the GPU")
     merging = commands.add_parser("merge", help="append the rows of another table, which ran elsewhere")
     merging.add_argument("table", type=Path)
+    commands.add_parser("replan", help="print all planned steps beside what was measured, planned again as of today")
     commands.add_parser("report", help="write docs/results.md, the README's marked parts and the chart")
     for command in (measuring, planning, merging):
         command.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
@@ -55,6 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
         table.write([*rows, *(row for row in table.read(options["table"]) if row not in rows)], options["out"])
     elif chosen == "plans":
         plans.plan_cases(options.pop("case"), **options)
+    elif chosen == "replan":
+        print(*plans.replanned(table.read(), report.WITHIN), sep="\n")
     else:
         report.write()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from offloadkit.engines.work import Work
-from offloadkit.hf.hub import PRESETS
+from offloadkit.hf.presets import PRESETS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -120,6 +120,7 @@ ENGINES = {
         f"offloadkit-{door}": EngineSetup(f"offloadkit, {title}", f"offloadkit-{door}")
         for door, title in (
             ("finetune", "`finetune`"),
+            ("whole-run", "`finetune` with evaluation and resuming"),
             ("trainer", "`OffloadTrainer`"),
             ("sft", "TRL's SFTTrainer"),
             ("loop", "a loop of one's own"),
@@ -132,6 +133,7 @@ ON_GPU = ("hf", "ours-on-gpu", "ours-on-gpu-compiled")
 OURS = ("offloadkit", "offloadkit-compiled")
 ZERO2 = ("zero2", "zero2-50m", "zero2-200m")
 DOORS = ("offloadkit-finetune", "offloadkit-trainer", "offloadkit-loop")
+WHOLE_RUN = ("offloadkit-whole-run",)
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,8 @@ CASES: dict[str, Case] = {
     "doors-llama-3b-24": _llama("doors", 8, 1024, 24, engines=(*DOORS, "offloadkit-sft")),
     "doors-qwen3-4b-24": _llama("doors", 4, 2048, 24, "qwen3-4b", engines=DOORS),
     "doors-llama-8b-24": _llama("doors", 4, 2048, 24, "llama-3.1-8b", engines=DOORS),
+    "phases-t5-3b-24": _t5("doors", "t5-3b", 8, 24, engines=WHOLE_RUN),
+    "phases-t5-3b-6": _t5("doors", "t5-3b", 1, 6, engines=WHOLE_RUN),
     **{
         f"growth-{model}-{rows * times}": _t5(
             "growth", model, rows, vram, accumulation=times, engines=("hf", "ours-on-gpu", *OURS)
@@ -275,6 +279,6 @@ CASES: dict[str, Case] = {
     "fit-llama-13b": _llama("fit", 1, 2048, 24, "llama-2-13b", ram=112, precision="compact"),
     "tiny": Case("try", "t5-tiny", 2, 16, 8, vram=2, engines=("hf", "ours-on-gpu", *OURS, "torchao")),
     "tiny-ragged": Case("try", "t5-tiny", 2, 16, 8, vram=2, mask="ragged", engines=("hf", "ours-on-gpu", "offloadkit")),
-    "tiny-doors": Case("try", "t5-tiny", 2, 16, 8, engines=DOORS),
+    "tiny-doors": Case("try", "t5-tiny", 2, 16, 8, engines=(*DOORS, *WHOLE_RUN)),
     "tiny-llama": Case("try", "llama-tiny", 2, 16, vram=2, engines=("hf", "offloadkit")),
 }

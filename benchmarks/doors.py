@@ -6,6 +6,7 @@ budget is the only thing that offloadkit is told. Seconds and memory are those o
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import random
 import tempfile
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from offloadkit import (
+    FinetuneResult,
     OffloadConfig,
     OffloadEngine,
     OffloadSeq2SeqTrainer,
@@ -64,13 +66,14 @@ def measured(work: Work, engine: str) -> Row:
     assert work.steps is not None
     door, num_steps = DOORS[engine.removeprefix("offloadkit-")], work.warmup + work.steps
     plan, losses = door(work, str(folder_of(work)), num_steps, telemetry)
+    timed_rows = _rows(work, num_steps)[work.warmup * work.rows :]
     vram.sample()
     peaks = {name: dict(sizes) for name, sizes in telemetry.peaks.items()}
     records = list(telemetry.records)[work.warmup :]
     each = [record.seconds["step"] for record in records if "step" in record.seconds]
     return {
         "dtype": work.dtype_on(device),
-        "num_tokens": work.rows * (work.input_length + work.target_length),
+        "num_tokens": sum(len(text) + 1 for row in timed_rows for text in row.values()) // work.steps,
         "step_seconds": median(each),
         "all_step_seconds": each,
         "phase_seconds": {
@@ -130,26 +133,44 @@ def _tokenized(work: Work, tokenizer: Any, num_steps: int) -> list[dict[str, lis
 
 def _finetune(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> tuple[Plan, list[float]]:
     with tempfile.TemporaryDirectory() as output:
-        lengths: Row = {"max_input_length": work.input_length}
-        lengths |= {"max_target_length": work.target_length} if work.target_length else {}
-        result = finetune(
-            folder,
-            _rows(work, num_steps),
-            output_dir=output,
-            batch_size=work.batch_size,
-            gradient_accumulation=work.accumulation,
-            max_steps=num_steps,
-            vram=work.vram,
-            ram=work.ram,
-            monitor=False,
-            save_strategy="no",
-            logging_steps=5,
-            **lengths,
-        )
-        for record in result.steps:
-            telemetry.add(record)
-        telemetry.peaks.update(result.peaks)
-        return result.plan, [log["loss"] for log in result.history if "loss" in log]
+        return _of_result(_finetuned(work, folder, num_steps, output), telemetry)
+
+
+def _whole_run(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> tuple[Plan, list[float]]:
+    """`finetune` with an evaluation of twice the rows and a checkpoint, and again from that checkpoint."""
+    with tempfile.TemporaryDirectory() as output:
+        more: Row = {"eval_dataset": _rows(work, 4), "per_device_eval_batch_size": 2 * work.batch_size}
+        first = _finetuned(work, folder, num_steps, output, save_strategy="steps", save_steps=num_steps, **more)
+        found = _of_result(first, telemetry)
+        del first  # with the model
+        gc.collect()
+        again = _finetuned(work, folder, num_steps + 2, output, resume=True, **more)
+        telemetry.peaks["resuming"] = again.peaks["resuming"]
+        return found
+
+
+def _finetuned(work: Work, folder: str, num_steps: int, output: str, **more: Any) -> FinetuneResult:
+    lengths: Row = {"max_input_length": work.input_length}
+    lengths |= {"max_target_length": work.target_length} if work.target_length else {}
+    options: Row = {"monitor": False, "save_strategy": "no", "logging_steps": 5} | lengths | more
+    return finetune(
+        folder,
+        _rows(work, num_steps),
+        output_dir=output,
+        batch_size=work.batch_size,
+        gradient_accumulation=work.accumulation,
+        max_steps=num_steps,
+        vram=work.vram,
+        ram=work.ram,
+        **options,
+    )
+
+
+def _of_result(result: FinetuneResult, telemetry: Telemetry) -> tuple[Plan, list[float]]:
+    for record in result.steps:
+        telemetry.add(record)
+    telemetry.peaks.update(result.peaks)
+    return result.plan, [log["loss"] for log in result.history if "loss" in log]
 
 
 def _model_and_tokenizer(work: Work, folder: str) -> tuple[Any, Any]:
@@ -247,6 +268,7 @@ def _trained(trainer: Any) -> tuple[Plan, list[float]]:
 
 DOORS: dict[str, Callable[[Work, str, int, Telemetry], tuple[Plan, list[float]]]] = {
     "finetune": _finetune,
+    "whole-run": _whole_run,
     "trainer": _trainer,
     "sft": _sft,
     "loop": _loop,

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import table
-from benchmarks.cases import CASES, ENGINES, Case, config_of
+from benchmarks.cases import CASES, ENGINES, OURS, Case, config_of
 from benchmarks.run import git_commit, of_case
 from benchmarks.table import Row
-from offloadkit.config import OffloadConfig
+from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hardware import Hardware
 from offloadkit.planner import LayerShape, MicroBatch, make_plan
+from offloadkit.planner.search import Counts, Search
+
+NORMS_OF_SEVERAL_OPERATIONS = ("c9fd74b", "d6b17f7", "31ba1b9", "e91df0c", "80b4ada")
+"""Commits before norms were one kernel."""
+EAGER_ATTENTION = (*NORMS_OF_SEVERAL_OPERATIONS, "ba2139a", "c40b67e")
+"""Commits before T5's attention ran in our kernels."""
 
 
 def plan_cases(names: Sequence[str] = (), *, out: Path = table.PATH, commit: str | None = None) -> list[Row]:
@@ -89,6 +96,65 @@ def hardware_of(rates: dict[str, Any]) -> Hardware:
     """A machine from a row's rates."""
     found = {"cpu_and_bus_bytes_per_second": rates["cpu_adamw_bytes_per_second"]} | rates  # the first rows lack it
     return Hardware(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+
+
+def replanned(rows: Sequence[Row], within: float) -> Iterator[str]:
+    """A table of steps that were planned before they ran, planned again with the placements that they had: by today's
+    constants, and by the rates that were measured then."""
+    yield "| case | engine | commit | measured s | planned then | planned now | now / measured |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    then = now = number = 0
+    for row in rows:
+        if row["status"] != "measured" or row["engine"] not in OURS or not row["rates"] or not row["planned_seconds"]:
+            continue
+        try:
+            search, placements = as_placed(row)
+        except ValueError:
+            continue
+        again, measured = search.model.seconds(placements).step, row["seconds"]
+        number += 1
+        then += abs(row["planned_seconds"] / measured - 1) <= within
+        now += abs(again / measured - 1) <= within
+        cells = [row["case"], row["engine"], row["commit"], f"{measured:.3f}", f"{row['planned_seconds']:.3f}"]
+        yield "| " + " | ".join([*cells, f"{again:.3f}", f"{again / measured:.2f}"]) + " |"
+    yield f"\nWithin {within:.0%}: {then} of {number} then, {now} now."
+
+
+def as_placed(row: Row) -> tuple[Search, tuple[Placement, ...]]:
+    """The placements of a row, which a plan of that time chose, on the machine as it was measured in that run.
+
+    Raises:
+        ValueError: today's search knows no such placements.
+    """
+    compiled = row["engine"].endswith("-compiled")
+    layers, work = layers_and_work(
+        *(row[name] for name in ("model", "dtype", "batch_size", "input_length", "target_length")),
+        norms=row["commit"] not in NORMS_OF_SEVERAL_OPERATIONS and not compiled,
+        attention=row["commit"] not in EAGER_ATTENTION,
+    )
+    layers = [replace(layer, precision=row["precision"]) for layer in layers]
+    timed = (row["figures"] or {}).get("operation_launches")
+    work = replace(work, operation_launches=tuple(timed) if timed else None)
+    search = Search(layers, work, hardware_of(row["rates"]), row["accumulation"], compiled=compiled)
+    number: dict[str, int] = row["placements"]
+
+    def count(*words: str) -> int:
+        return sum(times for where, times in number.items() if all(word in where for word in words))
+
+    offloaded = count("'offload'")
+    counts = Counts(
+        recomputed=count("'checkpoint'") + offloaded,
+        offloaded=offloaded,
+        streamed=count("weights='ram'"),
+        states_in_vram=count("states='vram'"),
+        gpu_steps=count("states='ram'", "step='gpu'"),
+    )
+    on_disk = range(len(layers) + 1) if "disk" in str(number) else [0]
+    for kept, states_on_disk in product(("none", "gpu", "all"), on_disk):
+        placements = search.placements(replace(counts, gradients_in_vram=kept, states_on_disk=states_on_disk))
+        if Counter(map(str, placements)) == number:
+            return search, placements
+    raise ValueError(f"no placements are these: {number}")
 
 
 @functools.cache

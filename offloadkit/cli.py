@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
+from offloadkit import __version__
 from offloadkit.errors import OffloadkitError
 from offloadkit.starting import collector_off, is_loaded, say
 
@@ -20,7 +21,23 @@ app = typer.Typer(
     help="Fine-tune models that are too big for the GPU: exact AdamW, with what does not fit in host RAM.",
 )
 
-Model = Annotated[str, typer.Argument(help="Preset (t5-3b, flan-t5-xl, ...), folder, or hub name.")]
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"offloadkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+Model = Annotated[str, typer.Argument(help="Preset (t5-3b, llama-3.1-8b, ...), folder, or hub name.")]
 Tokenizer = Annotated[
     str | None, typer.Option(help="Folder or hub name; 'byte' is one token a byte. Default: the model's own.")
 ]
@@ -32,6 +49,9 @@ TargetLength = Annotated[int | None, typer.Option(help="Longest target in tokens
 Accumulation = Annotated[int, typer.Option(help="Micro-batches in one update.")]
 Precision = Annotated[str, typer.Option(help="Optimizer moments: exact (fp32), compact (bf16) or tiny (int8).")]
 Dtype = Annotated[str, typer.Option(help="Working weights: auto, bf16, fp16 or fp32.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Say where everything lives, byte by byte and phase by phase.")
+]
 Vram = Annotated[str | None, typer.Option(help="VRAM that may be used, e.g. 8GiB. Default: what is free.")]
 Ram = Annotated[str | None, typer.Option(help="RAM that may be used. Default: what is available.")]
 ProcessVram = Annotated[str | None, typer.Option(help="VRAM that each process may use, e.g. 11GiB.")]
@@ -119,12 +139,16 @@ def plan(
     disk: Disk = None,
     compile_blocks: Annotated[bool, typer.Option("--compile-blocks", help="Plan for compiled blocks.")] = False,
     dtype: Dtype = "auto",
+    verbose: Verbose = False,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="CARD", help="Plan for a card that is not here, e.g. 'RTX 4090', t4, a100.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show how much memory training MODEL needs, where it is placed and how long a step takes.
 
-    Exits with 1 if it does not fit. No weights are read. On a machine without a GPU, --vram plans for a card of that
-    size.
+    Exits with 1 if it does not fit. No weights are read. --gpu plans for a card that is not here. On a machine without
+    a GPU, --vram alone plans for an assumed card of that size.
     """
     from offloadkit.config import OffloadConfig
     from offloadkit.planning import plan as plan_model
@@ -137,8 +161,10 @@ def plan(
         max_input_length=max_input_length,
         max_target_length=max_target_length,
         offload=OffloadConfig(**config),
+        gpu=gpu,
     )
-    typer.echo(json.dumps(planned.to_dict(), indent=2) if as_json else f"{planned}\n{planned.explain()}".rstrip())
+    texts = [str(planned), *([planned.details()] if verbose else []), planned.explain()]
+    typer.echo(json.dumps(planned.to_dict(), indent=2) if as_json else "\n".join(filter(None, texts)))
     if not planned.fits:
         raise typer.Exit(1)
 
@@ -156,7 +182,10 @@ def _rows(batch_size: str) -> int | Literal["auto"]:
 def train(
     model: Model,
     dataset: Annotated[str, typer.Argument(help=".jsonl, .json, .csv or .parquet file, or hub name.")],
-    eval_dataset: Annotated[str | None, typer.Option(help="Rows to evaluate on, each epoch and at the end.")] = None,
+    eval_dataset: Annotated[
+        str | None,
+        typer.Option(help="Rows to evaluate on, each epoch and at the end; 0.1 holds out a tenth of DATASET."),
+    ] = None,
     output: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder for model/ and checkpoints.")
     ] = "offloadkit-output",
@@ -194,6 +223,11 @@ def train(
     retry_leaner: Annotated[
         bool, typer.Option("--retry-leaner", help="Has no effect; a full GPU always leads to a leaner plan.")
     ] = False,
+    verbose: Verbose = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other training argument of HuggingFace; may be repeated."),
+    ] = None,
 ) -> None:
     """Train MODEL on DATASET with the optimizer in host RAM.
 
@@ -206,10 +240,11 @@ def train(
 
     config: Any = {"disk": disk, "working_dtype": dtype}
     wishes: Any = {"precision": precision, "vram": vram, "ram": ram, "offload": OffloadConfig(**config)}
+    wishes |= _settings(settings or [])
     result = finetune(
         model,
         dataset,
-        eval_dataset=eval_dataset,
+        eval_dataset=_share_or_name(eval_dataset),
         output_dir=output,
         tokenizer=tokenizer,
         epochs=epochs,
@@ -227,6 +262,7 @@ def train(
         resume=resume,
         overwrite=overwrite,
         retry_leaner=retry_leaner,
+        verbose=verbose,
         compile_blocks=compile_blocks,
         **wishes,
     )
@@ -234,6 +270,53 @@ def train(
     if result.stopped:
         typer.echo(f"stopped early{_how_to_go_on(result.output_dir)}", err=True)
         raise typer.Exit(130)
+
+
+def _share_or_name(eval_dataset: str | None) -> float | str | None:
+    """`--eval-dataset` as a share of the rows, if it is a number and no file."""
+    if eval_dataset is None or Path(eval_dataset).exists():
+        return eval_dataset
+    try:
+        return float(eval_dataset)
+    except ValueError:
+        return eval_dataset
+
+
+def _settings(given: list[str]) -> dict[str, Any]:
+    """`--set KEY=VALUE` as training arguments. A value is JSON (0.1, true, [1, 2]) or Python's True, False and None;
+    anything else is text."""
+    from offloadkit.hf.arguments import argument_names, did_you_mean
+
+    found: dict[str, Any] = {}
+    for each in given:
+        key, equals, text = each.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{each!r} is not KEY=VALUE, such as warmup_steps=100", param_hint="--set")
+        known = [name for name in argument_names() if name not in _HAVE_OPTIONS]
+        if option := _HAVE_OPTIONS.get(key):
+            raise typer.BadParameter(f"{key} has an option of its own: {option}", param_hint="--set")
+        if key not in known:
+            raise typer.BadParameter(f"no training argument {key!r}{did_you_mean(key, known)}", param_hint="--set")
+        if key in found:
+            raise typer.BadParameter(f"{key} is given twice", param_hint="--set")
+        try:
+            found[key] = json.loads(text)
+        except json.JSONDecodeError:
+            found[key] = {"True": True, "False": False, "None": None}.get(text, text)
+    return found
+
+
+_HAVE_OPTIONS = {
+    "output_dir": "--output",
+    "num_train_epochs": "--epochs",
+    "max_steps": "--max-steps",
+    "per_device_train_batch_size": "--batch-size",
+    "gradient_accumulation_steps": "--gradient-accumulation",
+    "learning_rate": "--learning-rate",
+    "lr": "--learning-rate",
+    "seed": "--seed",
+}
+"""Training arguments that `--set` does not take."""
 
 
 @_command

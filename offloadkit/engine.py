@@ -10,16 +10,17 @@ for batch in batches:
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -28,8 +29,10 @@ from offloadkit import hardware
 from offloadkit.changes import changed
 from offloadkit.checkpoint.run import RunNumbers, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
+from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.config import OffloadConfig
-from offloadkit.device.process_memory import cap_vram, forget_peak, phase
+from offloadkit.device.assumed_disk import proposing_disk
+from offloadkit.device.process_memory import VramCap, forget_peak, phase
 from offloadkit.device.streams import record_compute
 from offloadkit.errors import (
     EngineStateError,
@@ -39,24 +42,31 @@ from offloadkit.errors import (
     OutOfRamError,
     OutOfVramError,
     RepeatWindowError,
+    forget_last_error,
 )
+from offloadkit.offload.buffers import Buffers
 from offloadkit.offload.layers import FlatLayer, UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
 from offloadkit.offload.model import PlacedModel
+from offloadkit.offload.plain import plain_copies
 from offloadkit.offload.profiling import Profile
+from offloadkit.offload.rate_watch import RateWatch
 from offloadkit.offload.records import StepRecords, num_tokens
 from offloadkit.offload.shortage import (
     RamWatch,
     explained_shortage,
     full_gpu,
     moved_in_words,
+    room,
     with_less_ram,
     with_less_vram,
+    with_less_vram_at_rest,
     within_free_vram,
 )
 from offloadkit.offload.states import LayerState, Materialise
 from offloadkit.offload.update import StepThread, Update
+from offloadkit.offload.weights import forked
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.table import GroupOptions
+from offloadkit.optim.table import DTYPES, GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
 from offloadkit.outline import FirstWindow, chooses, plan_for
 from offloadkit.planner import Plan, placed
@@ -66,24 +76,56 @@ from offloadkit.units import format_seconds, parse_bytes
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 
 
-def _check_free(model: nn.Module) -> None:
+def is_trained(model: nn.Module) -> bool:
+    """Whether an open engine trains parameters of `model`."""
+    return _other(model) is not None
+
+
+def _check_free(model: nn.Module, config: OffloadConfig) -> None:
     """
     Raises:
-        EngineStateError: an open engine trains the model, or another one that shares trained parameters with it.
+        EngineStateError: an open engine trains the model, or another one that shares trained parameters with it. Or
+            another one computes with frozen parameters of it, which would be cast.
     """
+    if _other(model) is not None:
+        forget_last_error()  # nobody may reach it any more: an interrupt's frames hold it, or a cycle does
+    if (other := _other(model)) is not None:
+        which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
+        raise EngineStateError(f"{which} already has an open engine: call its close() first, or that of its Trainer")
+    if config.working_dtype == "auto":
+        return
+    dtype, others = DTYPES[config.working_dtype], [at for at, engine in list(_open_engines.items()) if engine()]
+    theirs = {id(parameter) for other in others for parameter in other.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in theirs and parameter.dtype.is_floating_point and parameter.dtype != dtype:
+            raise EngineStateError(
+                f"the frozen parameter {name!r} is {parameter.dtype}, and another model with an open engine computes "
+                f"with it: working_dtype={config.working_dtype!r} would cast it. Train both with one working dtype"
+            )
+
+
+def _other(model: nn.Module) -> nn.Module | None:
+    """A model with an open engine that trains parameters of `model`."""
     trained = _trained(model)
     for other, engine in list(_open_engines.items()):
         if engine() is not None and not trained.isdisjoint(_trained(other)):
-            which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
-            raise EngineStateError(f"{which} already has an open engine: call its close() first")
+            return other
+    return None
 
 
 def _trained(model: nn.Module) -> set[int]:
     """The ids of parameters, since using one may be watched."""
     return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+
+def _let_go_here(process: int, undo: ExitStack) -> None:
+    """Detach from the model, but not in a forked process: threads, GPU and pinned memory stayed in `process`."""
+    if os.getpid() == process:
+        undo.close()
 
 
 class OffloadEngine:
@@ -94,7 +136,8 @@ class OffloadEngine:
             you may read and write its weights as any tensors; only writes through raw pointers are not seen.
         optimizer: a `torch.optim.Optimizer` for schedulers and checkpoints.
         device: where the model computes.
-        plan: the sizes of everything and where they live. It moves where memory runs out, and by `move`.
+        plan: the sizes of everything and where they live. It moves where memory runs out, where the machine's rates
+            turn out to be others than planned, and by `move`.
         telemetry: a record of every step.
         num_updates: updates so far, including those of a run it resumed. Telemetry numbers steps by it.
         loss_scale: what the next loss is multiplied by; None without fp16 working weights.
@@ -111,6 +154,7 @@ class OffloadEngine:
         telemetry: Telemetry | None = None,
         plan: Plan | None = None,
         example: Any = None,
+        evaluation_rows: int = 0,
         materialise: Materialise | None = None,
     ) -> None:
         """Place the model. While the engine is open, models of transformers compute as `docs/design.md` says.
@@ -120,11 +164,14 @@ class OffloadEngine:
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
             device: where to compute. None: the GPU if there is one, else the CPU.
             plan: what lives where, layer by layer, planned for this model before. None: it is made here. If less VRAM
-                is free than it takes, the engine begins by a leaner one, with a warning.
+                is free than it takes, or the GPU is full before all is there, the engine begins by a leaner one, with a
+                warning.
             example: the largest micro-batch that will come, to plan for: a dict of forward's keyword arguments, a tuple
                 or list of positional ones, or one tensor. Only shapes and dtypes matter. None, where there are
                 placements to choose: the engine begins with little in VRAM; when the first window is done, it plans for
                 the window's largest micro-batch and moves.
+            evaluation_rows: of the largest micro-batch of evaluations, which plans made here count where training's has
+                fewer.
             materialise: loads parameters of a model on the meta device into RAM. It is called for one flat layer
                 after the other, so there is never a second copy of the model.
 
@@ -135,15 +182,15 @@ class OffloadEngine:
             DoesNotFitError: the plan made here needs more than there is, or than the config's `vram` or `ram`.
             OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`).
         """
-        _check_free(model)
         self.module, self.config = model, config or OffloadConfig()
+        _check_free(model, self.config)
         self.device = hardware.indexed(torch.device(device)) if device is not None else hardware.default_device()
         self.telemetry = telemetry or Telemetry()
         param_groups = listed_groups(param_groups)
         layers = flat_layers(model, self.config, param_groups)
         trained = {view.parameter for layer in layers for view in layer.views}
         self._first_window: FirstWindow | None = None
-        plan = plan or self._planned(model, layers, example)
+        plan = plan or self._planned(model, layers, example, evaluation_rows)
         check_plan(plan, layers, self.config)
         here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
         self.plan = within_free_vram(plan, self.device, sum(each.nbytes for each in here))
@@ -156,15 +203,21 @@ class OffloadEngine:
         self._undo = ExitStack()
         self._undo.callback(self._thread.close)
         # Without this, an engine dropped without close() would keep its model and its threads until the program ends.
-        self._finalizer = weakref.finalize(self, self._undo.close)
+        self._process = os.getpid()
+        self._finalizer = weakref.finalize(self, _let_go_here, self._process, self._undo)
+        self._undo.callback(plain_copies(model))
         self._ram_watch = RamWatch(self.plan.tiers["ram"])
         self._undo.callback(self._ram_watch.close)
-        if self.config.vram is not None:
-            self._undo.callback(cap_vram(parse_bytes(self.config.vram), self.device))
+        self._rate_watch = RateWatch(self.plan)
+        self._undo.callback(self.telemetry.subscribe(self._rate_watch.add))
+        vram = self.config.vram
+        self._vram_cap = VramCap(None if vram is None else parse_bytes(vram), self.device)
+        self._undo.callback(self._vram_cap.remove)
         self._undo.callback(changed(model, self.config, kernels=self.device.type != "cpu"))
         self._steps_phase, self._phase_name = ExitStack(), ""
         self._undo.callback(self._steps_phase.close)
-        with explained_shortage(self.plan, self.device), phase("reading", self.telemetry.peaks, self.device):
+        begun = self.plan
+        with explained_shortage(begun, self.device), phase("reading", self.telemetry.peaks, self.device):
             self._placed = PlacedModel(
                 model,
                 layers,
@@ -173,10 +226,16 @@ class OffloadEngine:
                 self.device,
                 materialise=materialise,
                 ram_watch=self._ram_watch,
+                leaner=self._leaner,
                 submit=self._thread.submit,
                 settle=weakref.WeakMethod(self._settle),
                 undo=self._undo,
             )
+        if self.plan is not begun:
+            words = moved_in_words(begun, self.plan)
+            message = f"the GPU was full while the engine was built: the plan is leaner ({words})"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            self._ram_watch.expect(self.plan.tiers["ram"])
         self.pinning_seconds = self._placed.pinning_seconds
         self.optimizer = OffloadOptimizer(
             param_groups or [{"params": [p for p in model.parameters() if p in trained]}],
@@ -197,23 +256,32 @@ class OffloadEngine:
         self._profile: Profile | None = None
         self.num_updates = self._num_backwards = 0
         self._stepped = self._overflow_known = self._open = True
+        self._has_graph = False
         self.telemetry.plan = self.plan
         _open_engines[model] = weakref.ref(self)
 
-    def _planned(self, model: nn.Module, layers: list[FlatLayer], example: Any) -> Plan:
+    def _planned(self, model: nn.Module, layers: list[FlatLayer], example: Any, evaluation_rows: int) -> Plan:
         """The plan to begin with, where none is given.
 
         Raises:
             DoesNotFitError: it does not fit.
         """
-        made = None if example is None else plan_for(model, self.config, self.device, example)
+        made = None
+        if example is not None:
+            made = plan_for(model, self.config, self.device, example, evaluation_rows=evaluation_rows)
         if made is None and not chooses(self.config, self.device):
             return plan_of(model, layers, self.config)
         if made is None:
-            first = FirstWindow(model, layers, self.config, self.device)
+            first = FirstWindow(model, layers, self.config, self.device, evaluation_rows)
             made, self._first_window = first.plan, None if first.is_settled else first
-        check_fits(made)
+        check_fits(proposing_disk(made))
         return made
+
+    def _leaner(self) -> Plan | None:
+        """Takes a plan with less in VRAM as the plan, and returns it; None if there is none."""
+        plan = with_less_vram(self.plan, self.device)
+        self.plan = plan or self.plan
+        return plan
 
     # ---- one step, in time order -------------------------------------------------------------------------------
 
@@ -222,6 +290,8 @@ class OffloadEngine:
 
         With gradients enabled, HuggingFace models cache no keys and values.
 
+        Without gradients enabled it is an evaluation, and a full GPU is treated as `evaluates` says.
+
         Raises:
             OutOfVramError: the GPU's memory is full. With gradients enabled, the gradients gathered since the last
                 update are dropped, and it is a `RepeatWindowError` if the engine has moved to a leaner plan.
@@ -229,8 +299,7 @@ class OffloadEngine:
         """
         self._check_open()
         if not torch.is_grad_enabled():
-            with explained_shortage(self.plan, self.device):
-                return self.module(*args, **kwargs)
+            return self.evaluates(lambda: self.module(*args, **kwargs))
         if kwargs.get("use_cache") and self._placed.caching:
             raise ModelError(
                 "use_cache=True in training: cached keys and values serve generation only. Leave it out, or call the "
@@ -251,12 +320,49 @@ class OffloadEngine:
             self._records.forward(num_tokens(self.module, kwargs)),
             self._placed.in_forward(),
         ):
-            return self.module(*args, **kwargs)
+            try:
+                output = self.module(*args, **kwargs)
+            except (RuntimeError, TypeError, AttributeError) as error:
+                if not isinstance(error, torch.OutOfMemoryError):
+                    self._untrained.check()  # it may be what made forward fail
+                raise
+        self._has_graph = True
+        return output
+
+    def evaluates(self, run: Callable[[], _T]) -> _T:
+        """What `run()` gives: an evaluation or a generation with the model, in which no graph is built.
+
+        If the GPU's memory is full, the engine moves to a plan with less in VRAM, and `run()` is called again, until
+        it succeeds. Random states, and the buffers of a model in training mode, are what they were at the first call.
+
+        Raises:
+            OutOfVramError: the GPU's memory is full, and no leaner plan is left, or an accumulation window is under
+                way. Its gradients are kept.
+        """
+        self._check_open()
+        states, buffers = random_states(), Buffers()
+        if self.module.training:
+            buffers.keep(self.module)
+        while True:
+            try:
+                with explained_shortage(self.plan, self.device):
+                    found = run()
+            except OutOfVramError as error:
+                if not self._open or isinstance(error, RepeatWindowError):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # what failed must not hold its activations any more
+                self._leave_vram_at_rest(error)
+                buffers.restore()
+                set_random_states(states)
+            else:
+                self._vram_cap.renew("evaluation")
+                return found
 
     def backward(self, loss: torch.Tensor, *, scale_by_accumulation: bool = True) -> None:
         """Backward of one micro-batch. Gradients are gathered, and sent to RAM, layer by layer.
 
-        After any error raised by backward itself, the gradients gathered since the last update are dropped.
+        After any error raised by backward itself, the gradients gathered since the last update are dropped, and `loss`
+        is detached, so that nothing of its graph is held.
 
         Args:
             loss: a scalar.
@@ -265,7 +371,7 @@ class OffloadEngine:
         Raises:
             EngineStateError: it was called again before `step()`, without gradient accumulation.
             OutOfVramError: the GPU's memory is full. It is a `RepeatWindowError` if the engine has moved to a leaner
-                plan. `loss` is detached then, so that its graph frees the GPU.
+                plan.
             ValueError: the loss is not a scalar.
         """
         self._check_open()
@@ -280,7 +386,7 @@ class OffloadEngine:
         with self.makes_room():
             self._backward(loss, accumulation if scale_by_accumulation else 1)
         self._num_backwards += 1
-        self._stepped = False
+        self._stepped = self._has_graph = False
 
     def _backward(self, loss: torch.Tensor, divisor: int) -> None:
         given = loss
@@ -294,9 +400,10 @@ class OffloadEngine:
                     loss.backward()  # type: ignore[no-untyped-call]
             except BaseException as error:
                 self.drop_gradients()
-                if isinstance(error, torch.OutOfMemoryError):
-                    with suppress(RuntimeError):  # a view of a larger tensor
-                        given.detach_()
+                with suppress(RuntimeError):  # a view of a larger tensor
+                    given.detach_()  # somebody may keep it, and with it what its graph holds
+                if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                    self._untrained.check()  # it may be what made backward fail
                 raise
 
     def step(self, *, boundary: bool | None = None) -> bool:
@@ -324,6 +431,7 @@ class OffloadEngine:
             self._stepped = True
             return False
         self._untrained.check()
+        self._vram_cap.renew("training")
         scarce, leaner = self._ram_watch.warning(), None
         if scarce is not None and (leaner := with_less_ram(self.plan, self.device)) is None:
             raise OutOfRamError(scarce)
@@ -348,6 +456,8 @@ class OffloadEngine:
         elif self._first_window is not None:
             first, self._first_window = self._first_window, None
             self._move_after(first)
+        elif self._rate_watch.is_due and self._profile is None:
+            self._move_for_rates()
         return True
 
     def _begin_phase(self, name: str) -> None:
@@ -422,7 +532,7 @@ class OffloadEngine:
         self._check_open()
         self._placed.gradients.drop()
         self._records.drop_window()
-        self._num_backwards, self._stepped = 0, True
+        self._num_backwards, self._stepped, self._has_graph = 0, True, False
 
     def _settle(self) -> None:
         if self._newest is not None:
@@ -496,7 +606,9 @@ class OffloadEngine:
             if self._open:
                 self.plan = self._records.plan = self.telemetry.plan = plan
                 self._ram_watch.expect(plan.tiers["ram"])
+                self._rate_watch.begin(plan)
         seconds = time.perf_counter() - began
+        self._vram_cap.watch()
         forget_peak(self.device)  # it was the other plan's: a GPU that is full again is explained by this one's
         old, new = ({tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan))
         self.telemetry.moves.append(Move(self.num_updates, why, old, new, seconds))
@@ -535,6 +647,24 @@ class OffloadEngine:
             "that it had, and training goes on as if nothing had been"
         )
 
+    def _leave_vram_at_rest(self, error: OutOfVramError) -> None:
+        """Move to a plan with less VRAM, between windows.
+
+        Raises:
+            OutOfVramError: `error`, with why there is no such move.
+        """
+        if self._num_backwards or self._has_graph or self._placed.is_busy:
+            raise OutOfVramError(
+                f"{error}. An accumulation window is under way, in which nothing can move: evaluate and generate after "
+                "the step() that ends it, and the engine makes room"
+            ) from error
+        if (plan := with_less_vram_at_rest(self.plan, self.device)) is None:
+            raise error
+        try:
+            self._move_with_a_warning(plan, "the GPU's memory was full in an evaluation", stacklevel=6)
+        except OffloadkitError as why:
+            raise OutOfVramError(f"{error}. The move to a leaner plan failed: {why}") from error
+
     def _leave_ram(self, plan: Plan, scarce: str | None) -> None:
         """Move to a plan with less RAM.
 
@@ -566,6 +696,18 @@ class OffloadEngine:
             if not self._open:
                 raise
             logger.warning(f"training goes on as it began, not as planned for its micro-batches: {error}")
+
+    def _move_for_rates(self) -> None:
+        """Move where measured rates say that another plan is faster. Training goes on as it is if that cannot be."""
+        found = self._rate_watch.judge(self._placed.assigned, lambda: room(self.plan, self.device))
+        if found is None:
+            return
+        try:
+            self._move_with_a_warning(*found, stacklevel=4)
+        except OffloadkitError as error:
+            if not self._open:
+                raise
+            logger.warning(f"{found[1]}, and a faster plan was found, but the move to it failed: {error}")
 
     def _has_moved(self, state: LayerState) -> None:
         for at, view in enumerate(state.layer.views):
@@ -724,6 +866,7 @@ class OffloadEngine:
             self.loss_scale.load_state_dict(values["counts"]["loss_scale"])
 
     def _check_window(self) -> None:
+        self._check_open()
         if self._num_backwards:
             raise EngineStateError(
                 f"{self._num_backwards} micro-batches of an accumulation window are done, and their gradients are in "
@@ -742,12 +885,12 @@ class OffloadEngine:
 
         The model keeps its trained weights. It stays on its device if all its weights were there; else all of it is in
         RAM then, and weights that were there stay where they are. The optimizer's states are gone, and are freed
-        before anything moves: closing takes no second copy of the weights.
+        before anything moves: closing takes no second copy of the weights. In a forked process nothing happens.
 
         Raises:
             NonFiniteGradientError: as `step`. The engine is closed then too.
         """
-        if not self._open:
+        if not self._open or os.getpid() != self._process:
             return
         failing = sys.exception() is not None  # an error is already on its way to the caller: do not hide it
         try:
@@ -805,6 +948,8 @@ class OffloadEngine:
     def _check_open(self) -> None:
         if not self._open:
             raise EngineStateError("this engine is closed: build a new OffloadEngine to train on")
+        if os.getpid() != self._process:
+            raise forked("the engine was")
 
     def _raise_thread_error(self) -> None:
         if self._thread.error is not None:

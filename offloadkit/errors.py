@@ -77,16 +77,26 @@ def errors_hold_nothing() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        behind: list[BaseException | None] = [error]
-        seen = [None, outside]
-        while behind:
-            each = behind.pop()
-            if each not in seen and each is not None:
-                seen.append(each)
-                traceback.clear_frames(each.__traceback__)
-                behind += [each.__cause__, each.__context__]
+        _clear_frames(error, outside)
         gc.collect()
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():
             torch.cuda.empty_cache()
         raise
+
+
+def forget_last_error() -> None:
+    """Clear the local variables that the error holds which a prompt or a notebook remembers."""
+    _clear_frames(getattr(sys, "last_value", None), None)
+    gc.collect()
+
+
+def _clear_frames(error: BaseException | None, outside: BaseException | None) -> None:
+    """Clear the frames of `error` and of those behind it, up to `outside`."""
+    behind, seen = [error], [None, outside]
+    while behind:
+        each = behind.pop()
+        if each not in seen and each is not None:
+            seen.append(each)
+            traceback.clear_frames(each.__traceback__)
+            behind += [each.__cause__, each.__context__]

@@ -10,7 +10,7 @@ What the arguments of `finetune` take:
   (decoders), text + label (classifiers), or tokenized. Other well-known names are understood (Alpaca, Dolly, ShareGPT:
   see `hf/columns.py`). Of a decoder's pairs only the target is learned: through the tokenizer's chat template if it
   has one, else written right behind the input and closed by the end token. The evaluation set is evaluated after each
-  epoch and at the end.
+  epoch and at the end. `eval_dataset=0.1` holds out a tenth of the training rows, the same ones whatever `seed` is.
 - `input_column`, `target_column`: which columns are input and target (or text and label), if their names do not say it.
 - `template`: makes the input from several columns by `str.format`, such as "{context} Question: {question}".
 - `tokenizer`: None takes the model's own; "byte" is one token a byte, for models with random weights.
@@ -20,6 +20,8 @@ What the arguments of `finetune` take:
 - `epochs`, `max_steps`: how long to train; `max_steps` goes before `epochs`.
 - `batch_size`: rows in a micro-batch; "auto": see `planning.BATCH_SIZES`.
 - `gradient_accumulation`: micro-batches an update.
+- HuggingFace's names for these are taken too: `num_train_epochs`, `per_device_train_batch_size`,
+  `gradient_accumulation_steps`, `lr`.
 - `learning_rate`: None takes `LEARNING_RATES`. It rises over the first 5 % of the steps and falls linearly to 0.
 - `init`: "random" starts from random weights.
 - `max_input_length`, `max_target_length`: in tokens; None is 512 (causal: 1024) for inputs and 128 for targets. A
@@ -39,7 +41,12 @@ What the arguments of `finetune` take:
 - `precision` of the optimizer states; `vram` and `ram` that may be used ("8GiB"; None: what is free);
   `compile_blocks` for faster steps after a first one that takes minutes. They go before those of `offload`, which
   sets what `TrainingArguments` do not.
-- `training_arguments`: anything else that `transformers.Seq2SeqTrainingArguments` takes.
+- `callbacks`, `compute_metrics`: as HuggingFace's Trainer takes them. What `compute_metrics` returns is in
+  `FinetuneResult.metrics`, its names begin with "eval_". It gets logits; with `predict_with_generate=True` the tokens
+  that an encoder-decoder writes.
+- `verbose`: print where everything lives, byte by byte, and what limits the step; else the plan's verdict alone.
+- `training_arguments`: anything else that `transformers.Seq2SeqTrainingArguments` takes. `save_steps` and `eval_steps`
+  save and evaluate after so many steps, instead of after each epoch.
 
 Working weights, gradients and activations are bf16 on a GPU with native bf16, fp16 with a loss scale on other GPUs,
 and fp32 on the CPU. The optimizer's master weights are always fp32. `bf16=`, `fp16=` or `offload.working_dtype` changes
@@ -48,13 +55,15 @@ the working dtype: `bf16=False` on a GPU with bf16, and `fp16=False` on one with
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -97,17 +106,35 @@ from offloadkit.starting import collector_off, is_loaded, say
 from offloadkit.telemetry import Move, Peaks, StepRecord
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainingArguments
+    from transformers import (
+        EvalPrediction,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        Seq2SeqTrainingArguments,
+        TrainerCallback,
+    )
 
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 
 LEARNING_RATES = {"pretrained": 1e-4, "random": 5e-4}
 """What `learning_rate=None` is, by `init`."""
 
+HF_NAMES = {
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "lr": "learning_rate",
+}
+"""Names of HuggingFace's that `finetune` takes for arguments of its own."""
+
 NUM_PREDICTED = 256
 """Rows of the evaluation set, from its beginning, over which exact match or accuracy is taken."""
 
 _NUM_SHOWN = 5
+_SPEED_OF_EVALUATION = {
+    f"eval_{name}" for name in ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+}
+"""What the Trainer logs with an evaluation and is no metric."""
 _RESUME = "resume=True (--resume)"
 
 
@@ -120,7 +147,8 @@ class FinetuneResult:
     plan: Plan
     metrics: dict[str, float]
     """train_loss and train_seconds, if a step was taken. With an evaluation set also eval_loss, and exact_match
-    (seq2seq) or accuracy (classification), 0 to 1, over its first `NUM_PREDICTED` rows."""
+    (seq2seq) or accuracy (classification), 0 to 1, over its first `NUM_PREDICTED` rows; and the numbers of
+    `compute_metrics`."""
     history: list[dict[str, Any]]
     """What was logged: loss, grad_norm, learning_rate, eval_loss by step."""
     samples: list[Sample]
@@ -160,9 +188,46 @@ def _libraries() -> Iterator[None]:
     yield
 
 
-@errors_hold_nothing()
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _takes_hf_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`function`, which also takes the names in `HF_NAMES`. One value under two names is a `ConfigError`."""
+
+    @functools.wraps(function)
+    def renamed(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for theirs, ours in HF_NAMES.items():
+            if theirs in kwargs:
+                if ours in kwargs:
+                    raise ConfigError(f"{ours} and {theirs} are two names of one value: pass one of them")
+                kwargs[ours] = kwargs.pop(theirs)
+        return function(*args, **kwargs)
+
+    return renamed
+
+
+_training = threading.RLock()
+"""Held by the `finetune` that runs: random states, the GPU's free memory and libraries' settings are the process's."""
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A context in which no other thread of this process is in one; waits until it is so."""
+    if not _training.acquire(blocking=False):
+        print("another finetune of this process is under way: this one begins when it has ended", flush=True)
+        _training.acquire()
+    try:
+        yield
+    finally:
+        _training.release()
+
+
 @_libraries()
+@_alone()
+@errors_hold_nothing()
 @bars_where_live()
+@_takes_hf_names
 def finetune(
     model: str | os.PathLike[str] | PreTrainedModel,
     train_dataset: Any,
@@ -190,7 +255,10 @@ def finetune(
     overwrite: bool = False,
     retry_leaner: bool = False,
     monitor: bool = True,
+    verbose: bool = False,
     baseline: Literal["predict", "measure"] = "predict",
+    callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
+    compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
     offload: OffloadConfig | None = None,
     **training_arguments: Any,
 ) -> FinetuneResult:
@@ -211,11 +279,12 @@ def finetune(
     numbers = {"batch_size": batch_size, "max_steps": max_steps, "gradient_accumulation": gradient_accumulation}
     check_whole_numbers(**numbers, **lengths)
     switches = {"resume": resume, "overwrite": overwrite, "retry_leaner": retry_leaner, "monitor": monitor}
-    _check(epochs, learning_rate, init, seed, baseline, **switches)
+    _check(epochs, learning_rate, init, seed, baseline, verbose=verbose, **switches)
+    _check_evaluation(eval_dataset, callbacks, compute_metrics)
     wish = ColumnWish(input_column, target_column, template)
     if retry_leaner:
         why = "retry_leaner has no effect and will be removed: a full GPU always makes training go on by a leaner plan"
-        warnings.warn(why, FutureWarning, stacklevel=4)
+        warnings.warn(why, FutureWarning, stacklevel=7)
     dtype = _working_dtype(offload, training_arguments)
     wishes: dict[str, Any] = {"precision": precision, "compile_blocks": compile_blocks, "working_dtype": dtype}
     offload = with_wishes(offload, vram=vram, ram=ram, **wishes)
@@ -234,24 +303,28 @@ def finetune(
         check_same_model(checkpoint, source.config)
     at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
     if batch_size == "auto":
-        batch_size = auto_batch_size(source, offload, **lengths, device=_device(training_arguments))
+        smoothing = training_arguments.get("label_smoothing_factor") or 0.0
+        where = _device(training_arguments)
+        batch_size = auto_batch_size(source, offload, **lengths, device=where, label_smoothing=smoothing)
     own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
     own |= {"gradient_accumulation_steps": gradient_accumulation, "per_device_train_batch_size": batch_size}
     own |= {"learning_rate": learning_rate or LEARNING_RATES[init]}
+    own["prediction_loss_only"] = compute_metrics is None
     args = arguments_of_finetune(own, training_arguments, dtype, eval_dataset is not None)
     offload = engine_config(offload, args)
 
     size: dict[str, Any] = {"batch_size": batch_size, **lengths, "device": args.device}
+    size["label_smoothing"] = args.label_smoothing_factor
     if eval_dataset is not None and "per_device_eval_batch_size" in training_arguments:
         size["eval_batch_size"] = args.per_device_eval_batch_size
-    assumed = None if at_once else shown_plan(source, offload, **size)
+    assumed = None if at_once else shown_plan(source, offload, verbose=verbose, **size)
     tokenizer = source.load_tokenizer(tokenizer)
     data, evaluation = prepare_both(train_dataset, eval_dataset, tokenizer, source.config, **lengths, wish=wish)
     source = source.for_rows(data.task, data.id2label)
     size |= longest_row(data, evaluation)
     if evaluation is not None and "eval_batch_size" in size:
         size["eval_batch_size"] = min(size["eval_batch_size"], len(evaluation.dataset))
-    plan = plan_for_rows(source, offload, assumed, **size)
+    plan = plan_for_rows(source, offload, assumed, verbose=verbose, **size)
 
     if checkpoint is not None:
         for skipped, why in skipped_checkpoints(output):
@@ -264,7 +337,8 @@ def finetune(
         step: dict[str, Any] = {"batch_size": batch_size, "accumulation": gradient_accumulation, "dtype": dtype}
         seconds = measured_baseline(source.given, data, **step, folder=output / "baseline")
     watch = Monitor(plan, baseline_seconds=seconds, display="auto" if monitor and can_be_drawn() else "none")
-    run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch, earlier)
+    hooks: dict[str, Any] = {"callbacks": list(callbacks), "compute_metrics": compute_metrics}
+    run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch, earlier, hooks)
     with ExitStack() as opened:
         opened.push(watch)  # ends it; it begins when the weights are in place
         trainer, plan, metrics = run.train(plan, checkpoint)
@@ -274,8 +348,9 @@ def finetune(
         with phase("saving", peaks, args.device):
             _save(trained, tokenizer, output / "model")  # first of all: an evaluation that fails loses nothing
         samples = _evaluate(trainer, tokenizer, evaluation, metrics)
+        plan = plan if trainer.engine is None else trainer.engine.plan  # an evaluation may have moved it
         steps, state = list(trainer.telemetry.records), trainer.state
-        stopped, moves = state.global_step < state.max_steps, trainer.telemetry.moves
+        stopped, moves = watch.stop_requested and state.global_step < state.max_steps, trainer.telemetry.moves
     for sentence in _not_as_planned(plan, peaks, moves):
         print(sentence, flush=True)
     measured: dict[str, Any] = {"stopped": stopped, "peaks": peaks, "moves": moves}
@@ -299,6 +374,24 @@ def _check(epochs: Any, learning_rate: Any, init: Any, seed: Any, baseline: Any,
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be True or False, got {value!r}")
+
+
+def _check_evaluation(eval_dataset: Any, callbacks: Any, compute_metrics: Any) -> None:
+    """Raise `ConfigError` for an evaluation set, callbacks or metrics without a meaning."""
+    from transformers import TrainerCallback
+
+    if isinstance(eval_dataset, int | float) and (isinstance(eval_dataset, bool) or not 0 < eval_dataset < 1):
+        what = "rows, or the share of the training rows to hold out, more than 0 and less than 1"
+        raise ConfigError(f"eval_dataset must be {what}; got {eval_dataset!r}")
+    if not isinstance(callbacks, list | tuple):
+        raise ConfigError(f"callbacks must be a list of transformers.TrainerCallback, got {callbacks!r}")
+    for each in callbacks:
+        if not issubclass(each if isinstance(each, type) else type(each), TrainerCallback):
+            raise ConfigError(f"callbacks must be a list of transformers.TrainerCallback, and {each!r} is none")
+    if compute_metrics is not None and not callable(compute_metrics):
+        raise ConfigError(f"compute_metrics must be a function of an EvalPrediction, got {compute_metrics!r}")
+    if compute_metrics is not None and eval_dataset is None:
+        raise ConfigError("compute_metrics needs eval_dataset: pass rows, or a share of the training rows such as 0.1")
 
 
 def _working_dtype(offload: OffloadConfig | None, given: dict[str, Any]) -> Dtype:
@@ -338,6 +431,8 @@ class TrainingRun:
     """Watches the training, from its first step on; its `telemetry` holds what was recorded."""
     earlier: EarlierRun
     """Its checkpoints make room for those of this run, once a step is done or one is written."""
+    hooks: dict[str, Any]
+    """The user's `callbacks` and `compute_metrics`, as the Trainer takes them."""
 
     def train(self, plan: Plan, checkpoint: Path | None) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
         """A trainer that has trained, the plan that it used last, and its metrics."""
@@ -388,6 +483,7 @@ class TrainingRun:
             eval_dataset=None if self.evaluation is None else self.evaluation.dataset,
             data_collator=with_decoder_inputs(self.data.collator, model) if smooths else self.data.collator,
             processing_class=self.tokenizer,
+            **self.hooks,
         )
         show_progress(trainer, monitored=self.monitor.is_drawn)
         return trainer
@@ -448,12 +544,17 @@ def _evaluate(
         return []
     at_the_end = [log for log in trainer.state.log_history if log["step"] == trainer.state.global_step]
     best = trainer.args.load_best_model_at_end  # then the newest loss may be another model's
-    known = [log["eval_loss"] for log in at_the_end if "eval_loss" in log and not best]
-    metrics["eval_loss"] = known[-1] if known else trainer.evaluate()["eval_loss"]
+    known = [log for log in at_the_end if "eval_loss" in log and not best]
+    metrics |= {
+        name: value
+        for name, value in (known[-1] if known else trainer.evaluate()).items()
+        if name.startswith("eval_") and name not in _SPEED_OF_EVALUATION and isinstance(value, int | float)
+    }
     num_rows = _NUM_SHOWN if evaluation.task == "causal" else NUM_PREDICTED
     batch_size = trainer.args.per_device_eval_batch_size
+    how: dict[str, Any] = {} if trainer.engine is None else {"evaluates": trainer.engine.evaluates}
     with phase("generation", trainer.telemetry.peaks, trainer.args.device):
-        samples = predict(trainer.model, tokenizer, evaluation, num_rows=num_rows, batch_size=batch_size)
+        samples = predict(trainer.model, tokenizer, evaluation, num_rows=num_rows, batch_size=batch_size, **how)
     if evaluation.task != "causal":
         metrics["exact_match" if evaluation.task == "seq2seq" else "accuracy"] = share_correct(samples)
     print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))

@@ -89,6 +89,9 @@ class Hardware:
     disk_read_bytes_per_second: float = 0.0
     disk_write_bytes_per_second: float = 0.0
 
+    assumed: str = ""
+    """What of this was not measured, in a sentence. "": everything was."""
+
 
 CPU_STEP_RATES: dict[Precision, str] = {
     "exact": "cpu_adamw_bytes_per_second",

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from offloadkit.changes import changed
+from offloadkit.changes import changed, claim
 from offloadkit.config import OffloadConfig
 from offloadkit.device.measure import measure
 from offloadkit.hardware import Hardware
@@ -26,6 +26,8 @@ from offloadkit.offload.caches import caching_configs
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of, repeated_blocks, stays_fp32
 from offloadkit.optim.table import DTYPES
 from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage
+from offloadkit.planner.plan import why_not
+from offloadkit.python_time import blocks_called
 from offloadkit.tracing import Call, trace_micro_batch
 
 logger = logging.getLogger(__name__)
@@ -48,18 +50,28 @@ class Outline:
     held_bytes: int = 0
     """RAM that the model itself takes until the engine has taken all of it over."""
 
-    def work(self, batch: Any, rows: Rows | None = None) -> MicroBatch | None:
+    def work(
+        self, batch: Any, rows: Rows | None = None, loss_of: Callable[[Any], torch.Tensor] | None = None
+    ) -> MicroBatch | None:
         """What a micro-batch computes; None if the model cannot run on the meta device.
 
         Args:
             batch: what `trace_micro_batch` takes.
             rows: its shape; None: read from `input_ids` and `labels`, if it has them.
+            loss_of: as for `trace_micro_batch`.
         """
         try:
-            return replace(trace_micro_batch(self.model, batch), rows=rows or _rows(self.model, batch))
+            with blocks_called(self.model) as blocks:
+                traced = trace_micro_batch(self.model, batch, loss_of)
         except Exception as error:
             logger.warning(f"activations and seconds of this model cannot be planned: {type(error).__name__}: {error}")
             return None
+        device = torch.device(self.machine.device)
+        is_here = device.type == "cuda" and torch.cuda.is_available() and not self.machine.assumed
+        seconds = blocks.operation_seconds(traced, device) if is_here else None
+        launch = self.machine.launch_seconds
+        launches = None if seconds is None else (seconds[0] / launch, seconds[1] / launch)
+        return replace(traced, rows=rows or _rows(self.model, batch), operation_launches=launches)
 
     def plan(self, work: MicroBatch | None, **changes: Any) -> Plan:
         """The plan for a micro-batch that was traced, with `changes` in the config."""
@@ -83,10 +95,10 @@ def _outline(
 ) -> tuple[Outline, Callable[[], None]]:
     """The outline, and what undoes the changes to what is computed."""
     undo = ExitStack()
-    undo.callback(changed(model, config, kernels=machine.device != "cpu"))
+    capability = machine.compute_capability if machine.assumed else None
+    undo.callback(changed(model, config, kernels=machine.device != "cpu", capability=capability))
     for caching in caching_configs(model):
-        undo.callback(setattr, caching, "use_cache", caching.use_cache)
-        caching.use_cache = False
+        undo.callback(claim(caching, "use_cache", False))
     try:
         layers = flat_layers(model, config)
         _take_working_dtypes(model, layers, config)
@@ -169,19 +181,24 @@ def plan_for(
         ModelError, ConfigError: as `OffloadEngine`.
     """
     outline = _outline_of_copy(model, config, device)
-    work = None if outline is None else outline.work(example)
+    work = None if outline is None else _work(outline, example, evaluation_rows)
     if outline is None or work is None:
         return None
-    evaluation = None
-    if evaluation_rows > _num_rows(example):
-        evaluation = outline.work(_with_rows(example, evaluation_rows))
-    made = outline.plan(replace(work, evaluation=evaluation))
+    made = outline.plan(work)
     if made.fits or work.rows is None or not rows_option:
         return made
     numbers = [1 << power for power in reversed(range((work.rows.batch_size - 1).bit_length()))]
     fewer = ((f"{rows_option}={number}", outline.work(_with_rows(example, number))) for number in numbers)
-    smaller = tuple((words, replace(less, evaluation=evaluation)) for words, less in fewer if less is not None)
+    smaller = tuple((words, replace(less, evaluation=work.evaluation)) for words, less in fewer if less is not None)
     return replace(made, basis=replace(made.basis, smaller=smaller))
+
+
+def _work(outline: Outline, example: Any, evaluation_rows: int) -> MicroBatch | None:
+    """What a micro-batch like `example` computes, with an evaluation of so many rows if these are more; else None."""
+    work = outline.work(example)
+    if work is None or evaluation_rows <= _num_rows(example):
+        return work
+    return replace(work, evaluation=outline.work(_with_rows(example, evaluation_rows)))
 
 
 def _num_rows(example: Any) -> int:
@@ -255,12 +272,21 @@ class FirstWindow:
         plan: to begin with: of what RAM and disk have room for, about the least in VRAM, every block recomputed.
     """
 
-    def __init__(self, model: nn.Module, layers: list[FlatLayer], config: OffloadConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[FlatLayer],
+        config: OffloadConfig,
+        device: torch.device,
+        evaluation_rows: int = 0,
+    ) -> None:
         """
         Args:
             model: it has its weights still.
             layers: its flat layers.
+            evaluation_rows: as for `plan_for`.
         """
+        self._evaluation_rows = evaluation_rows
         self._outline = _outline_of_copy(model, config, device)
         self._example: Call | None = None
         self._example_elements = -1
@@ -282,10 +308,12 @@ class FirstWindow:
         """The plan for what was seen; None if there is none that fits, or nothing can be traced."""
         if self._outline is None or self._example is None:
             return None
-        work = self._outline.work(self._example)
+        work = _work(self._outline, self._example, self._evaluation_rows)
         made = None if work is None else self._outline.plan(work)
         if made is not None and not made.fits:
-            logger.warning(f"training goes on as it began: the plan for its micro-batches {made.explain()}")
+            logger.warning(
+                f"training goes on as it began: the plan for its micro-batches {why_not(made)}\n{made.explain()}"
+            )
             return None
         return made
 

@@ -1,36 +1,35 @@
 """`plan`: what training a model takes, from its name and a few wishes, before a byte of weights is read.
 
 plan = offloadkit.plan("t5-3b", vram="8GiB", ram="32GiB", batch_size=4)
-print(plan, plan.explain(), sep="\\n")
+print(plan)  # whether it fits, and how fast it is; plan.explain() and plan.details() say more
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Precision
-from offloadkit.device.measure import measure
-from offloadkit.device.state_file import unfit_for_states
-from offloadkit.errors import ConfigError, OutputError
+from offloadkit.device.assumed_disk import proposing_disk, with_disk
+from offloadkit.device.measure import host_rates, measure
+from offloadkit.errors import ConfigError
 from offloadkit.hardware import Hardware
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
 from offloadkit.hf.load import Task
 from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.outline import Outline, held_in_ram, outlined
 from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
+from offloadkit.planner.cards import CARDS, card_named
 from offloadkit.planner.layout import activations
 from offloadkit.planner.plan import check_fits
-from offloadkit.units import format_bytes, format_seconds, parse_bytes
+from offloadkit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,8 +68,6 @@ ASSUMED_CARD = Hardware(
     fp32_flops_per_second=15e12,
 )
 """A typical machine that was not measured: PCIe 4 x16, two channels of DDR5, a mid-range card."""
-ASSUMED_DISK = 1.5e9
-"""Bytes a second of its disk, for reading and for writing."""
 
 
 def plan(
@@ -86,6 +83,7 @@ def plan(
     task: Task | None = None,
     offload: OffloadConfig | None = None,
     device: torch.device | None = None,
+    gpu: str | None = None,
 ) -> Plan:
     """How much memory training `model` needs, where it is placed and how long a step takes. Only its config is read.
 
@@ -100,16 +98,18 @@ def plan(
         task: "seq2seq", "causal" or "classification"; None: what the architecture was made for.
         offload: as in `finetune`; its `working_dtype` "auto" means `default_dtype`.
         device: where training runs; None: the GPU if there is one.
+        gpu: a card to plan for that is not here ("RTX 4090"), by its data sheet: see `planner.cards.CARDS`. The CPU
+            and RAM are this machine's, or assumed if they were never measured. `vram` is then a part of the card.
 
     Raises:
-        ConfigError: a wish has no meaning.
+        ConfigError: a wish has no meaning, or no such card is known.
         OutputError: the folder for states on disk does not exist, or is full.
         ModelError, ModelNotFoundError, ModelAccessError: as in `finetune`.
     """
     source = resolve(model, init="random", task=task)
     config = with_wishes(offload, vram=vram, ram=ram, precision=precision, gradient_accumulation=gradient_accumulation)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    return plan_source(source, config, batch_size=batch_size, **lengths, device=device)
+    return plan_source(source, config, batch_size=batch_size, **lengths, device=device, gpu=gpu)
 
 
 def plan_source(
@@ -120,25 +120,26 @@ def plan_source(
     max_input_length: int | None,
     max_target_length: int | None,
     device: torch.device | None,
+    gpu: str | None = None,
     eval_batch_size: int | None = None,
+    label_smoothing: float = 0.0,
 ) -> Plan:
     """`plan` of a model that was looked up already, with every wish in the config.
 
     Args:
+        label_smoothing: with it the Trainer computes the loss, from whole logits.
         eval_batch_size: rows of evaluation's micro-batches, if they are not those of training.
     """
     check_whole_numbers(batch_size=batch_size, max_input_length=max_input_length, max_target_length=max_target_length)
-    machine, assumed = machine_for(config, device)
+    machine, assumed = machine_for(config, device) if gpu is None else (machine_with(gpu, config), True)
     config = _with_dtype(config, machine)
-    with _outline(source, config, machine, assumed=assumed) as outline:
+    with _outline(source, config, machine, assumed=assumed, label_smoothing=label_smoothing) as outline:
         rows = outline.rows(batch_size, max_input_length, max_target_length)
         outline = replace(outline, eval_batch_size=eval_batch_size or 0)
         made = outline.outline.plan(outline.work(rows))
         if made.fits:
             return made
-        folder = next((name for name in (tempfile.gettempdir(), ".") if not unfit_for_states(Path(name))), None)
-        other = with_disk(machine, folder) if folder and not config.disk and machine.device != "cpu" else None
-        return replace(made, basis=replace(made.basis, smaller=tuple(outline.smaller(rows)), with_disk=other))
+        return proposing_disk(replace(made, basis=replace(made.basis, smaller=tuple(outline.smaller(rows)))))
 
 
 def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
@@ -150,39 +151,44 @@ def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
     return replace(offload or OffloadConfig(), **{name: wish for name, wish in wishes.items() if wish is not None})
 
 
-def shown_plan(source: ModelSource, config: OffloadConfig, **size: Any) -> Plan:
+def shown_plan(source: ModelSource, config: OffloadConfig, *, verbose: bool = False, **size: Any) -> Plan:
     """`plan_source`, printed.
+
+    Args:
+        verbose: whether all of it is printed, not the verdict alone.
 
     Raises:
         DoesNotFitError: the plan does not fit.
     """
     made = plan_source(source, config, **size)
-    print(made, flush=True)
+    if verbose:
+        print(made, made.details(), *([made.explain()] if made.fits else []), sep="\n", flush=True)
+    elif made.fits:  # else the error says it
+        print(made, flush=True)
     check_fits(made)
     return made
 
 
-def plan_for_rows(source: ModelSource, config: OffloadConfig, assumed: Plan | None, **size: Any) -> Plan:
+def plan_for_rows(
+    source: ModelSource, config: OffloadConfig, assumed: Plan | None, *, verbose: bool = False, **size: Any
+) -> Plan:
     """The plan for rows of known length. They may be longer than was assumed: tokenized rows are not cut.
 
     Args:
-        assumed: the plan that was shown before; one line then says what changed. None shows the whole plan.
+        assumed: the plan that was shown before; one line then says what changed. None shows the plan as `shown_plan`.
         size: as for `plan_source`.
 
     Raises:
         DoesNotFitError: the plan does not fit.
     """
     if assumed is None:
-        return shown_plan(source, config, **size)
+        return shown_plan(source, config, verbose=verbose, **size)
     made = plan_source(source, config, **size)
     if made == assumed:
         return assumed
     target = f" + {size['max_target_length']}" if source.task == "seq2seq" else ""
-    takes = [f"{format_seconds(made.seconds.step)} a step"] if made.seconds else []
-    tiers = {"ram": "RAM"} if made.on_cpu else {"vram": "VRAM", "ram": "RAM"}
-    takes += [f"{format_bytes(made.needs()[tier])} of {name}" for tier, name in tiers.items()]
     longest = f"the longest row has {size['max_input_length']}{target} tokens"
-    print(f"planned again, {longest}: {', '.join(takes)}", flush=True)
+    print(f"planned again, {longest}: {made.verdict}", flush=True)
     check_fits(made)
     return made
 
@@ -194,13 +200,14 @@ def auto_batch_size(
     max_input_length: int | None,
     max_target_length: int | None,
     device: torch.device,
+    label_smoothing: float = 0.0,
 ) -> int:
     """The size that `batch_size="auto"` means: by `BATCH_SIZES` with a GPU, else `AUTO_BATCH_SIZE`."""
     if device.type == "cpu":
         return AUTO_BATCH_SIZE
     machine = measure(device)
     config = _with_dtype(config, machine)
-    with _outline(source, config, machine) as outline:
+    with _outline(source, config, machine, label_smoothing=label_smoothing) as outline:
         return outline.rows("auto", max_input_length, max_target_length).batch_size
 
 
@@ -231,27 +238,47 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
     """The machine to plan for, and whether its rates are assumed: this GPU, this CPU, or a card of the given size."""
     if device is None and config.vram is not None and hardware.default_device().type == "cpu":
         vram, ram = parse_bytes(config.vram), hardware.ram_available_bytes()
-        card = replace(ASSUMED_CARD, vram_total_bytes=vram, vram_free_bytes=vram)
+        names = ", ".join(card.name for card in CARDS)
+        assumed = f"Planned for an assumed card of {format_bytes(vram)}. Name yours by gpu= or --gpu: {names}."
+        card = replace(ASSUMED_CARD, vram_total_bytes=vram, vram_free_bytes=vram, assumed=assumed)
         card = replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram)
         return (card if config.disk is None else with_disk(card, config.disk)), True
     return measure(device, folder=config.disk), False
 
 
-def with_disk(machine: Hardware, folder: str) -> Hardware:
-    """The machine with the disk of `folder`, whose rates are assumed.
+def machine_with(gpu: str, config: OffloadConfig) -> Hardware:
+    """This machine with another GPU, by its data sheet. Where the CPU was never measured, its rates are assumed.
 
     Raises:
-        OutputError: there is no such folder.
+        ConfigError: no such card is known.
     """
-    if not os.path.isdir(folder):
-        raise OutputError(f"{folder} is no folder: name one on a local disk, for optimizer states")
-    return replace(
-        machine,
-        disk_folder=folder,
-        disk_free_bytes=shutil.disk_usage(folder).free,
-        disk_read_bytes_per_second=ASSUMED_DISK,
-        disk_write_bytes_per_second=ASSUMED_DISK,
+    card, host = card_named(gpu), host_rates()
+    rates: dict[str, Any] = card.rates() | host
+    if host:
+        rates["cpu_and_bus_bytes_per_second"] = max(
+            host["cpu_and_bus_bytes_per_second"], rates["both_bytes_per_second"]
+        )
+    num_cores = hardware.num_cores() if host else ASSUMED_CARD.num_cores
+    whose = f"this machine's {num_cores} cores, as measured" if host else f"an assumed host of {num_cores} cores"
+    assumed = (
+        f"Planned for a card that is not here, {card.name}, at the rates of its data sheet times what an H200 reached "
+        f"of its own sheet, and for {whose}."
     )
+    machine = replace(
+        ASSUMED_CARD,
+        gpu_name=card.name,
+        compute_capability=card.capability,
+        supports_bf16=card.supports_bf16,
+        vram_total_bytes=int(card.usable_gib * GIB),
+        vram_free_bytes=int(card.usable_gib * GIB) - ASSUMED_CARD.vram_context_bytes,
+        ram_total_bytes=hardware.ram_limit_bytes(),
+        ram_available_bytes=hardware.ram_available_bytes(),
+        cpu_name=hardware.cpu_name() if host else ASSUMED_CARD.cpu_name,
+        num_cores=num_cores,
+        assumed=assumed,
+        **rates,
+    )
+    return machine if config.disk is None else with_disk(machine, config.disk)
 
 
 @dataclass(frozen=True)
@@ -262,6 +289,7 @@ class _TaskOutline:
     task: Task
     eval_batch_size: int = 0
     """Rows of evaluation's micro-batches, which count if they are more than those of training."""
+    label_smoothing: float = 0.0
 
     def rows(
         self, batch_size: int | Literal["auto"], max_input_length: int | None, max_target_length: int | None
@@ -296,10 +324,20 @@ class _TaskOutline:
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
         batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
-        work = self.outline.work(batch, rows)
+        loss_of = self._smoothed(batch) if self.label_smoothing else None
+        work = self.outline.work(batch, rows, loss_of)
         if work is None or self.eval_batch_size <= size:
             return work
         return replace(work, evaluation=self.work(replace(rows, batch_size=self.eval_batch_size)))
+
+    def _smoothed(self, batch: dict[str, torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+        """The loss that the Trainer computes outside the model, whose micro-batch is without labels then."""
+        from transformers.trainer_pt_utils import LabelSmoother
+
+        smoother, labels = LabelSmoother(epsilon=self.label_smoothing), batch.pop("labels")
+        if self.task == "seq2seq":
+            batch["decoder_input_ids"] = torch.empty_like(labels)
+        return partial(smoother, labels=labels, shift_labels=self.task == "causal")
 
     def smaller(self, rows: Rows) -> Iterator[tuple[str, MicroBatch]]:
         """Smaller micro-batches, each with its options in words: fewer rows first, then shorter rows."""
@@ -315,7 +353,12 @@ class _TaskOutline:
 
 @contextmanager
 def _outline(
-    source: ModelSource, config: OffloadConfig, machine: Hardware, *, assumed: bool = False
+    source: ModelSource,
+    config: OffloadConfig,
+    machine: Hardware,
+    *,
+    assumed: bool = False,
+    label_smoothing: float = 0.0,
 ) -> Iterator[_TaskOutline]:
     """The model without numbers, as it is trained. Changes to what it computes end with the context.
 
@@ -324,4 +367,4 @@ def _outline(
     """
     held = 0 if source.model is None else held_in_ram(source.model)
     with outlined(source.on_meta, config, machine, assumed=assumed) as outline:
-        yield _TaskOutline(replace(outline, held_bytes=held), source.task)
+        yield _TaskOutline(replace(outline, held_bytes=held), source.task, label_smoothing=label_smoothing)

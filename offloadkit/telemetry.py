@@ -35,7 +35,8 @@ class StepRecord:
     - "norm": the gradient norm.
     - "cpu_step": the optimizer step on the CPU, and sending the weights.
     - "gpu_step": the optimizer step on the device, from the norm to the last kernel, with the copies it waits for.
-    - "h2d", "d2h": copies to and from the device.
+    - "h2d", "d2h": copies to and from the device, those of the last update included: they ran beside this forward.
+      Where several streams copied at the same time, it counts once.
     - "other": wall time between the end of backward and the next forward (data loading, logging).
     """
 
@@ -51,6 +52,13 @@ class StepRecord:
     seconds: dict[str, float]
     bytes: dict[str, dict[str, int]] = field(default_factory=dict)
     """By tier ("vram", "ram") and category. Categories that begin with "process" are measured."""
+    moved: dict[str, int] = field(default_factory=dict)
+    """Bytes that were copied in the seconds of "h2d" and "d2h", and the memory traffic of "cpu_step"."""
+
+    def without_waits(self, phase: str) -> float:
+        """Seconds of "forward" or "backward" without those in which the device waited."""
+        named = (number for name, number in self.seconds.items() if name.startswith(phase) and name.endswith("wait"))
+        return max(0.0, self.seconds.get(phase, 0.0) - sum(named))
 
     @property
     def tokens_per_second(self) -> float | None:

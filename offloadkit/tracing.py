@@ -221,14 +221,15 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
 
 
-def trace_micro_batch(model: nn.Module, batch: Any) -> MicroBatch:
-    """Trace one forward and backward of `model` over `batch`. For the loss see `_loss_of`.
+def trace_micro_batch(model: nn.Module, batch: Any, loss_of: Callable[[Any], torch.Tensor] | None = None) -> MicroBatch:
+    """Trace one forward and backward of `model` over `batch`.
 
     No random generator of the process advances, though the model may draw numbers by itself (to drop whole layers).
 
     Args:
         model: on the meta device, in the dtype it computes with and in training mode.
         batch: what `Call.of` takes; of tensors only shapes and dtypes matter.
+        loss_of: computes the loss from the model's output; None: `_loss_of`.
     """
     call = Call.of(batch).without_memory()
     known = [*model.parameters(), *model.buffers(), *call.tensors()]
@@ -247,7 +248,7 @@ def trace_micro_batch(model: nn.Module, batch: Any) -> MicroBatch:
         undo.enter_context(counter)
         with torch.enable_grad():
             output = model(*call.args, **call.kwargs)
-            loss = _loss_of(output)
+            loss = (loss_of or _loss_of)(output)
             stages.end_of_forward()
             del output
             loss.backward()  # type: ignore[no-untyped-call]

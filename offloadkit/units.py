@@ -38,15 +38,15 @@ def format_bytes(num_bytes: int) -> str:
     """ "1.23 GiB", "45.6 MiB" or "789 KiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= 0.9995 * size:
-            return f"{_three_digits(num_bytes / size)} {unit}"
-    return f"{_three_digits(num_bytes / 1024)} KiB"
+            return f"{rounded(num_bytes / size)} {unit}"
+    return f"{rounded(num_bytes / 1024)} KiB"
 
 
-def _three_digits(number: float) -> str:
-    """At least three digits: 1.23, 12.3, 123, 1234."""
-    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
+def rounded(number: float, digits: int = 3) -> str:
+    """At least that many digits, and no power of ten: 1.23, 12.3, 123, 1234."""
+    return f"{number:.{digits}g}" if number < 10**digits - 0.5 else f"{number:.0f}"
 
 
-def format_seconds(seconds: float) -> str:
+def format_seconds(seconds: float, digits: int = 3) -> str:
     """ "1.23 s" or "45.6 ms"."""
-    return f"{_three_digits(seconds)} s" if seconds >= 0.9995 else f"{1000 * seconds:.3g} ms"
+    return f"{rounded(seconds, digits)} s" if seconds >= 0.9995 else f"{rounded(1000 * seconds, digits)} ms"

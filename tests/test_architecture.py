@@ -25,7 +25,7 @@ ROWS = [
     {"device"},
     {"offload"},
     {"checkpoint"},
-    {"engine", "outline", "tracing"},
+    {"engine", "outline", "tracing", "python_time"},
     {"monitor"},
     {"hf"},
     {"planning"},

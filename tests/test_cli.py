@@ -40,8 +40,10 @@ def model_folder(tmp_path: Path) -> Path:
 def test_plan_prints_where_everything_goes() -> None:
     done = run("plan", "t5-small", "--dtype", "bf16")
     assert done.exit_code == 0
-    assert "60,506,624 parameters" in done.stdout
-    assert "moments" in done.stdout
+    assert done.stdout.startswith("FITS: ")
+    assert "60,506,624 parameters in bf16" in done.stdout
+    assert "Adam moments" not in done.stdout
+    assert "Adam moments" in run("plan", "t5-small", "--verbose").stdout
 
 
 def test_train_goes_from_a_file_to_a_model(model_folder: Path, tmp_path: Path) -> None:
@@ -101,6 +103,37 @@ def test_train_takes_the_names_of_columns(monkeypatch: pytest.MonkeyPatch) -> No
     given = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", value)]
     assert run("train", "model", "data.jsonl", *given).exit_code == 0
     assert {name: told[0][name] for name in values} == values
+
+
+def test_train_takes_any_training_argument_and_a_share_to_hold_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    done, finetune = SimpleNamespace(stopped=False), importlib.import_module("offloadkit.finetuning")
+    monkeypatch.setattr(finetune, "finetune", lambda *_, **options: (told.append(options), done)[1])
+    values = {"warmup_steps": "10", "save_steps": "0.5", "bf16": "true", "tf32": "False", "optim": "lion_32bit"}
+    given = [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
+    assert run("train", "model", "data.jsonl", "--eval-dataset", "0.1", "--verbose", *given).exit_code == 0
+    expected = {"warmup_steps": 10, "save_steps": 0.5, "bf16": True, "tf32": False, "optim": "lion_32bit"}
+    assert {name: told[0][name] for name in values} == expected
+    assert (told[0]["eval_dataset"], told[0]["verbose"]) == (0.1, True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("warmup", "'warmup' is not KEY=VALUE"),
+        ("warmup_step=1", "did you mean 'warmup_steps'"),
+        ("lr=1", "lr has an option of its own: --learning-rate"),
+    ],
+)
+def test_a_setting_without_a_meaning_is_refused(setting: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    done = run("train", "model", "data.jsonl", "--set", setting)
+    assert done.exit_code == 2
+    assert why in done.stderr
+
+
+def test_the_version_is_the_packages() -> None:
+    assert run("--version").stdout == f"offloadkit {offloadkit.__version__}\n"
 
 
 def test_train_takes_the_lengths_and_the_dtype_that_plan_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ def test_gradients_from_before_the_engine_do_not_count() -> None:
 
 
 def test_an_engine_that_is_forgotten_lets_go_of_the_model() -> None:
+    gc.collect()  # of the tests before
     model, num_threads = TinyLM(), threading.active_count()
     engine = OffloadEngine(model)
     train(engine, tokens(1))

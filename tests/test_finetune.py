@@ -22,12 +22,13 @@ from transformers import (
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    TrainerCallback,
     training_args,
 )
 
 import offloadkit
 from offloadkit import OffloadConfig, hardware
-from offloadkit.errors import ConfigError, DataError, ModelError, OutputError
+from offloadkit.errors import ConfigError, DataError, DoesNotFitError, ModelError, OutputError
 from offloadkit.hf import arguments
 from offloadkit.hf.arguments import arguments_of_finetune
 from tests.hf.tiny import llama_config, save_config, word_tokenizer
@@ -42,10 +43,10 @@ def _a_folder(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
 
 
-def t5(width: int = 16, dropout: float = 0.1) -> T5ForConditionalGeneration:
+def t5(width: int = 16, dropout: float = 0.1, **more: Any) -> T5ForConditionalGeneration:
     torch.manual_seed(0)
-    shape = {"d_model": width, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(vocab_size=384, decoder_start_token_id=0, dropout_rate=dropout, **shape))
+    shape = {"d_model": width, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 384} | more
+    return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, dropout_rate=dropout, **shape))
 
 
 def finetune(model: Any, rows: Any, **options: Any) -> offloadkit.FinetuneResult:
@@ -60,7 +61,7 @@ def test_pairs_are_learned_and_the_folder_is_loaded_by_from_pretrained(
     options = {"eval_dataset": PAIRS, "max_steps": 150, "learning_rate": 5e-3, "batch_size": 10}
     result = finetune(t5(48), PAIRS, output_dir=tmp_path / "out", save_strategy="no", eval_strategy="no", **options)
     shown = capsys.readouterr().out
-    assert shown.index("optimizer states in RAM") < shown.index("step ")
+    assert shown.index("FITS: ") < shown.index("step ")
     assert "'0+1' -> '1'  (right)" in shown
     assert result.metrics["exact_match"] >= 0.9
     assert result.metrics["eval_loss"] < 0.5 < result.history[0]["loss"]
@@ -74,6 +75,15 @@ def test_pairs_are_learned_and_the_folder_is_loaded_by_from_pretrained(
     words = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
     ids = loaded.generate(**words("4+1", return_tensors="pt"), max_new_tokens=4)
     assert words.decode(ids[0], skip_special_tokens=True) == "5"
+
+
+def test_tokens_beyond_the_tokenizers_are_left_out_of_predictions() -> None:
+    """T5's own vocabulary is padded beyond its tokenizer's too."""
+    model = t5(vocab_size=512)
+    with torch.no_grad():
+        model.lm_head.weight[len(ByT5Tokenizer()) :] *= 10
+    result = finetune(model, PAIRS, eval_dataset=PAIRS[:2], max_steps=1)
+    assert [sample.prediction for sample in result.samples] == ["", ""]
 
 
 def test_labelled_texts_give_an_accuracy() -> None:
@@ -204,6 +214,62 @@ def test_an_earlier_model_stays_until_the_new_one_is_whole(tmp_path: Path, monke
     assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []
 
 
+# -- as HuggingFace's users write it
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"per_device_train_batch_size": 3, "lr": 0.5}, {"per_device_train_batch_size": 3, "learning_rate": 0.5}),
+        ({"gradient_accumulation_steps": 5}, {"gradient_accumulation_steps": 5, "per_device_train_batch_size": 8}),
+        ({"num_train_epochs": 7, "save_steps": 9}, {"num_train_epochs": 7, "save_strategy": "steps", "save_steps": 9}),
+        ({"eval_steps": 3}, {"eval_strategy": "steps", "save_strategy": "epoch"}),
+        ({"eval_steps": 3, "eval_strategy": "no"}, {"eval_strategy": "no"}),
+    ],
+)
+def test_names_and_habits_of_huggingface_are_taken(given: Any, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the training arguments."""
+    seen: list[Any] = []
+
+    def ends(*asked: Any) -> None:
+        seen.append(arguments_of_finetune(*asked))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(arguments, "arguments_of_finetune", ends)
+    with pytest.raises(KeyboardInterrupt):
+        offloadkit.finetune(t5(), PAIRS, eval_dataset=PAIRS, use_cpu=True, **given)
+    assert {name: getattr(seen[0], name) for name in told} == told
+
+
+def test_callbacks_end_a_run_and_metrics_are_computed_from_the_rows_held_out() -> None:
+    class Ends(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    def compute_metrics(found: Any) -> dict[str, Any]:
+        return {"rows": len(found.label_ids), "classes": found.predictions.shape[1]}
+
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(vocab_size=384, num_labels=2, **SHAPE))
+    rows = [{"text": letter, "label": int(letter > "f")} for letter in "abcdefghijkl"]
+    hooks = {"callbacks": [Ends], "compute_metrics": compute_metrics}
+    result = finetune(model, rows, eval_dataset=0.25, max_steps=9, save_strategy="no", **hooks)
+    assert len(result.steps) == 2
+    assert not result.stopped, "nobody asked to go on later"
+    assert (result.metrics.pop("eval_rows"), result.metrics.pop("eval_classes")) == (3, 2)
+    assert result.metrics.keys() == {"train_loss", "train_seconds", "eval_loss", "accuracy"}
+
+
+def test_a_verbose_run_says_where_everything_lives(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for verbose in (False, True):
+        with pytest.raises(DoesNotFitError, match="RAM, has 1 MiB"):
+            finetune(t5(), PAIRS, ram="1MiB", verbose=verbose)
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == ""
+    assert "optimizer states in RAM" in shown[1]
+
+
 # -- the working dtype
 
 
@@ -288,9 +354,17 @@ def test_fp16_trains_with_master_weights_in_fp32() -> None:
         ({"resume": True}, "no complete checkpoint"),
         ({"resume": "checkpoint-3"}, "resume must be True"),
         ({"seed": -1}, "seed must be"),
-        ({"num_train_epochs": 3}, "pass epochs="),
+        ({"epochs": 3, "num_train_epochs": 3}, "epochs and num_train_epochs are two names of one value: pass one"),
+        ({"per_device_train_batch_size": 4}, "batch_size and per_device_train_batch_size are two names"),
         ({"weight_decy": 0.1}, "did you mean 'weight_decay'"),
-        ({"callbacks": []}, "finetune has no callbacks: .*OffloadTrainer and OffloadSeq2SeqTrainer take it"),
+        ({"data_collator": len}, "finetune has no data_collator: .*OffloadTrainer and OffloadSeq2SeqTrainer take it"),
+        ({"callbacks": TrainerCallback()}, "callbacks must be a list of transformers.TrainerCallback, got <"),
+        ({"callbacks": [TrainerCallback, 3]}, "callbacks must be a list .*, and 3 is none"),
+        ({"compute_metrics": len}, "compute_metrics needs eval_dataset: pass rows, or a share"),
+        ({"compute_metrics": 3, "eval_dataset": 0.5}, "compute_metrics must be a function of an EvalPrediction, got 3"),
+        ({"eval_dataset": 1.0}, "eval_dataset must be rows, or the share .* less than 1; got 1.0"),
+        ({"eval_dataset": 2}, "eval_dataset must be rows, .* got 2"),
+        ({"verbose": 1}, "verbose must be True or False, got 1"),
         ({"lr_scheduler_type": "diagonal"}, "transformers refuses"),
         ({"offload": OffloadConfig(max_grad_norm=3.0)}, "max_grad_norm"),
         ({"fp16": True, "bf16": True}, "At most one of fp16 and bf16"),
@@ -368,7 +442,8 @@ def test_a_fault_of_the_evaluation_set_says_that_it_is_its(rows: Any, reason: st
 
 
 def test_a_printed_plan_fits_on_80_columns() -> None:
-    assert max(map(len, str(offloadkit.plan("t5-11b")).splitlines())) <= 80
+    plan = offloadkit.plan("t5-11b")
+    assert max(map(len, f"{plan}\n{plan.details()}".splitlines())) <= 80
 
 
 def test_a_plan_from_a_name_needs_no_weights_and_counts_every_parameter() -> None:

@@ -118,3 +118,25 @@ def test_the_old_switch_is_taken_and_has_no_effect(full_at: Callable[..., list[i
         finetune(handed_over(), retry_leaner=True, **fixed)
     with pytest.raises(ConfigError, match="retry_leaner must be True or False, got 2"):
         finetune(handed_over(), retry_leaner=2)
+
+
+def test_a_gpu_that_is_full_in_evaluation_and_in_generation_ends_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    held_out: dict[str, Any] = {"eval_dataset": PAIRS[:2], "max_steps": 1, "gradient_accumulation": 1}
+    whole = finetune(handed_over(), **held_out)
+    forward, full = T5ForConditionalGeneration.forward, [True, True]
+
+    @functools.wraps(forward)
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output, generating = forward(self, *args, **kwargs), "labels" not in kwargs
+        if not torch.is_grad_enabled() and output.logits.device.type != "meta" and full[generating]:
+            full[generating] = False
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return output
+
+    monkeypatch.setattr(T5ForConditionalGeneration, "forward", fails)
+    with pytest.warns(RuntimeWarning, match="memory was full in an evaluation after step 1: the plan has moved in"):
+        result = finetune(handed_over(), **held_out)
+    assert full == [False, False]
+    assert [move.why for move in result.moves] == ["the GPU's memory was full in an evaluation"] * 2
+    assert result.plan.total_bytes("vram") == result.moves[-1].after["vram"]
+    assert (result.samples, result.metrics["eval_loss"]) == (whole.samples, whole.metrics["eval_loss"])

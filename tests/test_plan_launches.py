@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks import table
-from offloadkit.planner import seconds
+from benchmarks.plans import layers_and_work
+from offloadkit.planner import fitted
+from offloadkit.planner.seconds import weighed
 
 
 def timed_by(commit: str) -> dict[tuple[str, bool, str], dict[str, Any]]:
@@ -34,9 +36,9 @@ def test_the_plans_constants_are_those_of_the_table() -> None:
         return (one[f"{part}_seconds"] - other[f"{part}_seconds"]) / one["launch_seconds"]
 
     kept = {compiled: [timed[model, compiled, "kept"] for model in num_blocks] for compiled in (False, True)}
-    for part, constant in (("forward", seconds.FORWARD_LAUNCHES), ("backward", seconds.BACKWARD_LAUNCHES)):
+    for part, constant in (("forward", fitted.FORWARD_LAUNCHES), ("backward", fitted.BACKWARD_LAUNCHES)):
         assert mean(row[f"{part}_launches"] for row in kept[False]) == pytest.approx(constant, rel=0.02)
-        of_compiled = constant * seconds.COMPILED_LAUNCHES
+        of_compiled = constant * fitted.COMPILED_LAUNCHES
         assert mean(row[f"{part}_launches"] for row in kept[True]) == pytest.approx(of_compiled, rel=0.1)
     recomputed: list[tuple[float, float]] = []
     streamed: list[tuple[float, float]] = []
@@ -44,7 +46,7 @@ def test_the_plans_constants_are_those_of_the_table() -> None:
     for model, compiled in product(num_blocks, (False, True)):
         row = timed[model, compiled, "kept"]
         num = row["num_operations"]["forward"]
-        unit, again = num * (seconds.COMPILED_LAUNCHES if compiled else 1.0), num * row["forward_launches"]
+        unit, again = num * (fitted.COMPILED_LAUNCHES if compiled else 1.0), num * row["forward_launches"]
         for one, other in (("recomputed", "kept"), (both, "streamed")):
             forward, backward = (more(model, compiled, part, one, other) for part in ("forward", "backward"))
             recomputed.append((forward / unit, (backward - again) / unit))
@@ -52,9 +54,9 @@ def test_the_plans_constants_are_those_of_the_table() -> None:
             forward, backward = (more(model, compiled, part, one, other) for part in ("forward", "backward"))
             streamed.append((forward / num_blocks[model], backward / num_blocks[model]))
     found = [mean(column) for column in zip(*recomputed, strict=True)]
-    assert found == pytest.approx(list(seconds.RECOMPUTED_LAUNCHES), rel=0.04)
+    assert found == pytest.approx(list(fitted.RECOMPUTED_LAUNCHES), rel=0.04)
     assert [mean(column) for column in zip(*streamed, strict=True)] == pytest.approx(
-        list(seconds.STREAMED_LAUNCHES), rel=0.04
+        list(fitted.STREAMED_LAUNCHES), rel=0.04
     )
 
 
@@ -68,9 +70,9 @@ def test_what_our_attention_takes_is_that_of_its_rows() -> None:
     for part in ("forward", "backward"):
         operations = t5[f"{part}_launches"] / llama[f"{part}_launches"] * t5["num_operations"][part]
         beyond.append((operations - t5["num_operations"][part]) / num_attentions)
-    assert mean(beyond) == pytest.approx(seconds.ATTENTION_LAUNCHES, rel=0.1)
-    assert beyond == pytest.approx([seconds.ATTENTION_LAUNCHES] * 2, rel=0.2)
-    planned = sum(seconds.RECOMPUTED_LAUNCHES) * t5["num_operations"]["forward"]
+    assert mean(beyond) == pytest.approx(fitted.ATTENTION_LAUNCHES, rel=0.1)
+    assert beyond == pytest.approx([fitted.ATTENTION_LAUNCHES] * 2, rel=0.2)
+    planned = sum(fitted.RECOMPUTED_LAUNCHES) * t5["num_operations"]["forward"]
     for one, other in (("recomputed", "kept"), ("streamed and recomputed", "streamed")):
         took, kept = (
             row["forward_seconds"] + row["backward_seconds"]
@@ -78,3 +80,24 @@ def test_what_our_attention_takes_is_that_of_its_rows() -> None:
         )
         more = (took - kept - t5["forward_seconds"]) / t5["launch_seconds"]
         assert 0.6 * planned < more < planned
+
+
+def test_what_is_the_engines_own_is_what_loops_without_one_leave() -> None:
+    rows = {
+        (row["case"], row["engine"]): row
+        for row in table.read()
+        if row["commit"] == "e70d484" and row["case"] in ("growth-t5-large-2", "growth-t5-large-8")
+    }
+    found: list[list[float]] = []
+    for number in (2, 8):
+        bare, ours = (rows[f"growth-t5-large-{number}", engine] for engine in ("ours-on-gpu", "offloadkit"))
+        _, work = layers_and_work("t5-large", "bf16", number, 512, 128)
+        num_blocks = sum(bool(stage.block) for stage in work.stages)
+        own = []
+        for part, constant in (("forward", fitted.FORWARD_LAUNCHES), ("backward", fitted.BACKWARD_LAUNCHES)):
+            launches = constant * sum(weighed(getattr(stage, part)) for stage in work.stages)
+            own.append((launches - bare["phases"][part] / ours["rates"]["launch_seconds"]) / num_blocks)
+        found.append(own)
+    assert [mean(column) for column in zip(*found, strict=True)] == pytest.approx(
+        list(fitted.ENGINE_LAUNCHES), rel=0.02
+    )

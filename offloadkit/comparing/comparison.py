@@ -152,8 +152,10 @@ def compare(
     """Measure some steps of each model and engine in a fresh process; draw and save the chart.
 
     Weights and tokens are random: only configs are read. What arithmetic shows not to fit is not tried; else the other
-    engines run as they are, then with activations recomputed, DeepSpeed at last as ZeRO-3. Running again with the same
-    `output_dir` takes rows that are there and tries again those that failed. Arguments: see the top of this module.
+    engines run as they are, then with activations recomputed, DeepSpeed at last as ZeRO-3. Where offloadkit's memory
+    runs out, it goes on by a leaner plan, as `finetune` does. That one is timed, and the row says so. Running again
+    with the same `output_dir` takes rows that are there and tries again those that failed. Arguments: see the top of
+    this module.
 
     Raises:
         ConfigError: an argument has no meaning.
@@ -227,6 +229,8 @@ def _row(runs: Runs, work: Work, engine: str, made: Forecast | Row, say: Callabl
             if row["status"] != "does not fit":
                 break
             row["tried"].append({"variant": called, "reason": row["reason"]})
+    if row.get("moves"):
+        row["variant"] = "memory ran out: by a leaner plan"
     say(summary(row))
     return row
 

@@ -45,6 +45,7 @@ _RATES = {
     for field in fields(Hardware)
     if field.name.endswith("_per_second") or field.name in ("can_pin", "launch_seconds", "vram_context_bytes")
 } - _DISK_RATES
+_DRAM_RATES = ("dram_bytes_per_second", "cpu_and_bus_bytes_per_second")
 _of_this_process: dict[str, Any] = {}
 """Rates that were measured on a busy machine, by key: they spare this process another measurement."""
 _BUSY = 0.1
@@ -76,12 +77,7 @@ def measure(
     key = _machine_key(device)
     rates = cached.get(key, {})
     if rates.keys() != _RATES:
-        began = time.perf_counter(), _seconds_of_others()
-        rates = machine_rates(device)
-        if _disturbed(*began):
-            _of_this_process[key] = rates
-        else:
-            _store(key, rates)
+        rates = _found(key, lambda: machine_rates(device))
     disk: dict[str, Any] = {}
     if folder is not None:
         disk_key = f"{key} | {folder}"
@@ -93,6 +89,32 @@ def measure(
     return Hardware(**_sizes(device), **rates, **disk)
 
 
+def kept(
+    device: torch.device, what: str, names: set[str], measured: Callable[[], dict[str, float]]
+) -> dict[str, float]:
+    """Figures of something on `device`, by name: cached as the rates are, or else `measured` now.
+
+    Args:
+        what: the thing that is measured, in a few words.
+        names: of the figures.
+        measured: gives the figures, or {} if there are none, which is not cached.
+    """
+    key = f"{_machine_key(device)} | {what}"
+    cached: dict[str, float] = (_of_this_process | _read_cache()).get(key, {})
+    return cached if cached.keys() == names else _found(key, measured)
+
+
+def _found(key: str, measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `measured` gives now, cached on disk, or in this process if others disturbed it."""
+    began = time.perf_counter(), _seconds_of_others()
+    found = measured()
+    if found and _disturbed(*began):
+        _of_this_process[key] = found
+    elif found:
+        _store(key, found)
+    return found
+
+
 def vram_rate(device: torch.device) -> float | None:
     """Bytes per second of `device`'s memory, from the cache or else measured in a few hundredths of a second.
 
@@ -102,6 +124,16 @@ def vram_rate(device: torch.device) -> float | None:
     cached = (_of_this_process | _read_cache()).get(_machine_key(device), {})
     rate: float | None = cached.get("vram_bytes_per_second") or quick_vram_rate(device)
     return rate
+
+
+def host_rates() -> dict[str, float]:
+    """The rates of this machine's processor and RAM, by field of `Hardware`. {} if they were never measured."""
+    cached = _of_this_process | _read_cache()
+    for device in (hardware.default_device(), torch.device("cpu")):
+        rates = cached.get(_machine_key(device), {})
+        if rates.keys() == _RATES:
+            return {name: rates[name] for name in (*hardware.CPU_STEP_RATES.values(), *_DRAM_RATES)}
+    return {}
 
 
 def _own_cores() -> list[Any]:

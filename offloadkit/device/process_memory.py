@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,8 @@ from offloadkit.telemetry import Peaks
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_LOADED_LATER_BYTES = 128 << 20
+"""What a CUDA context may still grow by once a training has begun. On an H200 it was 0.1 GiB."""
 
 
 def let_segments_grow(device: torch.device) -> None:
@@ -45,7 +47,7 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.peak_bytes, self.source = 0, "none"
-        self._nvml_device = None
+        self._device, self._nvml_device = device, None
         if device.type != "cuda":
             return
         self.source = "mem_get_info (whole device)"
@@ -53,8 +55,7 @@ class DeviceMemory:
             import pynvml
 
             pynvml.nvmlInit()
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
-            index = int(visible) if visible.isdigit() else 0
+            index = _cuda._get_nvml_device_index(device.index or 0)  # by CUDA_VISIBLE_DEVICES, of numbers or UUIDs
             self._nvml, self._nvml_device = pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)
             self._bytes_before = int(pynvml.nvmlDeviceGetMemoryInfo(self._nvml_device).used)
         except Exception as error:
@@ -67,7 +68,7 @@ class DeviceMemory:
 
     def _used_bytes(self) -> int:
         if self._nvml_device is None:
-            free, total = torch.cuda.mem_get_info()
+            free, total = torch.cuda.mem_get_info(self._device)
             return int(total - free)
         for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._nvml_device):
             if process.pid == os.getpid() and process.usedGpuMemory:
@@ -77,25 +78,69 @@ class DeviceMemory:
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._nvml_device).used) - self._bytes_before
 
 
-def cap_vram(limit_bytes: int | None, device: torch.device) -> Callable[[], None]:
-    """Limit this process to `limit_bytes` of `device`: torch may allocate what the context leaves. None: no limit.
+class VramCap:
+    """Keeps this process within some bytes of a GPU, the CUDA context included: torch may allocate what that leaves.
 
-    Returns:
-        What brings back the limit that there was.
+    The context grows while kernels are launched for the first time, since they are loaded then. `renew` follows it.
+    Until the context stays as it is, some room is held back.
     """
-    if limit_bytes is None or device.type != "cuda":
-        return lambda: None
+
+    def __init__(self, limit_bytes: int | None, device: torch.device) -> None:
+        """
+        Args:
+            limit_bytes: None is no limit.
+        """
+        self._limit = limit_bytes if device.type == "cuda" else None
+        self._seen: dict[str, int] = {}
+        """The context's bytes when `renew` was last called for some work."""
+        self._settled: set[str] = set()
+        if self._limit is None:
+            return
+        self._device = hardware.indexed(device)
+        _load_libraries(self._device)
+        get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # not in torch 2.6
+        self._fraction_before: float = get_fraction(self._device)
+        self._take_account_of(hardware.vram_context_bytes(self._device))
+
+    def renew(self, work: str) -> None:
+        """Take what the context has now into account. Call it after each piece of `work`.
+
+        When two calls for a kind of work have seen the same, further calls do nothing.
+        """
+        if self._limit is None or work in self._settled:
+            return
+        context = hardware.vram_context_bytes(self._device)
+        if self._seen.get(work) == context:
+            self._settled.add(work)
+        self._seen[work] = context
+        self._take_account_of(context)
+
+    def watch(self) -> None:
+        """Other kernels may run from now on: let `renew` look again."""
+        self._seen.clear()
+        self._settled.clear()
+
+    def remove(self) -> None:
+        """Bring back the limit that there was before."""
+        if self._limit is not None:
+            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._device)
+
+    def _take_account_of(self, context_bytes: int) -> None:
+        """Let torch allocate what a context of so many bytes leaves, and what it may grow by."""
+        assert self._limit is not None
+        allowed = max(0, self._limit - context_bytes - (0 if self._settled else _LOADED_LATER_BYTES))
+        share = allowed / torch.cuda.get_device_properties(self._device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(self._fraction_before, share), self._device)
+        if torch.cuda.memory_reserved(self._device) > allowed:
+            torch.cuda.empty_cache()
+
+
+def _load_libraries(device: torch.device) -> None:
+    """Load what the context of every training has."""
     square = torch.zeros(16, 16, device=device)
-    torch.mm(square, square)  # loads what the context of every engine has
+    torch.mm(square, square)
     del square
     torch.cuda.empty_cache()
-    left = max(0, limit_bytes - hardware.vram_context_bytes(device))
-    total = torch.cuda.get_device_properties(device).total_memory
-    device = hardware.indexed(device)
-    get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # not in torch 2.6
-    before = get_fraction(device)
-    torch.cuda.set_per_process_memory_fraction(min(before, left / total), device)
-    return lambda: torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 def tree_ram_bytes(pid: int) -> int:

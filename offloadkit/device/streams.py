@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -142,18 +142,23 @@ class BusyTime:
     """Device seconds between pairs of events of one stream, added up once they are past.
 
     Attributes:
-        last: where the newest pair ended.
+        first, last: where the first pair began, and where the newest one ended.
+        num_bytes: what was copied in all.
     """
 
     def __init__(self) -> None:
+        self.first: Event | None = None
         self.last: Event | None = None
+        self.num_bytes = 0
         self._pairs: list[tuple[Event, Event]] = []
-        self._seconds = 0.0
+        self._spans: list[tuple[float, float]] = []
+        """Of the pairs that are past: seconds from `first` to the beginning, and how long it was."""
 
-    def add(self, began: Event, ended: Event) -> None:
+    def add(self, began: Event, ended: Event, num_bytes: int = 0) -> None:
         """Take a pair, recorded with `timing`, after those before."""
         self._pairs.append((began, ended))
-        self.last = ended
+        self.first, self.last = self.first or began, ended
+        self.num_bytes += num_bytes
         if len(self._pairs) % 256 == 0:  # a long window keeps few events alive
             self._fold()
 
@@ -163,13 +168,36 @@ class BusyTime:
 
     def seconds(self) -> float:
         """What is past."""
+        return sum(seconds for _, seconds in self.spans())
+
+    def spans(self) -> list[tuple[float, float]]:
+        """Of each pair that is past: seconds from `first` to its beginning, and its seconds."""
         self._fold()
-        return self._seconds
+        return self._spans
 
     def _fold(self) -> None:
         while self._pairs and self._pairs[0][1].done():
             began, ended = self._pairs.pop(0)
-            self._seconds += ended.seconds_since(began)
+            assert self.first is not None
+            self._spans.append((began.seconds_since(self.first), ended.seconds_since(began)))
+
+
+def seconds_of_any(times: Iterable[BusyTime]) -> float:
+    """Device seconds in which any of several streams was busy, all of it past.
+
+    Copies of several streams in one direction share a copy engine. While one runs, another one waits between its own
+    events: their sum would count those seconds twice.
+    """
+    used = [(time.first, time.spans()) for time in times if time.first is not None]
+    spans: list[tuple[float, float]] = []
+    for first, own in used:
+        since = first.seconds_since(used[0][0])
+        spans += [(since + began, since + began + seconds) for began, seconds in own]
+    total, until = 0.0, float("-inf")
+    for began, ended in sorted(spans):
+        total += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return total
 
 
 class CopyStream:
@@ -218,11 +246,12 @@ class CopyStream:
         began = self.record(timing=True)
         self._stream.copy(pairs)
         ended = self.record(timing=True)
+        num_bytes = sum(into.nbytes for into, _ in pairs)
         if timed:
-            self._busy.add(began, ended)
+            self._busy.add(began, ended, num_bytes)
         tracing = trace.active()
         if tracing is not None:
-            tracing.device(self.track, name, began, ended, sum(into.nbytes for into, _ in pairs))
+            tracing.device(self.track, name, began, ended, num_bytes)
         return ended
 
     @contextmanager

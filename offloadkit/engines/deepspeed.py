@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from offloadkit.device.process_memory import cap_vram
+from offloadkit.device.process_memory import VramCap
 from offloadkit.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, Engine
 from offloadkit.engines.work import Work, plain_model
+from offloadkit.planner import Dtype
 
 
 class Zero2(Engine):
@@ -23,8 +24,8 @@ class Zero2(Engine):
 
     stage = 2
 
-    def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
-        cap_vram(work.vram, device)
+    def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
+        VramCap(work.vram, device)
         model = plain_model(work, dtype, torch.device("cpu") if self.stage == 3 else device, device)
         import deepspeed
         from deepspeed.ops.op_builder import CPUAdamBuilder

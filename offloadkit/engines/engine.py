@@ -15,8 +15,8 @@ MAX_GRAD_NORM = 1.0
 class Engine:
     """A model with its optimizer. The timing loop calls forward and backward for each micro-batch, then step.
 
-    A constructor takes (work: Work, dtype: str, device: torch.device). The methods here are for a `_model` that counts
-    micro-batches and updates its weights by itself.
+    A constructor takes (work: Work, dtype: Dtype, device: torch.device). The methods here are for a `_model` that
+    counts micro-batches and updates its weights by itself.
     """
 
     _model: Any

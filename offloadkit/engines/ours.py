@@ -12,28 +12,32 @@ from offloadkit.engine import OffloadEngine
 from offloadkit.engines.engine import Engine
 from offloadkit.engines.forecast import planned
 from offloadkit.engines.work import Work, lazy_model
+from offloadkit.planner import Dtype
 from offloadkit.planner.plan import check_fits
 
 
 class Offloadkit(Engine):
     """`OffloadEngine` by a plan within the limits: weights drawn layer by layer into their places, loss in chunks."""
 
-    def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
+    def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
         """
         Raises:
             DoesNotFitError: by the plan.
         """
         model, draw = lazy_model(work, dtype, device)
-        config, self._plan = planned(model, work, device)
-        check_fits(self._plan)
-        self._model = OffloadEngine(model, config, device=device, plan=self._plan, materialise=draw)
+        config, plan = planned(model, work, device)
+        check_fits(plan)
+        self._model = OffloadEngine(model, config, device=device, plan=plan, materialise=draw)
 
     def settle(self) -> None:
         self._model.synchronize()
 
     def row(self) -> dict[str, Any]:
-        """What was planned, by which rates of the machine, and where the last step's time went."""
-        made = self._plan
+        """What was planned, by which rates of the machine, and where the last step's time went.
+
+        Where memory ran out, it is the plan to which the engine has moved; "moves" has the reasons then.
+        """
+        made, moves = self._model.plan, self._model.telemetry.moves
         seconds, machine = made.seconds, made.basis and made.basis.hardware
         records = list(self._model.telemetry.records)
         return {
@@ -46,5 +50,6 @@ class Offloadkit(Engine):
                 "placements": {str(where): number for where, number in Counter(made.placements).items()},
                 "hardware": None if machine is None else asdict(machine),
             },
+            "figures": {"operation_launches": made.basis.work and made.basis.work.operation_launches},
             "telemetry_seconds": dict(records[-1].seconds) if records else {},
-        }
+        } | ({"moves": [move.why for move in moves]} if moves else {})

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from offloadkit.device.process_memory import cap_vram
+from offloadkit.device.process_memory import VramCap
 from offloadkit.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, Engine
 from offloadkit.engines.work import Work, plain_model
+from offloadkit.planner import Dtype
 
 FP16_LOSS_SCALE = 1024.0
 """Keeps fp16 gradients from underflowing."""
@@ -19,8 +20,8 @@ ELEMENTS_AT_ONCE = 1 << 26
 class Baseline(Engine):
     """Working weights of 16 bits beside fp32 master weights, or fp32 alone; fused AdamW; clipping."""
 
-    def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
-        cap_vram(work.vram, device)
+    def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
+        VramCap(work.vram, device)
         self._model = plain_model(work, dtype, device, device)
         self._num_micro_batches, self._device = work.accumulation, device
         self._num_parameters = self._model.num_parameters()

@@ -11,12 +11,13 @@ from offloadkit.engines.deepspeed import building
 from offloadkit.engines.engine import LEARNING_RATE, Engine
 from offloadkit.engines.work import Batch, Work, plain_model
 from offloadkit.errors import ConfigError
+from offloadkit.planner import Dtype
 
 
 class RoundPipe(Engine):
     """Its Adam runs beside the next step, which computes with weights that are one step old; no clipping."""
 
-    def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
+    def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
         """
         Raises:
             ConfigError: there is no CUDA GPU, or the model is no Llama.

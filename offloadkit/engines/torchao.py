@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from offloadkit.device.process_memory import cap_vram
+from offloadkit.device.process_memory import VramCap
 from offloadkit.engines.engine import LEARNING_RATE, Engine
 from offloadkit.engines.work import Batch, Work, plain_model
+from offloadkit.planner import Dtype
 
 
 class Torchao(Engine):
@@ -16,10 +17,10 @@ class Torchao(Engine):
 
     master_weights = False
 
-    def __init__(self, work: Work, dtype: str, device: torch.device) -> None:
+    def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
         from torchao.optim import CPUOffloadOptimizer
 
-        cap_vram(work.vram, device)
+        VramCap(work.vram, device)
         model: Any = plain_model(work, "fp32" if self.master_weights else dtype, device, device)
         self._model, self._num_micro_batches, self._device = model, work.accumulation, device
         self._num_parameters = model.num_parameters()

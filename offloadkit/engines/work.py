@@ -14,6 +14,7 @@ from offloadkit.hf.patches import choose_attention, fuse
 from offloadkit.hf.source import resolve
 from offloadkit.hf.weight_files import Materialise, become
 from offloadkit.offload.compile import compile_blocks
+from offloadkit.optim.table import DTYPES
 from offloadkit.planner import Dtype
 from offloadkit.planning import default_dtype
 
@@ -29,8 +30,6 @@ SHORTEST_SHARE = 4
 """A ragged row has at least one part in this many of the longest row's tokens."""
 IGNORED_LABEL = -100
 """The label that HuggingFace's losses leave out."""
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Batch = dict[str, torch.Tensor]
 
@@ -122,14 +121,14 @@ def model_to_plan(model: str) -> PreTrainedModel:
     return build(config, infer_task(config), None, torch.device("meta"))
 
 
-def lazy_model(work: Work, dtype: str, device: torch.device) -> tuple[PreTrainedModel, Materialise | None]:
+def lazy_model(work: Work, dtype: Dtype, device: torch.device) -> tuple[PreTrainedModel, Materialise | None]:
     """The model without memory, as offloadkit trains it, and what draws its weights into RAM when they are asked for.
 
     They are drawn on `device`, because a CPU takes minutes for billions.
     """
     config = _our_config(work.model)
     torch.manual_seed(work.seed)
-    model, materialise = draw_lazily(config, infer_task(config), _DTYPES[dtype])
+    model, materialise = draw_lazily(config, infer_task(config), DTYPES[dtype])
     generator = torch.Generator(device).manual_seed(work.seed)
 
     def draw(parameters: Any) -> None:
@@ -140,20 +139,20 @@ def lazy_model(work: Work, dtype: str, device: torch.device) -> tuple[PreTrained
     return completed(model).train(), None if materialise is None else draw
 
 
-def plain_model(work: Work, dtype: str, weights_on: torch.device, device: torch.device) -> PreTrainedModel:
+def plain_model(work: Work, dtype: Dtype, weights_on: torch.device, device: torch.device) -> PreTrainedModel:
     """The model as HuggingFace builds it, its weights drawn on `device` and put on `weights_on` one by one."""
     from transformers.initialization import no_init_weights
 
     config = _our_config(work.model) if work.our_compute else config_of(work.model)
     with weights_on, no_init_weights():
-        model: Any = auto_class_of(config, infer_task(config)).from_config(config, dtype=_DTYPES[dtype])
+        model: Any = auto_class_of(config, infer_task(config)).from_config(config, dtype=DTYPES[dtype])
     if work.our_compute:
         fuse(model, compiled=work.compiled)
     model.tie_weights()
     generator = torch.Generator(device).manual_seed(work.seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(_DTYPES[dtype])
+            parameter.data = parameter.data.to(DTYPES[dtype])
             parameter.copy_(_drawn(torch.empty_like(parameter, device=device), generator))
     if work.recomputed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -21,12 +21,8 @@ from offloadkit.planner import Dtype
 
 logger = logging.get_logger(__name__)
 
-_OWN_NAMES = {
-    "num_train_epochs": "epochs",
-    "per_device_train_batch_size": "batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation",
-}
-"""Arguments of `TrainingArguments` that have another name in `finetune`."""
+_OWN_NAMES = ("epochs", "batch_size", "gradient_accumulation")
+"""Arguments of `finetune` that `TrainingArguments` know by another name."""
 _ACCELERATE = {
     "ACCELERATE_USE_FSDP": "offloadkit does the offloading",
     "ACCELERATE_USE_DEEPSPEED": "offloadkit does the offloading",
@@ -61,17 +57,15 @@ def arguments_of_finetune(
         evaluates: whether there is an evaluation set.
 
     Raises:
-        ConfigError: an argument is unknown or has another name in `finetune`, or transformers refuses its value.
+        ConfigError: an argument is unknown, or transformers refuses its value.
     """
     known = argument_names()
     for name in given:
-        if name in _OWN_NAMES:
-            raise ConfigError(f"finetune has no {name}: pass {_OWN_NAMES[name]}=")
         if name in known:
             continue
         if name in signature(Trainer.__init__).parameters:
             raise ConfigError(f"finetune has no {name}: offloadkit.OffloadTrainer and OffloadSeq2SeqTrainer take it")
-        raise ConfigError(f"no argument {name!r}{did_you_mean(name, [*known, *_OWN_NAMES.values()])}")
+        raise ConfigError(f"no argument {name!r}{did_you_mean(name, [*known, *_OWN_NAMES])}")
     on_gpu = hardware.default_device().type == "cuda"
     defaults = {
         "bf16": dtype == "bf16",
@@ -80,10 +74,9 @@ def arguments_of_finetune(
         "dataloader_pin_memory": on_gpu,
         "warmup_steps": 0.05,
         "logging_steps": 0.05,
-        "eval_strategy": "epoch" if evaluates else "no",
+        "eval_strategy": ("steps" if "eval_steps" in given else "epoch") if evaluates else "no",
         "per_device_eval_batch_size": own["per_device_train_batch_size"],
-        "prediction_loss_only": True,
-        "save_strategy": "epoch",
+        "save_strategy": "steps" if "save_steps" in given else "epoch",
         "save_total_limit": 1,
         "report_to": "none",
     }

@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,7 +130,8 @@ def prepare_both(
     Where the training set's names do not say by themselves what is learned from which column, that is printed.
 
     Args:
-        train_dataset, eval_dataset: what `load_dataset_like` takes.
+        train_dataset, eval_dataset: what `load_dataset_like` takes. The latter may also be a share of the training rows
+            to hold out, more than 0 and less than 1.
         wish: which columns the user names, of both.
 
     Raises:
@@ -142,11 +144,28 @@ def prepare_both(
         print(said, flush=True)
     if eval_dataset is None:
         return data, None
+    if isinstance(eval_dataset, float):
+        return _held_out(data, eval_dataset)
     try:
         rows = load_dataset_like(eval_dataset, split="validation", columns=wish.named)
         return data, prepare(rows, tokenizer, model_config, task=data.task, id2label=data.id2label, **how)
     except DataError as error:
         raise DataError(f"eval_dataset: {error}") from error
+
+
+def _held_out(data: PreparedData, share: float) -> tuple[PreparedData, PreparedData]:
+    """The rows to train on and those held out, which a fixed seed draws. Both keep their order.
+
+    Raises:
+        DataError: no row is left to train on.
+    """
+    total = len(data.dataset)
+    number = max(1, round(share * total))
+    if number == total:
+        raise DataError(f"eval_dataset={share} holds out all of the rows ({total}): pass a smaller share, or more rows")
+    held = set(random.Random(0).sample(range(total), number))
+    rest = [row for row in range(total) if row not in held]
+    return replace(data, dataset=data.dataset.select(rest)), replace(data, dataset=data.dataset.select(sorted(held)))
 
 
 def longest_row(*prepared: PreparedData | None) -> dict[str, int]:

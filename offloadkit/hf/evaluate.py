@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +29,21 @@ class Sample:
         return self.prediction.strip() == self.target.strip()
 
 
-def predict(model: Any, tokenizer: Any, data: PreparedData, *, num_rows: int, batch_size: int) -> list[Sample]:
+def predict(
+    model: Any,
+    tokenizer: Any,
+    data: PreparedData,
+    *,
+    num_rows: int,
+    batch_size: int,
+    evaluates: Callable[[Callable[[], Any]], Any] = lambda run: run(),
+) -> list[Sample]:
     """Predictions for the first `num_rows` rows: greedily generated text, or the most likely class.
 
     A causal model continues the part of a row that has no loss (the prompt), or else the row's first half.
+
+    Args:
+        evaluates: calls what computes one batch, and gives its result (`OffloadEngine.evaluates`).
     """
     was_training = model.training
     model.eval()
@@ -38,10 +51,11 @@ def predict(model: Any, tokenizer: Any, data: PreparedData, *, num_rows: int, ba
     try:
         with torch.no_grad():
             if data.task == "causal":
-                return [_continue(model, tokenizer, row) for row in rows]
+                return [evaluates(partial(_continue, model, tokenizer, row)) for row in rows]
             answer = _write if data.task == "seq2seq" else _classify
             batches = [rows[begin : begin + batch_size] for begin in range(0, len(rows), batch_size)]
-            return [sample for batch in batches for sample in answer(model, tokenizer, data, batch)]
+            answers = (evaluates(partial(answer, model, tokenizer, data, batch)) for batch in batches)
+            return [sample for answered in answers for sample in answered]
     finally:
         model.train(was_training)
 
@@ -98,5 +112,8 @@ def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, num_token
     return model.generate(**inputs, max_new_tokens=num_tokens, num_beams=1, do_sample=False)
 
 
-def _text(tokenizer: Any, ids: Any) -> list[str]:
-    return [str(text) for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+def _text(tokenizer: Any, rows: Any) -> list[str]:
+    """The text of rows of token ids. Ids beyond the tokenizer's are left out: a padded vocabulary has such."""
+    num_known = len(tokenizer)
+    known = [[token for token in map(int, row) if token < num_known] for row in rows]
+    return [str(text) for text in tokenizer.batch_decode(known, skip_special_tokens=True)]

@@ -7,9 +7,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from offloadkit.checkpoint.folder import why_broken
 from offloadkit.errors import (
@@ -20,70 +18,7 @@ from offloadkit.errors import (
     ModelNotFoundError,
     OffloadkitError,
 )
-
-
-@dataclass(frozen=True)
-class Preset:
-    """One T5 architecture under its name on the hub."""
-
-    hub_name: str
-    """Hub name of the pretrained weights and the tokenizer."""
-
-    shape: tuple[int, ...]
-    """Values of `_SHAPE`."""
-
-    gated: bool
-    """v1.1 and flan: gated-gelu feed forward and an untied head. v1.0: relu and a head tied to the embeddings."""
-
-    def config_values(self) -> dict[str, Any]:
-        """Keyword arguments of `transformers.T5Config`."""
-        return {
-            "architectures": ["T5ForConditionalGeneration"],
-            "vocab_size": 32_128,
-            **dict(zip(_SHAPE, self.shape, strict=True)),
-            "feed_forward_proj": "gated-gelu" if self.gated else "relu",
-            "tie_word_embeddings": not self.gated,
-            "pad_token_id": 0,
-            "eos_token_id": 1,
-            "decoder_start_token_id": 0,
-        }
-
-
-_SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "d_kv")
-"""The decoder has as many layers as the encoder; num_heads x d_kv (the width of a head) need not be d_model."""
-_V1_0 = {
-    "small": (512, 2048, 6, 8, 64),
-    "base": (768, 3072, 12, 12, 64),
-    "large": (1024, 4096, 24, 16, 64),
-    "3b": (1024, 16_384, 24, 32, 128),
-    "11b": (1024, 65_536, 24, 128, 128),
-}
-_V1_1 = {
-    "small": (512, 1024, 8, 6, 64),
-    "base": (768, 2048, 12, 12, 64),
-    "large": (1024, 2816, 24, 16, 64),
-    "xl": (2048, 5120, 24, 32, 64),
-    "xxl": (4096, 10_240, 24, 64, 64),
-}
-_SIZE_ALIASES = {"xl": "3b", "xxl": "11b"}
-
-
-def _all_presets() -> dict[str, Preset]:
-    presets: dict[str, Preset] = {}
-    for size, shape in _V1_0.items():
-        preset = Preset(f"google-t5/t5-{size}", shape, gated=False)
-        presets |= {f"t5-{size}": preset, preset.hub_name: preset}
-    for family in ("t5-v1_1", "flan-t5"):
-        for size, shape in _V1_1.items():
-            preset = Preset(f"google/{family}-{size}", shape, gated=True)
-            for name in {size, _SIZE_ALIASES.get(size, size)}:
-                presets |= {f"{family}-{name}": preset, f"google/{family}-{name}": preset}
-    return presets
-
-
-PRESETS: dict[str, Preset] = _all_presets()
-"""Every name that is known without a network, in its short and its long form."""
-
+from offloadkit.hf.presets import PRESETS
 
 _CONNECTION_CLASSES = {"TransportError", "LocalEntryNotFoundError", "XetDownloadError", "ChunkedEncodingError"}
 """Class names, because the HTTP library differs between versions of huggingface_hub."""
@@ -166,8 +101,8 @@ def no_model_message(name: str, reason: str) -> str:
     meant = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
     return (
         f"no model {name!r}: there is no such folder, no built-in preset of that name, and {reason}.{meant} Give a "
-        "folder that save_pretrained wrote, a preset (t5-small ... t5-11b, flan-t5-small ... flan-t5-xxl), or a hub "
-        "name such as 'google/flan-t5-base'"
+        "folder that save_pretrained wrote, a preset (t5-small ... t5-11b, flan-t5-xl, llama-3.1-8b, qwen3-4b, "
+        "gemma-2-2b, mistral-7b, phi-4, gpt2, ...), or a hub name such as 'google/flan-t5-base'"
     )
 
 

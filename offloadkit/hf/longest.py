@@ -62,7 +62,8 @@ def longest_batch(trainer: Any) -> tuple[dict[str, Any], str]:
 def evaluation_rows(trainer: Any) -> int:
     """Rows of the largest micro-batch of the evaluations while `trainer` trains; 0 if it does not evaluate then."""
     size = trainer.args.per_device_eval_batch_size
-    return max((min(size, len(rows)) for rows in _evaluated(trainer) if hasattr(rows, "__len__")), default=0)
+    sets = _evaluated(trainer)
+    return max((min(size, len(rows)) if hasattr(rows, "__len__") else size for rows in sets), default=0)
 
 
 def _evaluated(trainer: Any) -> list[Any]:

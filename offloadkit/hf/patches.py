@@ -20,9 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offloadkit.changes import claim, unclaimed
 from offloadkit.config import OffloadConfig
 from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
 from offloadkit.kernels import attention as attention_kernel
+from offloadkit.offload.caches import configs_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,34 +75,31 @@ FAMILIES = (
 def choose_attention(config: Any) -> Callable[[], None]:
     """Have what has `config` compute attention as its family is trained; returns what undoes it."""
     attention = next((family.attention for family in FAMILIES if config.model_type in family.model_types), None)
-    if attention is None or config._attn_implementation not in (None, _DEFAULT):
+    if attention is None or unclaimed(config, "_attn_implementation") not in (None, _DEFAULT):
         return lambda: None
-    before, config._attn_implementation = config._attn_implementation, attention
-
-    def undo() -> None:
-        if config._attn_implementation == attention:
-            config._attn_implementation = before
-
-    return undo
+    return claim(config, "_attn_implementation", attention)
 
 
-def patched(model: nn.Module, config: OffloadConfig, *, kernels: bool = True) -> Callable[[], None]:
+def patched(
+    model: nn.Module, config: OffloadConfig, *, kernels: bool = True, capability: tuple[int, int] | None = None
+) -> Callable[[], None]:
     """Change what `model` computes to what its family computes in training; returns what undoes it.
 
     Args:
         model: any module; what it holds of transformers' models is changed.
         config: `attention` "keep" leaves attention alone. With `compile_blocks` the norms are left to the compiler.
         kernels: attention and norms by our kernels; False where they will not run on a GPU.
+        capability: as for `fuse_attention`.
     """
     changes = ExitStack()
     for whole in _pretrained(model):
         changes.callback(compute_loss_in_chunks(whole))
         changes.callback(_take_loss_in_fp32(whole))
     if config.attention == "ours":
-        for own in {id(own): own for own in _configs(model) if hasattr(own, "model_type")}.values():
+        for own in (own for own in configs_of(model) if hasattr(own, "model_type")):
             changes.callback(choose_attention(own))
         if kernels:
-            changes.callback(fuse_attention(model))
+            changes.callback(fuse_attention(model, capability))
     if kernels and not config.compile_blocks:
         changes.callback(fuse_norms(model))
     return changes.close
@@ -115,13 +114,6 @@ def _pretrained(module: nn.Module) -> Iterator[PreTrainedModel]:
     else:
         for child in module.children():
             yield from _pretrained(child)
-
-
-def _configs(model: nn.Module) -> Iterator[Any]:
-    """The config of each module that has one."""
-    for module in model.modules():
-        if (config := getattr(module, "config", None)) is not None:
-            yield config
 
 
 def _take_loss_in_fp32(model: PreTrainedModel) -> Callable[[], None]:
@@ -205,29 +197,36 @@ NAME = "offloadkit"
 """`attn_implementation` under which transformers knows our attention."""
 
 
-def fuse_attention(model: nn.Module) -> Callable[[], None]:
-    """Run eager attention with a position bias by our kernels where possible; returns what undoes it."""
-    changes = ExitStack()
+def fuse_attention(model: nn.Module, capability: tuple[int, int] | None = None) -> Callable[[], None]:
+    """Run eager attention with a position bias by our kernels where possible; returns what undoes it.
+
+    Args:
+        capability: of the GPU to plan for, if it is not the one here.
+    """
+    changes, claimed = ExitStack(), set[int]()
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         width: Any = getattr(module, "key_value_proj_dim", None)
         kind: Any = type(module)
         if config is None or width not in attention_kernel.WIDTHS or _own_attention(kind) is None:
             continue
-        if torch.cuda.is_available() and not attention_kernel.available(width):  # without a GPU: a plan's shapes alone
+        if not _kernels_run(width, capability):
             break
-        if config._attn_implementation == "eager":
+        if config._attn_implementation in ("eager", NAME) and id(config) not in claimed:
             _register()
-            config._attn_implementation = NAME
-            changes.callback(_back_to_eager, config)
+            claimed.add(id(config))
+            changes.callback(claim(config, "_attn_implementation", NAME))
         if config._attn_implementation == NAME and "compute_bias" not in vars(module):
             changes.callback(give_method(module, "compute_bias", _compute_bias))
     return changes.close
 
 
-def _back_to_eager(config: Any) -> None:
-    if config._attn_implementation == NAME:
-        config._attn_implementation = "eager"
+def _kernels_run(width: int, capability: tuple[int, int] | None) -> bool:
+    """Whether our attention runs on the GPU of this capability, or else on the one here. Without a GPU it does: then a
+    plan needs its shapes alone."""
+    if capability is not None:
+        return capability >= attention_kernel.LEAST_CAPABILITY
+    return not torch.cuda.is_available() or attention_kernel.available(width)
 
 
 @cache

@@ -1,17 +1,22 @@
-"""Saves a HuggingFace model's weights piece by piece, with no second copy of them in RAM."""
+"""Saves and loads a HuggingFace model's weights in pieces, with no second copy of them in RAM. Saves its arguments."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from offloadkit.checkpoint.arrays import can_hold, write_arrays
+from offloadkit.changes import claim, unclaimed
+from offloadkit.checkpoint.arrays import ArrayFile, can_hold, write_arrays
+from offloadkit.checkpoint.folder import written_beside
+from offloadkit.checkpoint.weights import load_weights
 
 
 @contextmanager
@@ -24,14 +29,30 @@ def saved_in_pieces() -> Iterator[None]:
     from transformers import modeling_utils
 
     module: Any = modeling_utils
-    before = getattr(module, "safe_save_file", None)
-    if before is not None:
-        module.safe_save_file = partial(_write, otherwise=before)
+    with ExitStack() as undo:
+        if hasattr(module, "safe_save_file"):
+            theirs = unclaimed(module, "safe_save_file")  # another thread may save too
+            undo.callback(claim(module, "safe_save_file", partial(_write, otherwise=theirs)))
+        yield
+
+
+@contextmanager
+def arguments_as_data(folder: Path, args: Any) -> Iterator[None]:
+    """A context in which the Trainer writes its arguments to `folder` as JSON; its `training_args.bin` is a pickle.
+
+    Args:
+        args: the Trainer's `TrainingArguments`.
+    """
+    from transformers import trainer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with written_beside(folder / "training_args.json") as file:
+        file.write(json.dumps(args.to_dict(), indent=2, default=str).encode())
+    undo = claim(trainer, "TRAINING_ARGS_NAME", os.devnull)  # os.path.join(folder, os.devnull) is os.devnull
     try:
         yield
     finally:
-        if before is not None:
-            module.safe_save_file = before
+        undo()
 
 
 def _write(
@@ -45,3 +66,28 @@ def _write(
         write_arrays(Path(filename), tensors, metadata)
     else:  # a dtype of a newer safetensors
         otherwise(tensors, filename, metadata=metadata)
+
+
+def load_in_pieces(model: nn.Module, folder: Path) -> bool:
+    """Read the weights that `save_pretrained` wrote into `folder` into those of `model`, in place.
+
+    Returns:
+        Whether it did. Nothing is read where that takes more than copying: the names or shapes are not just those of
+        the model, a weight that is tied in the model has several values, or the files are not of safetensors.
+
+    Raises:
+        ModelError: a file is cut.
+    """
+    weights = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    with ExitStack() as opened:
+        files = [opened.enter_context(ArrayFile(path)) for path in sorted(folder.glob("model*.safetensors"))]
+        saved = {name: array for file in files for name, array in file.arrays.items()}
+        if not files or not saved.keys() <= weights.keys():
+            return False
+        places = [weights[name].data_ptr() for name in saved]
+        fits = all(array.shape == tuple(weights[name].shape) for name, array in saved.items())
+        if not fits or len(set(places)) < len(places) or {each.data_ptr() for each in weights.values()} > set(places):
+            return False
+        for file in files:
+            load_weights(file, {name: weights[name] for name in file.arrays})
+    return True

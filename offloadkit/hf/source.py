@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offloadkit.errors import ConfigError, ModelError
-from offloadkit.hf.hub import PRESETS, check_folder, locate, readable_hub_errors, where_to_look
+from offloadkit.hf.hub import check_folder, locate, readable_hub_errors, where_to_look
 from offloadkit.hf.load import (
     Task,
     auto_class_of,
@@ -29,6 +29,7 @@ from offloadkit.hf.load import (
     read,
     read_lazily_or_now,
 )
+from offloadkit.hf.presets import PRESETS
 from offloadkit.hf.quiet import progress_bars
 from offloadkit.hf.read_ahead import read_ahead
 from offloadkit.hf.weight_files import Materialise
@@ -91,10 +92,8 @@ class ModelSource:
     @cached_property
     def _preset_config(self) -> PreTrainedConfig | None:
         """A preset's architecture from this package. A folder goes before a preset of the same name."""
-        from transformers import T5Config
-
         preset = PRESETS.get(self.given) if isinstance(self.given, str) else None
-        return None if preset is None or os.path.isdir(self._location) else T5Config(**preset.config_values())
+        return None if preset is None or os.path.isdir(self._location) else preset.config()
 
     @property
     def task(self) -> Task:

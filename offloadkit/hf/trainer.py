@@ -11,15 +11,16 @@ changed from its default and contradicts the arguments raises `ConfigError`.
 holds for every model, whether or not its forward knows `num_items_in_batch`. Over a large vocabulary the loss is taken
 in chunks (`loss.py`): the logits exist whole only where somebody reads them.
 
-**A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`).
+**A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`), or the
+micro-batch of an evaluation (`OffloadEngine.evaluates`).
 """
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from weakref import WeakSet
 
 import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.integrations.neftune import deactivate_neftune
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from offloadkit.checkpoint.folder import (
@@ -36,19 +37,19 @@ from offloadkit.checkpoint.folder import (
     newest_checkpoint,
     set_aside,
     write_manifest,
-    written_beside,
     written_to,
 )
 from offloadkit.checkpoint.run import read_random, write_random
 from offloadkit.checkpoint.values import as_json
 from offloadkit.config import OffloadConfig
-from offloadkit.device.process_memory import cap_vram, phase
-from offloadkit.engine import OffloadEngine
+from offloadkit.device.assumed_disk import proposing_disk
+from offloadkit.device.process_memory import VramCap, phase
+from offloadkit.engine import OffloadEngine, is_trained
 from offloadkit.errors import ConfigError, DataError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
 from offloadkit.hf.longest import NotReadableError, evaluation_rows, longest_batch
 from offloadkit.hf.loss import num_targets, on_device, with_a_target
-from offloadkit.hf.saving import saved_in_pieces
+from offloadkit.hf.saving import arguments_as_data, load_in_pieces, saved_in_pieces
 from offloadkit.hf.window import Window
 from offloadkit.offload.states import Materialise
 from offloadkit.outline import chooses, plan_for
@@ -124,8 +125,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         chosen = self.args.mixed_precision
         if self.args.fp16:
             self.args.mixed_precision = "no"  # else accelerate scales the loss itself
-        super().create_accelerator_and_postprocess()
-        self.args.mixed_precision = chosen
+        try:
+            super().create_accelerator_and_postprocess()
+        finally:
+            self.args.mixed_precision = chosen
         self.accelerator.backward = self._backward
         if self.args.dataloader_pin_memory:  # else each batch's copy waits for all work queued on the GPU
             self.accelerator.dataloader_config.non_blocking = True
@@ -169,6 +172,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 device=self.args.device,
                 telemetry=self.telemetry,
                 plan=self._plan or self._plan_for_rows(config),
+                evaluation_rows=evaluation_rows(self),
                 materialise=self._materialise,
             )
             self._materialise = None
@@ -199,8 +203,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if plan is None:
             print(f"the longest rows do not run on the meta device: {_BEGINS}", flush=True)
             return None
+        check_fits(proposing_disk(plan))
         print(f"{plan}\n  ({said})" if said else plan, flush=True)
-        check_fits(plan)
         return plan
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -333,9 +337,15 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             group["lr"] = float(rates[min(index, len(rates) - 1)])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As the Trainer, unless `materialise` will read the weights. (Private; called before `create_optimizer`.)"""
-        if self._materialise is None:
-            with self._phase("resuming"):
+        """As the Trainer, but in pieces, unless `materialise` will read the weights.
+
+        (Private; called before `create_optimizer`.)
+        """
+        if self._materialise is not None:
+            return
+        with self._phase("resuming"):
+            ours = model is None and self.engine is None
+            if not ours or not load_in_pieces(self.model, Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -381,11 +391,13 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As the Trainer, with the arguments as JSON: `training_args.bin` is a pickle. (Private, as above.)"""
         folder = Path(output_dir or self.args.output_dir)
-        with saved_in_pieces(), self._phase("saving"):
+        with saved_in_pieces(), arguments_as_data(folder, self.args), self._phase("saving"):
             super()._save(output_dir, state_dict)
-        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
-        with written_beside(folder / "training_args.json") as file:
-            file.write(json.dumps(self.args.to_dict(), indent=2, default=str).encode())
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """As the Trainer, with the arguments as JSON. (Private, as above.)"""
+        with arguments_as_data(Path(self.args.output_dir), self.args):
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Both as data, in `run.json` and `states-*.safetensors`. (Private, as above.)"""
@@ -426,9 +438,17 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 output = super().train(resume_from_checkpoint or None, *args, **kwargs)
         finally:
             self.args.logging_nan_inf_filter = chosen
+            self._remove_noise()
         if self.engine is not None:
             self.engine.synchronize()
         return output
+
+    def _remove_noise(self) -> None:
+        """Remove NEFTune's hook also where training was interrupted: another run would add noise twice."""
+        hook = getattr(self, "neftune_hook_handle", None)
+        if hook is not None and self.neftune_noise_alpha is not None:
+            untyped: Any = deactivate_neftune
+            untyped(self.model, hook, self.accelerator)
 
     def _take_over(self) -> None:
         """Close engines that other Trainers have left open on this model, or on another wrapper of its modules.
@@ -485,21 +505,29 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer. Before any training, the model is first moved to the device.
 
-        With a budget of VRAM that its weights would take more than half of, the engine is built and streams them.
+        With a budget of VRAM that its weights would take more than half of, the engine is built and streams them. A
+        model that another Trainer's engine trains is evaluated as it is there.
         """
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
         vram = None if self.offload.vram is None else parse_bytes(self.offload.vram)
-        if self.engine is None and vram is not None and 2 * weights > vram:
+        is_placed = self.engine is not None or is_trained(self.model)
+        if not is_placed and vram is not None and 2 * weights > vram:
             self.create_optimizer()
+            is_placed = True
         with ExitStack() as opened:
-            if self.engine is None:
-                opened.callback(cap_vram(vram, self.args.device))
+            if not is_placed:
+                opened.callback(VramCap(vram, self.args.device).remove)
                 if self._materialise is not None:
                     self._materialise(list(self.model.parameters()))
                     self._materialise = None
                 self.model.to(self.args.device)
             opened.enter_context(self._phase("evaluation"))
             return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer. If the GPU is full, the engine moves to a leaner plan, and the micro-batch is repeated."""
+        run = partial(super().prediction_step, *args, **kwargs)
+        return run() if self.engine is None else self.engine.evaluates(run)
 
     def close(self) -> None:
         """Finish and close the engine; the model keeps its trained weights. A later `train()` builds a new engine."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from offloadkit.checkpoint.values import random_states, set_random_states
+from offloadkit.offload.buffers import Buffers
 
 
 class Window:
@@ -16,17 +16,12 @@ class Window:
 
     def __init__(self) -> None:
         self._micro_batches: list[tuple[Any, dict[str, Any]]] = []
-        self._buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
+        self._buffers = Buffers()
 
     def begin(self, model: nn.Module) -> None:
-        """A window begins: forget the last one, and copy the model's buffers (BatchNorm's means)."""
+        """A window begins: forget the last one."""
         self._micro_batches.clear()
-        self._buffers = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        self._buffers.keep(model)
 
     def add(self, inputs: Any) -> None:
         """The next micro-batch begins."""
@@ -37,9 +32,7 @@ class Window:
 
         The buffers are first as they were.
         """
-        with torch.no_grad():
-            for module, name, buffer, copy in self._buffers:
-                module._buffers[name] = buffer.copy_(copy)
+        self._buffers.restore()
         for inputs, states in list(self._micro_batches):
             set_random_states(states)
             yield inputs

@@ -24,7 +24,7 @@ WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 LEAST_QUERIES = 16
 """Least rows of a matmul in Triton. Short targets, and generation, have fewer queries."""
-_LEAST_CAPABILITY = (8, 0)
+LEAST_CAPABILITY = (8, 0)
 """Older GPUs have no bf16 matmuls."""
 _AT_ONCE_BYTES = 128 << 20
 """Target size of the weights, and of the scores' gradients, that backward writes for some heads at a time.
@@ -34,8 +34,9 @@ It takes one head at a time where one needs more.
 _BLOCKS = {"forward": (64, 32, 4, 3), "queries": (64, 32, 4, 3), "keys": (32, 64, 4, 3)}
 """Queries, keys, warps and stages of a thread block, by kernel.
 
-With a width of 128, a thread block takes at most 92 KiB of shared memory on Hopper, and 80 KiB on Ampere and Ada. On
-these two the kernels compile without spills, but were not run.
+With a width of 128, a thread block takes at most 88 KiB of shared memory on Ampere, Ada and GeForce Blackwell, which
+have 99, and 108 KiB on Hopper and Blackwell, which have 227. They compile for all of these without spills worth naming
+(tests/kernels/test_compiled.py), and were run on Hopper alone.
 """
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
@@ -45,7 +46,7 @@ _kernels: Any = attention_triton
 @cache
 def available(width: int) -> bool:
     """Whether the kernels run on the current CUDA device. It warns once if Triton is installed but fails."""
-    if _kernels is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
+    if _kernels is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY:
         return False
     # No size is 1, as in training: Triton compiles another kernel for sizes of 1.
     query = torch.zeros((2, 16, 64, width), dtype=DTYPES[0], device="cuda")

@@ -22,8 +22,8 @@ struct stage_cost {
 struct plan_machine {
     double h2d, d2h, both, cpu_and_bus, launch_seconds, disk_read, disk_write, cpu_rate;
     /* and the constants of seconds.py and layout.py */
-    double chunk_launches, disk_overlap, forward_launches, backward_launches, recomputed_forward, recomputed_backward,
-        streamed_forward, streamed_backward, layer_launches;
+    double chunk_launches, disk_overlap, recomputed_forward, recomputed_backward, streamed_forward, streamed_backward,
+        layer_launches, thread_slows;
     double num_weight_buffers, num_gradient_buckets, num_staging, num_step_buffers;
     double shares_cores; /* whether Python and the CPU's step share the cores */
     double accumulation;
@@ -177,12 +177,24 @@ static double plan_ring_step(struct plan_ring *ring, struct plan_memory *memory,
     return stepped;
 }
 
+static double plan_python_slowed(const struct plan_model *model, const struct candidate *of) {
+    if (model->machine->shares_cores != 0.0) return 1.0;
+    int on_cpu = 0, through_vram = 0;
+    for (int64_t at = 0; at < model->num_layers; at++) {
+        int64_t code = of->codes[at];
+        on_cpu |= steps_on_cpu(code);
+        through_vram |= !states_in_vram(code) && !steps_on_cpu(code);
+    }
+    return 1.0 + model->machine->thread_slows * (double)(on_cpu + through_vram);
+}
+
 static struct queues plan_forward(const struct plan_model *model, const struct candidate *of, struct plan_memory *memory,
                                   int updates) {
     const struct plan_machine *m = model->machine;
     struct queues q = {.shares_cores = m->shares_cores != 0.0};
     struct plan_ring ring = {0.0, 0.0, 0};
     struct plan_bus bus = plan_bus_in_update(model, of, updates);
+    double slowed = updates ? plan_python_slowed(model, of) : 1.0;
     int64_t num_buffers = (int64_t)m->num_weight_buffers, num_ends = 0;
     if (updates) {
         double norm = 0.0;
@@ -239,10 +251,10 @@ static struct queues plan_forward(const struct plan_model *model, const struct c
         plan_take(&q.gpu, on_gpu, ready);
         plan_take(&q.gpu, unit->forward, ready);
         q.busy_forward += unit->forward;
-        double launches = m->forward_launches * unit->forward_launches;
+        double launches = unit->forward_launches;
         launches += recomputes * m->recomputed_forward * unit->operation_launches;
         launches += num_streamed * m->streamed_forward * m->launch_seconds;
-        double end = plan_launched(&q, launches, cpu_done);
+        double end = plan_launched(&q, slowed * launches, cpu_done);
         if (num_streamed != 0.0) memory->ends[num_ends++] = end;
         if (offloads) {
             plan_take(&q.d2h, unit->input_bytes / bus.d2h, before);
@@ -292,11 +304,11 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
         }
         if (offloads) ready = larger(ready, plan_take(&q.h2d, unit->input_bytes / h2d, before));
         before = larger(q.gpu, ready);
-        double launches = m->backward_launches * unit->backward_launches;
+        double launches = unit->backward_launches;
         launches += num_layers * m->streamed_backward * m->launch_seconds;
         if (recomputes) {
             seconds += unit->forward;
-            launches += m->forward_launches * unit->forward_launches;
+            launches += unit->forward_launches;
             launches += m->recomputed_backward * unit->operation_launches;
         }
         plan_take(&q.gpu, seconds, ready);

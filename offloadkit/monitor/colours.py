@@ -11,7 +11,7 @@ _NAMES = {
     SKY: ("weight buffers", "backward"),
     GREEN: ("master weights", "step on the GPU", "GPU step"),
     ORANGE: ("moments", "wait for CPU step", "CPU step"),
-    VERMILION: ("gradients", "wait for bus", "H2D", "D2H"),
+    VERMILION: ("gradients", "wait for bus", "RAM -> GPU", "GPU -> RAM"),
     PURPLE: ("activations",),
     YELLOW: ("state buffers",),
     GREY: ("frozen weights", "other"),

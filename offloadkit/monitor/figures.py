@@ -14,8 +14,8 @@ import torch
 from offloadkit import hardware
 from offloadkit.device.measure import vram_rate
 from offloadkit.planner import Plan
+from offloadkit.planner.fitted import KERNEL_SECONDS, STEP_EFFICIENCY
 from offloadkit.planner.layout import CATEGORIES
-from offloadkit.planner.seconds import KERNEL_SECONDS, STEP_EFFICIENCY
 from offloadkit.telemetry import StepRecord
 
 Point = tuple[int, float]
@@ -336,7 +336,7 @@ def split(seconds: Mapping[str, float]) -> Parts:
 
 def beside(seconds: Mapping[str, float]) -> Parts:
     """What worked in parallel to the device, and for how long."""
-    names = {"CPU step": "cpu_step", "GPU step": "gpu_step", "H2D": "h2d", "D2H": "d2h"}
+    names = {"CPU step": "cpu_step", "GPU step": "gpu_step", "RAM -> GPU": "h2d", "GPU -> RAM": "d2h"}
     return tuple((name, seconds[phase]) for name, phase in names.items() if phase in seconds)
 
 

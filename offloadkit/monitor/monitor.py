@@ -252,14 +252,11 @@ class Monitor:
         from offloadkit.monitor.terminal import LogLines, TerminalDisplay
 
         shell = running_shell()
-        if self._wanted == "notebook" or (self._wanted == "auto" and shell is not None):
-            try:
-                if shell is None:
-                    raise RuntimeError("this is no notebook")
-                return NotebookDisplay(shell, self._stop.request)
-            except (ImportError, RuntimeError) as error:
-                _say(f"no widgets, because {error}; a line is printed now and then instead")
-                return LogLines()
+        if shell is not None and self._wanted in ("auto", "notebook"):
+            return NotebookDisplay(shell, self._stop.request)
+        if self._wanted == "notebook":
+            _say("this is no notebook; a line is printed now and then instead")
+            return LogLines()
         return TerminalDisplay() if sys.stdout.isatty() else LogLines()
 
     def _refresh(self) -> None:

@@ -1,8 +1,8 @@
-"""The monitor in a notebook: one HTML widget and a button, both of ipywidgets' core (7.7 and 8).
+"""The monitor in a notebook: HTML that is redrawn in place, and a button of ipywidgets where a click would arrive.
 
-At the end plain HTML replaces the widgets and stays in the saved notebook. ipykernel handles messages of widgets
-between cells. While a cell runs, a click arrives only with subshells (JupyterLab 4.4, ipykernel 7). Elsewhere the
-button says so, and the kernel's interrupt does the same.
+Every front end shows HTML, also one without widgets; at the end it stays in the saved notebook. ipykernel handles
+messages of widgets between cells. While a cell runs, a click arrives only with subshells (ipykernel 7, JupyterLab 4.4).
+Without them there is no button, and the kernel's interrupt does the same.
 """
 
 from __future__ import annotations
@@ -17,12 +17,8 @@ from offloadkit.monitor.figures import Figures
 from offloadkit.monitor.page import page
 
 _VIEW = "application/vnd.jupyter.widget-view+json"
-_NO_WIDGETS = "offloadkit.Monitor: no widget is shown here; the training goes on, and its summary follows at the end."
-_BLOCKED = (
-    "The button cannot work here: the running cell blocks the kernel. Interrupt the kernel (■) instead: it finishes "
-    "the step and saves, a second interrupt breaks off."
-)
-_MAYBE = "If the button does not answer, interrupt the kernel (■): it finishes the step and saves."
+_INTERRUPT = "To stop, interrupt the kernel (■): it finishes the step and saves, a second interrupt breaks off."
+_MAYBE = "If there is no button, or it does not answer, interrupt the kernel (■): it finishes the step and saves."
 _UNHEEDED = "This loop does not ask for stop_requested: an interrupt (■) breaks it off at once."
 
 
@@ -40,65 +36,103 @@ class NotebookDisplay:
         """
         Args:
             stop: what the button does.
+        """
+        self._ident = f"okm{uuid4().hex[:10]}"
+        self._button = _button(shell.kernel, stop)
+
+    def open(self, figures: Figures) -> None:
+        """Publish button and page, on the thread of the cell."""
+        if self._button is not None:
+            self._button.open()
+        self._draw(figures, heeded=True, update=False)
+
+    def update(self, figures: Figures, *, heeded: bool) -> None:
+        """Draw; on any thread."""
+        self._draw(figures, heeded=heeded, update=True)
+
+    def close(self, figures: Figures) -> None:
+        """Leave the summary, without a button."""
+        if self._button is not None:
+            self._button.close()
+        summary = {"text/html": page(figures, self._ident), "text/plain": words.summary(figures)}
+        _publish(summary, self._ident, update=True)
+
+    def _draw(self, figures: Figures, *, heeded: bool, update: bool) -> None:
+        stopping = figures.state == "stopping"
+        if self._button is not None:
+            self._button.say(stopping=stopping, works=heeded)
+        note = "" if stopping else self._note(heeded)
+        drawn = {"text/html": page(figures, self._ident, note), "text/plain": words.line(figures)}
+        _publish(drawn, self._ident, update)
+
+    def _note(self, heeded: bool) -> str:
+        """How to stop, where the button does not say it."""
+        if not heeded:
+            return _UNHEEDED
+        if self._button is None:
+            return _INTERRUPT
+        return "" if self._button.is_heard else _MAYBE
+
+
+class _Button:
+    """Stops the training; for kernels with subshells."""
+
+    def __init__(self, threads: Any, stop: Callable[[], None]) -> None:
+        """
+        Args:
+            threads: the kernel's thread that knows its subshells.
 
         Raises:
             ImportError: no ipywidgets.
         """
         import ipywidgets
 
-        self._ident = f"okm{uuid4().hex[:10]}"
-        self._kernel, self._stop = shell.kernel, stop
-        self._html = ipywidgets.HTML()
-        self._button = ipywidgets.Button(
-            description="Stop and save", icon="stop", tooltip="Finishes the step under way, then saves"
-        )
-        self._button.on_click(self._clicked)
-        if self._button.comm is not None:
+        self._ident = f"okb{uuid4().hex[:10]}"
+        self._threads, self._stop = threads, stop
+        self._widget = ipywidgets.Button(icon="stop", tooltip="Finishes the step under way, then saves")
+        self.say(stopping=False, works=True)
+        self._widget.on_click(self._clicked)
+        if self._widget.comm is not None:
             # ipykernel 7.4 takes a click to the thread that drew the button, which the cell blocks, and not to the
             # subshell that the front end sent it to; other releases do not look at this.
-            self._button.comm._reply_subshell_for = lambda data, subshell: subshell
-        self._box = ipywidgets.VBox([self._button, self._html])
+            self._widget.comm._reply_subshell_for = lambda data, subshell: subshell
 
-    def open(self, figures: Figures) -> None:
-        """Publish the widgets, on the thread of the cell."""
-        self.update(figures, heeded=True)
-        view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
-        _publish({_VIEW: view, "text/plain": _NO_WIDGETS}, self._ident)
+    @property
+    def is_heard(self) -> bool:
+        """Whether the front end has a subshell, so that a click arrives."""
+        return bool(self._threads.manager.list_subshell())
 
-    def update(self, figures: Figures, *, heeded: bool) -> None:
-        """Draw; on any thread."""
-        note, works = self._button_works(heeded)
-        stopping = figures.state == "stopping"
-        self._html.value = page(figures, self._ident, "" if stopping else note)
-        self._say("Stopping …" if stopping else "Stop and save", works=works and not stopping)
+    def open(self) -> None:
+        """Publish it, on the thread of the cell."""
+        view = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
+        _publish({_VIEW: view, "text/plain": ""}, self._ident)
 
-    def close(self, figures: Figures) -> None:
-        """Replace the widgets by the static summary, and release them."""
-        summary = {"text/html": page(figures, self._ident), "text/plain": words.summary(figures)}
-        _publish(summary, self._ident, update=True)
-        for widget in (self._box, self._html, self._button):
-            for part in (widget.layout, getattr(widget, "style", None), widget):
-                if part is not None:
-                    part.close()
+    def say(self, *, stopping: bool, works: bool) -> None:
+        """Draw it."""
+        self._widget.description = "Stopping …" if stopping else "Stop and save"
+        self._widget.disabled = stopping or not works
 
-    def _say(self, description: str, *, works: bool) -> None:
-        self._button.description, self._button.disabled = description, not works
-
-    def _button_works(self, heeded: bool) -> tuple[str, bool]:
-        """The button's text, and whether it may be pressed."""
-        if not heeded:
-            return _UNHEEDED, False
-        threads = getattr(self._kernel, "shell_channel_thread", None)
-        if threads is None:
-            return _BLOCKED, False
-        return ("" if threads.manager.list_subshell() else _MAYBE), True
+    def close(self) -> None:
+        """Take it away, and release its widgets."""
+        _publish({"text/html": "", "text/plain": ""}, self._ident, update=True)
+        for part in (self._widget.layout, self._widget.style, self._widget):
+            part.close()
 
     def _clicked(self, _: Any) -> None:
         self._stop()
-        self._say("Stopping …", works=False)
+        self.say(stopping=True, works=True)
 
 
-def _publish(bundle: dict[str, Any], ident: str, *, update: bool = False) -> None:
+def _button(kernel: Any, stop: Callable[[], None]) -> _Button | None:
+    """A button, where a click could arrive while a cell runs and there are widgets."""
+    threads = getattr(kernel, "shell_channel_thread", None)
+    try:
+        return None if threads is None else _Button(threads, stop)
+    except ImportError:
+        return None
+
+
+def _publish(bundle: dict[str, Any], ident: str, update: bool = False) -> None:
     """Publish an output of the running cell, by MIME type, or new content for the output published as `ident`."""
     import IPython.display
 

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
+from offloadkit.changes import claim, unclaimed
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configs of `model` and its parts, each once."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in found if config is not None}.values())
+
 
 def caching_configs(model: nn.Module) -> list[Any]:
     """The configs of `model` and its parts that say whether keys and values are cached."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return [config for config in configs.values() if hasattr(config, "use_cache")]
+    return [config for config in configs_of(model) if hasattr(config, "use_cache")]
 
 
 @contextmanager
 def without_caches(configs: Sequence[Any]) -> Iterator[None]:
     """While it is open, none is cached. Afterwards the configs are as they were."""
-    caching = [config for config in configs if config.use_cache]
-    for config in caching:
-        config.use_cache = False
-    try:
+    with ExitStack() as undo:
+        for config in configs:
+            if unclaimed(config, "use_cache"):  # another model with this config may be in its forward
+                undo.callback(claim(config, "use_cache", False))
         yield
-    finally:
-        for config in caching:
-            config.use_cache = True

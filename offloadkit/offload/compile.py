@@ -64,7 +64,7 @@ def compile_blocks(model: nn.Module, tied: Collection[nn.Module]) -> Callable[[]
     for (_, reason, _), blocks in kinds.items():
         forward = _EqualBlocks(blocks, reason).forward(without_caches)
         for block in blocks:
-            forwards[block] = MethodType(forward, block)  # a method: a deepcopy of the model calls its own block
+            forwards[block] = MethodType(forward, block)
     return replace_forwards(forwards)
 
 
@@ -111,7 +111,7 @@ class _EqualBlocks:
         self._fails = bool(reason)
 
     def forward(self, without_caches: bool) -> Callable[..., Any]:
-        """The new `forward` of these blocks: a function, since a deepcopy of the model does not copy functions."""
+        """The new `forward` of these blocks, a function whose first argument is the block."""
         from torch._dynamo.exc import TorchDynamoException
 
         def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

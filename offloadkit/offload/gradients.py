@@ -175,6 +175,7 @@ class Gradients:
         self._accumulation, self._device = accumulation, device
         self._submit, self._got_gradient, self._waits = submit, got_gradient, waits
         self.d2h = CopyStream(device, "D2H")
+        self.layers: Sequence[LayerGradient] = ()
         self._layer_of: dict[ParameterView, tuple[LayerGradient, int]] = {}
         self._hooks: list[Any] = []
         for view in views:
@@ -288,6 +289,8 @@ class Gradients:
         if isinstance(view.parameter, Watched):
             raise _without_the_engine(view)
         _check_dense(view, gradient)
+        if view not in self._layer_of:
+            raise EngineStateError(f"the loss is one of an engine that is closed: {view.name!r} is a tied weight")
         layer, index = self._layer_of[view]
         layer.weights.check_held(view)
         if layer.complete:
@@ -463,7 +466,8 @@ def _without_the_engine(view: ParameterView) -> EngineStateError:
     """The error for a gradient that comes while the engine runs no backward."""
     return EngineStateError(
         f"a gradient of {view.name!r} came outside of engine.backward(): call engine.backward(loss) instead of "
-        "loss.backward(). With several losses, add them first. The engine scales fp16's loss itself"
+        "loss.backward(). With several losses, add them first. The engine scales fp16's loss itself. To train without "
+        "it (with another Trainer, say), close it first: engine.close() or trainer.close()"
     )
 
 

@@ -283,9 +283,9 @@ class UntrainedParameters:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter not in self._trained:
                 raise ModelError(
-                    f"parameter {name!r} was added, replaced or unfrozen after the engine was built, so nothing "
-                    "would train it: close this engine and build a new one (parameters that the engine was built with "
-                    "may be frozen and unfrozen)"
+                    f"parameter {name!r} was added, replaced or unfrozen after the engine was built (by an adapter, "
+                    "a new head, .to('meta'), ...), so nothing would train it: close this engine and build a new one "
+                    "(parameters that the engine was built with may be frozen and unfrozen)"
                 )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from itertools import islice, starmap
+from itertools import islice
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.outside import Alias, Outside, unwatched
-from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint_activations
+from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint_activations, forget_found
 from offloadkit.offload.shortage import RamWatch
 from offloadkit.offload.state_ring import StateRing
 from offloadkit.offload.states import LayerState, Materialise
@@ -71,6 +72,7 @@ class PlacedModel:
         *,
         materialise: Materialise | None,
         ram_watch: RamWatch,
+        leaner: Callable[[], Plan | None],
         submit: Callable[[Callable[[], None]], None],
         settle: weakref.WeakMethod[Callable[[], None]],
         undo: ExitStack,
@@ -79,12 +81,14 @@ class PlacedModel:
         Args:
             materialise: makes parameters without memory real, or None where all have some.
             ram_watch: checked while RAM fills.
+            leaner: called where the GPU is full. It gives the plan to go on by, with less in VRAM, or None.
             submit: queues work for the stepping thread.
             settle: called before the whole model's weights are saved or loaded.
             undo: told how to let go of the module.
 
         Raises:
             OffloadkitError: not enough RAM, or a disk that will not do.
+            torch.OutOfMemoryError: the GPU is full, and no plan is leaner.
             ConfigError: checkpointing of a model without repeated blocks.
         """
         self.module, self._device, self._config = module, device, config
@@ -96,9 +100,7 @@ class PlacedModel:
         self._ring: WeightRing | None = None
         let_segments_grow(device)
         self._waits = Waits(device)
-        shared = self._allocate(layers, plan.placements, materialise, ram_watch)
-        trained = {view.parameter for layer in layers for view in layer.views}
-        move_rest(module, trained, device, config.working_dtype, materialise)
+        shared = self._begin(layers, plan.placements, materialise, ram_watch, leaner)
         undo.callback(self._bind_to_ram)  # however the engine ends, what is in RAM is what the model has
         self._offloaded = OffloadedInputs(device, self._waits)
         self.caching = caching_configs(module)
@@ -109,7 +111,7 @@ class PlacedModel:
         self._weights_of: dict[nn.Module, list[LayerWeights]] = {}
         self._stop_recomputing: Callable[[], None] = lambda: None
         undo.callback(lambda: self._stop_recomputing())
-        self.outside = Outside(self.states, self._finish_updates)
+        self.outside = Outside(self.states, self._finish_updates, device)
         undo.callback(self.outside.close)
         self.forward_hooks = ForwardHooks(module, [state.weights for state in self.states], settle, self.outside)
         undo.callback(self.forward_hooks.remove)
@@ -123,7 +125,39 @@ class PlacedModel:
         )
         undo.callback(self.gradients.remove)
         undo.callback(TiedUses(list(layers), self.gradients.receive).remove)
-        self._arrange(shared)
+        other: Plan | None = None
+        while not self.is_whole:
+            try:
+                self._arrange(shared) if other is None else self.move(other.placements, lambda _: None)
+            except torch.OutOfMemoryError:
+                if (other := leaner()) is None:
+                    raise
+
+    def _begin(
+        self,
+        layers: Sequence[FlatLayer],
+        placements: Sequence[Placement],
+        materialise: Materialise | None,
+        ram_watch: RamWatch,
+        leaner: Callable[[], Plan | None],
+    ) -> list[HostSlab]:
+        """Bring all of the module to its places; returns the RAM that layers share.
+
+        A layer that finds the GPU full is as it was. Those before it move to a leaner plan then, and it goes on.
+        """
+        trained = {view.parameter for layer in layers for view in layer.views}
+        while True:
+            try:
+                for at, where in self._changes(placements):
+                    self.states[at] = self._elsewhere(self.states[at], where)
+                shared = self._allocate(layers, placements, materialise, ram_watch)
+                move_rest(self.module, trained, self._device, self._config.working_dtype, materialise)
+                return shared
+            except torch.OutOfMemoryError as error:
+                traceback.clear_frames(error.__traceback__)  # what the layer had begun to take
+                if (plan := leaner()) is None:
+                    raise
+                placements = plan.placements
 
     def _allocate(
         self,
@@ -132,19 +166,21 @@ class PlacedModel:
         materialise: Materialise | None,
         ram_watch: RamWatch,
     ) -> list[HostSlab]:
-        """Make the layers' states, each in RAM of its own; returns the RAM that they share."""
-        sizes = list(starmap(self._own_bytes, zip(self._shapes, placements, strict=True)))
+        """Make the states of the layers that have none, each in RAM of its own; returns the RAM that layers share."""
+        placed = list(zip(layers, self._shapes, placements, strict=True))[len(self.states) :]
+        sizes = [self._own_bytes(shape, where) for _, shape, where in placed]
         shared = self._shared_sizes(placements)
-        in_ram = [self._weight_bytes(shape, where) for shape, where in zip(self._shapes, placements, strict=True)]
+        in_ram = [self._weight_bytes(shape, where) for _, shape, where in placed]
         started = time.perf_counter()
         gc.collect()  # an engine that an exception left behind may be held by cycles only
         needed = [*sizes, *shared, *filter(None, in_ram)]
         slabs = iter(host_memory.allocate(needed, self._device, "the optimizer states"))
         self.pinning_seconds = time.perf_counter() - started
         own, buffers = list(islice(slabs, len(sizes))), list(islice(slabs, len(shared)))
-        placed = list(zip(layers, self._shapes, placements, strict=True))
         self._take_disk([(layer, shape) for layer, shape, placement in placed if placement.states == "disk"])
-        together = _read_together(layers, _READ_AHEAD_BYTES if self._device.type == "cuda" else 0)
+        together = _read_together(
+            [layer for layer, _, _ in placed], _READ_AHEAD_BYTES if self._device.type == "cuda" else 0
+        )
         for index, ((layer, _, placement), slab) in enumerate(zip(placed, own, strict=True)):
             if materialise is not None and index in together:
                 materialise(together[index])
@@ -219,6 +255,14 @@ class PlacedModel:
         """Where each layer is now."""
         return tuple(state.placement for state in self.states)
 
+    @property
+    def assigned(self) -> tuple[Placement, ...]:
+        """As `placements`, each with the processor that steps the layer next."""
+        return tuple(
+            replace(state.placement, step="gpu" if state.on_gpu else "cpu") if state.switchable else state.placement
+            for state in self.states
+        )
+
     def _arrange(self, shared: Sequence[HostSlab]) -> None:
         """Make what layers share for the places where they are: buffers, rings, and the blocks' recomputation."""
         placed = list(zip(self._shapes, self.placements, strict=True))
@@ -278,24 +322,13 @@ class PlacedModel:
         Args:
             moved: called with each layer's new state, while the old one still exists.
         """
-        changes = [(at, where) for at, where in enumerate(placements) if self.states[at].placement != where]
+        changes = self._changes(placements)
         if not changes:
             return
-
-        def vram(at: int, where: Placement) -> int:
-            return sum(self._shapes[at].vram_bytes(where, self._accumulation).values())
-
-        def taken(change: tuple[int, Placement]) -> tuple[int, int]:
-            at, where = change
-            more = vram(at, where) - vram(at, self.states[at].placement)
-            return more, self._own_bytes(self._shapes[at], where) + self._weight_bytes(self._shapes[at], where)
-
         self._dismantle()
         try:
-            on_disk = [(self.states[at].layer, self._shapes[at]) for at, where in changes if where.states == "disk"]
-            self._take_disk(on_disk)
             with unwatched():
-                for at, where in sorted(changes, key=taken):
+                for at, where in changes:
                     self._move_layer(at, where, moved)
         finally:
             trim_heap()
@@ -305,19 +338,44 @@ class PlacedModel:
                 sizes = self._shared_sizes(self.placements)
                 self._arrange(host_memory.allocate(sizes, self._device, "the buffers of gradients and states"))
 
+    def _changes(self, placements: Sequence[Placement]) -> list[tuple[int, Placement]]:
+        """Which layers must go where. Those that give VRAM back come first.
+
+        Those that go to the disk get a region of it.
+        """
+
+        def vram(at: int, where: Placement) -> int:
+            return sum(self._shapes[at].vram_bytes(where, self._accumulation).values())
+
+        def taken(change: tuple[int, Placement]) -> tuple[int, int]:
+            at, where = change
+            more = vram(at, where) - vram(at, self.states[at].placement)
+            return more, self._own_bytes(self._shapes[at], where) + self._weight_bytes(self._shapes[at], where)
+
+        found = [(at, placements[at]) for at, state in enumerate(self.states) if state.placement != placements[at]]
+        self._take_disk([(self.states[at].layer, self._shapes[at]) for at, where in found if where.states == "disk"])
+        return sorted(found, key=taken)
+
     def _move_layer(self, at: int, placement: Placement, moved: Callable[[LayerState], None]) -> None:
         old = self.states[at]
+        new = self._elsewhere(old, placement)
+        if new is not old:
+            self.forward_hooks.exchange(old.weights, new.weights)
+            self.outside.moved(new)
+            moved(new)
+            self.states[at] = new
+
+    def _elsewhere(self, old: LayerState, placement: Placement) -> LayerState:
+        """The layer in another placement. If an error is raised, `old` is as it was; else it is only used if it is what
+        comes back."""
         if _stays(old, placement):
             old.placement = placement
-            return
-        sizes = [self._own_bytes(self._shapes[at], placement), self._weight_bytes(self._shapes[at], placement)]
+            return old
+        shape = self._shapes[self.states.index(old)]
+        sizes = [self._own_bytes(shape, placement), self._weight_bytes(shape, placement)]
         slab, weights_slab = host_memory.allocate(sizes, self._device, "a layer's states")
         region = self._regions[old.layer] if placement.states == "disk" else None
-        new = old.moved(placement, slab, region=region, weights_slab=weights_slab if sizes[1] else None)
-        self.forward_hooks.exchange(old.weights, new.weights)
-        self.outside.moved(new)
-        moved(new)
-        self.states[at] = new
+        return old.moved(placement, slab, region=region, weights_slab=weights_slab if sizes[1] else None)
 
     def _recompute_blocks(self) -> None:
         """Have backward recompute the blocks whose placement says so."""
@@ -466,6 +524,8 @@ def _name_of_shared(weights: Sequence[LayerWeights]) -> str | None:
         for each in weights
         for tensor, view in zip(each.own_tensors(), each.layer.views, strict=False)
     }
+
+    forget_found(lambda tensor: tensor.layout == torch.strided and tensor.untyped_storage()._cdata in names)
 
     def found() -> str | None:
         objects = gc.get_objects()

@@ -67,12 +67,15 @@ class _Place:
 class Outside:
     """Watches the trained parameters of one engine, wherever their layers live now."""
 
-    def __init__(self, layers: Sequence[WatchedLayer], finish_updates: Callable[[], None]) -> None:
+    def __init__(
+        self, layers: Sequence[WatchedLayer], finish_updates: Callable[[], None], device: torch.device
+    ) -> None:
         """
         Args:
             finish_updates: waits until no layer is stepped; called before a write.
+            device: where the model computes.
         """
-        self._finish_updates, self._released = finish_updates, False
+        self._finish_updates, self._released, self.device = finish_updates, False, device
         kinds: dict[type, type] = {}
         self._places: dict[int, _Place] = {}
         self._of_layer: dict[FlatLayer, list[_Place]] = {}
@@ -208,14 +211,33 @@ class Watched:
         with unwatched():
             _grad.__set__(self, value)
 
+    def share_memory_(self) -> Any:
+        """
+        Raises:
+            EngineStateError: the engine's memory cannot be shared.
+        """
+        parameter: Any = self
+        raise moved_or_cast(self.outside.place_of(parameter).view)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A plain parameter of its own."""
+        with self._opened() as parameter:
+            return deepcopy(parameter, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain parameter is pickled, with the newest weights."""
+        with self._opened() as parameter:
+            return parameter.__reduce_ex__(protocol)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """While it is open, the parameter is a plain one, and the newest weights are where it lives."""
         parameter: Any = self
         place = self.outside.place_of(parameter)
         self.outside.open(place)
         parameter.__class__ = place.plain
         try:
-            return deepcopy(parameter, memo)
+            yield parameter
         finally:
             parameter.__class__ = place.watched
 
@@ -349,18 +371,31 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _assignment(parameter: Any, value: Any, targets: dict[_Place, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """`parameter.data = value` as an operation: the numbers are copied where they fit, since the memory is the
-    engine's. What moves or casts the model is left to the check at the boundary."""
-    fits = isinstance(value, torch.Tensor) and (value.shape, value.dtype, value.device) == (
-        parameter.shape,
-        parameter.dtype,
-        parameter.device,
+def _assignment(tensor: Any, value: Any, targets: dict[_Place, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """`tensor.data = value` as an operation: the numbers are copied, since the memory is the engine's. That the model
+    should be where it computes is no change, wherever its weights live.
+
+    Raises:
+        EngineStateError: a parameter would get another shape, dtype or device.
+    """
+    place = next(iter(targets), None)  # None: only `value` is watched
+    devices = (tensor.device, tensor.device if place is None else place.outside.device)
+    same = isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
+    if same and value.device in devices:
+        return torch.no_grad()(torch.Tensor.copy_), (tensor, value)
+    if place is not None:
+        raise moved_or_cast(place.view)
+    return _SET_DATA, (tensor, value)
+
+
+def moved_or_cast(view: ParameterView) -> EngineStateError:
+    """The error for a parameter that others give other memory."""
+    return EngineStateError(
+        f"parameter {view.name!r} would get other memory, and its memory is the engine's: model.to(), .half(), "
+        "resize_token_embeddings(), share_memory() and the like need an engine that is closed. Call engine.close() "
+        "(or trainer.close()), change the model, and build a new engine or train() again. state_dict(), deepcopy() and "
+        "torch.save() work as it is"
     )
-    if fits:
-        return torch.no_grad()(torch.Tensor.copy_), (parameter, value)
-    targets.clear()
-    return _SET_DATA, (parameter, value)
 
 
 def _aliased(result: Any, places: dict[_Place, Any]) -> Any:

@@ -109,7 +109,7 @@ def bound(ranges: Sequence[Range], records: Sequence[StepRecord], machine: Hardw
         stepped, stepping = bytes_of("CPU step", phase)
         h2d, d2h = both_ways(h2d_bytes, d2h_bytes, machine)
         traffic = stepped + h2d_bytes + d2h_bytes
-        computing = mean(_compute_seconds(record, name) for record in records)
+        computing = mean(record.without_waits(name) for record in records)
         with_waits = mean(record.seconds.get(name, 0.0) for record in records)
         shares[phase] = (
             Share("compute", computing, with_waits),
@@ -124,12 +124,6 @@ def bound(ranges: Sequence[Range], records: Sequence[StepRecord], machine: Hardw
 def _within(each: Range, backwards: Sequence[Range]) -> bool:
     middle = (each.began + each.ended) / 2
     return any(backward.began <= middle <= backward.ended for backward in backwards)
-
-
-def _compute_seconds(record: StepRecord, name: str) -> float:
-    """Seconds of forward or backward without its waits."""
-    waits = (seconds for phase, seconds in record.seconds.items() if phase.startswith(name) and phase.endswith("wait"))
-    return max(0.0, record.seconds.get(name, 0.0) - sum(waits))
 
 
 def breakdown(record: StepRecord) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -56,24 +57,19 @@ def checkpoint_activations(
         )
 
     def recompute(block: nn.Module) -> Callable[..., Any]:
-        """The checkpointed call of `block`: not a partial, whose arguments a deepcopy of the model would copy."""
+        """The checkpointed call of `block`."""
         offload = partial(offloaded.checkpoint, f"{names[block]} input")
         run = offload if choices[block] == "offload" else partial(_checkpoint, offloaded.device)
         buffers = _ChangingBuffers(block)
 
         def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            owner = _owner(forward)
-            if owner is not block and type(owner) is type(block):  # a deepcopy of the model has a copy of this call
-                return forward(*args, **kwargs)
             return run(weights.get(block, ()), buffers, forward, *args, **kwargs)
 
         return call
 
     if getattr(model, "supports_gradient_checkpointing", False) and not compiled:
         untyped: Any = model
-        # The model's own switch: `activation_checkpointing_enable` in newer transformers, `gradient_...` in older.
-        word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-        getattr(untyped, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
+        switch_off = _switch_on(untyped)
         blocks: list[Any] = list(names)
         for block in blocks:
             for inner in block.modules():  # else T5's attention gives its mask a gradient, and other kernels compute it
@@ -83,18 +79,41 @@ def checkpoint_activations(
                 block._gradient_checkpointing_func = recompute(block)
             else:
                 block.gradient_checkpointing = False
-        switch_off: Callable[[], None] = getattr(untyped, f"{word}_checkpointing_disable")
         return switch_off
     return replace_forwards({block: partial(recompute(block), block.forward) for block in choices})
 
 
-def _owner(forward: Any) -> Any:
-    """What `forward` is a method of, or is called with first, if that is bound to it (HuggingFace does either)."""
-    first = None
-    while isinstance(forward, partial):
-        first = forward.args[0] if forward.args else first
-        forward = forward.func
-    return getattr(forward, "__self__", first)
+SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks")
+"""Attributes that transformers' switch for recomputation sets."""
+
+
+def _switch_on(model: Any) -> Callable[[], None]:
+    """Have a HuggingFace model recompute; returns what has its modules as they were before."""
+    before = {
+        module: {name: vars(module)[name] for name in SWITCHES if name in vars(module)} for module in model.modules()
+    }
+    # `activation_checkpointing_enable` in newer transformers, `gradient_...` in older.
+    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
+    # It has the embeddings' outputs require a gradient, which only reentrant recomputation needs.
+    _remove_new_hooks(model, before[model])
+
+    def switch_off() -> None:
+        for module, values in before.items():
+            for name in SWITCHES:
+                vars(module).pop(name, None)
+            vars(module).update(values)
+
+    return switch_off
+
+
+def _remove_new_hooks(model: Any, before: dict[str, Any]) -> None:
+    """Remove the hooks on embeddings that transformers' switch has registered."""
+    known = [before.get("_require_grads_hook"), *before.get("_require_grads_hooks", ())]
+    new = [vars(model).get("_require_grads_hook"), *vars(model).get("_require_grads_hooks", ())]
+    for hook in new:
+        if hook is not None and not any(hook is each for each in known):
+            hook.remove()
 
 
 class _ChangingBuffers:
@@ -403,6 +422,17 @@ class _Recomputation:
         except _FoundAllError:
             return found
         raise _changed(f"{len(found)} tensors", f"{num_saved}")
+
+
+def forget_found(memory: Callable[[torch.Tensor], bool]) -> None:
+    """Drop what a backward that was interrupted has left behind of recomputed blocks, in graphs that somebody keeps.
+
+    Args:
+        memory: whether a tensor is in the memory in question; recomputations without such a tensor are left alone.
+    """
+    for each in gc.get_objects():
+        if type(each) is _Recomputation and any(memory(tensor) for tensor, _ in each._found.values()):
+            each._found = {}
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:

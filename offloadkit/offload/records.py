@@ -18,11 +18,13 @@ from torch import nn
 
 from offloadkit import hardware
 from offloadkit.device import trace
-from offloadkit.device.streams import BusyTime, Event, record_compute
+from offloadkit.device.streams import BusyTime, Event, record_compute, seconds_of_any
 from offloadkit.errors import NonFiniteGradientError
 from offloadkit.offload.update import Update
 from offloadkit.planner import Plan
 from offloadkit.telemetry import StepRecord, Telemetry
+
+_COPIES = ("h2d", "d2h")
 
 
 @dataclass
@@ -66,6 +68,8 @@ class StepRecords:
         """Windows without a record."""
         self._unreported: deque[Update] = deque()
         """Updates that may not be applied."""
+        self._beside: list[tuple[str, BusyTime]] = []
+        """Copies of the update of the last window that was recorded. The next window's forward runs beside it."""
         self._context_bytes: int | None = None
 
     @contextmanager
@@ -115,6 +119,7 @@ class StepRecords:
         """Let go of the updates, and with them of the layers."""
         self._ended.clear()
         self._unreported.clear()
+        self._beside.clear()
 
     def read(self) -> None:
         """Record finished steps, and report those that were not applied.
@@ -123,7 +128,11 @@ class StepRecords:
             NonFiniteGradientError: with `on_nonfinite="raise"`, for the oldest such step not reported yet.
         """
         while self._ended and _is_finished(self._ended[0]):
-            self._telemetry.add(_record(self._ended.popleft(), self._memory()))
+            window = self._ended.popleft()
+            record = _record(window, self._beside, self._memory())
+            assert window.update is not None
+            self._beside = window.update.busy
+            self._telemetry.add(record)
         while self._unreported and self._unreported[0].norm_known.is_set():
             update = self._unreported.popleft()
             if update.skipped and not update.scale_may_fall:
@@ -167,7 +176,8 @@ def _is_finished(window: _Window) -> bool:
     return all(end.done() for _, end in window.forwards + window.backwards) and all(b.done() for _, b in window.busy)
 
 
-def _record(window: _Window, memory: dict[str, dict[str, int]]) -> StepRecord:
+def _record(window: _Window, beside: list[tuple[str, BusyTime]], memory: dict[str, dict[str, int]]) -> StepRecord:
+    """`beside`: of the update before, whose copies shared the bus with the window's."""
     update = window.update
     assert update is not None
     seconds = {
@@ -177,12 +187,15 @@ def _record(window: _Window, memory: dict[str, dict[str, int]]) -> StepRecord:
         **update.seconds,
         "forward_wait": 0.0,
         "other": window.other_seconds,
-        "h2d": 0.0,
     }
-    for name, busy in update.busy:
-        seconds[name] = seconds.get(name, 0.0) + busy.seconds()
+    moved = {"cpu_step": update.cpu_bytes}
+    for name in _COPIES:
+        copies = [busy for of, busy in (*beside, *window.busy) if of == name]
+        seconds[name], moved[name] = seconds_of_any(copies), sum(busy.num_bytes for busy in copies)
+    for name, busy in (*update.busy, *window.busy):
+        if name not in _COPIES:
+            seconds[name] = seconds.get(name, 0.0) + busy.seconds()
     for name, busy in window.busy:
-        seconds[name] = seconds.get(name, 0.0) + busy.seconds()
         if name == "d2h" and busy.last is not None and window.backwards:
             tail = busy.last.seconds_since(window.backwards[-1][1])
             seconds["gradient_tail"] = max(seconds.get("gradient_tail", 0.0), tail)
@@ -195,12 +208,14 @@ def _record(window: _Window, memory: dict[str, dict[str, int]]) -> StepRecord:
         skipped=update.skipped,
         seconds=seconds,
         bytes=memory,
+        moved=moved,
     )
 
 
 def num_tokens(model: nn.Module, batch: dict[str, Any]) -> int | None:
-    """Positions of a batch: its input ids, and for an encoder-decoder its labels too. None if there are none."""
-    config = getattr(model, "config", None)
-    names = ["input_ids", "labels"] if getattr(config, "is_encoder_decoder", False) else ["input_ids"]
-    sizes = [batch[name].numel() for name in names if isinstance(batch.get(name), torch.Tensor)]
-    return sum(sizes) or None
+    """Positions of a batch: its input ids, and for an encoder-decoder its targets too. None if there are none."""
+    parts = [batch.get("input_ids")]
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        # Without labels the loss is computed outside the model.
+        parts.append(batch.get("labels", batch.get("decoder_input_ids")))
+    return sum(part.numel() for part in parts if isinstance(part, torch.Tensor)) or None

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offloadkit import hardware
+from offloadkit.config import Placement
 from offloadkit.device import process_memory
 from offloadkit.errors import OutOfRamError, OutOfVramError
 from offloadkit.planner import Plan, leaner
@@ -138,13 +139,51 @@ def leaner_budget(plan: Plan, device: torch.device) -> int:
     return max(1, min(planned, used) - max(planned // 8, 2 * (used - planned)))
 
 
+def _spare_ram() -> int:
+    """Bytes of RAM that this run may take besides what it has."""
+    return max(0, hardware.ram_available_bytes() - _floor_bytes())
+
+
+def room(plan: Plan, device: torch.device) -> dict[str, int]:
+    """Bytes of "vram" and "ram" that another plan of this run may need: within its budgets, and what is free now."""
+    needs, spare = plan.needs(), {"ram": _spare_ram()}
+    if device.type == "cuda":
+        for_peaks = process_memory.peak_reserved_bytes(device) - torch.cuda.memory_allocated(device)
+        spare["vram"] = max(0, hardware.vram_bytes(device)[0] - for_peaks)
+    free = {tier: needs[tier] + more for tier, more in spare.items()}
+    return {tier: min(plan.budgets[tier], free.get(tier, plan.budgets[tier])) for tier in ("vram", "ram")}
+
+
 def with_less_vram(plan: Plan, device: torch.device) -> Plan | None:
     """The plan to go on by where the GPU was full; None if no plan takes less."""
-    now = {tier: plan.total_bytes(tier) for tier in TIERS}
-    ram = now["ram"] + max(0, hardware.ram_available_bytes() - _floor_bytes())
-    ram = min(ram, max(now["ram"], plan.budgets.get("ram", ram)))
-    vram = 7 * now["vram"] // 8 if plan.basis.work is None else leaner_budget(plan, device)
-    return leaner(plan, "vram", {"vram": vram, "ram": ram})
+    vram = 7 * plan.total_bytes("vram") // 8 if plan.basis.work is None else leaner_budget(plan, device)
+    return leaner(plan, "vram", {"vram": vram, "ram": _ram_to_use(plan)})
+
+
+def _ram_to_use(plan: Plan) -> int:
+    """RAM, in bytes, that a plan in the place of `plan` may take: what is left now counts, and so does the budget."""
+    now = plan.total_bytes("ram")
+    ram = now + _spare_ram()
+    return min(ram, max(now, plan.budgets.get("ram", ram)))
+
+
+def with_less_vram_at_rest(plan: Plan, device: torch.device) -> Plan | None:
+    """The plan to go on by where the GPU was full between training steps, when no activations of theirs are there:
+    one with an eighth less of everything else in VRAM, or with as little as there can be. None if no plan takes less.
+    """
+    leanest, found, ram = plan, with_less_vram(plan, device), _ram_to_use(plan)
+    while found is not None:
+        if _at_rest(found) < _at_rest(leanest):
+            leanest = found
+        if _at_rest(leanest) <= 7 * _at_rest(plan) // 8:
+            break
+        found = leaner(found, "vram", {"vram": 7 * found.total_bytes("vram") // 8, "ram": ram})
+    return leanest if _at_rest(leanest) < _at_rest(plan) else None
+
+
+def _at_rest(plan: Plan) -> int:
+    """VRAM, in bytes, that a plan takes between steps."""
+    return plan.total_bytes("vram") - plan.tiers["vram"].get("activations", 0)
 
 
 def with_less_ram(plan: Plan, device: torch.device) -> Plan | None:
@@ -180,11 +219,16 @@ def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int) -> Plan
 
 def moved_in_words(before: Plan, after: Plan) -> str:
     """ "VRAM 8 GiB -> 6 GiB, RAM 10 GiB -> 12 GiB"."""
-    totals = ((name, before.total_bytes(tier), after.total_bytes(tier)) for tier, name in TIERS.items())
-    changed = [f"{name} {format_bytes(old)} -> {format_bytes(new)}" for name, old, new in totals if old != new]
-    again = [sum(where.activations != "keep" for where in plan.placements) for plan in (before, after)]
-    if again[0] != again[1]:
-        changed.append(f"layers with recomputed activations {again[0]} -> {again[1]}")
+    both = {name: [format_bytes(plan.total_bytes(tier)) for plan in (before, after)] for tier, name in TIERS.items()}
+    changed = [f"{name} {old} -> {new}" for name, (old, new) in both.items() if old != new]
+    others: dict[str, Callable[[Placement], bool]] = {
+        "layers with recomputed activations": lambda where: where.activations != "keep",
+        "layers that the GPU steps": lambda where: where.step == "gpu",
+    }
+    for name, counts in others.items():
+        old, new = (sum(map(counts, plan.placements)) for plan in (before, after))
+        if old != new:
+            changed.append(f"{name} {old} -> {new}")
     return ", ".join(changed)
 
 

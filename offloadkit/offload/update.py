@@ -48,6 +48,7 @@ class Update:
         seconds: wall seconds of the stepping thread, by phase, complete once `done` is set.
         busy: when copies ("h2d", "d2h") and the GPU's steps ("gpu_step") ran, complete once `done` is set.
         gpu: the events at which the GPU's steps began and ended.
+        cpu_bytes: memory traffic of the CPU's steps.
         nonfinite: names of the parameters whose gradients were not finite.
     """
 
@@ -64,6 +65,7 @@ class Update:
     seconds: dict[str, float] = field(default_factory=dict)
     busy: list[tuple[str, BusyTime]] = field(default_factory=list)
     gpu: tuple[Event, Event] | None = None
+    cpu_bytes: int = 0
     nonfinite: list[str] = field(default_factory=list)
 
     @property
@@ -202,6 +204,7 @@ class StepThread:
         finally:
             update.seconds["cpu_step"] = seconds = time.perf_counter() - began
             queued.wait()
+        update.cpu_bytes = sum(state.step_bytes() for state, _, _ in on_cpu)
         through_vram = [state.layer.numel for state, _, _ in on_gpu if state.passes]
         self.balancer.add(
             StepTimes(seconds, sum(state.layer.numel for state, _, _ in on_cpu), update.gpu, sum(through_vram))

@@ -21,7 +21,7 @@ from offloadkit.device.streams import Event, Waits
 from offloadkit.errors import EngineStateError
 from offloadkit.hardware import trim_heap
 from offloadkit.offload.layers import FlatLayer, ParameterView, stays_fp32
-from offloadkit.offload.outside import Outside, unwatched
+from offloadkit.offload.outside import Outside, moved_or_cast, unwatched
 from offloadkit.optim.table import DTYPES, Dtype
 
 
@@ -60,6 +60,7 @@ class LayerWeights:
         self._waits, self._process = waits, os.getpid()
         self._bound: list[torch.Tensor] = []
         self._home: list[torch.Tensor] = []
+        self._addresses: list[int] = []
         self._versions: list[int] = []
 
     def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -85,6 +86,7 @@ class LayerWeights:
         for view in self.layer.views:
             view.parameter.grad = None
         self._home = self.tensors(self.flat)
+        self._addresses = [tensor.data_ptr() for tensor in self._home]
         self.bind(self._home)
         self._versions = self._present_versions()
 
@@ -122,11 +124,7 @@ class LayerWeights:
             EngineStateError: this is a forked process, where nobody steps, and where pinned memory is not.
         """
         if os.getpid() != self._process:
-            raise EngineStateError(
-                f"the weights of {self.layer.name!r} were used in a forked process, such as a DataLoader's worker: "
-                "they are the engine's, in the process that trains. Copy what the worker needs before it starts "
-                "(parameter.detach().clone()), or load the data with num_workers=0"
-            )
+            raise forked(f"the weights of {self.layer.name!r} were")
         pending = self.pending
         if pending is None:
             return
@@ -204,16 +202,42 @@ class LayerWeights:
         """
         written = {}
         with unwatched():
-            for view, bound, old in zip(self.layer.views, self._bound, self._versions, strict=True):
-                if view.parameter.data_ptr() != bound.data_ptr():
-                    raise EngineStateError(
-                        f"parameter {view.name!r} was moved or cast after the engine was built (model.to(), .half(), "
-                        "or an assignment to .data): close the engine first, then move the model and build a new one"
-                    )
+            at_home = self._bound is self._home  # these may have left `flat` too, when others shared their memory
+            addresses = self._addresses if at_home else [bound.data_ptr() for bound in self._bound]
+            for view, address, old in zip(self.layer.views, addresses, self._versions, strict=True):
+                if view.parameter.data_ptr() != address:
+                    raise moved_or_cast(view)
                 if view.parameter._version != old:
                     written[view] = view.parameter._version
             self._versions = self._present_versions()
         return written
+
+
+def forked(what: str) -> EngineStateError:
+    """The error for what is the engine's and was used in another process than the one that trains."""
+    return EngineStateError(
+        f"{what} used in a forked process, such as a DataLoader's worker: all that the engine has is in the process "
+        "that trains. Copy what the worker needs before it starts (parameter.detach().clone()), or load the data with "
+        "num_workers=0"
+    )
+
+
+def _check_not_traced() -> None:
+    """
+    Raises:
+        EngineStateError: torch.compile traces a module whose weights the engine moves, in training.
+    """
+    if torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling():
+        untyped: Any = torch.compiler
+        untyped.disable(_refuse_compilation)()  # an error in a function that is traced would make dynamo give up only
+
+
+def _refuse_compilation() -> None:
+    raise EngineStateError(
+        "torch.compile() of a model that is trained: what it makes of the hooks that wait for weights depends on where "
+        "these live, and so would the numbers. OffloadConfig(compile_blocks=True) compiles the blocks; under "
+        "torch.no_grad() the whole model may be compiled"
+    )
 
 
 class ForwardHooks:
@@ -259,14 +283,10 @@ class ForwardHooks:
             self._hooks.append(untyped.register_load_state_dict_post_hook(watch))
 
     def _hook_functions(self) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
-        """The hooks of the whole model's forward, of a module's forward, and of a module's state_dict.
-
-        They are functions, not methods: a deepcopy of the model copies its hooks, and must not copy this object.
-        """
+        """The hooks of the whole model's forward, of a module's forward, and of a module's state_dict."""
 
         def at_root(module: nn.Module, args: Any) -> None:
-            if module is not self._model:
-                return
+            _check_not_traced()
             training = torch.is_grad_enabled()
             pending = [weight for weight in (self._waited_at_root if training else self._weights) if weight.pending]
             for weight in pending:
@@ -275,6 +295,7 @@ class ForwardHooks:
                 wait(module)
 
         def ask(module: nn.Module, args: Any) -> None:
+            _check_not_traced()
             for weight in self._waiting_for.get(module, ()):
                 self._ran.add(module)
                 self._order_of_use.setdefault(weight, len(self._order_of_use))
@@ -336,7 +357,7 @@ class ForwardHooks:
         """Remove the hooks, and let go of the model."""
         for hook in self._hooks:
             hook.remove()
-        self._layers_of.clear()  # a deepcopy of the model may keep the hooks alive
+        self._layers_of.clear()
         self._waiting_for.clear()
         self._model, self._weights = None, ()
 
@@ -384,8 +405,6 @@ class TiedUses:
         self, module: nn.Module, views: dict[str, ParameterView], sink: Callable[[ParameterView, torch.Tensor], None]
     ) -> list[Any]:
         def enter(entered: nn.Module, args: Any) -> None:
-            if entered is not module:  # a deepcopy of the module, which has a copy of the hook
-                return
             for attribute, view in views.items():
                 if torch.is_grad_enabled() and view.parameter.requires_grad:
                     use = _use(view.parameter, lambda gradient, view=view: sink(view, gradient))

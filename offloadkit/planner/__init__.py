@@ -2,7 +2,8 @@
 
 `work`: what a micro-batch computes, as `tracing` counts it. `layout`: bytes of a layer and of a run. `seconds`: the
 time of a step. `phases`: what reading, saving and closing take. `search`: the fastest placements. `plan`: all of it as
-one `Plan`, and in words. `leaner`: another one for a run that is short of memory.
+one `Plan`, and in words. `leaner`: another one for a run that is short of memory. `faster`: another one for a machine
+whose rates are not those that were planned with.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from typing import Any
 from offloadkit.config import OffloadConfig, Placement, Precision
 from offloadkit.errors import DoesNotFitError
 from offloadkit.hardware import Hardware
-from offloadkit.optim.table import optimizer_named
+from offloadkit.optim.table import MOMENTS, optimizer_named
 from offloadkit.planner.layout import LayerShape, activations, choices, possible, run_bytes
 from offloadkit.planner.phases import Phase, phases_of
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import FEW_CORES, Seconds, StepModel, cpu_step_rate
 from offloadkit.planner.work import MicroBatch, Rows
-from offloadkit.units import format_bytes, format_seconds, parse_bytes
+from offloadkit.units import format_bytes, format_seconds, parse_bytes, rounded
 
 TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
 """The kinds of memory, by the name in messages."""
@@ -136,9 +136,25 @@ class Plan:
         """Seconds of a step, divided by those on a GPU that holds everything."""
         return self.seconds.step / self.large_gpu_seconds if self.seconds and self.large_gpu_seconds else None
 
+    @property
+    def verdict(self) -> str:
+        """One line: whether it fits, the memory of the worst phase and what there is, a step's seconds, tokens/s."""
+        if not self.fits:
+            return why_not(self).replace("does not fit", "DOES NOT FIT", 1)
+        said = "AT LEAST" if self.num_tokens is None else "FITS" if self.budgets else "NEEDS"
+        takes = [_of_budget(tier, need, self.budgets.get(tier)) for tier, need in _tiers_to_say(self).items()]
+        if self.seconds is not None:
+            takes.append(f"about {format_seconds(self.seconds.step, digits=2)} a step")
+        return f"{said}: {', '.join([*takes, *_speed(self)])}"
+
     def explain(self) -> str:
-        """In sentences with numbers: whether it fits, what limits the step, and what would help."""
-        return "\n".join([*_fit(self), *_limit(self), *_help(self), *_by_phase(self)])
+        """In sentences with numbers: what limits the step and what would help; or what would fit, if this does not."""
+        return "\n".join([*_limit(self), *_help(self)] if self.fits else _would_fit(self))
+
+    def details(self) -> str:
+        """Lines of at most 80 columns: where everything lives, a table of bytes, the seconds and each phase's peak."""
+        table = [f"{cells[0]:22}" + "".join(f"{cell:>12}" for cell in cells[1:]) for cells in _rows(self)]
+        return "\n".join(f"  {line}" for line in [*_placed(self), *table, *_times(self), *_by_phase(self)])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that was predicted, in types that JSON takes."""
@@ -165,10 +181,12 @@ class Plan:
             "tokens_per_second": self.tokens_per_second,
             "slowdown": self.slowdown,
             "rates_are_assumed": self.basis.assumed,
+            "assumed": self.basis.hardware.assumed if self.basis.hardware else "",
             "layers": [
                 {"name": layer.name, "num_parameters": layer.num_parameters, **vars(where)}
                 for layer, where in zip(self.layers, self.placements, strict=True)
             ],
+            "verdict": self.verdict,
             "explanation": self.explain().splitlines(),
         }
 
@@ -181,14 +199,11 @@ class Plan:
         return f"Plan({', '.join(parts if self.fits else [*parts, 'does not fit'])})"
 
     def __str__(self) -> str:
-        """A table of at most 80 columns. The placements are above it, and the prediction is below."""
-        rows = _rows(self)
-        lines = [*heading(self)]
-        lines += [f"  {cells[0]:22}" + "".join(f"{cell:>12}" for cell in cells[1:]) for cells in rows]
-        return "\n".join([*lines, *(f"  {line}" for line in footing(self))])
+        """The verdict, and what it is about. `explain` and `details` say the rest."""
+        return "\n".join([self.verdict, *(f"  {line}" for line in _about(self))])
 
     def _repr_html_(self) -> str:
-        """The same as an HTML table for notebooks, in the colours of the page."""
+        """All of it in HTML for notebooks, in the colours of the page. The details are folded."""
         header, *rows = _rows(self)
         right = ' style="text-align:right"'
         cells = ["".join(f"<th{right}>{escape(cell)}</th>" for cell in header)]
@@ -196,9 +211,16 @@ class Plan:
             f"<td>{escape(name)}</td>" + "".join(f"<td{right}>{escape(c)}</td>" for c in rest) for name, *rest in rows
         ]
         table = "".join(f"<tr>{row}</tr>" for row in cells)
-        above = "<br>".join(map(escape, heading(self)))
-        below = "<br>".join(map(escape, [*footing(self), *self.explain().splitlines()]))
-        return f"<div><p>{above}</p><table>{table}</table><p>{below}</p></div>"
+        about, placed, below = (
+            "<br>".join(map(escape, lines))
+            for lines in (
+                [*_about(self), *self.explain().splitlines()],
+                _placed(self),
+                [*_times(self), *_by_phase(self)],
+            )
+        )
+        folded = f"<summary>where everything lives</summary><p>{placed}</p><table>{table}</table><p>{below}</p>"
+        return f"<div><p><b>{escape(self.verdict)}</b><br>{about}</p><details>{folded}</details></div>"
 
 
 def check_fits(plan: Plan) -> None:
@@ -207,7 +229,7 @@ def check_fits(plan: Plan) -> None:
         DoesNotFitError: the plan does not fit. The message names what it needs, what there is, and plans that fit.
     """
     if not plan.fits:
-        raise DoesNotFitError(f"the plan {plan.explain()}")
+        raise DoesNotFitError(f"the plan {why_not(plan)}\n{plan.explain()}\n({_trained(plan)})")
 
 
 def make_plan(
@@ -335,6 +357,8 @@ def _room(budgets: Mapping[str, int], hardware: Hardware) -> tuple[int, int, int
 
 # ---- a plan in words -----------------------------------------------------------------------------
 
+_KEPT = "\N{NO-BREAK SPACE}"
+_TO_GPU, _TO_RAM = "RAM -> GPU", "GPU -> RAM"
 _WHERE = {"vram": "in VRAM", "ram": "in RAM", "disk": "on disk"}
 _STEPPERS = {
     ("vram", "gpu"): "the GPU",
@@ -356,13 +380,54 @@ def does_not_fit(lacking: Mapping[str, tuple[int, int]], *, at_least: bool = Fal
     return f"does not fit: needs {', and needs '.join(wants)}"
 
 
-def heading(plan: Plan) -> list[str]:
-    """Lines on what is trained, the tokens of a step, and where everything lives."""
+def why_not(plan: Plan) -> str:
+    """ "does not fit: needs 38 GiB of VRAM, has 11 GiB", of a plan that does not."""
+    return does_not_fit({tier: (plan.needs()[tier], plan.budgets[tier]) for tier in plan.lacking()})
+
+
+def _tiers_to_say(plan: Plan) -> dict[str, int]:
+    """Planned bytes by tier. VRAM is left out where it is RAM too and has no budget, the disk where it is not used."""
+    said = {tier: need for tier, need in plan.needs().items() if tier == "ram" or need}
+    return {tier: need for tier, need in said.items() if tier != "vram" or not plan.on_cpu or "vram" in plan.budgets}
+
+
+def _of_budget(tier: str, need: int, budget: int | None) -> str:
+    """ "7.9 of 8 GiB VRAM": both rounded alike, so that what fits never looks larger than what there is."""
+    unit, size = ("GiB", 1 << 30) if max(need, budget or 0) >= 1 << 30 else ("MiB", 1 << 20)
+    of = "" if budget is None else f" of {rounded(budget / size, 2)}"
+    return f"{rounded(need / size, 2)}{of} {unit} {TIERS[tier]}"
+
+
+def _speed(plan: Plan) -> list[str]:
+    """ "3,359 tokens/s", if known."""
+    rate = plan.tokens_per_second
+    return [] if rate is None else [f"{rate:,.0f} tokens/s" if rate >= 99.5 else f"{rounded(rate, 2)} tokens/s"]
+
+
+def _about(plan: Plan) -> list[str]:
+    """Lines on the machine that is assumed, on what is trained, and on what the figures leave out."""
+    machine = plan.basis.hardware
+    lines = [*(_wrapped(machine.assumed) if machine else []), _trained(plan)]
+    if plan.num_tokens is None:
+        lines.append("(activations and the framework's own memory come on top)")
+    if plan.on_cpu:
+        lines.append("(without a GPU, VRAM is RAM too)")
+    return lines
+
+
+def _trained(plan: Plan) -> str:
+    """What is trained, and the tokens of a step."""
     frozen = plan.num_parameters - plan.num_trainable_parameters
-    kinds = Counter(layer.dtype for layer in plan.layers)
     first = f"{plan.num_parameters:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
-    first += f" in {len(plan.layers)} flat layers, working weights {'+'.join(kinds)},"
-    return [first, *(f"  {line}" for line in _tokens(plan)), *_placed(plan)]
+    config, kinds = plan.basis.config, dict.fromkeys(layer.dtype for layer in plan.layers)
+    moments = "" if config.precision == "exact" else f", {_optimizer(plan)} moments {config.precision}"
+    return ", ".join([f"{first} in {'+'.join(kinds)}{moments}", *_tokens(plan)])
+
+
+def _optimizer(plan: Plan) -> str:
+    """The optimizer as users call it: "Adam", "Lion"."""
+    name = plan.basis.config.optimizer
+    return "Adam" if name == "adamw" else name.capitalize()
 
 
 def _tokens(plan: Plan) -> list[str]:
@@ -383,22 +448,22 @@ def _placed(plan: Plan) -> list[str]:
 
     states: Counter[tuple[str, str]] = Counter((where.states, where.step) for where in plan.placements)
     lines = [
-        f"  optimizer states{share(states[place], number)} {_WHERE[place[0]]}, stepped by {stepper}"
+        f"optimizer states{share(states[place], number)} {_WHERE[place[0]]}, stepped by {stepper}"
         for place, stepper in _STEPPERS.items()
         if states[place]
     ]
     kept = sum(where.gradients == "vram" and where.states != "vram" for where in plan.placements)
     if kept:
-        lines.append(f"  gradients{share(kept, number)} kept in VRAM for the step")
+        lines.append(f"gradients{share(kept, number)} kept in VRAM for the step")
     streamed = sum(where.weights == "ram" for where in plan.placements)
     placed = zip(plan.layers, plan.placements, strict=True)
     how = Counter(where.activations for layer, where in placed if layer.in_block)
     if streamed:
-        lines.append(f"  weights{share(streamed, blocks)} in RAM, copied to VRAM for each pass")
+        lines.append(f"weights{share(streamed, blocks)} in RAM, copied {_TO_GPU} for each pass")
     if how["checkpoint"]:
-        lines.append(f"  activations{share(how['checkpoint'], blocks)} recomputed in backward")
+        lines.append(f"activations{share(how['checkpoint'], blocks)} recomputed in backward")
     if how["offload"]:
-        lines.append(f"  activations{share(how['offload'], blocks)} recomputed from inputs kept in RAM")
+        lines.append(f"activations{share(how['offload'], blocks)} recomputed from inputs kept in RAM")
     return lines
 
 
@@ -408,7 +473,8 @@ def _rows(plan: Plan) -> list[list[str]]:
     for category in dict.fromkeys(category for tier in tiers for category in plan.tiers[tier]):
         cells = [plan.tiers[tier].get(category, 0) for tier in tiers]
         if any(cells):
-            rows.append([category, *(format_bytes(cell) if cell else "-" for cell in cells)])
+            name = f"{_optimizer(plan)} moments" if category == MOMENTS else category
+            rows.append([name, *(format_bytes(cell) if cell else "-" for cell in cells)])
     rows.append(["in all", *(format_bytes(plan.total_bytes(tier)) for tier in tiers)])
     for name, of in (("available", plan.budgets), ("missing", plan.lacking())):
         if of:
@@ -416,45 +482,50 @@ def _rows(plan: Plan) -> list[list[str]]:
     return rows
 
 
-def footing(plan: Plan) -> list[str]:
-    """Lines on what the figures leave out, and on the predicted time."""
+def _times(plan: Plan) -> list[str]:
+    """Lines on the predicted time."""
     lines = []
-    if plan.num_tokens is None:
-        lines.append("(activations and the framework's own memory come on top)")
-    if plan.on_cpu:
-        lines.append("(without a GPU, VRAM is RAM too)")
-    if plan.seconds is not None and plan.tokens_per_second is not None and plan.slowdown is not None:
+    if plan.seconds is not None and plan.slowdown is not None:
         slowdown = "" if plan.on_cpu else f", {plan.slowdown:.3g}x a GPU that holds everything"
-        lines.append(f"{format_seconds(plan.seconds.step)} a step, {plan.tokens_per_second:,.0f} tokens/s{slowdown}")
-        busy = [f"{name} {format_seconds(number)}" for name, number in plan.seconds.busy.items() if number]
-        lines += _wrapped("busy: " + ", ".join(busy))
+        lines.append(", ".join([f"{format_seconds(plan.seconds.step)} a step", *_speed(plan)]) + slowdown)
+        busy = {_busy(plan, name): number for name, number in plan.seconds.busy.items() if number}
+        each = (f"{name} {format_seconds(number)}".replace(" ", _KEPT) for name, number in busy.items())
+        lines += [line.replace(_KEPT, " ") for line in _wrapped("busy: " + ", ".join(each))]
     if plan.basis.assumed:
         lines += _wrapped(f"(not measured: seconds are those of an assumed {_rates(plan.basis.hardware)})")
     return lines
+
+
+def _busy(plan: Plan, name: str) -> str:
+    """A resource of `Seconds.busy` in users' words."""
+    steps = {"GPU step": f"{_optimizer(plan)} on the GPU", "CPU step": f"{_optimizer(plan)} on the CPU"}
+    return (steps | {"H2D": _TO_GPU, "D2H": _TO_RAM, "launches": "starting operations"}).get(name, name)
 
 
 def _rates(machine: Hardware | None) -> str:
     """An assumed machine, described by its rates, since it has no name."""
     if machine is None:
         return "machine"
+    half = "bf16" if machine.supports_bf16 else "fp16"
+    flops = getattr(machine, f"{half}_flops_per_second")
     return (
-        f"card with {machine.bf16_flops_per_second / 1e12:.3g} TFLOP/s in bf16 and VRAM of "
+        f"card with {flops / 1e12:.3g} TFLOP/s in {half} and VRAM of "
         f"{machine.vram_bytes_per_second / 1e9:.3g} GB/s, {machine.h2d_bytes_per_second / 1e9:.3g} GB/s from RAM of "
         f"{machine.dram_bytes_per_second / 1e9:.3g} GB/s, and {machine.num_cores} cores"
     )
 
 
 def _wrapped(text: str) -> list[str]:
-    """`text` cut at spaces into lines of at most 76."""
-    return wrap(text, 76, break_long_words=False, break_on_hyphens=False)
+    """`text` cut at spaces into lines of at most 74."""
+    return wrap(text, 74, break_long_words=False, break_on_hyphens=False)
 
 
 # ---- what limits a plan, and what would help --------------------------------------------------------------------
 
 _LIMITS = {
     "GPU": "the GPU's computing",
-    "H2D": "the bus to the GPU",
-    "D2H": "the bus from the GPU",
+    "H2D": f"the bus ({_TO_GPU})",
+    "D2H": f"the bus ({_TO_RAM})",
     "disk": "the disk",
     "launches": "starting the GPU's operations, one after the other, from Python",
 }
@@ -489,8 +560,8 @@ def replanned(plan: Plan, *, work: Any = None, hardware: Hardware | None = None,
 def nearest_fits(plan: Plan, most: int = 3) -> list[tuple[str, Plan]]:
     """Up to `most` plans that fit, each with the words for what to change. Smaller changes come first.
 
-    The order: states in fewer bytes, smaller micro-batches, both, states on disk, a larger budget, and last smaller
-    micro-batches in a less enlarged budget.
+    The order: states in fewer bytes, a smaller micro-batch, both; states on disk, the same with these; a larger budget,
+    and last smaller micro-batches in a less enlarged budget. Two changes are tried together where neither is enough.
     """
     return list(islice(((words, other) for words, other in _others(plan) if other.fits), most))
 
@@ -506,24 +577,45 @@ def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
     basis = plan.basis
     if basis.hardware is None:
         return
-    leaner = _leaner_precisions(basis.config)
-    for precision in leaner:
-        yield f"precision={precision!r}", replanned(plan, precision=precision)
-    for words, work in basis.smaller:
-        yield words, replanned(plan, work=work)
-    for precision in leaner:
-        for words, work in basis.smaller:
-            yield f"precision={precision!r}, {words}", replanned(plan, precision=precision, work=work)
+    yield from _leaner(plan)
     if basis.with_disk is not None:
         folder = basis.with_disk.disk_folder
+        how = f"optimizer states on disk (OffloadConfig(disk={folder!r}), or --disk {folder})"
         on_disk = replanned(plan, hardware=basis.with_disk, disk=folder)
-        yield f"optimizer states on disk (OffloadConfig(disk={folder!r}), or --disk {folder})", on_disk
+        yield how, on_disk
+        if not on_disk.fits:
+            both = _leaner(replace(on_disk, basis=replace(on_disk.basis, smaller=basis.smaller)))
+            yield from ((f"{words}, {how}", other) for words, other in both if other.total_bytes("disk"))
     yield from _larger(plan)
     for words, work in basis.smaller[-2:]:  # the smallest ones, which need the least more memory
         lean = replanned(plan, work=work)
         if sum(lean.lacking().values()) < _MAX_LACKING * sum(plan.lacking().values()):
             for budgets, other in _larger(lean):
                 yield f"{words} with {budgets}", other
+
+
+def _leaner(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The plan with states in fewer bytes and with smaller micro-batches; with both, where neither is enough."""
+    leaner, one_is_enough = _leaner_precisions(plan.basis.config), False
+    for precision in leaner:
+        other = replanned(plan, precision=precision)
+        one_is_enough |= other.fits
+        yield f"precision={precision!r}", other
+    for words, other in _smaller(plan):
+        one_is_enough |= other.fits
+        yield words, other
+    for precision in () if one_is_enough else leaner:
+        for words, other in _smaller(plan, precision=precision):
+            yield f"precision={precision!r}, {words}", other
+
+
+def _smaller(plan: Plan, **changes: Any) -> Iterator[tuple[str, Plan]]:
+    """The plan with smaller and smaller micro-batches, until one fits."""
+    for words, work in plan.basis.smaller:
+        other = replanned(plan, work=work, **changes)
+        yield words, other
+        if other.fits:
+            return
 
 
 def _larger(plan: Plan) -> Iterator[tuple[str, Plan]]:
@@ -534,18 +626,14 @@ def _larger(plan: Plan) -> Iterator[tuple[str, Plan]]:
         yield of_tiers(lacking), replanned(plan, **lacking)
 
 
-def _fit(plan: Plan) -> Iterator[str]:
-    if plan.fits:
-        return
-    yield does_not_fit({tier: (plan.needs()[tier], plan.budgets[tier]) for tier in plan.lacking()})
+def _would_fit(plan: Plan) -> Iterator[str]:
+    """Sentences on the nearest plans that fit."""
     by_name = {phase.name: phase for phase in plan.phases}
     if "vram" in plan.lacking() and by_name["evaluation"].vram > by_name["training"].vram:
         yield "evaluation takes the most VRAM: a smaller per_device_eval_batch_size takes less"
     for words, other in nearest_fits(plan):
         memory = of_tiers({tier: other.needs()[tier] for tier in _tiers_to_name(plan, other)})
-        takes = [memory] if memory else []
-        if other.seconds is not None:
-            takes.append(f"{format_seconds(other.seconds.step)} a step")
+        takes = [*([memory] if memory else []), *_speed(other)]
         yield f"{words} would fit" + (f": {', '.join(takes)}" if takes else "")
 
 
@@ -602,7 +690,7 @@ def _help(plan: Plan) -> Iterator[str]:
             speedup = step / other.seconds.step
             if other.fits and speedup >= _MIN_SPEEDUP:
                 more = format_bytes(other.total_bytes(tier) - plan.total_bytes(tier))
-                yield f"{more} more {TIERS[tier]} would {_changed(plan, other)}: {speedup:.3g}x faster"
+                yield f"{more} more {TIERS[tier]} would {_changed(plan, other)}: {_faster(other, speedup)}"
                 break
             if tier == "ram" and not _is_short_of_ram(other):
                 break  # the larger ones lead to the same plan
@@ -612,7 +700,13 @@ def _help(plan: Plan) -> Iterator[str]:
         if other.fits and step / other.seconds.step >= _MIN_SPEEDUP:
             tier = "disk" if plan.total_bytes("disk") else "ram"
             saved = format_bytes(max(0, plan.total_bytes(tier) - other.total_bytes(tier)))
-            yield f"precision='compact' would save {saved} of {TIERS[tier]}: {step / other.seconds.step:.3g}x faster"
+            faster = _faster(other, step / other.seconds.step)
+            yield f"precision='compact' would save {saved} of {TIERS[tier]}: {faster}"
+
+
+def _faster(other: Plan, speedup: float) -> str:
+    """ "3,594 tokens/s, 1.07x faster"."""
+    return ", ".join([*_speed(other), f"{speedup:.3g}x faster"])
 
 
 def _is_short_of_ram(plan: Plan) -> bool:
@@ -633,7 +727,8 @@ def _by_phase(plan: Plan) -> Iterator[str]:
     yield "peaks by phase:"
     for cells, some in groupby(plan.phases, lambda phase: (phase.vram, phase.ram)):
         tiers = {"ram": cells[1]} if plan.on_cpu else {"vram": cells[0], "ram": cells[1]}
-        yield f"  {of_tiers(tiers)}: {', '.join(phase.name for phase in some)}"
+        first, *more = _wrapped(f"{of_tiers(tiers)}: {', '.join(phase.name for phase in some)}")
+        yield from (f"  {first}", *(f"    {line}" for line in more))
 
 
 def _changed(plan: Plan, other: Plan) -> str:

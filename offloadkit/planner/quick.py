@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu
-from offloadkit.planner import seconds
+from offloadkit.planner import fitted
 from offloadkit.planner.counts import Counts, Spread
 from offloadkit.planner.layout import NUM_GRADIENT_BUCKETS, NUM_STAGING, NUM_STEP_BUFFERS, NUM_WEIGHT_BUFFERS
-from offloadkit.planner.seconds import StepModel
+from offloadkit.planner.seconds import FEW_CORES, StepModel
 
 
 class Phases(NamedTuple):
@@ -37,10 +37,10 @@ class QuickSeconds:
         self._model, self._spread = model, spread
         self._order = [layer.index for layer in model.layers]
         constants = (
-            *(seconds.CHUNK_LAUNCHES, seconds.DISK_OVERLAP, seconds.FORWARD_LAUNCHES, seconds.BACKWARD_LAUNCHES),
-            *(*seconds.RECOMPUTED_LAUNCHES, *seconds.STREAMED_LAUNCHES, seconds.LAYER_LAUNCHES),
+            *(fitted.CHUNK_LAUNCHES, fitted.DISK_OVERLAP, *fitted.RECOMPUTED_LAUNCHES, *fitted.STREAMED_LAUNCHES),
+            *(fitted.LAYER_LAUNCHES, fitted.THREAD_SLOWS),
             *(NUM_WEIGHT_BUFFERS, NUM_GRADIENT_BUCKETS, NUM_STAGING, NUM_STEP_BUFFERS),
-            *(hardware.num_cores <= seconds.FEW_CORES, accumulation),
+            *(hardware.num_cores <= FEW_CORES, accumulation),
         )
         rates = (
             *(hardware.h2d_bytes_per_second, hardware.d2h_bytes_per_second, hardware.both_bytes_per_second),

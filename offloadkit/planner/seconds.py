@@ -9,8 +9,7 @@ A step has two phases. They do not overlap, because clipping needs the whole nor
 
 Each resource works through its own queue. A layer's work starts once its inputs have arrived and a buffer is free.
 
-The constants below were fitted to measured steps, unless they name another source. Steps planned and
-measured: docs/results.md.
+The constants are those of `fitted`. Steps planned and measured: docs/results.md.
 """
 
 from __future__ import annotations
@@ -22,6 +21,28 @@ from heapq import heappop, heappush
 
 from offloadkit.config import Placement, Precision
 from offloadkit.hardware import CPU_STEP_RATES, Hardware
+from offloadkit.planner.fitted import (
+    ADD_EFFICIENCY,
+    ATTENTION_EFFICIENCY,
+    ATTENTION_LAUNCHES,
+    BACKWARD_LAUNCHES,
+    CHUNK_LAUNCHES,
+    COMPILED_LAUNCHES,
+    COMPILED_TRAFFIC,
+    CPU_EFFICIENCY,
+    DISK_OVERLAP,
+    ELEMENTWISE_EFFICIENCY,
+    ENGINE_LAUNCHES,
+    FORWARD_LAUNCHES,
+    KERNEL_SECONDS,
+    LAYER_LAUNCHES,
+    NORM_EFFICIENCY,
+    RECOMPUTED_LAUNCHES,
+    STEP_EFFICIENCY,
+    STEP_LAUNCHES,
+    STREAMED_LAUNCHES,
+    THREAD_SLOWS,
+)
 from offloadkit.planner.layout import (
     NUM_GRADIENT_BUCKETS,
     NUM_STAGING,
@@ -32,52 +53,6 @@ from offloadkit.planner.layout import (
 )
 from offloadkit.planner.work import MicroBatch, Pass, Stage
 
-ELEMENTWISE_EFFICIENCY = 0.7
-"""Fraction of the measured VRAM bandwidth that non-matmul ops reach (reductions, broadcasts, strided reads)."""
-ATTENTION_EFFICIENCY = 0.4
-"""Fraction of the measured matmul rate that our attention kernels reach. Their bytes are counted separately."""
-COMPILED_TRAFFIC = 0.6
-"""Bytes that the non-matmul ops of a compiled block move, as a fraction of what they move uncompiled."""
-STEP_EFFICIENCY = 0.85
-"""Fraction of the VRAM bandwidth that the AdamW kernel reaches, and the copies and norms of gradients."""
-KERNEL_SECONDS = 4e-6
-"""Seconds of an empty kernel."""
-CPU_EFFICIENCY: dict[Precision, float] = {"exact": 0.97, "compact": 0.91, "tiny": 0.87}
-"""Fraction of the CPU step's measured rate that is left beside copies and Python.
-
-It is smaller for a precision that is bound by arithmetic.
-"""
-ADD_EFFICIENCY = 0.75
-"""Rate at which gradients are added in RAM while others arrive, as a fraction of the CPU step's rate."""
-NORM_EFFICIENCY = 0.48
-"""Rate at which the norm of gradients in RAM is computed, in fp64, as a fraction of the CPU step's rate."""
-STEP_LAUNCHES = 50
-"""Python's time for a flat layer that the CPU steps, in launches of a bare kernel."""
-CHUNK_LAUNCHES = 25
-"""Python's time for a chunk of states that the GPU steps: copies, kernel and events. In launches of a bare kernel."""
-DISK_OVERLAP = 0.8
-"""Time to read and write states at once, as a fraction of reading them and then writing them."""
-FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 5.4, 6.0
-"""Python's time for an operation of forward and of backward, the engine's hooks included, in launches of a bare kernel.
-
-This and the next four constants were measured as Python's time alone, on an H200 host, as the mean of T5 and Llama.
-"""
-COMPILED_LAUNCHES = 0.44
-"""Python's time for an operation of a compiled block, as a fraction of that uncompiled."""
-ATTENTION_LAUNCHES = 8
-"""Launch overhead of our attention kernel, in launches of an ordinary op, besides the one that it counts as.
-
-It holds for forward and for backward, and in compiled blocks too: compiling does not make it smaller.
-"""
-RECOMPUTED_LAUNCHES = (1.1, 2.2)
-"""Python's overhead in forward and backward for each operation of a recomputed block's forward, in bare launches.
-
-Our attention counts as one operation. The launches of the recomputation itself come on top.
-"""
-STREAMED_LAUNCHES = (37, 33)
-"""Python's time in forward and backward for a flat layer whose weights are streamed, in launches of a bare kernel."""
-LAYER_LAUNCHES = 28
-"""Python's time for starting the update of a flat layer, in launches of a bare kernel."""
 FEW_CORES = 2
 """With at most this many cores, the CPU's step and Python share them: they do not run at the same time."""
 
@@ -115,7 +90,7 @@ class _StageCost:
     forward_launches: float
     backward_launches: float
     operation_launches: float
-    """As `forward_launches`, with our attention counted as one operation."""
+    """Of one bare launch for each operation of forward, with our attention counted as one."""
     input_bytes: int
     layers: tuple[LayerCost, ...]
 
@@ -149,6 +124,10 @@ class StepModel:
     ) -> None:
         """compiled: whether the repeated blocks are compiled."""
         self._hardware, self._accumulation = hardware, accumulation
+        launch = hardware.launch_seconds
+        timed = work.operation_launches or (FORWARD_LAUNCHES, BACKWARD_LAUNCHES)
+        forward, backward = (number * launch for number in timed)
+        own = [number * launch if work.operation_launches else 0.0 for number in ENGINE_LAUNCHES]
         self.cpu_rate = cpu_step_rate(layers[0].precision, hardware)
         sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
         dtype = max(sizes, key=lambda name: sizes[name])
@@ -161,19 +140,14 @@ class StepModel:
             cost = _StageCost(
                 pass_seconds(of.forward, hardware, dtype, compiled=is_compiled),
                 pass_seconds(of.backward, hardware, dtype, compiled=is_compiled),
-                self._launches(of.forward, is_compiled, ATTENTION_LAUNCHES),
-                self._launches(of.backward, is_compiled, ATTENTION_LAUNCHES),
-                self._launches(of.forward, is_compiled, 0),
+                forward * weighed(of.forward, compiled=is_compiled) + own[0] * bool(of.block),
+                backward * weighed(of.backward, compiled=is_compiled) + own[1] * bool(of.block),
+                launch * weighed(of.forward, compiled=is_compiled, of_attention=0),
                 of.input_bytes if of.block else 0,
                 tuple(its_layers),
             )
             self.stages.append(cost)
         self.layers = [layer for stage in self.stages for layer in stage.layers]
-
-    def _launches(self, work: Pass, is_compiled: bool, of_attention: int) -> float:
-        """Seconds of one bare launch for each operation, and of `of_attention` more for each attention of ours."""
-        launches = work.num_operations * (COMPILED_LAUNCHES if is_compiled else 1.0) + work.num_attention * of_attention
-        return launches * self._hardware.launch_seconds
 
     def on_large_gpu(self) -> float:
         """Seconds of a step with everything in VRAM and nothing recomputed."""
@@ -206,10 +180,37 @@ class StepModel:
                 busy[name] += others * (forward.busy[name] + before.busy[name])
         return Seconds(update + backward, update, backward, busy)
 
+    def rates(self, placements: Sequence[Placement]) -> dict[str, float]:
+        """Mean bytes per second of "H2D", "D2H" and "CPU step" while they work, in a step with these placements.
+
+        What the step does not use is left out.
+        """
+        alone, beside = self._bus_in_update(placements, False), self._bus_in_update(placements, True)
+        in_backward = _Bus(*self._bus(placements))
+        others = self._accumulation - 1
+        passes = [
+            (1, beside, self._forward(placements, updates=True)),
+            (1, in_backward, self._backward(placements, is_last=True)),
+        ]
+        if others:
+            passes.append((others, alone, self._forward(placements, updates=False)))
+            passes.append((others, in_backward, self._backward(placements, is_last=False)))
+        found: dict[str, float] = {}
+        for name in ("H2D", "D2H"):
+            busy = [(number * queues.busy[name], getattr(bus, name.lower())) for number, bus, queues in passes]
+            if seconds := sum(each for each, _ in busy):
+                found[name] = sum(each * rate for each, rate in busy) / seconds
+        stepped = [layer for layer in self.layers if placements[layer.index].step == "cpu"]
+        if stepped:
+            seconds = beside.slows_cores * sum(layer.cpu_step for layer in stepped)
+            found["CPU step"] = sum(layer.step_bytes for layer in stepped) / seconds
+        return found
+
     def _forward(self, placements: Sequence[Placement], *, updates: bool) -> Queues:
         """Forward and, if `updates`, beside it the update of the last step: CPU steps, uploads and GPU steps."""
         queues = Queues(self._hardware.num_cores)
         ring, bus = Ring(queues), self._bus_in_update(placements, updates)
+        slowed = self._python_slowed(placements) if updates else 1.0
         if updates:
             norm = 0.0
             for layer in self.layers:
@@ -246,16 +247,24 @@ class StepModel:
             before = max(queues.free["GPU"], ready)
             queues.take("GPU", on_gpu, ready, "GPU step")
             queues.take("GPU", unit.forward, ready, "forward")
-            launches = FORWARD_LAUNCHES * unit.forward_launches
+            launches = unit.forward_launches
             launches += recomputes * RECOMPUTED_LAUNCHES[0] * unit.operation_launches
             launches += num_streamed * STREAMED_LAUNCHES[0] * self._hardware.launch_seconds
-            end = queues.launched(launches, cpu_done)
+            end = queues.launched(slowed * launches, cpu_done)
             if num_streamed:
                 ends.append(end)
             if offloads:
                 queues.take("D2H", unit.input_bytes / bus.d2h, before)
                 ring.sent(unit.input_bytes / bus.d2h)
         return queues
+
+    def _python_slowed(self, placements: Sequence[Placement]) -> float:
+        """By which factor Python is slower in forward, beside the threads of the update."""
+        if self._hardware.num_cores <= FEW_CORES:  # one after the other already
+            return 1.0
+        on_cpu = any(where.step == "cpu" for where in placements)
+        through_vram = any(where.step == "gpu" and where.states == "ram" for where in placements)
+        return 1.0 + THREAD_SLOWS * (on_cpu + through_vram)
 
     def _stepped(self, queues: Queues, layer: LayerCost, where: Placement, bus: _Bus) -> float:
         """When the CPU has stepped the layer. States on disk are read before that and written after it."""
@@ -331,11 +340,11 @@ class StepModel:
             if offloads:
                 ready = max(ready, queues.take("H2D", unit.input_bytes / h2d, before))
             before = max(queues.free["GPU"], ready)
-            launches = BACKWARD_LAUNCHES * unit.backward_launches
+            launches = unit.backward_launches
             launches += num_layers * STREAMED_LAUNCHES[1] * self._hardware.launch_seconds
             if recomputes:
                 seconds += unit.forward
-                launches += FORWARD_LAUNCHES * unit.forward_launches
+                launches += unit.forward_launches
                 launches += RECOMPUTED_LAUNCHES[1] * unit.operation_launches
             queues.take("GPU", seconds, ready, "backward")
             end = queues.launched(launches, 0.0)
@@ -386,6 +395,11 @@ def place_in_stages(layers: Sequence[LayerShape], stages: Sequence[Stage]) -> li
     return found[::-1]
 
 
+def weighed(work: Pass, *, compiled: bool = False, of_attention: int = ATTENTION_LAUNCHES) -> float:
+    """Operations of a pass, weighed by Python's time: compiled ones count less, an attention of ours counts more."""
+    return work.num_operations * (COMPILED_LAUNCHES if compiled else 1.0) + work.num_attention * of_attention
+
+
 def pass_seconds(work: Pass, hardware: Hardware, dtype: str, *, compiled: bool = False) -> float:
     """Seconds of a pass on the GPU.
 
@@ -413,6 +427,8 @@ class LayerCost:
     bucket_bytes: int
     gradient_bytes: int
     state_bytes: int
+    step_bytes: int
+    """Memory traffic of a step."""
     num_chunks: int
     """Number of pieces in which its states pass through VRAM."""
     cpu_step: float
@@ -447,6 +463,7 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
         bucket_bytes=bucket,
         gradient_bytes=gradient,
         state_bytes=sum(layer.state_bytes().values()),
+        step_bytes=traffic,
         num_chunks=num_chunks,
         cpu_step=traffic / cpu_step_rate(layer.precision, hardware) + STEP_LAUNCHES * hardware.launch_seconds,
         gpu_step=traffic / vram + KERNEL_SECONDS,

@@ -78,3 +78,6 @@ class MicroBatch:
     """None if the shape is not known."""
     evaluation: MicroBatch | None = None
     """The largest one of evaluation, where it has more rows than this one. None: it is as this one."""
+    operation_launches: tuple[float, float] | None = None
+    """Python's time for an operation of forward and of backward, in launches of a bare kernel, as timed with the
+    model's blocks. None: not timed."""

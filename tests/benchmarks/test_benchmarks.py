@@ -211,6 +211,20 @@ def test_planned_rows_take_the_place_of_older_ones(tmp_path: Path) -> None:
         plans.plan_cases(["fit-t5-base"], out=out, commit="abc")
 
 
+def test_measured_rows_are_planned_again_with_their_placements() -> None:
+    """By what Python took for the model's blocks, if that was timed. Doors' and peers' rows are left out."""
+    row = next(row for row in ROWS if (row["case"], row["commit"]) == ("fit-t5-base", "925c4b3"))
+    slow = row | {"figures": {"operation_launches": [200, 200]}}
+    unknown = row | {"placements": {"another one": 1}}
+    others = [row | {"engine": "hf"}, row | {"engine": "offloadkit-trainer"}, row | {"rates": None}, unknown]
+    *_, once, again, blank = plans.replanned([*others, row, slow], 0.15)
+    *_, measured, then, now, share = (cell.strip() for cell in once.split("|")[1:-1])
+    assert (float(measured), float(then)) == pytest.approx((row["seconds"], row["planned_seconds"]), abs=1e-3)
+    assert float(share) == pytest.approx(float(now) / float(measured), abs=0.02)
+    assert float(again.split("|")[-3]) > 1
+    assert blank == "\nWithin 15%: 2 of 2 then, 1 now."
+
+
 # ---- the documents ---------------------------------------------------------------------------------------------------
 
 

@@ -104,6 +104,13 @@ def test_deepspeed_goes_to_stage_3_where_stage_2_does_not_fit(
     assert tried == [("zero2", False), ("zero2", True), ("zero3", True)]
 
 
+def test_a_run_whose_plan_has_moved_says_so(tmp_path: Path, answers: Answers) -> None:
+    moved = {**FIGURES, "moves": ["the GPU's memory was full"]}
+    answers(lambda task: forecasts(task) if task["mode"] == "plan" else moved)
+    result = compare(("t5-3b",), ("offloadkit",), output_dir=tmp_path)
+    assert "memory ran out: by a leaner plan" in str(result)
+
+
 def test_memory_past_the_limit_is_remarked_on(tmp_path: Path, answers: Answers) -> None:
     over = {**FIGURES, "vram_bytes": 11 * GIB + (100 << 20)}
     answers(lambda task: forecasts(task) if task["mode"] == "plan" else over)

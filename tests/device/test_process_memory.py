@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import mmap
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from offloadkit import hardware
 from offloadkit.device import process_memory
-from offloadkit.device.process_memory import forget_peak, peak_reserved_bytes, phase, sample_ram
+from offloadkit.device.process_memory import (
+    DeviceMemory,
+    VramCap,
+    forget_peak,
+    peak_reserved_bytes,
+    phase,
+    sample_ram,
+)
 from offloadkit.telemetry import Peaks
 
 MIB = 1 << 20
@@ -68,6 +77,93 @@ def test_a_peak_that_is_forgotten_counts_in_its_phase(monkeypatch: pytest.Monkey
         forget_peak(device)
         assert peak_reserved_bytes(device) == 3
     assert peaks["training"]["vram"] == 109
+
+
+class Card:
+    """A GPU of 64 GiB of which torch has reserved some, and a context of some size beside that."""
+
+    total = 64 << 30
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.context, self.reserved, self.allowed, self.num_readings, self.num_emptied = 512 * MIB, 0, 0, 0, 0
+        self.share(1.0)
+        patch.setattr(torch.cuda, "mem_get_info", self.info)
+        patch.setattr(torch.cuda, "memory_reserved", lambda _: self.reserved)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=self.total))
+        patch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+        patch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: self.share(share))
+        patch.setattr(torch.cuda, "empty_cache", self.empty)
+        patch.setattr(process_memory, "_load_libraries", lambda _: None)
+
+    def info(self, _: Any) -> tuple[int, int]:
+        self.num_readings += 1
+        return self.total - self.context - self.reserved, self.total
+
+    def share(self, share: float) -> None:
+        self.allowed = round(share * self.total)
+
+    def empty(self) -> None:
+        self.num_emptied += 1
+        self.reserved = min(self.reserved, self.allowed)
+
+
+def test_a_cap_on_vram_follows_the_context_until_it_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    card, limit = Card(monkeypatch), 24 << 30
+    cap = VramCap(limit, torch.device("cuda", 0))
+    assert card.allowed < limit - card.context  # some is held back for kernels that are loaded later
+    card.reserved = card.allowed
+    for context in (600 * MIB, 700 * MIB):
+        card.context = context  # 100 MiB more may be there before anybody looks
+        assert card.allowed + card.context <= limit
+        cap.renew("training")
+    assert card.num_emptied == 2  # what torch held beyond the new limit was given back
+    assert card.reserved + card.context < limit
+    cap.renew("training")
+    assert card.allowed + card.context == limit
+    card.context, before = 800 * MIB, card.num_readings
+    cap.renew("training")
+    assert card.num_readings == before  # it has settled, and costs nothing any more
+    cap.renew("evaluation")
+    assert card.allowed + card.context == limit
+    card.context = 900 * MIB
+    cap.watch()
+    cap.renew("training")
+    assert card.allowed + card.context < limit
+    cap.remove()
+    assert card.allowed == card.total
+
+
+def test_without_a_limit_nothing_is_capped(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    for cap in (VramCap(None, torch.device("cuda", 0)), VramCap(1 << 30, CPU)):
+        cap.renew("training")
+        cap.remove()
+    assert (card.num_readings, card.allowed) == (0, card.total)
+
+
+@pytest.mark.parametrize(
+    ("visible", "number"), [("", 1), ("3,2", 2), ("GPU-c,GPU-b", 1)], ids=["all", "by number", "by UUID"]
+)
+def test_the_memory_that_is_read_is_that_of_the_device_itself(
+    visible: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uuids = [f"GPU-{letter}" for letter in "abcd"]
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda index: SimpleNamespace(used=100 * index),
+        nvmlDeviceGetComputeRunningProcesses=lambda _: [],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "_raw_device_uuid_nvml", lambda: uuids)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: len(uuids))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible) if visible else monkeypatch.delenv(
+        "CUDA_VISIBLE_DEVICES", raising=False
+    )
+    memory = DeviceMemory(torch.device("cuda", 1))
+    assert memory._nvml_device == number
+    memory.sample()
+    assert (memory.source, memory.peak_bytes) == ("NVML, growth of the device", 0)
 
 
 @pytest.mark.gpu

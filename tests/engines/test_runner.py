@@ -26,7 +26,7 @@ from offloadkit.engines import plain, runner, worker
 from offloadkit.engines import timing as steps
 from offloadkit.engines.plain import Baseline
 from offloadkit.engines.work import Work, plain_model, random_batches
-from offloadkit.errors import DoesNotFitError, OutputError
+from offloadkit.errors import DoesNotFitError, OutputError, RepeatWindowError
 
 CPU = torch.device("cpu")
 TINY = Work("t5-tiny", batch_size=2, input_length=8, target_length=4, steps=1, warmup=0)
@@ -201,6 +201,26 @@ def test_as_many_steps_are_timed_as_it_takes_for_two_runs_to_agree(monkeypatch: 
     assert len(timed(replace(TINY, steps=3))["all_step_seconds"]) == 3
     monkeypatch.setattr(steps, "TIMED_SECONDS", 0.001)
     assert len(timed(replace(TINY, steps=None))["all_step_seconds"]) == 6
+
+
+def test_a_plan_that_was_too_large_is_left_as_finetune_leaves_it_and_the_next_one_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Moves(Steps):
+        """The GPU is full in the second and in the fourth step."""
+
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            if self.taken in (2, 4):
+                raise RepeatWindowError("the engine has moved to a leaner plan")
+
+        def row(self) -> dict[str, Any]:
+            return {"taken": self.taken}
+
+    monkeypatch.setitem(worker.ENGINES, "offloadkit", lambda *args: Moves())  # type: ignore[arg-type,return-value]
+    row = worker.measured(replace(TINY, steps=3, warmup=1), "offloadkit")
+    assert row["taken"] == 2 + 2 + (1 + 1 + 1 + 3)
+    assert len(row["all_step_seconds"]) == 3
 
 
 def test_ram_of_children_counts() -> None:

@@ -65,3 +65,32 @@ def test_the_weights_are_those_of_a_run_with_enough_memory(
         result = finetune(folder, tmp_path / "full")
     weights = result.model.state_dict()
     assert [name for name, weight in expected.items() if not torch.equal(weight, weights[name].cpu())] == []
+
+
+def test_an_evaluation_on_a_full_gpu_goes_on_by_a_leaner_plan(
+    folder: str, tmp_path: Path, whole_card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out: dict[str, Any] = {"eval_dataset": ROWS, "per_device_eval_batch_size": 64, "eval_strategy": "no"}
+    whole = finetune(folder, tmp_path / "whole", **held_out)
+    expected, loss = {name: weight.cpu().clone() for name, weight in whole.model.state_dict().items()}, whole.metrics
+    del whole
+    gc.collect()
+    torch.cuda.empty_cache()
+    evaluates, filled = offloadkit.OffloadEngine.evaluates, list[int]()
+
+    def on_a_full_card(engine: offloadkit.OffloadEngine, run: Any) -> Any:
+        if not filled:
+            engine.synchronize()
+            gc.collect()
+            torch.cuda.empty_cache()
+            filled.append(torch.cuda.memory_reserved() + (64 << 20))
+            torch.cuda.set_per_process_memory_fraction(filled[0] / torch.cuda.get_device_properties(0).total_memory)
+        return evaluates(engine, run)
+
+    monkeypatch.setattr(offloadkit.OffloadEngine, "evaluates", on_a_full_card)
+    with pytest.warns(RuntimeWarning, match="memory was full in an evaluation after step 4: the plan has moved"):
+        result = finetune(folder, tmp_path / "full", **held_out)
+    assert {move.why for move in result.moves} == {"the GPU's memory was full in an evaluation"}
+    assert result.metrics["eval_loss"] == pytest.approx(loss["eval_loss"], rel=1e-4)
+    weights = result.model.state_dict()
+    assert [name for name, weight in expected.items() if not torch.equal(weight, weights[name].cpu())] == []

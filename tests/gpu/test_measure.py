@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from offloadkit import hardware
+import offloadkit
+from offloadkit import hardware, python_time
 from offloadkit.device.measure import measure
 
 
@@ -44,6 +46,31 @@ def test_the_second_time_takes_no_time(tmp_path: Path, monkeypatch: pytest.Monke
     second = measure()
     assert time.perf_counter() - started < 0.05
     assert first.h2d_bytes_per_second == second.h2d_bytes_per_second
+
+
+def test_python_is_timed_with_a_models_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation takes longer to start than a bare launch, within what hosts were seen to differ by."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        python_time, "kept", lambda device, what, names, measured: timed.append(measured()) or timed[-1]
+    )
+    timed: list[dict[str, float]] = []
+    size: dict[str, Any] = {"batch_size": 8, "max_input_length": 512, "max_target_length": 128}
+    offloadkit.plan("t5-small", **size)  # kernels are compiled, and the machine is measured
+    timed.clear()
+    torch.cuda.synchronize()
+    reserved, states = torch.cuda.memory_reserved(), (torch.get_rng_state(), torch.cuda.get_rng_state())
+    made = offloadkit.plan("t5-small", **size)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert torch.equal(states[1], torch.cuda.get_rng_state())
+    assert torch.cuda.memory_reserved() - reserved <= 64 << 20
+    assert len(timed) == 2, "the encoder's blocks and the decoder's"
+    work, machine = made.basis.work, made.basis.hardware
+    assert work is not None
+    assert machine is not None
+    assert work.operation_launches is not None
+    print(timed, "bare launches of an operation in forward and backward:", work.operation_launches)
+    assert all(1 < number < 30 for number in work.operation_launches)
 
 
 def test_the_memory_fraction_limits_what_is_free() -> None:

@@ -17,6 +17,7 @@ from offloadkit import OffloadSeq2SeqTrainer
 from offloadkit.checkpoint import folder as folders
 from offloadkit.checkpoint.folder import check_readable, newest_checkpoint, skipped_checkpoints
 from offloadkit.errors import ConfigError, ModelError
+from offloadkit.hf.saving import load_in_pieces
 from tests.hf.training import arguments, seq2seq_rows, t5
 
 OPTIONS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "save_total_limit": 2}
@@ -58,6 +59,47 @@ def test_a_checkpoint_holds_no_pickle_and_its_manifest_names_every_file(whole: A
     assert files.keys() == names - {"manifest.json"}
     assert all((checkpoint / name).stat().st_size == size for name, size in files.items())
     assert sorted(path.name for path in whole[0].iterdir()) == ["checkpoint-2", "checkpoint-3"]
+
+
+@pytest.mark.parametrize("size", ["1GB", "10KB"], ids=["one file", "several"])
+def test_a_resumed_model_in_memory_gets_its_weights_in_pieces(
+    size: str, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would read all of a file at once. Of the two names of the tied weight, one is saved."""
+    expected, model = t5(), t5()
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            parameter.add_(1)
+    expected.save_pretrained(tmp_path, max_shard_size=size)
+    assert len(list(tmp_path.glob("*.safetensors"))) > (size == "10KB")
+    given = [id(weight) for weight in model.parameters()]
+    resumed = trainer(tmp_path)
+    resumed.model = model
+    monkeypatch.setattr("safetensors.torch.load_file", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("safetensors.safe_open", lambda *args, **kwargs: 1 / 0)
+    resumed._load_from_checkpoint(str(tmp_path))
+    assert all(weight.equal(expected.state_dict()[name]) for name, weight in model.state_dict().items())
+    assert given == [id(weight) for weight in model.parameters()]
+
+
+@pytest.mark.parametrize("change", ["another name", "a name is missing", "another shape", "two values"])
+def test_weights_that_are_not_just_the_models_are_left_to_transformers(change: str, tmp_path: Path) -> None:
+    t5().save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    name = "decoder.final_layer_norm.weight"
+    if change == "another name":
+        saved["other"] = torch.zeros(1)
+    elif change == "two values":
+        saved["lm_head.weight"] = saved["shared.weight"] + 1
+    elif change == "another shape":
+        saved[name] = torch.zeros(3)
+    else:
+        del saved[name]
+    save_file(saved, tmp_path / "model.safetensors")
+    model = t5()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert not load_in_pieces(model, tmp_path)
+    assert all(weight.equal(before[name]) for name, weight in model.state_dict().items())
 
 
 def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(whole: Any, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from transformers import ByT5Tokenizer
 
 from offloadkit.errors import DataError
-from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
+from offloadkit.hf.data import PreparedData, load_dataset_like, prepare, prepare_both
 from offloadkit.hf.source import resolve
 from tests.hf import tiny
 
@@ -53,6 +53,21 @@ def test_file_gives_its_rows(tmp_path: Path, suffix: str) -> None:
     path = written(tmp_path / f"data{suffix}", rows)
     assert load_dataset_like(path).to_list() == rows
     assert load_dataset_like(str(path)).to_list() == rows
+
+
+def test_a_share_of_the_rows_is_held_out_and_both_parts_keep_their_order() -> None:
+    rows = [{"input": "abc", "target": str(number)} for number in range(10)]
+    lengths: dict[str, Any] = {"max_input_length": None, "max_target_length": None}
+    data, held = prepare_both(rows, 0.3, BYTES, T5, **lengths)
+    assert held is not None
+    parts = [[int(BYTES.decode(row[:1])) for row in each.dataset["labels"]] for each in (data, held)]
+    assert [len(part) for part in parts] == [7, 3]
+    assert sorted(parts[0] + parts[1]) == list(range(10))
+    assert parts == [sorted(part) for part in parts]
+    assert parts[1] != [7, 8, 9], "they are drawn"
+    assert prepare_both(rows, 0.3, BYTES, T5, **lengths)[1].dataset["labels"] == held.dataset["labels"]
+    with pytest.raises(DataError, match=r"eval_dataset=0.3 holds out all of the rows \(1\)"):
+        prepare_both(rows[:1], 0.3, BYTES, T5, **lengths)
 
 
 @pytest.mark.parametrize("make", [list, tuple, datasets.Dataset.from_list, pd.DataFrame])

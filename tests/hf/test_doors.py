@@ -16,8 +16,11 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, T5ForConditionalGeneration
 
 from offloadkit import OffloadConfig, OffloadEngine, finetune, outline, planning
+from offloadkit import engine as engine_module
 from offloadkit.config import Placement
+from offloadkit.device import assumed_disk
 from offloadkit.errors import DoesNotFitError
+from offloadkit.hf import trainer as trainer_module
 from offloadkit.hf.longest import NotReadableError, longest_batch
 from offloadkit.hf.patches import NAME, patched
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
@@ -108,7 +111,7 @@ def test_the_trainer_plans_as_finetune_for_the_same_rows_and_budget(
     assert trainer.engine.plan == planned
     assert len(set(planned.placements)) > 1
     assert str(planned).splitlines()[:3] == str(trainer.engine.plan).splitlines()[:3]
-    assert "\n  2 x (6+10) tokens a step\n" in shown
+    assert ", 2 x (6+10) tokens a step\n" in shown
     assert str(trainer.engine.plan) in capsys.readouterr().out
 
 
@@ -171,8 +174,9 @@ def calling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OwnLoss(OffloadTrainer):
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return model(**inputs).loss
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        output = model(**inputs)
+        return (output.loss, output) if return_outputs else output.loss
 
 
 @pytest.mark.usefixtures("on_a_card")
@@ -187,6 +191,41 @@ def test_where_rows_cannot_be_read_the_first_update_is_planned_for(
 
 
 @pytest.mark.usefixtures("on_a_card")
+def test_finetune_plans_for_the_whole_logits_of_label_smoothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """512 positions of 50,000 words, of which two fifths are a chunk."""
+    found: list[Any] = []
+
+    def plan(*args: Any, **size: Any) -> None:
+        found.append(planning.plan_for_rows(*args, **size | {"batch_size": 8, "max_target_length": 64}).basis.work)
+        raise PlannedError
+
+    monkeypatch.setattr(importlib.import_module("offloadkit.finetuning"), "plan_for_rows", plan)
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(t5_config(vocab_size=50_000))
+    for factor in (0.0, 0.1):
+        with pytest.raises(PlannedError):
+            tuned(model, seq2seq_rows(2), tmp_path / "out", label_smoothing_factor=factor, bf16=True)
+    logits = 4 * 8 * 64 * 50_000
+    chunked, whole = (work.stages[-1] for work in found)
+    assert chunked.forward_peak_bytes < 1.2 * logits
+    assert 1.9 * logits < whole.forward_peak_bytes < 3 * logits
+    assert found[0].num_tokens == found[1].num_tokens == 8 * (6 + 64)
+
+
+@pytest.mark.usefixtures("on_a_card")
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_plan_after_the_first_update_counts_the_rows_of_evaluation(is_stream: bool, tmp_path: Path) -> None:
+    held_out: Any = Stream() if is_stream else seq2seq_rows(3)
+    options = OPTIONS | {"max_steps": 1, "eval_strategy": "epoch", "per_device_eval_batch_size": 9}
+    more = {"offload": replace(TIGHT, vram=FIXED + (1 << 20)), "eval_dataset": held_out}
+    trainer = train(tmp_path, t5(), seq2seq_rows(4), OwnLoss, more, **options)
+    work = trainer.engine.plan.basis.work
+    assert (work.rows.batch_size, work.evaluation.rows.batch_size) == (2, 9 if is_stream else 3)
+
+
+@pytest.mark.usefixtures("on_a_card")
 @pytest.mark.parametrize("run", ["train", "evaluate"])
 def test_a_budget_that_is_too_small_is_refused_before_training(tmp_path: Path, run: str) -> None:
     rows = seq2seq_rows(4)
@@ -198,13 +237,35 @@ def test_a_budget_that_is_too_small_is_refused_before_training(tmp_path: Path, r
 
 
 @pytest.mark.usefixtures("on_a_card")
+def test_the_trainer_and_the_engine_propose_the_disk_as_finetune_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(plan: Any) -> None:
+        proposed = plan.basis.with_disk
+        raise PlannedError(proposed and (proposed.disk_folder, proposed.disk_read_bytes_per_second))
+
+    for module in (engine_module, trainer_module):
+        monkeypatch.setattr(module, "check_fits", refused)
+    monkeypatch.setattr(assumed_disk.tempfile, "gettempdir", lambda: str(tmp_path))
+    for vram, proposed in (("64KiB", (str(tmp_path), assumed_disk.ASSUMED_DISK)), ("64GiB", None)):
+        config = OffloadConfig(vram=vram)
+        sets: dict[str, Any] = {"args": arguments(tmp_path), "train_dataset": seq2seq_rows(4)}
+        with pytest.raises(PlannedError) as raised:
+            OffloadSeq2SeqTrainer(model=t5(), offload=config, **sets).train()
+        assert raised.value.args == (proposed,)
+        with pytest.raises(PlannedError) as raised:
+            OffloadEngine(t5(), config, device="cpu", example=next(batches(seq2seq_rows(4))))
+        assert raised.value.args == (proposed,)
+
+
+@pytest.mark.usefixtures("on_a_card")
 def test_fewer_rows_are_proposed_by_the_doors_own_name_for_them() -> None:
     example = {name: torch.zeros(64, 64, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
     config = replace(TIGHT, vram=FIXED + (8 << 20))
     planned = outline.plan_for(t5(), config, torch.device("cpu"), example, rows_option="batch")
     assert planned is not None
     assert [words for words, _ in planned.basis.smaller] == [f"batch={size}" for size in (32, 16, 8, 4, 2, 1)]
-    assert re.search(r"\nbatch=\d+ would fit", planned.explain())
+    assert re.match(r"batch=\d+ would fit", planned.explain())
 
 
 @pytest.mark.usefixtures("on_a_card")
@@ -227,8 +288,15 @@ def test_an_evaluation_before_training_keeps_the_budget_and_reads_the_weights_on
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[Any] = []
-    cap = lambda limit, device: (done.append(limit), lambda: done.append("uncapped"))[1]  # noqa: E731
-    monkeypatch.setattr("offloadkit.hf.trainer.cap_vram", cap)
+
+    class Cap:
+        def __init__(self, limit: int | None, device: torch.device) -> None:
+            done.append(limit)
+
+        def remove(self) -> None:
+            done.append("uncapped")
+
+    monkeypatch.setattr("offloadkit.hf.trainer.VramCap", Cap)
     more: Any = {"offload": OffloadConfig(vram="8GiB"), "materialise": lambda parameters: done.append("read")}
     trainer = OffloadSeq2SeqTrainer(model=t5(), args=arguments(tmp_path), eval_dataset=seq2seq_rows(2), **more)
     for _ in range(2):
@@ -304,6 +372,11 @@ def test_of_many_rows_some_thousand_are_read_and_that_is_said(tmp_path: Path, mo
     )
     assert shapes(batch) == {"input_ids": (2, 11), "labels": (2, 3)}
     assert said == "lengths of 4 of the 10 rows were read, spread evenly"
+
+
+class Stream(IterableDataset[Row]):
+    def __iter__(self) -> Iterator[Row]:
+        return iter(seq2seq_rows(3))
 
 
 class Endless(IterableDataset[Row]):

@@ -12,25 +12,28 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.hf.trainer import OffloadTrainer
 from tests.hf.training import logged, train
-from tests.offload.test_making_room import Hungry, rows, seeded
-from tests.offload.test_move import numbers, planned
+from tests.offload.test_making_room import Hungry, fail, rows, seeded
+from tests.offload.test_move import IN_VRAM, numbers, planned
 from tests.offload.test_placements import assert_equal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def trained(folder: Path, model: Hungry, *, lean: bool = False) -> Any:
+LEAN = Placement("ram", activations="offload")
+
+
+def trained(folder: Path, model: Hungry, placement: Placement | None = None) -> Any:
     """Three windows of two micro-batches, the last of an epoch of one."""
     given = [{"x": x, "labels": torch.zeros(1)} for batch in rows(3) for x in batch][:10]
-    plan = planned(model, OffloadConfig(gradient_accumulation=2), Placement("ram", activations="offload"))
+    config = OffloadConfig(gradient_accumulation=2)
+    more = {} if placement is None else {"plan": planned(model, config, placement)}
     seeded()
-    more = {"plan": plan} if lean else {}
     return train(folder, model, given, OffloadTrainer, more, gradient_accumulation_steps=2, learning_rate=1e-2)
 
 
 @pytest.fixture(scope="module")
 def lean(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return trained(tmp_path_factory.mktemp("lean"), Hungry(), lean=True)
+    return trained(tmp_path_factory.mktemp("lean"), Hungry(), LEAN)
 
 
 @pytest.mark.parametrize(("full_at", "in_backward"), [((1,), False), ((4, 6), True)])
@@ -68,3 +71,25 @@ def test_a_window_is_repeated_where_its_step_finds_the_gpu_full(
     assert_equal(numbers(lean.engine), numbers(found.engine), "step")
     for key in ("loss", "grad_norm", "learning_rate"):
         assert logged(found, key) == logged(lean, key)
+
+
+def test_an_evaluation_that_finds_the_gpu_full_is_repeated_on_a_leaner_plan(lean: Any, tmp_path: Path) -> None:
+    """Also where it is the Trainer's own work that fails, not the model's forward."""
+    found, failed = trained(tmp_path, Hungry(), IN_VRAM), list[int]()
+    evaluated = [{"x": x, "labels": torch.zeros(1)} for x in rows(1)[0]]
+    compute_loss = found.compute_loss
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        result = compute_loss(*args, **kwargs)
+        if not failed:
+            failed.append(1)
+            fail(result)
+        return result
+
+    found.compute_loss = fails_once
+    seeded()
+    with pytest.warns(RuntimeWarning, match="full in an evaluation after step 3"):
+        loss = found.evaluate(evaluated)["eval_loss"]
+    seeded()
+    assert loss == lean.evaluate(evaluated)["eval_loss"]
+    assert [move.why for move in found.telemetry.moves] == ["the GPU's memory was full in an evaluation"]

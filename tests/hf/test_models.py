@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,9 @@ from transformers import (
 import offloadkit
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError, ModelError, ModelNotFoundError
-from offloadkit.hf.hub import PRESETS
 from offloadkit.hf.load import infer_task
 from offloadkit.hf.patches import patched
+from offloadkit.hf.presets import PRESETS
 from offloadkit.hf.source import resolve
 from tests.hf import tiny
 
@@ -45,6 +46,74 @@ PARAMETERS = {
     "flan-t5-xxl": 11_135_332_352,
 }
 """As counted in the checkpoints on the hub."""
+
+
+DECODERS = {
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b-chat-hf": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "meta-llama/Meta-Llama-3-70B": 70_553_706_496,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b-instruct": 3_212_749_824,
+    "llama-3.3-70b": 70_553_706_496,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b-base": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "gemma-2-2b": 2_614_341_888,
+    "google/gemma-2-9b-it": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "mistral-7b": 7_241_732_096,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "mistral-nemo": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "phi-3-mini": 3_821_079_552,
+    "phi-3-medium": 13_960_238_080,
+    "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "openai-community/gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+}
+"""As counted in the checkpoints on the hub; a tied head counts once."""
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_preset_of_a_decoder_has_the_parameters_of_the_checkpoint(name: str) -> None:
+    """All of a decoder's layers have as many parameters: one is built, on the meta device."""
+    preset = PRESETS[name]
+    number = preset.config().num_hidden_layers
+    one_layer = {"n_layer" if preset.model_type == "gpt2" else "num_hidden_layers": 1}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(replace(preset, values=preset.values | one_layer).config())
+    of_layer = sum(weight.numel() for key, weight in model.named_parameters() if ".0." in key)
+    assert sum(weight.numel() for weight in model.parameters()) + (number - 1) * of_layer == DECODERS[name]
+
+
+def test_every_preset_is_checked_and_builds_whole() -> None:
+    checked = {PRESETS[name].config_values()["architectures"][0] for name in (*PARAMETERS, *DECODERS)}
+    assert checked == {preset.config_values()["architectures"][0] for preset in PRESETS.values()}
+    shapes = {str(PRESETS[name].values) for name in DECODERS}
+    assert shapes == {str(preset.values) for preset in PRESETS.values() if preset.model_type != "t5"}
+    source = resolve("llama-3.2-1b", init="random")
+    assert source.on_meta.num_parameters() == DECODERS["llama-3.2-1b"]
+    assert (source.task, source.config.rope_parameters["factor"]) == ("causal", 32.0)
+    assert resolve("llama-3.2-1b")._location == "meta-llama/Llama-3.2-1B"
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -65,7 +134,7 @@ def test_preset_aliases_lead_to_the_name_on_the_hub() -> None:
     }.items():
         assert PRESETS[alias].hub_name == hub_name
         assert PRESETS[alias] is PRESETS[hub_name]
-    assert len({preset.hub_name for preset in PRESETS.values()}) == 15
+    assert len({preset.hub_name for preset in PRESETS.values() if preset.model_type == "t5"}) == 15
 
 
 def test_v1_0_ties_its_head_and_v1_1_does_not() -> None:

@@ -67,7 +67,7 @@ def test_gradients_that_wait_for_the_cpu_in_backward_are_its_wait() -> None:
 
 
 def test_what_worked_meanwhile_is_beside_the_step() -> None:
-    assert dict(beside(SECONDS)) == {"CPU step": 0.6, "H2D": 0.2, "D2H": 0.3}
+    assert dict(beside(SECONDS)) == {"CPU step": 0.6, "RAM -> GPU": 0.2, "GPU -> RAM": 0.3}
     assert dict(beside(SECONDS | {"gpu_step": 0.4}))["GPU step"] == 0.4
     assert beside({"step": 1.0}) == ()
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError
 from offloadkit.monitor import monitor as monitor_module
-from offloadkit.monitor import words
+from offloadkit.monitor import notebook, words
 from offloadkit.monitor.figures import Figures, Machine
 from offloadkit.monitor.monitor import Monitor, Stop
+from offloadkit.monitor.notebook import NotebookDisplay
 from offloadkit.monitor.terminal import TerminalDisplay
 from offloadkit.planner import make_plan, placed
 from tests.models import TinyLM, tokens
@@ -371,20 +373,30 @@ def test_a_notebook_display_outside_of_a_notebook_says_so_and_prints_lines(capsy
     with Monitor(display="notebook") as monitor:
         monitor.telemetry.add(record(1))
     said = capsys.readouterr()
-    assert said.err.count("no widgets, because this is no notebook; a line is printed now and then instead") == 1
+    assert said.err.count("this is no notebook; a line is printed now and then instead") == 1
     assert "finished: step 1" in said.out
 
 
-def test_without_ipywidgets_the_reason_is_shown_and_lines_are_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kernel", [SimpleNamespace(), SimpleNamespace(shell_channel_thread=object())])
+def test_without_ipywidgets_html_is_redrawn_in_place_and_says_how_to_stop(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor_module, "running_shell", lambda: object())
+    shown: list[tuple[str, str, bool]] = []
+    publish = lambda bundle, ident, update=False: shown.append((bundle["text/html"], ident, update))  # noqa: E731
+    monkeypatch.setattr(notebook, "_publish", publish)
     monkeypatch.setitem(__import__("sys").modules, "ipywidgets", None)
-    with Monitor() as monitor:
-        monitor.telemetry.add(record(1))
-    said = capsys.readouterr()
-    assert said.err.count("no widgets, because import of ipywidgets halted") == 1
-    assert "finished: step 1" in said.out
+    monitor = Monitor(total_steps=2)
+    display = NotebookDisplay(SimpleNamespace(kernel=kernel), monitor.request_stop)
+    display.open(monitor.figures())
+    display.update(monitor.figures(), heeded=True)
+    display.update(monitor.figures(), heeded=False)
+    display.close(monitor.figures())
+    assert [update for _, _, update in shown] == [False, True, True, True]
+    assert len({ident for _, ident, _ in shown}) == 1
+    said = [html for html, *_ in shown]
+    assert all("interrupt the kernel" in html for html in said[:2])
+    assert "does not ask for stop_requested" in said[2]
+    assert "interrupt" not in said[3]
 
 
 def test_a_terminal_is_redrawn_and_keeps_the_last_view(monkeypatch: pytest.MonkeyPatch) -> None:

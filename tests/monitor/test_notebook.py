@@ -1,4 +1,4 @@
-"""The monitor in a real kernel: what its widgets show while a cell trains, and what stays in the notebook."""
+"""The monitor in a real kernel: what is drawn while a cell trains, and what stays in the notebook."""
 
 from __future__ import annotations
 
@@ -48,10 +48,8 @@ class Client(Listening):
         self._interrupt_after = interrupt_after
         self._button = ""
 
-    def handle_comm_msg(self, outs: Any, msg: Any, cell_index: int) -> None:
-        num_seen = len(self.values)
-        super().handle_comm_msg(outs, msg, cell_index)
-        if num_seen < len(self.values) == self._interrupt_after:
+    def drawn(self) -> None:
+        if len(self.values) == self._interrupt_after:
             asyncio.ensure_future(self.km.signal_kernel(signal.SIGINT))  # noqa: RUF006
 
     def run(self) -> list[Any]:
@@ -76,13 +74,13 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.mark.slow
 def test_bars_move_while_the_cell_runs_and_a_summary_stays(kernel: Any) -> None:
     client = Client(kernel, "train(60, pause=0.03, baseline_seconds=0.01); None")
-    (output,) = client.run()
-    assert len(client.values) >= 4
-    assert len(set(client.values)) >= 4
+    button, output = client.run()
+    assert len(set(client.values)) >= 5
     assert "waiting for the first step" in client.values[0]
-    assert "training" in client.values[-1]
-    assert "measured baseline" in client.values[-1]
-    assert list(output["data"]) == ["text/html", "text/plain"], "the widgets gave way to plain HTML"
+    assert "training" in client.values[-2]
+    assert "measured baseline" in client.values[-2]
+    assert button["data"] == {"text/html": "", "text/plain": ""}, "nothing is left of the button"
+    assert output["data"]["text/html"] == client.values[-1]
     assert "step 60 of 60" in output["data"]["text/html"]
     assert "<svg" in output["data"]["text/html"]
     assert output["data"]["text/plain"].startswith("finished: step 60 of 60")
@@ -107,7 +105,7 @@ def test_a_loop_that_never_asks_is_told_how_to_break_it_off(kernel: Any) -> None
     assert any(state.get("disabled") is True for state in client.states)
 
 
-def test_a_button_that_cannot_work_says_so(kernel: Any) -> None:
+def test_there_is_no_button_where_it_could_not_work(kernel: Any) -> None:
     """A kernel without subshells handles clicks when the cell is over."""
     old = """
 from types import SimpleNamespace
@@ -117,9 +115,10 @@ train(20, pause=0.03)
 monitor.running_shell = found
 """
     client = Client(kernel, old)
-    client.run()
-    assert "The button cannot work here" in client.values[-1]
-    assert any(state.get("disabled") is True for state in client.states)
+    (output,) = client.run()
+    assert "To stop, interrupt the kernel" in client.values[0]
+    assert output["data"]["text/html"] == client.values[-1]
+    assert not client.states
 
 
 class Clicking(Client):
@@ -129,8 +128,9 @@ class Clicking(Client):
         super().handle_comm_msg(outs, msg, cell_index)
         if msg["content"].get("data", {}).get("state", {}).get("_model_name") == "ButtonModel":
             self._button = msg["content"]["comm_id"]
+
+    def drawn(self) -> None:
         if len(self.values) == 3:
-            self.values.append("")
             asyncio.ensure_future(self._click())  # noqa: RUF006
 
     async def _click(self) -> None:
@@ -166,4 +166,4 @@ print(number() - before)
 """
     outputs = Client(kernel, count).run()
     assert outputs[-1]["text"].strip() == "0"
-    assert sum(output["output_type"] == "display_data" for output in outputs) == 10
+    assert sum("finished" in output.get("data", {}).get("text/html", "") for output in outputs) == 10

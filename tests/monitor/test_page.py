@@ -59,8 +59,8 @@ def test_the_page_is_well_formed_and_has_every_figure() -> None:
         "wait for CPU step",
         "data and the rest",
         "CPU step",
-        "H2D",
-        "D2H",
+        "RAM -> GPU",
+        "GPU -> RAM",
         "600 ms busy",
         "Loss",
         "a note",
@@ -195,9 +195,9 @@ def test_a_line_does_not_end_between_a_name_and_its_number() -> None:
 
 @pytest.mark.parametrize("width", range(40, 101))
 def test_a_terminals_lines_end_between_entries(width: int) -> None:
-    beside = (("CPU step", 0.6), ("GPU step", 0.4), ("H2D", 0.0652), ("D2H", 0.0652))
+    beside = (("CPU step", 0.6), ("GPU step", 0.4), ("RAM -> GPU", 0.0652), ("GPU -> RAM", 0.0652))
     lines = [line.strip() for line in rendered(shown(beside=beside), width).splitlines()]
-    assert sum("D2H 65.2 ms" in line for line in lines) == 1
+    assert sum("GPU -> RAM 65.2 ms" in line for line in lines) == 1
     assert not [line for line in lines if line.startswith(("ms", "s ", "s,", "GiB", "65.2", "+210"))]
 
 
@@ -222,7 +222,15 @@ def test_a_terminal_marks_budget_and_plan(width: int) -> None:
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_a_terminal_shows_the_same_figures(width: int) -> None:
     text = rendered(shown(), width)
-    for wanted in ("step 60 of 100", "2.00×", "measured baseline", "VRAM", "8 GiB used", "wait for CPU step", "H2D"):
+    for wanted in (
+        "step 60 of 100",
+        "2.00×",
+        "measured baseline",
+        "VRAM",
+        "8 GiB used",
+        "wait for CPU step",
+        "RAM -> GPU",
+    ):
         assert wanted in text, wanted
     assert len(text.splitlines()) <= 24
     assert max(map(len, text.splitlines())) <= width

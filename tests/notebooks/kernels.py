@@ -36,7 +36,7 @@ def kernel_folder(folder: Path, launcher: Sequence[str] = LAUNCHER, **environmen
 
 
 class Listening(nbclient.NotebookClient):  # type: ignore[misc]
-    """Keeps what widgets were told, and every value that the monitor's HTML widget had."""
+    """Keeps what widgets were told, and every drawing of the monitor: it shows no widgets, as some front ends."""
 
     def __init__(self, notebook: Any, **options: Any) -> None:
         super().__init__(notebook, **options)
@@ -45,11 +45,17 @@ class Listening(nbclient.NotebookClient):  # type: ignore[misc]
 
     def handle_comm_msg(self, outs: Any, msg: Any, cell_index: int) -> None:
         super().handle_comm_msg(outs, msg, cell_index)
-        state = msg["content"].get("data", {}).get("state", {})
-        self.states.append(state)
-        value = state.get("value", "")
-        if isinstance(value, str) and f'class="{MONITOR}"' in value:
+        self.states.append(msg["content"].get("data", {}).get("state", {}))
+
+    def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
+        value = msg["content"].get("data", {}).get("text/html", "") if "display_data" in msg["msg_type"] else ""
+        if f'class="{MONITOR}"' in value:
             self.values.append(value)
+            self.drawn()
+        return super().process_message(msg, cell, cell_index)
+
+    def drawn(self) -> None:
+        """Called after each drawing."""
 
 
 class Watched(Listening):

@@ -6,6 +6,7 @@ import gc
 import random
 import warnings
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import host_memory
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError, OutOfRamError, OutOfVramError, RepeatWindowError
+from offloadkit.offload import model as placed_model
 from offloadkit.offload import shortage
+from offloadkit.offload.gradients import Gradients
+from offloadkit.offload.states import LayerState
 from offloadkit.planner import Plan
 from tests.models import Residual, TinyLM, tokens
-from tests.offload.test_move import IN_VRAM, numbers, planned
+from tests.offload.test_move import IN_VRAM, lm, numbers, planned, train
 from tests.offload.test_placements import assert_equal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -167,6 +171,73 @@ def test_nothing_of_the_failed_window_is_alive_while_layers_move(
     assert alive == [False]
 
 
+class Evaluated(Hungry):
+    """Needs more than there is in evaluation, while any block has its weights in VRAM."""
+
+    in_training = False
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        found = super().forward(x, labels)
+        if not torch.is_grad_enabled() and self.is_full():
+            fail(x)
+        return found
+
+    def is_full(self) -> bool:
+        return any(where.states == "vram" for where in self.engine.plan.placements)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_where_an_evaluation_finds_the_gpu_full_less_is_kept_in_vram_and_it_is_repeated(training: bool) -> None:
+    """In training mode it draws numbers, and changes running means."""
+    config, found = OffloadConfig(), []
+    for placement in (Placement("ram"), IN_VRAM):
+        model = Evaluated()
+        with OffloadEngine(model, config, device="cpu", plan=planned(model, config, placement)) as model.engine:
+            seeded()
+            model.engine.backward(model.engine(rows(1)[0])["loss"])
+            model.engine.step()
+            model.train(training)
+            if placement == IN_VRAM:
+                with pytest.warns(RuntimeWarning, match="full in an evaluation after step 1: the plan has moved"):
+                    losses = evaluated(model)
+                assert model.num_calls == 1 + 3 + len(model.engine.telemetry.moves)
+            else:
+                losses = evaluated(model)
+            found.append(numbers(model.engine) | {"losses": losses})
+    assert_equal(*found, "evaluated")
+
+
+@torch.no_grad()
+def evaluated(model: Evaluated) -> torch.Tensor:
+    return torch.stack([model.engine(batch)["loss"] for batch in rows(3)])
+
+
+def test_where_an_evaluation_finds_the_gpu_full_and_nothing_can_move_the_error_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Evaluated()
+    monkeypatch.setattr(model, "is_full", lambda: True)
+    plan = planned(model, OffloadConfig(), IN_VRAM)
+    with OffloadEngine(model, OffloadConfig(), device="cpu", plan=plan) as model.engine:
+        under_way = r"evaluate and generate after the step\(\) that ends it"
+        loss = model.engine(rows(1)[0])["loss"]
+        with pytest.raises(OutOfVramError, match=under_way):  # backward needs the weights that this graph holds
+            evaluated(model)
+        model.engine.backward(loss)
+        with pytest.raises(OutOfVramError, match=under_way):
+            evaluated(model)
+        assert model.engine.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(OutOfVramError, match="Take a smaller micro-batch and more"):
+                evaluated(model)
+        moves = model.engine.telemetry.moves
+        assert all(move.after["vram"] < move.before["vram"] for move in moves)
+        assert moves
+        model.engine.backward(model.engine(rows(1)[0])["loss"])
+        assert model.engine.step()
+
+
 def test_a_move_that_fails_keeps_the_error_of_the_full_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Hungry(2)
     with OffloadEngine(model, OffloadConfig(), device="cpu") as engine:
@@ -224,6 +295,42 @@ def test_where_the_move_out_of_ram_fails_training_stops_as_before(
             patch.setattr(host_memory, "allocate", full)
             with pytest.raises(OutOfRamError, match=r"RAM is running out. The move .* failed: "):
                 engine.step()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "full_at"),
+    [
+        (LayerState, "take_parameters", (3, 4)),
+        (placed_model, "move_rest", (1, 2)),
+        (Gradients, "_allocate", (1, 2)),
+    ],
+)
+def test_a_gpu_that_is_full_while_the_engine_is_built_makes_the_plan_leaner(
+    owner: Any, name: str, full_at: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model in fp32 that is trained in bf16: what its weights hold beyond bf16 is in the states of what moves."""
+    config, found, real = OffloadConfig(learning_rate=1e-2, working_dtype="bf16"), [], getattr(owner, name)
+    for is_full in (False, True):
+        calls: list[int] = []
+
+        def fails(*args: Any, calls: list[int] = calls, is_full: bool = is_full, **options: Any) -> Any:
+            calls.append(1)
+            if is_full and len(calls) in full_at:
+                fail(torch.empty(0))
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, fails)
+        model = lm()
+        plan = planned(model, config, IN_VRAM)
+        told = pytest.warns(RuntimeWarning, match="the GPU was full while the engine was built: the plan is leaner")
+        with told if is_full else nullcontext():
+            engine = OffloadEngine(model, config, device="cpu", plan=plan)
+        with engine:
+            assert engine.plan.placements == engine._placed.placements
+            assert (engine.plan.total_bytes("vram") < 0.8 * plan.total_bytes("vram")) == is_full
+            train(engine, tokens(2))
+            found.append(numbers(engine))
+    assert_equal(*found, name)
 
 
 @pytest.mark.parametrize("free", [1 << 40, 1 << 20])

@@ -127,6 +127,24 @@ def test_mixed_plans_of_a_transformer_change_no_number(kind: str, accumulation: 
     assert_equal(*found, "moved")
 
 
+def test_a_loss_that_is_kept_through_an_interrupted_backward_holds_nothing_that_moves() -> None:
+    """In its graph a recomputation has left views of a block's weights."""
+    config = OffloadConfig()
+
+    def interrupts(_: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    model = lm()
+    model.blocks[1].up.register_forward_hook(lambda module, args, output: output.register_hook(interrupts) and None)
+    plan = planned(model, config, Placement(activations="checkpoint"))
+    with OffloadEngine(model, config, device="cpu", plan=plan) as engine:
+        loss = engine(tokens(1)[0])
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss)
+        engine.move(planned(model, config, Placement("ram")))
+        assert loss.grad_fn is None
+
+
 def test_a_move_is_recorded_and_equal_layers_stay_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     config = OffloadConfig()
     model, forgotten = lm(), list[torch.device]()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.device.streams import BusyTime, CopyStream, Event, Waits
+from offloadkit.device.streams import BusyTime, CopyStream, Event, Waits, seconds_of_any
 from offloadkit.engine import OffloadEngine
 from offloadkit.offload import update
 from offloadkit.telemetry import StepRecord
@@ -65,6 +65,37 @@ def test_weights_that_visit_vram_add_to_the_copies() -> None:
 
     assert num_copies() == 0
     assert num_copies(placement=Placement(weights="ram")) >= 4
+
+
+def test_what_was_moved_in_these_seconds_is_counted(device: str) -> None:
+    """A step's copies are those of its backward and of the update before, which ran beside its forward."""
+    with OffloadEngine(TinyLM(), OffloadConfig(learning_rate=1e-3), device=device) as engine:
+        train(engine, tokens(3, device))
+        first, *others = engine.telemetry.records
+        layers = [layer for layer in engine.plan.layers if layer.num_parameters > 7]  # the others get no gradient
+    sent, brought = sum(each.bucket_bytes() for each in layers), sum(each.weight_bytes() for each in layers)
+    stepped = sum(each.step_bytes(1) for each in layers)
+    assert first.moved == {"cpu_step": stepped, "h2d": 0, "d2h": sent}
+    assert all(record.moved == {"cpu_step": stepped, "h2d": brought, "d2h": sent} for record in others)
+
+
+def test_copies_of_two_streams_at_once_count_once() -> None:
+    """They share an engine: one of them waits between its own events."""
+
+    def busy(*spans: tuple[float, float]) -> BusyTime:
+        found = BusyTime()
+        for span in spans:
+            events = Event(), Event()
+            for event, seconds in zip(events, span, strict=True):
+                event._seconds = seconds
+            found.add(*events, num_bytes=10)
+        return found
+
+    times = [busy((5.0, 6.0), (8.0, 9.0)), BusyTime(), busy((4.5, 5.5), (6.5, 7.0))]
+    assert seconds_of_any(times) == pytest.approx(1.5 + 0.5 + 1)
+    assert times[0].seconds() == 2
+    assert times[0].num_bytes == 20
+    assert seconds_of_any([]) == 0
 
 
 def test_evaluation_between_steps_is_in_no_step() -> None:

@@ -97,9 +97,9 @@ def t5_3b(
     of one kernel, as `finetune` has them."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    from offloadkit.hf.hub import PRESETS
     from offloadkit.hf.loss import compute_loss_in_chunks
     from offloadkit.hf.patches import fuse_norms
+    from offloadkit.hf.presets import PRESETS
 
     config = T5Config(**PRESETS["t5-3b"].config_values(), dropout_rate=0.0, use_cache=False)
     config._attn_implementation = "eager"

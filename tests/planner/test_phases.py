@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -68,14 +69,15 @@ def test_without_a_gpu_everything_is_ram_and_activations_go_after_each_step() ->
     assert phases["training"].ram - phases["saving"].ram == made.tiers["vram"]["activations"]
 
 
-def test_the_phases_are_a_small_table_in_what_is_explained() -> None:
+def test_the_phases_are_a_small_table_in_the_details() -> None:
     made = planned(Placement(weights="ram"))
-    lines = made.explain().splitlines()
-    table = lines[lines.index("peaks by phase:") + 1 :]
-    assert [name for line in table for name in line.split(": ")[1].split(", ")] == list(PHASES)
-    assert "GiB of VRAM and " in table[0]
+    table = made.details().split("\n  peaks by phase:\n    ")[1]
+    assert max(map(len, table.splitlines())) <= 80
+    lines = re.split(r"\n    (?=\S)", table)  # what goes on below a line is further right
+    assert [" ".join(name.split()) for line in lines for name in line.split(": ")[1].split(",")] == list(PHASES)
+    assert "GiB of VRAM and " in lines[0]
     assert made.to_dict()["phases"][0]["name"] == "reading"
-    assert "peaks by phase" not in replace(made, budgets={"vram": 1, "ram": 1}).explain()
+    assert "peaks by phase" not in replace(made, budgets={"vram": 1, "ram": 1}).details()
 
 
 @pytest.mark.parametrize(("took", "named"), [(9.6, False), (10.4, False), (11, True), (9, True)])

@@ -8,15 +8,12 @@ import pytest
 
 from offloadkit.config import Placement
 from offloadkit.planner import MicroBatch, Pass
-from offloadkit.planner.seconds import (
+from offloadkit.planner.fitted import (
     CHUNK_LAUNCHES,
     CPU_EFFICIENCY,
     STEP_EFFICIENCY,
-    Queues,
-    Ring,
-    StepModel,
-    both_ways,
 )
+from offloadkit.planner.seconds import Queues, Ring, StepModel, both_ways
 from tests.planner.machines import shape, stage
 from tests.planner.test_seconds import LARGE, machine, model
 

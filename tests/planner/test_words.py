@@ -10,8 +10,9 @@ import pytest
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hardware import Hardware
 from offloadkit.planner import MicroBatch, Plan, make_plan
+from offloadkit.planner.plan import nearest_fits
 from offloadkit.units import format_bytes, format_seconds
-from tests.planner.machines import H200, TWO_CORES, shape, stage
+from tests.planner.machines import GIB, H200, TWO_CORES, shape, stage
 
 IN_RAM = Placement()
 THROUGH_VRAM = Placement(gradients="vram", step="gpu")
@@ -23,14 +24,47 @@ def plan(machine: Hardware = H200, num_layers: int = 20, **options: Any) -> Plan
     return make_plan(layers, OffloadConfig(**options), work=work, hardware=machine)
 
 
+def test_the_verdict_is_one_line_and_rounds_need_and_budget_alike() -> None:
+    made = plan(vram="8GiB", ram="120GiB")
+    assert made.seconds is not None
+    assert made.tokens_per_second is not None
+    seconds, rate = format_seconds(made.seconds.step, digits=2), f"{made.tokens_per_second:,.0f}"
+    vram, ram = (f"{made.needs()[tier] / GIB:.2g}" for tier in ("vram", "ram"))
+    assert made.verdict == f"FITS: {vram} of 8 GiB VRAM, {ram} of 120 GiB RAM, about {seconds} a step, {rate} tokens/s"
+    assert str(made).splitlines() == [made.verdict, "  1,342,177,280 parameters in bf16"]
+    tight = replace(made, budgets=made.needs())
+    assert tight.verdict.startswith(f"FITS: {vram} of {vram} GiB VRAM, {ram} of {ram} GiB RAM, ")
+    short = replace(made, budgets={"vram": 1 << 30, "ram": 1 << 30})
+    vram, ram = (format_bytes(made.needs()[tier]) for tier in ("vram", "ram"))
+    assert short.verdict == f"DOES NOT FIT: needs {vram} of VRAM, has 1 GiB, and needs {ram} of RAM, has 1 GiB"
+
+
+def test_changes_are_tried_together_where_neither_is_enough() -> None:
+    """A smaller micro-batch changes nothing here; neither states in fewer bytes nor a small disk is enough."""
+    short = plan(vram="2GiB", ram="10GiB")
+    disk: Any = {"disk_read_bytes_per_second": 1e9, "disk_write_bytes_per_second": 1e9, "disk_folder": "/disk"}
+    with_disk = replace(H200, disk_free_bytes=6 * GIB, **disk)
+    work = short.basis.work
+    assert work is not None
+    made = replace(short, basis=replace(short.basis, with_disk=with_disk, smaller=(("batch_size=1", work),)))
+    on_disk = "optimizer states on disk (OffloadConfig(disk='/disk'), or --disk /disk)"
+    words, other = nearest_fits(made, most=1)[0]
+    assert words == f"precision='compact', {on_disk}"
+    assert other.fits
+    assert 0 < other.total_bytes("disk") <= 6 * GIB
+    roomy = replace(with_disk, disk_free_bytes=600 * GIB)
+    simple = replace(made, basis=replace(made.basis, with_disk=roomy))
+    assert nearest_fits(simple, most=1)[0][0] == on_disk, "one change that is enough is named alone"
+
+
 def test_who_steps_is_said_where_states_are_in_ram() -> None:
     made = plan(placement=THROUGH_VRAM)
-    text = str(made)
+    text = made.details()
     assert "optimizer states in RAM, stepped by the GPU through VRAM" in text
     assert "gradients kept in VRAM for the step" in text
     assert "state buffers" in text
     assert "stepped by the CPU" not in text
-    assert "gradients" not in str(plan(placement=IN_RAM)).split("working weights  ")[0]
+    assert "gradients" not in plan(placement=IN_RAM).details().split("working weights  ")[0]
 
 
 @pytest.mark.slow
@@ -41,7 +75,7 @@ def test_both_steppers_have_a_line_each() -> None:
     on_gpu = sum(where.step == "gpu" and where.states == "ram" for where in wheres)
     on_cpu = sum(where.step == "cpu" for where in wheres)
     assert 0 < on_gpu < on_cpu
-    text, html = str(made), made._repr_html_()
+    text, html = made.details(), made._repr_html_()
     for words in (
         f"optimizer states of {on_gpu} of 20 layers in RAM, stepped by the GPU through VRAM",
         f"optimizer states of {on_cpu} of 20 layers in RAM, stepped by the CPU",

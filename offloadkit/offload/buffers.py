@@ -1,0 +1,77 @@
+"""The buffers of a module as they were, for computing something again: BatchNorm's statistics, and the like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from offloadkit.errors import EngineStateError
+
+_Place = tuple[nn.Module, str]
+
+
+@dataclass
+class _Kept:
+    """A buffer as `keep` found it; `copy` is None where only its version is remembered."""
+
+    buffer: torch.Tensor
+    version: int | None
+    copy: torch.Tensor | None
+
+    def is_unchanged(self, now: torch.Tensor) -> bool:
+        """Whether `now` is this buffer as it was. By value where that is known: BatchNorm counts no versions."""
+        if now is not self.buffer:
+            return False
+        return self.version == _version(now) if self.copy is None else torch.equal(self.copy, now)
+
+
+class Buffers:
+    """Remembers a module's buffers and brings them back.
+
+    Constant ones (position tables) are copied once only: after that the version counter tells whether one was written.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[_Place, _Kept] = {}
+        self._changing: set[_Place] = set()
+
+    def keep(self, model: nn.Module) -> None:
+        """Remember the buffers of `model` as they are, and forget what was remembered.
+
+        The second call compares all with their copies, for which it waits for the device.
+        """
+        before, self._kept = self._kept, {}
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                place = module, name
+                if buffer is None:
+                    continue
+                old = before.get(place)
+                is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # in evaluation mode it changes none yet
+                if is_norm or (old is not None and place not in self._changing and not old.is_unchanged(buffer)):
+                    self._changing.add(place)
+                is_copied = old is None or place in self._changing
+                self._kept[place] = _Kept(buffer, _version(buffer), buffer.detach().clone() if is_copied else None)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring the buffers back as they were.
+
+        Raises:
+            EngineStateError: one was written that had been constant until the last `keep`. None is changed then.
+        """
+        for (module, name), kept in self._kept.items():
+            if kept.copy is None and not kept.is_unchanged(kept.buffer):
+                raise EngineStateError(
+                    f"the buffer {name!r} of a {type(module).__name__} was written for the first time in what is to be "
+                    "computed again, and there is no copy of it: go on from a checkpoint"
+                )
+        for (module, name), kept in self._kept.items():
+            module._buffers[name] = kept.buffer if kept.copy is None else kept.buffer.copy_(kept.copy)
+
+
+def _version(buffer: torch.Tensor) -> int | None:
+    """How often it was written; None where torch does not count that."""
+    return None if buffer.is_inference() else buffer._version

@@ -1,0 +1,102 @@
+"""Cards by their data sheets: what a plan for a GPU that is not here is made for.
+
+A card's rates are its sheet's, times what an H200 reached of its own sheet (`fitted`). A card that its power limits
+(T4 and L4: 70 and 72 W) reaches less under a long load.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from offloadkit.errors import ConfigError
+from offloadkit.planner.fitted import (
+    BOTH_WAYS_EFFICIENCY,
+    BUS_EFFICIENCY,
+    FP32_EFFICIENCY,
+    HALF_EFFICIENCY,
+    VRAM_EFFICIENCY,
+)
+
+PCIE_BYTES_PER_SECOND = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
+"""Of 16 lanes in one direction, by generation: 8, 16 and 32 GT/s a lane; 128 of 130 bits are data (PCI-SIG)."""
+NATIVE_BF16 = (8, 0)
+"""Least compute capability whose tensor cores take bf16 (CUDA C++ Programming Guide, "Compute Capabilities")."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card's data sheet. Cards for desktops and servers: a laptop's of the same name is another one."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_gb: int
+    """By the sheet."""
+    usable_gib: float
+    """What CUDA lets processes have in all, as torch's messages of a full GPU name it. Drivers differ by 0.2 GiB."""
+    memory_gb_per_second: float
+    half_tflops: float
+    """Dense matmuls in fp16, and in bf16 if it is native, summed in fp32."""
+    fp32_tflops: float
+    """Without tensor cores."""
+    pcie: int
+    """Generation. All have 16 lanes."""
+    source: str
+
+    @property
+    def supports_bf16(self) -> bool:
+        """Whether bf16 is native."""
+        return self.capability >= NATIVE_BF16
+
+    def rates(self) -> dict[str, float]:
+        """The fields of `Hardware` that are the card's, and its bus's."""
+        half, bus = HALF_EFFICIENCY * self.half_tflops * 1e12, PCIE_BYTES_PER_SECOND[self.pcie]
+        return {
+            "h2d_bytes_per_second": BUS_EFFICIENCY * bus,
+            "d2h_bytes_per_second": BUS_EFFICIENCY * bus,
+            "both_bytes_per_second": BOTH_WAYS_EFFICIENCY * 2 * bus,
+            "vram_bytes_per_second": VRAM_EFFICIENCY * self.memory_gb_per_second * 1e9,
+            "bf16_flops_per_second": half if self.supports_bf16 else FP32_EFFICIENCY * self.fp32_tflops * 1e12,
+            "fp16_flops_per_second": half,
+            "fp32_flops_per_second": FP32_EFFICIENCY * self.fp32_tflops * 1e12,
+        }
+
+
+_A100 = "NVIDIA A100 Tensor Core GPU data sheet, PCIe (SXM's 80 GB: 2039 GB/s)"
+_H100 = "NVIDIA H100 Tensor Core GPU data sheet, half of its FLOPS with sparsity"
+
+CARDS = (
+    Card("T4", (7, 5), 16, 14.56, 320, 65, 8.1, 3, "NVIDIA T4 Tensor Core GPU data sheet"),
+    Card("L4", (8, 9), 24, 22.03, 300, 121, 30.3, 4, "NVIDIA L4 data sheet, half of its FLOPS with sparsity"),
+    Card("A10", (8, 6), 24, 22.06, 600, 125, 31.2, 4, "NVIDIA A10 Tensor Core GPU data sheet"),
+    Card("RTX 3090", (8, 6), 24, 23.68, 936, 71, 35.6, 4, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
+    Card("RTX 4090", (8, 9), 24, 23.64, 1008, 165.2, 82.6, 4, "NVIDIA Ada GPU architecture whitepaper, appendix A"),
+    Card("RTX 5090", (12, 0), 32, 31.36, 1792, 209.5, 104.8, 5, "NVIDIA RTX Blackwell GPU architecture whitepaper"),
+    Card("A100 40GB", (8, 0), 40, 39.39, 1555, 312, 19.5, 4, _A100),
+    Card("A100", (8, 0), 80, 79.15, 1935, 312, 19.5, 4, _A100),
+    Card("H100", (9, 0), 80, 79.10, 3350, 989, 67, 5, f"{_H100}, SXM"),
+    Card("H100 PCIe", (9, 0), 80, 79.10, 2000, 756, 51, 5, f"{_H100}, PCIe"),
+    Card("H200", (9, 0), 141, 139.80, 4800, 989, 67, 5, "NVIDIA H200 data sheet, half of its FLOPS with sparsity"),
+)
+_SAYS_NO_MORE = re.compile(r"nvidia|geforce|tesla|rtx|sxm\d?|hbm\d?e?|[^a-z0-9]")
+
+
+def card_named(name: str) -> Card:
+    """The card of a name such as "RTX 4090", "rtx4090", "4090", "NVIDIA GeForce RTX 4090" or "a100-80gb".
+
+    Raises:
+        ConfigError: no such card is known.
+    """
+    wanted = _plain(name)
+    for given in (wanted, wanted.replace("pcie", "")):
+        for card in CARDS:
+            if given in (_plain(card.name), f"{_plain(card.name)}{card.memory_gb}gb"):
+                return card
+    raise ConfigError(
+        f"no card {name!r} is known: gpu takes {', '.join(card.name for card in CARDS)}. For another card leave gpu "
+        "out and give its memory, such as vram='12GiB': its rates are assumed then"
+    )
+
+
+def _plain(name: str) -> str:
+    return _SAYS_NO_MORE.sub("", name.lower())

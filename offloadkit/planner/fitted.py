@@ -1,0 +1,94 @@
+"""The plan's constants that were fitted on H200s with PCIe 5 and 16 cores, each with its source.
+
+The sources are rows of benchmarks/results.csv. "Steps" are the measured steps that tests/planner/test_measured.py names
+(`COMMITS`): the constant is the one with which most of them are planned right. "Launches" are the rows "launches, t5"
+and "launches, llama" of commit c40b67e: Python's time alone, the mean of the two models (tests/test_plan_launches.py).
+"Rates" are the column of that name: what `device.measure` found, the median of 13 hosts.
+"""
+
+from __future__ import annotations
+
+from offloadkit.config import Precision
+
+# ---- what a card reaches of its data sheet ------------------------------------------------------------------------
+
+HALF_EFFICIENCY = 0.87
+"""Of the sheet's dense FLOP/s, bf16 and fp16: a matmul of a layer's size. Rates: 860 and 853 of 989 TFLOP/s."""
+FP32_EFFICIENCY = 0.76
+"""The same in fp32, without TF32. Rates: 51.1 of 67 TFLOP/s."""
+VRAM_EFFICIENCY = 0.84
+"""Of the sheet's memory bandwidth: an addition in place. Rates: 4.01 of 4.8 TB/s."""
+BUS_EFFICIENCY = 0.87
+"""Of PCIe's bytes per second in one direction. Rates: 54.8 of 63 GB/s."""
+BOTH_WAYS_EFFICIENCY = 0.78
+"""Of PCIe's bytes per second in both directions together. Rates: 97.9 of 126 GB/s."""
+
+# ---- what the GPU reaches of the measured rates --------------------------------------------------------------------
+
+ELEMENTWISE_EFFICIENCY = 0.7
+"""Fraction of the measured VRAM bandwidth that non-matmul ops reach (reductions, broadcasts, strided reads). Steps."""
+ATTENTION_EFFICIENCY = 0.4
+"""Fraction of the measured matmul rate that our attention kernels reach. Their bytes are counted separately. Rows
+"attention, ..." of commit e70d484."""
+COMPILED_TRAFFIC = 0.6
+"""Bytes that the non-matmul ops of a compiled block move, as a fraction of what they move uncompiled. Steps."""
+STEP_EFFICIENCY = 0.85
+"""Fraction of the VRAM bandwidth that the AdamW kernel reaches, and the copies and norms of gradients. Steps."""
+KERNEL_SECONDS = 4e-6
+"""Seconds of an empty kernel. Steps."""
+
+# ---- what the CPU and the disk reach of the measured rates ---------------------------------------------------------
+
+CPU_EFFICIENCY: dict[Precision, float] = {"exact": 0.97, "compact": 0.91, "tiny": 0.87}
+"""Fraction of the CPU step's measured rate that is left beside copies and Python. Steps.
+
+It is smaller for a precision that is bound by arithmetic.
+"""
+ADD_EFFICIENCY = 0.75
+"""Rate at which gradients are added in RAM while others arrive, as a fraction of the CPU step's rate. Steps."""
+NORM_EFFICIENCY = 0.48
+"""Rate at which the norm of gradients in RAM is computed, in fp64, as a fraction of the CPU step's rate. Steps."""
+DISK_OVERLAP = 0.8
+"""Time to read and write states at once, as a fraction of reading them and then writing them. Row "disk"."""
+
+# ---- Python's time, in launches of a bare kernel -------------------------------------------------------------------
+
+FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 5.4, 6.0
+"""Python's time for an operation of forward and of backward, the engine's hooks included. Launches.
+
+It holds where no block of the model was timed (`python_time`).
+"""
+ENGINE_LAUNCHES = (54, 103)
+"""Of these, what is the engine's own for a block in forward and in backward: hooks, waits and gradients.
+
+It comes on top of what was timed with a block of the model, which has no engine. Compiling does not make it smaller. It
+is what the two constants above leave for T5-large's blocks after a loop without an engine: rows "ours-on-gpu" of
+growth-t5-large-2 and -8, commit e70d484, where Python bound both (tests/test_plan_launches.py).
+"""
+COMPILED_LAUNCHES = 0.44
+"""Python's time for an operation of a compiled block, as a fraction of that uncompiled. Launches."""
+ATTENTION_LAUNCHES = 8
+"""Launch overhead of our attention kernel, in launches of an ordinary op, besides the one that it counts as.
+
+It holds for forward and for backward, and in compiled blocks too: compiling does not make it smaller. Launches of
+commit e70d484, T5's beside Llama's.
+"""
+RECOMPUTED_LAUNCHES = (1.1, 2.2)
+"""Python's overhead in forward and backward for each operation of a recomputed block's forward. Launches.
+
+Our attention counts as one operation. The launches of the recomputation itself come on top.
+"""
+STREAMED_LAUNCHES = (37, 33)
+"""Python's time in forward and backward for a flat layer whose weights are streamed. Launches."""
+LAYER_LAUNCHES = 28
+"""Python's time for starting the update of a flat layer. Steps."""
+STEP_LAUNCHES = 50
+"""Python's time for a flat layer that the CPU steps. Steps."""
+CHUNK_LAUNCHES = 25
+"""Python's time for a chunk of states that the GPU steps: copies, kernel and events. Steps."""
+THREAD_SLOWS = 0.35
+"""By which fraction Python's time in forward grows for each thread of the update beside it: the one that has the CPU
+step, and the one that queues the GPU's steps of states in RAM. All three take turns at the interpreter's lock.
+
+Steps of T5-base and T5-large since commit e70d484: their forward took 1.3 to 1.6 times what Python alone takes.
+"""

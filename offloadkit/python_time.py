@@ -1,0 +1,188 @@
+"""How long Python takes to start the operations of a model's blocks, timed with blocks of the model on its GPU.
+
+A bare launch says too little of it: modules, autograd and the model's own code take several times as long as a launch,
+by another factor on each host and for each model. A block of the model is built with memory, zeros for weights and few
+rows; Python's time depends on neither. It is timed once on a machine and kept beside the machine's rates.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from offloadkit import hardware
+from offloadkit.device.measure import kept
+from offloadkit.offload.layers import repeated_blocks
+from offloadkit.planner.seconds import weighed
+from offloadkit.planner.work import MicroBatch, Stage
+
+_MOST_KINDS = 2
+"""Kinds of blocks that are timed, the most frequent first: a T5 has an encoder's and a decoder's."""
+_ROWS = 2
+"""Rows that a block is timed with. With one, kernels are others: Triton compiles another one for sizes of 1."""
+_WARMUP, _LEAST, _MOST = 2, 3, 15
+_ENOUGH_SECONDS = 0.1
+"""Repetitions of a kind: at least and at most so many, and none after so many seconds."""
+_SPARE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tensor without its memory, which the tracing counts."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass
+class _Kind:
+    """Blocks of one class that are called alike."""
+
+    block: nn.Module
+    arguments: list[Any]
+    """The leaves of its arguments, tensors as `_Shape`."""
+    spec: Any
+    names: list[str] = field(default_factory=list)
+
+
+class Blocks:
+    """The blocks that a model called, by kind."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Any, _Kind] = {}
+
+    def called(self, name: str, block: nn.Module, arguments: Any) -> None:
+        """Remember a call of a block."""
+        leaves, spec = tree_flatten(arguments)
+        shapes = [_described(leaf) for leaf in leaves]
+        parts = (shape if isinstance(shape, _Shape) else type(shape) for shape in shapes)
+        sizes = tuple(parameter.shape for parameter in block.parameters())
+        key = type(block), sizes, repr(spec), *parts
+        self._kinds.setdefault(key, _Kind(block, shapes, spec)).names.append(name)
+
+    def operation_seconds(self, work: MicroBatch, device: torch.device) -> tuple[float, float] | None:
+        """Seconds of Python for an operation of forward and of backward, an attention of ours weighed as the plan does.
+
+        It is the mean over the most frequent kinds of blocks. None if no block could be timed here.
+
+        Args:
+            work: the micro-batch in which the blocks were called.
+        """
+        stages = {stage.block: stage for stage in work.stages}
+        often = sorted(self._kinds.values(), key=lambda kind: -len(kind.names))[:_MOST_KINDS]
+        seconds, operations = [0.0, 0.0], [0.0, 0.0]
+        for kind in often:
+            stage = stages.get(kind.names[0])
+            took = _kept_seconds(kind, stage, device) if stage else None
+            if stage is None or took is None:
+                return None
+            for part, of_part in enumerate((stage.forward, stage.backward)):
+                seconds[part] += len(kind.names) * took[part]
+                operations[part] += len(kind.names) * weighed(of_part)
+        if not all(operations):
+            return None
+        return seconds[0] / operations[0], seconds[1] / operations[1]
+
+
+@contextmanager
+def blocks_called(model: nn.Module) -> Iterator[Blocks]:
+    """The repeated blocks that `model` calls inside this context."""
+    found, hooks = Blocks(), []
+    for name, block in repeated_blocks(model):
+
+        def before(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            found.called(name, module, (args, kwargs))
+
+        hooks.append(block.register_forward_pre_hook(before, with_kwargs=True))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _described(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return _Shape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+
+
+def _kept_seconds(kind: _Kind, stage: Stage, device: torch.device) -> tuple[float, float] | None:
+    """Seconds of Python in one forward and one backward, from the cache or else timed. None if it could not be."""
+    block, passes = type(kind.block), (stage.forward, stage.backward)
+    dtypes = sorted({str(parameter.dtype) for parameter in kind.block.parameters()})
+    size = sum(parameter.numel() for parameter in kind.block.parameters())
+    operations = "+".join(f"{each.num_operations}" for each in passes)
+    what = f"{block.__module__}.{block.__qualname__}, {size} parameters, {', '.join(dtypes)}, {operations} operations"
+    names = {"forward_seconds", "backward_seconds"}
+    found = kept(device, what, names, lambda: _timed_or_nothing(kind, device))
+    return (found["forward_seconds"], found["backward_seconds"]) if found else None
+
+
+def _timed_or_nothing(kind: _Kind, device: torch.device) -> dict[str, float]:
+    """{} where VRAM has no room, or where the block cannot run by itself."""
+    num_bytes = sum(tensor.nbytes for tensor in (*kind.block.parameters(), *kind.block.buffers()))
+    if device.type == "cuda" and hardware.vram_bytes(device)[0] < 4 * num_bytes + _SPARE_BYTES:
+        return {}
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+            forward, backward = _timed(kind, device)
+    except Exception:  # anybody's block: it may need what its model has, or more VRAM
+        return {}
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return {"forward_seconds": forward, "backward_seconds": backward}
+
+
+def _timed(kind: _Kind, device: torch.device) -> tuple[float, float]:
+    """Median seconds of Python in forward and backward. The device is waited for outside of what is timed."""
+    block = copy.deepcopy(kind.block).to_empty(device=device)
+    with torch.no_grad():
+        for tensor in (*block.parameters(), *block.buffers()):
+            tensor.zero_()
+    first = next(leaf for leaf in kind.arguments if isinstance(leaf, _Shape))
+    leaves = [_made(leaf, first.size[0], device) if isinstance(leaf, _Shape) else leaf for leaf in kind.arguments]
+    args, kwargs = tree_unflatten(leaves, kind.spec)
+    found: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    while len(found) < _WARMUP + _LEAST or (
+        len(found) < _WARMUP + _MOST and time.perf_counter() - began < _ENOUGH_SECONDS
+    ):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        output = block(*args, **kwargs)
+        between = time.perf_counter()
+        made = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        made = [leaf for leaf in made if leaf.grad_fn is not None]  # it may hand its inputs on
+        gradients = [torch.ones_like(leaf) for leaf in made]
+        went_back = time.perf_counter()
+        torch.autograd.backward(made, gradients)
+        found.append((between - started, time.perf_counter() - went_back))
+        for tensor in (*block.parameters(), *leaves):
+            if isinstance(tensor, torch.Tensor):
+                tensor.grad = None
+    forward, backward = zip(*found[_WARMUP:], strict=True)
+    return median(forward), median(backward)
+
+
+def _made(shape: _Shape, rows: int, device: torch.device) -> torch.Tensor:
+    """Zeros of that shape, with fewer rows where it has one for each row of the micro-batch."""
+    size = (min(rows, _ROWS), *shape.size[1:]) if shape.size[:1] == (rows,) else shape.size
+    return torch.zeros(size, dtype=shape.dtype, device=device, requires_grad=shape.requires_grad)

@@ -1,0 +1,142 @@
+"""The Triton kernels compiled for each capability that they serve, without such GPUs: shared memory, registers, stack.
+
+They are compiled as a launch would compile them; only the launch is left out. A T4 (7.5) has the step's kernels and the
+norm's. It computes T5's attention by the model's own, since our kernels need bf16's tensor cores.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from offloadkit.kernels import attention, gpu
+from offloadkit.optim.table import FlatState, Segment, optimizer_named, state_table
+
+triton: Any = pytest.importorskip("triton", reason="Triton is not installed, so there is no compiler for its kernels")
+
+SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""KiB of shared memory that a thread block may take, by capability (CUDA C++ Programming Guide, "Technical
+Specifications per Compute Capability")."""
+REGISTERS = 255
+"""That a thread may take, on all of them."""
+STACK_BYTES = 16
+"""What a thread may keep in local memory: a register or a few more, at some versions of Triton."""
+OF_ATTENTION = [number for number in SHARED_KIB if divmod(number, 10) >= attention.LEAST_CAPABILITY]
+
+
+class AbsentGpu:
+    """Triton's driver of a GPU that is not here. Its number is its capability, since Triton keeps kernels by device."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """A module of kernels whose launches compile and do no more.
+
+    Attributes:
+        kernels: what was compiled, by name.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.kernels: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        return _Launches(self, name, found) if hasattr(found, "warmup") else found
+
+
+class _Launches:
+    def __init__(self, compiled: Compiled, name: str, kernel: Any) -> None:
+        self._compiled, self._name, self._kernel = compiled, name, kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        def compile_(*args: Any, **options: Any) -> None:
+            self._compiled.kernels[self._name] = self._kernel.warmup(*args, grid=grid, **options)
+
+        return compile_
+
+
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """`gpu`'s and `attention`'s kernels, compiled for the capability that the test is given."""
+    from triton.runtime import driver
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(driver, "_active", AbsentGpu(request.param))
+    found = SimpleNamespace(capability=request.param, gpu=Compiled(gpu.gpu_triton))
+    found.attention = Compiled(attention.attention_triton)
+    monkeypatch.setattr(gpu, "gpu_triton", found.gpu)
+    monkeypatch.setattr(attention, "_kernels", found.attention)
+    names = ("block_queries", "block_keys", "num_warps", "num_stages")
+    on_gpu = {name: dict(zip(names, sizes, strict=True)) for name, sizes in attention._BLOCKS.items()}
+    monkeypatch.setattr(attention, "_blocks", lambda name, query: on_gpu[name])
+    return found
+
+
+def zeros(length: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(length, dtype=dtype)
+
+
+def check(kernels: dict[str, Any], capability: int, folder: Path) -> None:
+    """Each kernel fits the capability's shared memory and registers."""
+    for name, kernel in kernels.items():
+        file = folder / f"{name}.cubin"
+        file.write_bytes(kernel.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        took = {key: int(number) for key, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+        print(f"sm_{capability} {name}: {took['REG']} registers, {kernel.metadata.shared} bytes of shared memory")
+        assert kernel.metadata.shared <= SHARED_KIB[capability] << 10, name
+        assert 0 < took["REG"] <= REGISTERS, name
+        assert took["STACK"] + took["LOCAL"] <= STACK_BYTES, f"{name} spills"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", SHARED_KIB, indirect=True)
+def test_steps_and_norms_compile(compiled: SimpleNamespace, tmp_path: Path) -> None:
+    """The step that holds the most (8-bit moments) and Lion's; of bf16 weights where that is native, else of fp16. The
+    norm of bf16 gradients is what `gpu.available` tries on every GPU."""
+    dtype = torch.bfloat16 if compiled.capability >= 80 else torch.float16
+    for optimizer in ("adamw", "lion"):
+        precision = optimizer_named(optimizer).precisions[-1]
+        table = state_table(optimizer, precision, dtype)
+        state = FlatState.cut(table, zeros(4096, dtype), zeros)
+        options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "step": 1}
+        segment = Segment(0, 4096, table.optimizer.scalars(**options), 123)
+        gpu._launch_step(state, zeros(4096, dtype), [segment], 0.5)
+    gpu.block_sums(zeros(65536, torch.bfloat16), torch.tensor([[0, 65536]]), zeros(1, torch.float64))
+    assert set(compiled.gpu.kernels) == {"adamw", "lion", "sum_rows_of_pieces", "sum_pieces_of_block"}
+    check(compiled.gpu.kernels, compiled.capability, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", OF_ATTENTION, indirect=True)
+def test_attention_compiles(compiled: SimpleNamespace, tmp_path: Path) -> None:
+    """The widest heads, with a mask and with dropout: what holds the most."""
+    width = attention.WIDTHS[-1]
+    query = torch.zeros((2, 16, 64, width), dtype=torch.bfloat16)
+    bias, mask = query.new_zeros((1, 16, 64, 64)), query.new_zeros((2, 1, 64, 64))
+    outputs = attention._attention(query, query, query, bias, mask, 1.0, 0.1)
+    gradient = torch.zeros_like(outputs[0])
+    attention._attention_backward(gradient, query, query, query, bias, mask, *outputs, 1.0, 0.1, True)
+    assert set(compiled.attention.kernels) == {"forward", "of_queries", "of_keys_and_values"}
+    check(compiled.attention.kernels, compiled.capability, tmp_path)

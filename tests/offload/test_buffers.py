@@ -1,0 +1,65 @@
+"""Buffers as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offloadkit.errors import EngineStateError
+from offloadkit.offload.buffers import Buffers
+
+
+class Counting(nn.Module):
+    """A table that nothing changes, a count that is written, one that is replaced, and running means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        for name in ("table", "count", "replaced", "mean"):
+            self.register_buffer(name, torch.zeros(3))
+        self.count: torch.Tensor
+        self.replaced: torch.Tensor
+        self.mean: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.count += 1
+        self.replaced = self.replaced + 1
+        nn.functional.batch_norm(self.norm(x) + 1, self.mean, torch.ones(3), training=True)  # no module of torch's
+
+
+def values(model: nn.Module) -> dict[str, list[Any]]:
+    return {name: buffer.tolist() for name, buffer in model.named_buffers()}
+
+
+def test_what_changed_is_brought_back_and_constants_are_copied_once() -> None:
+    model, buffers = Counting(), Buffers()
+    for window in range(4):
+        buffers.keep(model)
+        constant = {name for (_, name), kept in buffers._kept.items() if kept.copy is None}
+        assert constant == ({"table"} if window else set())
+        before = values(model)
+        for _ in range(2):  # repeated twice
+            model(torch.randn(4, 3))
+            buffers.restore()
+            assert values(model) == before
+        model(torch.randn(4, 3))
+        assert all(value != before[name] for name, value in values(model).items() if name != "table")
+
+
+def test_a_constant_that_is_written_late_is_not_brought_back_silently() -> None:
+    model, buffers = Counting(), Buffers()
+    for _ in range(2):
+        buffers.keep(model)
+    table: Any = model.table
+    table.add_(1)
+    before = values(model)
+    with pytest.raises(EngineStateError, match=r"the buffer 'table' of a Counting was written for the first time"):
+        buffers.restore()
+    assert values(model) == before
+    buffers.keep(model)
+    table.add_(1)
+    buffers.restore()
+    assert values(model) == before

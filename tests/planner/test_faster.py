@@ -1,0 +1,164 @@
+"""Rates that are not those of the plan: which are judged, what machine they are of, and the plan for that machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.hardware import Hardware
+from offloadkit.planner import MicroBatch, Pass, Plan, Stage, make_plan
+from offloadkit.planner.faster import COMPUTE, MIN_SECONDS, TOLERANCE, Rate, corrected, faster, judged
+from offloadkit.planner.seconds import StepModel
+from offloadkit.telemetry import StepRecord
+from tests.planner.machines import GIB, H200, TWO_CORES, shape, stage
+
+LAYERS = [shape(f"block.{at}", 1 << 26) for at in range(24)]
+PASS = Pass(flops=1 << 41, matmul_bytes=1 << 28, num_operations=40)
+BLOCKS: list[Stage] = [
+    stage(layer.name, 1 << 28, forward=PASS, backward=PASS + PASS, input_bytes=1 << 24) for layer in LAYERS
+]
+WORK = MicroBatch((stage("", 0), *BLOCKS, stage("", 0)), 4096)
+BUDGETS = {"vram": 6 * GIB, "ram": 60 * GIB}
+BUS = ("h2d_bytes_per_second", "d2h_bytes_per_second", "both_bytes_per_second")
+
+
+def times(factor: float, *names: str) -> Hardware:
+    changes: dict[str, Any] = {name: factor * getattr(H200, name) for name in names}
+    return replace(H200, **changes)
+
+
+@cache
+def plan_on(machine: Hardware) -> Plan:
+    return make_plan(LAYERS, OffloadConfig(vram="6GiB", ram="60GiB"), work=WORK, hardware=machine)
+
+
+def model_of(plan: Plan, machine: Hardware) -> StepModel:
+    return StepModel(LAYERS, WORK, machine, plan.accumulation)
+
+
+def computing(plan: Plan, machine: Hardware) -> float:
+    """Seconds of forward and backward with all weights in VRAM, where the update takes its threads but no time."""
+    where = [replace(each, weights="vram") for each in plan.placements]
+    no_time: dict[str, Any] = {name: 1e30 for name in vars(H200) if name.endswith("_bytes_per_second")}
+    at_once = replace(machine, **no_time | {"vram_bytes_per_second": machine.vram_bytes_per_second})
+    seconds = model_of(plan, at_once).seconds(where)
+    return seconds.step - seconds.busy["GPU step"]
+
+
+def steps_on(machine: Hardware, plan: Plan, number: int = 3) -> list[StepRecord]:
+    """Records of steps by `plan`, as the model expects them of a machine."""
+    phases, rates = {"H2D": "h2d", "D2H": "d2h", "CPU step": "cpu_step"}, model_of(plan, machine).rates(plan.placements)
+    seconds = {phases[name]: GIB / rate for name, rate in rates.items()}
+    seconds |= {"forward": computing(plan, machine) + 0.5, "forward_bus_wait": 0.5}
+    moved = {phases[name]: GIB for name in rates}
+    return [StepRecord(at, 1.0, plan.num_tokens, 1.0, 1e-3, False, seconds, moved=moved) for at in range(number)]
+
+
+def found_in(plan: Plan, machine: Hardware, records: Sequence[StepRecord]) -> dict[str, Rate]:
+    return judged(plan, machine, plan.placements, records)
+
+
+@pytest.mark.parametrize(
+    ("planned_with", "truth", "wrong"),
+    [
+        (times(10, *BUS, "cpu_and_bus_bytes_per_second"), H200, {"H2D", "D2H"}),
+        (times(0.1, "cpu_adamw_bytes_per_second"), H200, {"CPU step"}),
+        (H200, times(0.3, "bf16_flops_per_second", "vram_bytes_per_second"), {COMPUTE}),
+    ],
+)
+def test_the_corrected_machine_does_what_was_measured_and_the_plan_for_it_is_as_fast_as_one_for_the_truth(
+    planned_with: Hardware, truth: Hardware, wrong: set[str]
+) -> None:
+    plan = plan_on(planned_with)
+    assert {where.step for where in plan.placements} == {"cpu", "gpu"}
+    records = steps_on(truth, plan)
+    rates = found_in(plan, planned_with, records)
+    assert wrong <= {name for name, rate in rates.items() if rate.differs}
+    machine = corrected(plan, planned_with, plan.placements, rates)
+    assert machine is not None
+    now = found_in(plan, machine, records)
+    assert all(now[name].measured == pytest.approx(now[name].planned, rel=0.02) for name in wrong)
+    assert not any(rate.differs for rate in now.values())
+    best = plan_on(truth).seconds
+    other = faster(plan, machine, plan.placements, BUDGETS)
+    assert best is not None
+    assert other is not None
+    assert model_of(plan, truth).seconds(plan.placements).step > 1.05 * best.step
+    assert model_of(plan, truth).seconds(other.placements).step < 1.1 * best.step
+    assert other.basis.hardware == machine
+    assert corrected(other, machine, other.placements, found_in(other, machine, steps_on(truth, other))) is None
+    assert faster(other, machine, other.placements, BUDGETS) is None
+
+
+def test_where_python_bounds_a_pass_its_launches_are_corrected() -> None:
+    plan, slow = plan_on(H200), times(10, "launch_seconds")
+    machine = corrected(plan, slow, plan.placements, found_in(plan, slow, steps_on(times(25, "launch_seconds"), plan)))
+    assert machine is not None
+    assert machine.launch_seconds == pytest.approx(25 * H200.launch_seconds, rel=0.15)  # without streamed weights
+    assert machine.bf16_flops_per_second == H200.bf16_flops_per_second
+
+
+def test_a_plan_that_needs_more_than_there_is_is_none() -> None:
+    plan = plan_on(times(0.1, "cpu_adamw_bytes_per_second"))
+    assert faster(plan, H200, plan.placements, BUDGETS) is not None
+    assert faster(plan, H200, plan.placements, BUDGETS | {"vram": GIB // 2}) is None
+
+
+def test_rates_within_the_tolerance_are_the_models_error() -> None:
+    plan = plan_on(H200)
+    for factor in (0.99 * TOLERANCE, 1.01 / TOLERANCE):
+        rates = {name: Rate(factor, 1.0) for name in ("H2D", "D2H", "CPU step", COMPUTE)}
+        assert corrected(plan, H200, plan.placements, rates) is None
+    assert corrected(plan, H200, plan.placements, rates | {"H2D": Rate(0.99 / TOLERANCE, 1.0)}) is not None
+
+
+def test_a_direction_that_was_not_judged_is_as_wrong_as_the_other() -> None:
+    plan = plan_on(H200)
+    expected = model_of(plan, H200).rates(plan.placements)
+    rates = {"H2D": Rate(expected["H2D"] / 4, expected["H2D"])}
+    machine = corrected(plan, H200, plan.placements, rates)
+    assert machine is not None
+    assert machine.d2h_bytes_per_second / H200.d2h_bytes_per_second == pytest.approx(
+        machine.h2d_bytes_per_second / H200.h2d_bytes_per_second
+    )
+    machine = corrected(plan, H200, plan.placements, rates | {"D2H": Rate(expected["D2H"], expected["D2H"])})
+    assert machine is not None
+    assert machine.d2h_bytes_per_second == H200.d2h_bytes_per_second
+
+
+def test_the_rates_of_one_copy_at_a_time_are_the_machines() -> None:
+    where = [Placement(gradients="vram", states="vram", step="gpu", activations="offload")] * len(LAYERS)
+    rates = StepModel(LAYERS, WORK, H200, 1).rates(where)
+    assert rates == pytest.approx({"H2D": H200.h2d_bytes_per_second, "D2H": H200.d2h_bytes_per_second})
+    on_cpu = StepModel(LAYERS, WORK, H200, 2).rates([Placement()] * len(LAYERS))
+    assert on_cpu["CPU step"] == pytest.approx(0.97 * H200.cpu_adamw_bytes_per_second, rel=0.05)
+
+
+def test_what_cannot_be_judged_is_left_out() -> None:
+    plan = plan_on(H200)
+    records = steps_on(H200, plan)
+    assert found_in(plan, H200, records).keys() == {"H2D", "D2H", "CPU step", COMPUTE}
+    others = [replace(record, num_tokens=4095) for record in records]
+    assert COMPUTE not in found_in(plan, H200, others)
+    assert found_in(plan, replace(H200, num_cores=TWO_CORES.num_cores), records).keys() == {"H2D", "D2H"}
+    on_disk = [replace(plan.placements[0], states="disk", step="cpu"), *plan.placements[1:]]
+    slow_disk = replace(H200, disk_read_bytes_per_second=1e9, disk_write_bytes_per_second=1e9)
+    assert "CPU step" not in judged(plan, slow_disk, on_disk, records)
+    short = MIN_SECONDS / 2
+    little = [
+        replace(each, seconds=each.seconds | {"h2d": short, "d2h": 2.0}, moved=each.moved | {"h2d": 1000, "d2h": 1000})
+        for each in records
+    ]  # d2h: many tiny copies
+    assert found_in(plan, H200, little).keys() == {"CPU step", COMPUTE}
+
+
+def test_a_step_with_a_pause_counts_for_nothing() -> None:
+    plan = plan_on(H200)
+    first, *others = steps_on(H200, plan)
+    paused = replace(first, seconds=dict.fromkeys(first.seconds, 9.0))
+    assert found_in(plan, H200, [paused, *others]) == found_in(plan, H200, others)
