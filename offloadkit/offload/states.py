@@ -192,12 +192,12 @@ class LayerState:
         """
         assert self.flat.remainder is not None
         size = _SPLIT if self.flat.remainder.device.type == "cpu" else _SPLIT_IN_VRAM
-        for part in master.split(size):
-            elements = slice(start, start + part.numel())
-            high, low = split_master(part.to(self.flat.remainder.device))
+        for begin in range(0, master.numel(), size):
+            part = master[begin : begin + size].to(self.flat.remainder.device)
+            elements = slice(start + begin, start + begin + part.numel())
+            high, low = split_master(part)
             self.flat.weights[elements].copy_(high)
             self.flat.remainder[elements].copy_(low)
-            start = elements.stop
 
     def open(self) -> None:
         """Have the newest weights where they live, so that anyone may read or write them."""

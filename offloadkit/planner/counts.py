@@ -246,5 +246,5 @@ def each(codes: Codes, holds: Callable[[Placement], bool]) -> NDArray[np.bool_]:
 
 
 def _any(codes: Codes, holds: Callable[[Placement], bool]) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = each(codes, holds).any(1)
+    found: NDArray[np.bool_] = np.any(each(codes, holds), axis=1)
     return found
