@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"errors"},
     {"units"},
-    {"config", "telemetry", "hardware", "changes"},
+    {"config", "telemetry", "hardware", "changes", "starting"},
     {"optim"},
     {"kernels", "planner"},
     {"device"},
