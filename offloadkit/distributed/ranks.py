@@ -7,7 +7,7 @@ its own. So exchanging is all there is: two operations between devices, and two 
 |---|---|---|
 | `exchange`, `gather`, `broadcast` | the main thread, or autograd's while that waits in backward | the device's |
 | `agree` | the main thread | gloo, its own |
-| `sum` | the stepping thread | gloo, its own |
+| `sum`, `meet` | the stepping thread | gloo, its own |
 
 Every rank must ask for the same operations of a group in the same order. No two threads share a group.
 """
@@ -126,6 +126,11 @@ class Ranks:
         with _explained("adding up the gradient norm"):
             dist.all_reduce(torch.from_numpy(numbers), group=self._of_stepping)
 
+    def meet(self) -> None:
+        """Block the stepping thread until those of all ranks have come here: then their sums in RAM are whole."""
+        with _explained("adding up gradients"):
+            dist.all_reduce(torch.zeros(1), group=self._of_stepping)
+
     # ---- RAM that the ranks share, where all are on one host; the main thread asks for it ---------------------------
 
     def share(self, sizes: Sequence[int]) -> list[int]:
@@ -142,8 +147,8 @@ class Ranks:
             for file in filter(lambda file: file >= 0, made):
                 os.close(file)
             raise ConfigError(
-                "weights='ram' where the ranks are on several hosts is not built yet: choose a placement with "
-                "weights='vram', or train on the GPUs of one host"
+                "the ranks are on several hosts, and sharing RAM is built for one: choose a placement with "
+                "weights='vram', and with gradients='vram' or exchange='micro_batch' where you accumulate"
             )
         process, (files, expected) = int(told[0, 1]), told[0, 2:].reshape(2, -1).tolist()
         with self.together("opening memory that the ranks share"):
@@ -203,8 +208,9 @@ def _opened(process: int, files: Sequence[int], expected: Sequence[int]) -> list
         for each in found:
             os.close(each)
         raise RankError(
-            f"weights in RAM are shared between the ranks of a host, and rank 0's memory cannot be opened: {error}. "
-            "Start all ranks as one user and in one container, or choose a placement with weights='vram'"
+            f"the ranks of a host share weights and sums in RAM, and rank 0's memory cannot be opened: {error}. "
+            "Start all ranks as one user and in one container, or choose a placement with weights='vram', and with "
+            "gradients='vram' or exchange='micro_batch' where you accumulate"
         ) from error
     return found
 

@@ -36,7 +36,7 @@ from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint
 from offloadkit.offload.shards import WeightGathers
 from offloadkit.offload.shortage import RamWatch
 from offloadkit.offload.state_ring import StateRing
-from offloadkit.offload.states import LayerState, Materialise
+from offloadkit.offload.states import LayerState, Materialise, exchanges_sums
 from offloadkit.offload.weight_ring import StreamedWeights, WeightRing
 from offloadkit.offload.weights import ForwardHooks, LayerWeights, PendingUpdate, TiedUses, move_rest
 from offloadkit.planner import (
@@ -193,7 +193,9 @@ class PlacedModel:
         of_weights = [] if self._ranks is not None else [shape.weight_bytes() for _, shape in in_ram]
         slabs = iter(host_memory.allocate([*sizes, *shared, *of_weights], self._device, "the optimizer states"))
         own, buffers = list(islice(slabs, len(sizes))), list(islice(slabs, len(shared)))
-        weights_slabs = dict(zip((layer for layer, _ in in_ram), slabs, strict=False)) or self._share(in_ram)
+        weights_slabs = dict(zip((layer for layer, _ in in_ram), slabs, strict=False))
+        weights_slabs |= self._share([(layer, shape.weight_bytes()) for layer, shape in in_ram], "weights")
+        sums_slabs = self._share_sums([(layer, shape) for layer, shape, where in placed if where.gradients == "ram"])
         self.pinning_seconds = time.perf_counter() - started
         self._take_disk([(layer, shape) for layer, shape, placement in placed if placement.states == "disk"])
         together = _read_together(
@@ -213,6 +215,7 @@ class PlacedModel:
                 weights_slab=weights_slabs.get(layer),
                 bring=self._bring,
                 stepped=self._stepped.get(layer),
+                sums_slab=sums_slabs.get(layer),
             )
             state.take_parameters()
             trim_heap()  # else holes of the size of matrices stay, which the next layer's do not fit into
@@ -225,39 +228,54 @@ class PlacedModel:
     def _check_alike(self, placements: Sequence[Placement]) -> None:
         """
         Raises:
-            ConfigError: a layer's weights are in VRAM on some ranks, and in RAM on others.
+            ConfigError: a layer's weights are in VRAM on some ranks, and in RAM on others; or sums that are exchanged.
         """
         if self._ranks is None:
             return
-        in_ram = np.array([where.weights == "ram" for where in placements], dtype=np.int64)
-        told = self._ranks.agree(in_ram)
-        for at in np.flatnonzero(told.min(axis=0) != told.max(axis=0)):
-            where = ", ".join(f"{('VRAM', 'RAM')[each]} on rank {rank}" for rank, each in enumerate(told[:, at]))
-            raise ConfigError(
-                f"the weights of {self._shapes[at].name!r} are in different places ({where}): choose the same "
-                "Placement.weights on all ranks; gradients, states and step may differ"
-            )
+        exchanged = [layer for layer in self._layers if exchanges_sums(layer, self._config)]
+        for what in ("weights", *(["gradients"] if exchanged else [])):
+            told = self._ranks.agree(np.array([getattr(where, what) == "ram" for where in placements], dtype=np.int64))
+            for at in np.flatnonzero(told.min(axis=0) != told.max(axis=0)):
+                where = ", ".join(f"{('VRAM', 'RAM')[each]} on rank {rank}" for rank, each in enumerate(told[:, at]))
+                raise ConfigError(
+                    f"the {what} of {self._shapes[at].name!r} are in different places ({where}): choose the same "
+                    f"Placement.{what} on all ranks"
+                )
 
     @property
     def _bring(self) -> Callable[[LayerWeights], None] | None:
         """With several ranks, brings what the others step of weights in VRAM."""
         return None if self._gathers is None else self._gathers.bring
 
-    def _share(self, layers: Sequence[tuple[FlatLayer, LayerShape]]) -> dict[FlatLayer, HostSlab]:
-        """With several ranks: RAM that they share for the weights of `layers`; all must ask for the same."""
-        if self._ranks is None or not layers:
+    def _share(self, sizes: Sequence[tuple[FlatLayer, int]], what: str) -> dict[FlatLayer, HostSlab]:
+        """With several ranks: RAM that they share, of so many bytes for each layer; all must ask for the same."""
+        if self._ranks is None or not sizes:
             return {}
-        sizes = [shape.weight_bytes() for _, shape in layers]
         if not self._stepped:
             self._stepped = dict(zip(self._layers, self._ranks.stepped(len(self._layers)), strict=True))
-        files, part = self._ranks.share(sizes), (self._ranks.rank, self._ranks.size)
-        with self._ranks.together("taking RAM for weights"):  # also: nobody writes to it before all have populated it
-            slabs = host_memory.allocate_shared(files, sizes, self._device, "the weights in RAM", part)
-        return dict(zip((layer for layer, _ in layers), slabs, strict=True))
+        num_bytes = [size for _, size in sizes]
+        files, part = self._ranks.share(num_bytes), (self._ranks.rank, self._ranks.size)
+        with self._ranks.together(f"taking RAM for {what}"):  # also: nobody writes to it before all have populated it
+            slabs = host_memory.allocate_shared(files, num_bytes, self._device, f"the {what} in RAM", part)
+        return dict(zip((layer for layer, _ in sizes), slabs, strict=True))
+
+    def _share_sums(self, layers: Sequence[tuple[FlatLayer, LayerShape]]) -> dict[FlatLayer, HostSlab]:
+        """RAM for the sums of `layers` of all ranks, if these exchange them there."""
+        return self._share(
+            [
+                (layer, shape.num_ranks * shape.window_bytes(self._accumulation))
+                for layer, shape in layers
+                if shape.sums_whole(self._accumulation)
+            ],
+            "sums of gradients",
+        )
 
     def _own_bytes(self, shape: LayerShape, placement: Placement) -> int:
-        """RAM of a layer alone; the norm's sums have a place of their own, and so have weights that live in RAM."""
+        """RAM of a layer alone; the norm's sums have a place of their own, and so have weights that live in RAM, and sums
+        that ranks exchange there."""
         total = sum(shape.ram_bytes(placement, self._accumulation).values()) - shape.sums_bytes()
+        if shape.sums_whole(self._accumulation) and placement.gradients == "ram":
+            total -= shape.window_bytes(self._accumulation)
         return total - (shape.stepped_bytes() if placement.weights == "ram" else 0)
 
     @staticmethod
@@ -269,7 +287,9 @@ class PlacedModel:
         """Bytes of the buffers in RAM that layers share: those of states on disk, then those for accumulation."""
         placed = list(zip(self._shapes, placements, strict=True))
         on_disk = [sum(shape.state_bytes().values()) for shape, placement in placed if placement.states == "disk"]
-        through_ram = [shape.received_bytes() for shape, placement in placed if placement.gradients == "ram"]
+        through_ram = [
+            shape.staged_bytes(self._accumulation) for shape, placement in placed if placement.gradients == "ram"
+        ]
         num_staging = NUM_STAGING if self._accumulation > 1 and through_ram else 0
         return [max(on_disk, default=0)] * (NUM_STATE_BUFFERS if on_disk else 0) + [
             max(through_ram, default=0)
@@ -375,16 +395,32 @@ class PlacedModel:
         """
         self._check_alike(placements)
         changes = self._changes(placements)
-        to_ram = [at for at, where in enumerate(placements) if where.weights == "ram"]
-        from_vram = [self.states[at] for at in to_ram if self.states[at].placement.weights == "vram"]
-        shared = self._share([(state.layer, self._shapes[self.states.index(state)]) for state in from_vram])
+        new = [
+            (state, self._shapes[at], where)
+            for at, (state, where) in enumerate(zip(self.states, placements, strict=True))
+        ]
+        shared = self._share(
+            [
+                (state.layer, shape.weight_bytes())
+                for state, shape, where in new
+                if state.placement.weights == "vram" and where.weights == "ram"
+            ],
+            "weights",
+        )
+        sums = self._share_sums(
+            [
+                (state.layer, shape)
+                for state, shape, where in new
+                if state.placement.gradients == "vram" and where.gradients == "ram"
+            ]
+        )
         if not changes:
             return
         self._dismantle()
         try:
             with unwatched():
                 for at, where in changes:
-                    self._move_layer(at, where, moved, shared)
+                    self._move_layer(at, where, moved, shared, sums)
         finally:
             trim_heap()
             if self._device.type == "cuda":
@@ -417,20 +453,29 @@ class PlacedModel:
         placement: Placement,
         moved: Callable[[LayerState], None],
         shared: Mapping[FlatLayer, HostSlab],
+        sums: Mapping[FlatLayer, HostSlab],
     ) -> None:
         old = self.states[at]
-        new = self._elsewhere(old, placement, shared.get(old.layer))
+        new = self._elsewhere(old, placement, shared.get(old.layer), sums.get(old.layer))
         if new is not old:
             self.forward_hooks.exchange(old.weights, new.weights)
             self.outside.moved(new)
             moved(new)
             self.states[at] = new
 
-    def _elsewhere(self, old: LayerState, placement: Placement, shared: HostSlab | None = None) -> LayerState:
+    def _elsewhere(
+        self,
+        old: LayerState,
+        placement: Placement,
+        shared: HostSlab | None = None,
+        sums: HostSlab | None = None,
+    ) -> LayerState:
         """The layer in another placement. If an error is raised, `old` is as it was; else it is only used if it is what
         comes back.
 
-        shared: with several ranks, RAM for weights that come from VRAM. They stay where they are in RAM.
+        Args:
+            shared: with several ranks, RAM for weights that come from VRAM. They stay where they are in RAM.
+            sums: the same for the sums of gradients.
         """
         if _stays(old, placement):
             old.placement = placement
@@ -445,6 +490,9 @@ class PlacedModel:
             weights_slab = shared or old.weights_slab if self._ranks is not None else of_weights[0]
             assert weights_slab is not None
             weights_slab.clear()
+        sums_slab = (sums or old.sums_slab) if placement.gradients == "ram" else None
+        if sums_slab is not None:
+            sums_slab.clear()
         return old.moved(
             placement,
             slab,
@@ -452,6 +500,7 @@ class PlacedModel:
             weights_slab=weights_slab,
             bring=self._bring,
             stepped=self._stepped.get(old.layer),
+            sums_slab=sums_slab,
         )
 
     def _recompute_blocks(self) -> None:
@@ -575,7 +624,11 @@ class PlacedModel:
         self._share_writes(ranks, told[:, 2 + 2 * num : 2 + 3 * num])
         by_any = told[:, 2 + 3 * num :].max(axis=0)
         for start, state, count in zip(starts, self.states, counts, strict=False):
-            state.gradient.window = set(np.flatnonzero(by_any[start : start + count]).tolist())
+            own, state.gradient.window = (
+                state.gradient.window,
+                set(np.flatnonzero(by_any[start : start + count]).tolist()),
+            )
+            state.gradient.missing = state.gradient.window - own
         self.gradients.order = told[0, 2 + num : 2 + 2 * num].tolist()
         return [self.states[index] for index in told[0, 2 : 2 + num].tolist()]
 

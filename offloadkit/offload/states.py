@@ -37,6 +37,11 @@ Materialise = Callable[[Sequence[nn.Parameter]], None]
 """Makes parameters without memory real, in RAM and in their dtype; they stay the same objects."""
 
 
+def exchanges_sums(layer: FlatLayer, config: OffloadConfig) -> bool:
+    """Whether several ranks each add up a window of the whole layer, and then exchange it."""
+    return bool(layer.cuts) and config.exchange == "step" and config.gradient_accumulation > 1
+
+
 class Posting(NamedTuple):
     """New weights of a layer on their way from the GPU to RAM that the ranks share."""
 
@@ -92,6 +97,7 @@ class LayerState:
         weights_slab: HostSlab | None = None,
         bring: Callable[[LayerWeights], None] | None = None,
         stepped: Stepped | None = None,
+        sums_slab: HostSlab | None = None,
     ) -> None:
         """
         Args:
@@ -101,13 +107,14 @@ class LayerState:
             resident: weights that stay in VRAM as they are; None makes new ones.
             bring: with several ranks, as for `LayerWeights`.
             stepped: with several ranks and a `weights_slab`, which they share: who has stepped the layer.
+            sums_slab: with several ranks, RAM that they share for the sums that they exchange there.
         """
         self.shard = shard = layer.shard
         self._pieces = {shard.first_view + at: piece for at, piece in enumerate(shard.views)}
         """What of a view (by index) this rank owns."""
         self.layer, self.placement, self._region = layer, placement, region
         self._config, self._device, self._waits = config, device, waits
-        self.weights_slab = weights_slab
+        self.weights_slab, self.sums_slab = weights_slab, sums_slab
 
         def in_vram(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(numel, dtype=dtype, device=device)
@@ -126,8 +133,19 @@ class LayerState:
         states = slab.cut if region is None else region.cutter()
         self.flat = FlatState.cut(layer.states, weights, in_vram if placement.states == "vram" else states)
         is_sum = config.gradient_accumulation > 1 or layer.shared or shard is not layer
-        host = slab.cut(shard.numel, torch.float32 if is_sum else layer.dtype) if by_cpu else None
-        self.gradient = LayerGradient(self.weights, host, on_device=placement.gradients == "vram")
+        all_sums: list[torch.Tensor] = []
+        if sums_slab is not None:
+            all_sums = [sums_slab.cut(layer.numel, torch.float32) for _ in layer.cuts[1:]]
+            host: torch.Tensor | None = all_sums[layer.rank][shard.begin : shard.begin + shard.numel]
+        else:
+            host = slab.cut(shard.numel, torch.float32 if is_sum else layer.dtype) if by_cpu else None
+        self.gradient = LayerGradient(
+            self.weights,
+            host,
+            on_device=placement.gradients == "vram",
+            exchanges_sums=exchanges_sums(layer, config),
+            all_sums=all_sums,
+        )
         self.ring: StateRing | None = None
         self._passing: PassingStates | None = None
         self.on_gpu, self.switchable = placement.step == "gpu", False
@@ -164,6 +182,7 @@ class LayerState:
         weights_slab: HostSlab | None,
         bring: Callable[[LayerWeights], None] | None,
         stepped: Stepped | None,
+        sums_slab: HostSlab | None,
     ) -> LayerState:
         """The layer, which has left its ring, in another placement. This object must not be used any more.
 
@@ -171,12 +190,18 @@ class LayerState:
         where they are: nobody who shares their memory is parted from them. With several ranks all write the same whole
         weights to RAM that they share, so none has to wait for another one.
 
-        Args: as for a new one. `weights_slab` may be the one that the layer has.
+        Args: as for a new one. `weights_slab` and `sums_slab` may be those that the layer has.
         """
         resident = self.weights if self._streamed is None and placement.weights == "vram" else None
         args = self.layer, placement, slab, self._config, self._device, self._waits
         new = LayerState(
-            *args, region=region, resident=resident, weights_slab=weights_slab, bring=bring, stepped=stepped
+            *args,
+            region=region,
+            resident=resident,
+            weights_slab=weights_slab,
+            bring=bring,
+            stepped=stepped,
+            sums_slab=sums_slab,
         )
         stays = weights_slab is not None and weights_slab is self.weights_slab
         if new.flat.weights is not self.weights.own and not stays:

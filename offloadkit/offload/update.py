@@ -24,7 +24,7 @@ import torch
 from offloadkit.device import trace
 from offloadkit.device.streams import BusyTime, CopyStream, Event
 from offloadkit.distributed.ranks import Ranks
-from offloadkit.offload.gradients import compute_host_sums
+from offloadkit.offload.gradients import LayerGradient, compute_host_sums
 from offloadkit.offload.states import LayerState, Posting
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.norm import sum_in_order
@@ -179,6 +179,7 @@ class StepThread:
             assert state.gradient.sent is not None
             state.gradient.sent.synchronize()
             state.finish_reading()  # nobody steps before all ranks have the norm
+        self._add_all_sums([state.gradient for state, _, _ in update.layers if state.gradient.all_sums])
         arrived = time.perf_counter()
         with trace.host("norm", "norm"):
             update.norm = _norm(update, self._ranks) / update.loss_scale
@@ -191,6 +192,17 @@ class StepThread:
         update.busy.append(("h2d", self.h2d.take_busy()))
         for ring in rings:
             update.busy += [("h2d", ring.h2d.take_busy()), ("d2h", ring.d2h.take_busy())]
+
+    def _add_all_sums(self, layers: Sequence[LayerGradient]) -> None:
+        """With several ranks, add up what they have in RAM of the layers. All have the same ones.
+
+        The norm is known when all have done so; then a rank may write to its sums again.
+        """
+        if layers:
+            assert self._ranks is not None
+            self._ranks.meet()
+            for layer in layers:
+                layer.add_all_sums()
 
     def _step(self, update: Update) -> None:
         """Step the CPU's and the GPU's layers at the same time, each in forward order."""

@@ -26,7 +26,7 @@ from tests.distributed.runs import (
     GPU_STEP,
     LATE_GRADIENTS,
     LEAST,
-        RESIDENT,
+    RESIDENT,
     STREAMED,
     STREAMED_TO_GPU,
     Choosy,
@@ -62,7 +62,14 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     """Twelve micro-batches a step, whoever computes them."""
     folder = tmp_path / "checkpoint"
     for at, size in enumerate(sizes):
-        more = {"steps": 1, "first_step": at, "save": folder, "resume": folder if at else None, **options}
+        more = {
+            "exchange": "micro_batch",
+            "steps": 1,
+            "first_step": at,
+            "save": folder,
+            "resume": folder if at else None,
+            **options,
+        }
         found = ranks.run(size, train, micro_batches=12 // size, **more)
         assert len(list(folder.glob("states-*"))) == size
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
