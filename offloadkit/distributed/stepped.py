@@ -1,6 +1,6 @@
 """Which ranks of a host have stepped a layer: numbers in memory that they share. No rank waits for one that is ahead.
 
-A rank writes its own numbers and reads the others'. They are whole words, which a processor writes at once, and what was
+A rank writes its own numbers and reads the others'. They are whole words, which a processor writes at once. What was
 written to memory before them is seen before them.
 """
 

@@ -9,15 +9,15 @@ from which the norm is computed):
 | one micro-batch | sums on the device, D2H on the copy stream | bucket stays; sums and D2H at the boundary |
 | several | D2H, then the stepping thread adds into fp32 in RAM | added into fp32 on the device; D2H at the boundary |
 
-With several ranks and one micro-batch, or `exchange="micro_batch"`, a bucket is exchanged first, and all of the above
+Several ranks with one micro-batch each, or with `exchange="micro_batch"`, exchange a bucket first, and all of the above
 happens to what this rank owns of the layer: each micro-batch brings one gradient from each rank, and they are added in
 fp32 in the ranks' order. Ranks exchange layers in one order: that in which rank 0 had their gradients in the last step.
-What is not there when backward ends is exchanged then. A parameter without a gradient here counts as -0.0, which changes
-no sum.
+What is not there when backward ends is exchanged then. A parameter without a gradient here counts as -0.0, which
+changes no sum.
 
-With several micro-batches and `exchange="step"` each rank adds up its own, of the whole layer, as one rank does. Then each
-gets all ranks' sums of its range, and adds them in the ranks' order: in VRAM at the boundary, through the device; in RAM
-before the norm, by the stepping thread, where all sums lie in memory that the ranks share.
+With several micro-batches and `exchange="step"` each rank adds up its own, as if it were alone, for whole layers. Then
+each gets all ranks' sums of its range, and adds them in the ranks' order. Sums in VRAM are exchanged at the boundary.
+Sums in RAM lie in memory that the ranks share, and the stepping thread adds them before the norm.
 
 Sums computed on the device go to RAM at the boundary, with one copy for all layers. They are equal on the CPU and the
 GPU (`optim.norm`). Gradients of an accumulation window are added in the order of its micro-batches.

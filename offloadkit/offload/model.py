@@ -271,8 +271,8 @@ class PlacedModel:
         )
 
     def _own_bytes(self, shape: LayerShape, placement: Placement) -> int:
-        """RAM of a layer alone; the norm's sums have a place of their own, and so have weights that live in RAM, and sums
-        that ranks exchange there."""
+        """RAM of a layer alone. The norm's sums, weights that live in RAM and sums that ranks exchange there have slabs
+        of their own."""
         total = sum(shape.ram_bytes(placement, self._accumulation).values()) - shape.sums_bytes()
         if shape.sums_whole(self._accumulation) and placement.gradients == "ram":
             total -= shape.window_bytes(self._accumulation)
@@ -624,11 +624,9 @@ class PlacedModel:
         self._share_writes(ranks, told[:, 2 + 2 * num : 2 + 3 * num])
         by_any = told[:, 2 + 3 * num :].max(axis=0)
         for start, state, count in zip(starts, self.states, counts, strict=False):
-            own, state.gradient.window = (
-                state.gradient.window,
-                set(np.flatnonzero(by_any[start : start + count]).tolist()),
-            )
-            state.gradient.missing = state.gradient.window - own
+            by_ranks = set(np.flatnonzero(by_any[start : start + count]).tolist())
+            state.gradient.missing = by_ranks - state.gradient.window
+            state.gradient.window = by_ranks
         self.gradients.order = told[0, 2 + num : 2 + 2 * num].tolist()
         return [self.states[index] for index in told[0, 2 : 2 + num].tolist()]
 

@@ -91,6 +91,9 @@ class MirroredRanks(Ranks):
             self.others.copy(part, copy)
         self.wrote = self.others.record()
 
+    def meet(self) -> None:
+        """The others are there."""
+
     def share(self, sizes: Sequence[int]) -> list[int]:
         return [file_in_ram(size) for size in sizes]
 

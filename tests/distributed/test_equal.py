@@ -40,31 +40,32 @@ def assert_equal(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         assert torch.equal(values, states[name]), name
 
 
+EACH = {"exchange": "micro_batch"}
 QUICK: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"placement": RESIDENT, "working_dtype": "bf16", "groups": True}),
     (3, 1, {"placement": CPU_STEP}),
-    (3, 2, {"exchange": "micro_batch", "placement": GPU_STEP, "working_dtype": "bf16", "precision": "tiny"}),
-    (2, 2, {"exchange": "micro_batch", "placement": LATE_GRADIENTS, "working_dtype": "fp16", "loss_scale": 2.0**10}),
+    (3, 2, {**EACH, "placement": GPU_STEP, "working_dtype": "bf16", "precision": "tiny"}),
+    (2, 2, {**EACH, "placement": LATE_GRADIENTS, "working_dtype": "fp16", "loss_scale": 2.0**10}),
     (3, 1, {"placement": STREAMED, "working_dtype": "bf16", "halves": True}),
-    (2, 2, {"exchange": "micro_batch", "placement": STREAMED_TO_GPU, "working_dtype": "bf16", "move_to": ON_DISK}),
+    (2, 2, {**EACH, "placement": STREAMED_TO_GPU, "working_dtype": "bf16", "move_to": ON_DISK}),
 ]
 SLOW: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"placement": GPU_ALONE, "precision": "compact", "max_grad_norm": None}),
-    (3, 2, {"exchange": "micro_batch", "placement": RESIDENT, "model_options": {"frozen": True, "tied": False}}),
+    (3, 2, {**EACH, "placement": RESIDENT, "model_options": {"frozen": True, "tied": False}}),
     (4, 1, {"placement": CPU_STEP, "working_dtype": "bf16", "precision": "compact", "groups": True}),
-    (3, 3, {"exchange": "micro_batch", "placement": CPU_STEP, "working_dtype": "bf16"}),
+    (3, 3, {**EACH, "placement": CPU_STEP, "working_dtype": "bf16"}),
     (2, 1, {"placement": CPU_STEP, "working_dtype": "fp16", "loss_factor": 1e4, "steps": 6}),
     (3, 1, {"placements": [CPU_STEP, RESIDENT, GPU_STEP], "working_dtype": "bf16", "activation_checkpointing": True}),
-    (4, 2, {"exchange": "micro_batch", "placement": RESIDENT, "optimizer": "lion"}),
+    (4, 2, {**EACH, "placement": RESIDENT, "optimizer": "lion"}),
     (3, 1, {"placement": RESIDENT, "late": 1, "working_dtype": "bf16", "steps": 4}),
-    (2, 2, {"exchange": "micro_batch", "placement": GPU_STEP, "late": 2, "working_dtype": "bf16", "steps": 4}),
+    (2, 2, {**EACH, "placement": GPU_STEP, "late": 2, "working_dtype": "bf16", "steps": 4}),
     (3, 1, {"placement": CPU_STEP, "late": 3, "working_dtype": "bf16", "steps": 4}),
     (2, 1, {"placement": GPU_STEP, "move_to": RESIDENT, "working_dtype": "bf16", "halves": True}),
     (
         3,
         2,
         {
-            "exchange": "micro_batch",
+            **EACH,
             "placement": RESIDENT,
             "move_to": CPU_STEP,
             "working_dtype": "fp16",
@@ -78,7 +79,7 @@ SLOW: list[tuple[int, int, dict[str, Any]]] = [
         2,
         2,
         {
-            "exchange": "micro_batch",
+            **EACH,
             "placement": STREAMED_TO_GPU,
             "late": 5,
             "working_dtype": "fp16",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -62,14 +62,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     """Twelve micro-batches a step, whoever computes them."""
     folder = tmp_path / "checkpoint"
     for at, size in enumerate(sizes):
-        more = {
-            "exchange": "micro_batch",
-            "steps": 1,
-            "first_step": at,
-            "save": folder,
-            "resume": folder if at else None,
-            **options,
-        }
+        more = {"steps": 1, "first_step": at, "save": folder, "resume": folder if at else None, **options}
+        more["exchange"] = "micro_batch"
         found = ranks.run(size, train, micro_batches=12 // size, **more)
         assert len(list(folder.glob("states-*"))) == size
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
@@ -96,7 +90,8 @@ def test_dropout_goes_on_where_it_was_on_each_rank(ranks: RankPool, tmp_path: Pa
 def apart(how: str) -> str:
     """The error of a rank where rank 1 does something else than rank 0."""
     is_first = dist.get_rank() == 0
-    config = OffloadConfig(gradient_accumulation=2, learning_rate=1e-3 if is_first or how != "config" else 2e-3)
+    options: dict[str, Any] = {"learning_rate": 1e-3 if is_first or how != "config" else 2e-3}
+    config = OffloadConfig(gradient_accumulation=2, exchange="micro_batch", **options)
     if how == "placement":
         config = OffloadConfig(placement=Placement(weights="vram" if is_first else "ram"))
     if how == "written":
@@ -206,7 +201,7 @@ def on_two_hosts() -> str:
 
 def test_ranks_on_several_hosts_share_no_weights(ranks: RankPool) -> None:
     for found in ranks.run(2, on_two_hosts):
-        assert found.startswith("weights='ram' where the ranks are on several hosts is not built yet")
+        assert found.startswith("the ranks are on several hosts, and sharing RAM is built for one")
 
 
 def alone() -> list[str]:
@@ -254,16 +249,18 @@ def blocks_of(view: Any) -> list[tuple[int, int]]:
     return [(view.first + at, length) for at, length in norm_blocks([(0, view.numel)]).tolist()]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("micro_batches", "exchange"), [(1, "step"), (2, "step"), (2, "micro_batch")])
 @pytest.mark.parametrize(
     "placement",
     [CPU_STEP, GPU_STEP, LATE_GRADIENTS, GPU_ALONE, RESIDENT, STREAMED, STREAMED_TO_GPU, LEAST],
 )
 def test_a_rank_takes_what_was_planned(
-    monkeypatch: pytest.MonkeyPatch, placement: Placement, micro_batches: int
+    monkeypatch: pytest.MonkeyPatch, placement: Placement, micro_batches: int, exchange: Literal["step", "micro_batch"]
 ) -> None:
     monkeypatch.setattr(engine_module, "joined_ranks", lambda device: MirroredRanks(device, rank=1, size=3))
-    config = OffloadConfig(placement=placement, gradient_accumulation=micro_batches, working_dtype="bf16")
+    config = OffloadConfig(
+        placement=placement, gradient_accumulation=micro_batches, exchange=exchange, working_dtype="bf16"
+    )
     with OffloadEngine(TinyLM(tied=False, depth=3), config, device="cpu") as engine:
         engine.backward(engine(tokens(1)[0]))
         placed, plan = engine._placed, engine.plan
@@ -287,6 +284,6 @@ def test_a_rank_takes_what_was_planned(
         copies = [each.flat.weights for each in placed.states if each.flat.weights is not each.weights.own]
         copies += [each.weights.own for each in placed.states if each.weights_slab is not None]  # of what all share
         assert sum(copy.nbytes for copy in copies) == ram.get("working weights", 0)
-        host = sum(each.gradient.host.nbytes for each in placed.states if each.gradient.host is not None)
+        host = sum(each.gradient.window_in_ram.nbytes for each in placed.states if each.gradient.host is not None)
         host += sum(gradients._staging.get().nbytes for _ in range(gradients._staging.qsize()))
         assert host + sums == ram["gradients"]

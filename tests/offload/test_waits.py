@@ -278,14 +278,16 @@ def an_update_that_takes_long() -> None:
     assert is_waiting
 
 
-def several_ranks(accumulation: int) -> None:
+def several_ranks(accumulation: int, exchange: str = "micro_batch") -> None:
     """What one rank does; weights are gathered as soon as they are stepped, and at the gates."""
     places = [Placement(), Placement(step="gpu"), LEAST_RAM, IN_VRAM]
+    places = places if exchange == "micro_batch" else places[::3]
     for at, placement in enumerate(places):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_module, "joined_ranks", MirroredRanks)
             options: dict[str, Any] = {"working_dtype": "bf16", "gradient_accumulation": accumulation}
-            engine = OffloadEngine(lm(), OffloadConfig(placement=placement, **options), device="cpu")
+            options |= {"exchange": exchange, "placement": placement}
+            engine = OffloadEngine(lm(), OffloadConfig(**options), device="cpu")
         with engine:
             assert engine._placed._gathers is not None
             engine._placed._gathers.looks_ahead = at % 2 == 0
@@ -361,6 +363,7 @@ RUNS: dict[str, Callable[[], None]] = {
     "long update": an_update_that_takes_long,
     "several ranks": lambda: several_ranks(1),
     "several ranks, accumulating": lambda: several_ranks(2),
+    "several ranks, sums": lambda: several_ranks(2, "step"),
     "several ranks, weights in RAM": ranks_that_share_weights,
 }
 
