@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from offloadkit.errors import RankError
 
 _PAUSE = 2e-5
 """Seconds between two looks at the numbers, at first; they grow to `_LONGEST_PAUSE`."""
-_LONGEST_PAUSE = 5e-4
+_LONGEST_PAUSE = 1e-4
 _CHECKS_EVERY = 1.0
 """Seconds between two looks at whether the other processes live."""
 
@@ -103,10 +104,9 @@ class Stepped:
 
 
 def _lives(process: int) -> bool:
+    """Whether a process runs; one that has ended may still be listed until its parent asks for it."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except OSError:
         return False
-    except PermissionError:
-        pass
-    return True
+    return state not in (b"Z", b"X")
