@@ -395,25 +395,7 @@ class PlacedModel:
         """
         self._check_alike(placements)
         changes = self._changes(placements)
-        new = [
-            (state, self._shapes[at], where)
-            for at, (state, where) in enumerate(zip(self.states, placements, strict=True))
-        ]
-        shared = self._share(
-            [
-                (state.layer, shape.weight_bytes())
-                for state, shape, where in new
-                if state.placement.weights == "vram" and where.weights == "ram"
-            ],
-            "weights",
-        )
-        sums = self._share_sums(
-            [
-                (state.layer, shape)
-                for state, shape, where in new
-                if state.placement.gradients == "vram" and where.gradients == "ram"
-            ]
-        )
+        shared, sums = self._shared_in(placements)
         if not changes:
             return
         self._dismantle()
@@ -446,6 +428,21 @@ class PlacedModel:
         found = [(at, placements[at]) for at, state in enumerate(self.states) if state.placement != placements[at]]
         self._take_disk([(self.states[at].layer, self._shapes[at]) for at, where in found if where.states == "disk"])
         return sorted(found, key=taken)
+
+    def _shared_in(
+        self, placements: Sequence[Placement]
+    ) -> tuple[dict[FlatLayer, HostSlab], dict[FlatLayer, HostSlab]]:
+        """With several ranks: RAM that they share for weights, and for sums, that come to RAM. What is there stays."""
+        new = list(zip(self._layers, self._shapes, self.placements, placements, strict=True))
+        weights = [
+            (layer, shape.weight_bytes())
+            for layer, shape, old, where in new
+            if (old.weights, where.weights) == ("vram", "ram")
+        ]
+        sums = [
+            (layer, shape) for layer, shape, old, where in new if (old.gradients, where.gradients) == ("vram", "ram")
+        ]
+        return self._share(weights, "weights"), self._share_sums(sums)
 
     def _move_layer(
         self,
