@@ -2,8 +2,8 @@
 
 HuggingFace's order `group_by_length` shuffles rows, cuts them into windows of many batches, and sorts each window, the
 longest first. A batch's rows are then of nearly equal length. The first batch of an epoch holds the longest row of all.
-`finetune` has the same updates in random order. Otherwise long and short rows would take turns, and an epoch would end on
-short ones.
+`finetune` has the same updates in random order. Otherwise long and short rows would take turns, and an epoch would end
+on short ones.
 """
 
 from __future__ import annotations
