@@ -354,6 +354,10 @@ class OffloadEngine:
                 self._leave_vram_at_rest(error)
                 buffers.restore()
                 set_random_states(states)
+            except BaseException:
+                if self._open:
+                    self._placed.end_modules()
+                raise
             else:
                 self._vram_cap.renew("evaluation")
                 return found

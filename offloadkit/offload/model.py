@@ -120,7 +120,8 @@ class PlacedModel:
             waits=self._waits,
         )
         undo.callback(self.gradients.remove)
-        undo.callback(TiedUses(list(layers), self.gradients.receive).remove)
+        self._tied_uses = TiedUses(list(layers), self.gradients.receive)
+        undo.callback(self._tied_uses.remove)
         other: Plan | None = None
         while not self.is_whole:
             try:
@@ -401,9 +402,14 @@ class PlacedModel:
         with self._waits.during("forward"), without_caches(self.caching), saved_tensors:
             try:
                 yield
-            except BaseException:  # after an interrupt torch runs no forward hook
-                self.outside.watch_all()
+            except BaseException:
+                self.end_modules()
                 raise
+
+    def end_modules(self) -> None:
+        """No module runs any more: after an interrupt torch calls no forward hook that would see it."""
+        self._tied_uses.end()
+        self.outside.watch_all()
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -414,6 +420,9 @@ class PlacedModel:
             with self._waits.during("backward"), self.outside.released():
                 yield
                 self.gradients.end_of_backward()
+        except BaseException:
+            self.end_modules()
+            raise
         finally:
             if self._ring is not None:
                 self._ring.in_backward = False
