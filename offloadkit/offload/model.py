@@ -123,9 +123,10 @@ class PlacedModel:
         self._tied_uses = TiedUses(list(layers), self.gradients.receive)
         undo.callback(self._tied_uses.remove)
         other: Plan | None = None
-        while not self.is_whole:
+        while True:
             try:
                 self._arrange(shared) if other is None else self.move(other.placements, lambda _: None)
+                return
             except torch.OutOfMemoryError:
                 if (other := leaner()) is None:
                     raise
@@ -315,7 +316,7 @@ class PlacedModel:
             moved: called with each layer's new state, while the old one still exists.
         """
         changes = self._changes(placements)
-        if not changes:
+        if not changes and self.is_whole:
             return
         self._dismantle()
         try:

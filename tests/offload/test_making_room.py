@@ -23,6 +23,7 @@ from offloadkit.errors import OffloadkitError, OutOfRamError, OutOfVramError, Re
 from offloadkit.offload import model as placed_model
 from offloadkit.offload import shortage
 from offloadkit.offload.gradients import Gradients
+from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.states import LayerState
 from offloadkit.planner import Plan
 from tests.models import Residual, TinyLM, tokens
@@ -331,6 +332,32 @@ def test_a_gpu_that_is_full_while_the_engine_is_built_makes_the_plan_leaner(
             train(engine, tokens(2))
             found.append(numbers(engine))
     assert_equal(*found, name)
+
+
+def test_a_gpu_that_is_full_again_while_the_layers_move_leaves_a_plan_that_says_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The buffers find no room, and then one layer on its way to a leaner plan."""
+    model, config = lm(), OffloadConfig()
+    plan, elsewhere, arrange = planned(model, config, IN_VRAM), PlacedModel._elsewhere, PlacedModel._arrange
+    left = {"arrange": 1, "elsewhere": 1}
+
+    def fails(real: Any, name: str) -> Any:
+        def run(*args: Any) -> Any:
+            left[name] -= 1
+            if left[name] == 0:
+                fail(torch.empty(0))
+            return real(*args)
+
+        return run
+
+    monkeypatch.setattr(PlacedModel, "_arrange", fails(arrange, "arrange"))
+    monkeypatch.setattr(PlacedModel, "_elsewhere", fails(elsewhere, "elsewhere"))
+    with pytest.warns(RuntimeWarning, match="the plan is leaner"):
+        engine = OffloadEngine(model, config, device="cpu", plan=plan)
+    with engine:
+        assert engine.plan.placements == engine._placed.placements
+        train(engine, tokens(1))
 
 
 @pytest.mark.parametrize("free", [1 << 40, 1 << 20])
