@@ -16,12 +16,14 @@ import time
 import traceback
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -34,13 +36,16 @@ from offloadkit.config import OffloadConfig
 from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, forget_peak, phase
 from offloadkit.device.streams import record_compute
+from offloadkit.distributed.ranks import Ranks, joined_ranks
 from offloadkit.errors import (
+    ConfigError,
     EngineStateError,
     ModelError,
     NonFiniteGradientError,
     OffloadkitError,
     OutOfRamError,
     OutOfVramError,
+    RankError,
     RepeatWindowError,
     forget_last_error,
 )
@@ -159,6 +164,11 @@ class OffloadEngine:
     ) -> None:
         """Place the model. While the engine is open, models of transformers compute as `docs/design.md` says.
 
+        Where torch.distributed is initialised with more than one rank, the engines of all ranks train the model
+        together, each with micro-batches of its own. All of them must be built, called and settled alike: building,
+        backward, `step`, saving, and the first use of weights after a `step` wait for the other ranks. After
+        `synchronize` a rank may use the weights by itself.
+
         Args:
             model: any module. Its trainable parameters live where the plan says; frozen ones move to `device`.
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
@@ -177,7 +187,9 @@ class OffloadEngine:
 
         Raises:
             ModelError: nothing can be trained, a parameter's dtype is not supported, or the plan is another model's.
-            ConfigError: the plan was made with another accumulation, recomputation or placement.
+            ConfigError: the plan was made with another accumulation, recomputation or placement. With several ranks: no
+                placement was chosen on a GPU, or one with weights in RAM or states on disk.
+            RankError: the ranks have other models or configs.
             EngineStateError: another engine that is still open trains this model, or parameters of it.
             DoesNotFitError: the plan made here needs more than there is, or than the config's `vram` or `ram`.
             OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`).
@@ -188,6 +200,14 @@ class OffloadEngine:
         self.telemetry = telemetry or Telemetry()
         param_groups = listed_groups(param_groups)
         layers = flat_layers(model, self.config, param_groups)
+        self._undo = ExitStack()
+        # Without this, an engine dropped without close() would keep its model and its threads until the program ends.
+        self._process = os.getpid()
+        self._finalizer = weakref.finalize(self, _let_go_here, self._process, self._undo)
+        self._ranks = joined_ranks(self.device)
+        if self._ranks is not None:
+            self._undo.callback(self._ranks.close)
+            self._join(self._ranks, layers)
         trained = {view.parameter for layer in layers for view in layer.views}
         self._first_window: FirstWindow | None = None
         plan = plan or self._planned(model, layers, example, evaluation_rows)
@@ -199,12 +219,8 @@ class OffloadEngine:
             message = f"less VRAM is free than was planned with: the plan is leaner ({words})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         forget_peak(self.device)  # a full GPU is explained by this engine's
-        self._thread = StepThread(self.device)
-        self._undo = ExitStack()
+        self._thread = StepThread(self.device, self._ranks)
         self._undo.callback(self._thread.close)
-        # Without this, an engine dropped without close() would keep its model and its threads until the program ends.
-        self._process = os.getpid()
-        self._finalizer = weakref.finalize(self, _let_go_here, self._process, self._undo)
         self._undo.callback(plain_copies(model))
         self._ram_watch = RamWatch(self.plan.tiers["ram"])
         self._undo.callback(self._ram_watch.close)
@@ -224,6 +240,7 @@ class OffloadEngine:
                 self.plan,
                 self.config,
                 self.device,
+                ranks=self._ranks,
                 materialise=materialise,
                 ram_watch=self._ram_watch,
                 leaner=self._leaner,
@@ -260,12 +277,34 @@ class OffloadEngine:
         self.telemetry.plan = self.plan
         _open_engines[model] = weakref.ref(self)
 
+    def _join(self, ranks: Ranks, layers: list[FlatLayer]) -> None:
+        """Share the layers between the ranks.
+
+        Raises:
+            RankError: the ranks have other models or configs.
+        """
+        run = replace(self.config, placement=None, vram=None, ram=None, disk=None)
+        facts = repr(([layer.shape() for layer in layers], run)).encode()
+        if len({*ranks.agree(np.array([zlib.crc32(facts)])).flat}) > 1:
+            raise RankError(
+                "the ranks build engines for other models, dtypes, parameter groups or configs: build the same on all "
+                "ranks; only placement, vram, ram and disk may differ"
+            )
+        for layer in layers:
+            layer.cut_for(ranks.rank, ranks.size)
+
     def _planned(self, model: nn.Module, layers: list[FlatLayer], example: Any, evaluation_rows: int) -> Plan:
         """The plan to begin with, where none is given.
 
         Raises:
             DoesNotFitError: it does not fit.
+            ConfigError: several ranks have to choose.
         """
+        if self._ranks is not None and chooses(self.config, self.device):
+            raise ConfigError(
+                f"planning for {self._ranks.size} ranks is not built yet: choose OffloadConfig(placement=...), with "
+                "weights='vram', and states='vram' or states='ram'"
+            )
         made = None
         if example is not None:
             made = plan_for(model, self.config, self.device, example, evaluation_rows=evaluation_rows)
@@ -279,7 +318,7 @@ class OffloadEngine:
 
     def _leaner(self) -> Plan | None:
         """Takes a plan with less in VRAM as the plan, and returns it; None if there is none."""
-        plan = with_less_vram(self.plan, self.device)
+        plan = with_less_vram(self.plan, self.device) if self._ranks is None else None
         self.plan = plan or self.plan
         return plan
 
@@ -370,7 +409,8 @@ class OffloadEngine:
 
         Args:
             loss: a scalar.
-            scale_by_accumulation: divide it by `config.gradient_accumulation` first.
+            scale_by_accumulation: divide it by `config.gradient_accumulation` first, and by the number of ranks. If
+                not, all micro-batches of all ranks are simply added.
 
         Raises:
             EngineStateError: it was called again before `step()`, without gradient accumulation.
@@ -388,7 +428,8 @@ class OffloadEngine:
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a scalar loss, got a tensor of shape {tuple(loss.shape)}")
         with self.makes_room():
-            self._backward(loss, accumulation if scale_by_accumulation else 1)
+            num_added = accumulation if self._ranks is None else accumulation * self._ranks.size
+            self._backward(loss, num_added if scale_by_accumulation else 1)
         self._num_backwards += 1
         self._stepped = self._has_graph = False
 
@@ -437,7 +478,9 @@ class OffloadEngine:
         self._untrained.check()
         self._vram_cap.renew("training")
         scarce, leaner = self._ram_watch.warning(), None
-        if scarce is not None and (leaner := with_less_ram(self.plan, self.device)) is None:
+        if scarce is not None and self._ranks is None:
+            leaner = with_less_ram(self.plan, self.device)
+        if scarce is not None and leaner is None:
             raise OutOfRamError(scarce)
         self._read_reports()
         self._placed.take_over_outside_writes()
@@ -473,7 +516,7 @@ class OffloadEngine:
 
     def _new_update(self) -> Update:
         """A snapshot of what the stepping thread needs. From here on, forward waits for the updated layers."""
-        layers = self._placed.start_update()
+        layers = self._placed.start_update((self.num_updates, self._num_backwards))
         options = [GroupOptions.of(group) for group in self.optimizer.param_groups]
         update = Update(self.num_updates + 1, layers, options, self.config.max_grad_norm, record_compute(self.device))
         if self.loss_scale is not None:
@@ -638,6 +681,8 @@ class OffloadEngine:
 
     def _leave_vram(self, error: OutOfVramError) -> OutOfVramError:
         """Move to a plan with less VRAM; returns the error to raise."""
+        if self._ranks is not None:
+            return error  # the other ranks are not full
         plan, full = with_less_vram(self.plan, self.device), full_gpu(self.plan, self.device)
         if plan is None:
             return error
@@ -662,7 +707,8 @@ class OffloadEngine:
                 f"{error}. An accumulation window is under way, in which nothing can move: evaluate and generate after "
                 "the step() that ends it, and the engine makes room"
             ) from error
-        if (plan := with_less_vram_at_rest(self.plan, self.device)) is None:
+        plan = with_less_vram_at_rest(self.plan, self.device) if self._ranks is None else None
+        if plan is None:
             raise error
         try:
             self._move_with_a_warning(plan, "the GPU's memory was full in an evaluation", stacklevel=6)
@@ -720,7 +766,7 @@ class OffloadEngine:
     # ---- states by name ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the run. Its tensors are live, not copies.
+        """The state of the run. Its tensors are live, not copies. With several ranks, "optimizer" has this one's part.
 
         Returns:
             "module": the model's state_dict. "optimizer": the optimizer's `state`, by parameter name. "param_groups":
@@ -792,6 +838,7 @@ class OffloadEngine:
         return RunNumbers(
             state["module"],
             state["optimizer"],
+            {view.name: each.ranges_of(at) for each in self._placed.states for at, view in enumerate(each.layer.views)},
             {view.name: tuple(view.parameter.shape) for view in views},
             groups,
             facts,
@@ -802,7 +849,8 @@ class OffloadEngine:
     def save_checkpoint(self, folder: str | Path, *, scheduler: Any = None, position: Any = None) -> None:
         """Write all that a run needs to go on exactly: weights, states, counts and random states.
 
-        An older checkpoint in `folder` stays until the new one is whole.
+        An older checkpoint in `folder` stays until the new one is whole. All ranks save together, into a folder that
+        all of them see. Any number of ranks may go on from it; ranks that are new take rank 0's random states.
 
         Args:
             scheduler: a learning-rate scheduler, whose `state_dict()` is saved.
@@ -816,7 +864,8 @@ class OffloadEngine:
         """
         states = None if scheduler is None else scheduler.state_dict()
         with phase("saving", self.telemetry.peaks, self.device):
-            save_run(Path(folder).expanduser().absolute(), self.numbers(), scheduler=states, position=position)
+            where = Path(folder).expanduser().absolute()
+            save_run(where, self.numbers(), self._ranks, scheduler=states, position=position)
 
     def load_checkpoint(self, folder: str | Path, *, scheduler: Any = None) -> Any:
         """Go on from `save_checkpoint`, under any placement.
@@ -840,9 +889,15 @@ class OffloadEngine:
             self._placed.take_over_outside_writes(keep_remainder=True)
 
         # Released: watched weights are copied before each piece is written, for remainders that are loaded anyway.
-        with phase("resuming", self.telemetry.peaks, self.device), self._placed.outside.released():
-            numbers, has_scheduler = self.numbers(), scheduler is not None
-            values = load_run(folder, numbers, with_scheduler=has_scheduler, took_weights=took_weights)
+        with (
+            phase("resuming", self.telemetry.peaks, self.device),
+            self._placed.outside.released(),
+            nullcontext() if self._ranks is None else self._ranks.together("resuming"),
+        ):
+            numbers, rank = self.numbers(), 0 if self._ranks is None else self._ranks.rank
+            values = load_run(
+                folder, numbers, with_scheduler=scheduler is not None, took_weights=took_weights, rank=rank
+            )
             self._go_on(values)
         if scheduler is not None:
             scheduler.load_state_dict(values["scheduler"])
@@ -878,7 +933,7 @@ class OffloadEngine:
             )
 
     def master_weights(self) -> dict[str, torch.Tensor]:
-        """fp32 copies of all master weights, in RAM, by parameter name."""
+        """fp32 copies of all master weights, in RAM, by parameter name; with several ranks this one's part, 1-D."""
         self.synchronize()
         return {view.name: state.master(view) for state in self._placed.states for view in state.layer.views}
 

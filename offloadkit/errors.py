@@ -66,6 +66,10 @@ class OutputError(OffloadkitError, OSError):
     """The output folder cannot be written."""
 
 
+class RankError(OffloadkitError, RuntimeError):
+    """Another process that trains the model with this one has ended, has failed, or does something else."""
+
+
 @contextmanager
 def errors_hold_nothing() -> Iterator[None]:
     """Clear the local variables that an error holds through its traceback, and those of the errors behind it.

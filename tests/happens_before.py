@@ -35,7 +35,7 @@ import offloadkit
 from offloadkit.device import host_memory, streams
 from offloadkit.device.streams import Event, Pairs, Stream
 from offloadkit.kernels import cpu
-from offloadkit.offload import gradients, state_ring, states, update
+from offloadkit.offload import gradients, shards, state_ring, states, update
 
 PACKAGE = Path(offloadkit.__file__).parent
 _MOST_QUERIES = 8
@@ -319,10 +319,11 @@ class Watched:
             for module in (states, state_ring):
                 step = self._kernel(module.optimizer_step, lambda state, gradient, *_: (gradient, state))
                 patch.setattr(module, "optimizer_step", step)
-            sums = self._kernel(gradients.block_sums, lambda gradient, blocks, out: (gradient, out))
-            patch.setattr(gradients, "block_sums", sums)
+            for module in (gradients, shards):
+                sums = self._kernel(module.block_sums, lambda gradient, blocks, out: (gradient, out))
+                patch.setattr(module, "block_sums", sums)
             patch.setattr(cpu, "accumulate", self._kernel(cpu.accumulate, lambda into, source: (source, into)))
-            of_layers = lambda new: ([state.gradient.sums for state, _, _ in new.layers], ())  # noqa: E731
+            of_layers = lambda new, *_: ([state.gradient.sums for state, _, _ in new.layers], ())  # noqa: E731
             patch.setattr(update, "_norm", self._kernel(update._norm, of_layers))
             with _Operations(self):
                 yield self

@@ -19,10 +19,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"errors"},
     {"units"},
-    {"config", "telemetry", "hardware", "changes"},
+    {"config", "telemetry", "hardware", "changes", "starting"},
     {"optim"},
     {"kernels", "planner"},
     {"device"},
+    {"distributed"},
     {"offload"},
     {"checkpoint"},
     {"engine", "outline", "tracing", "python_time"},

@@ -154,8 +154,8 @@ class ArrayFile:
             arrays[name] = array
         return arrays, metadata
 
-    def read(self, name: str, into: torch.Tensor, between: Between | None = None) -> None:
-        """Read an array into 1-D contiguous `into`, which has as many elements, on any device.
+    def read(self, name: str, into: torch.Tensor, between: Between | None = None, *, first: int = 0) -> None:
+        """Read an array's elements from `first` on into 1-D contiguous `into`, on any device, until that is full.
 
         Raises:
             ModelError: the file ends early, or the disk fails.
@@ -165,15 +165,20 @@ class ArrayFile:
             memory = into.view(torch.uint8)
             for start in range(0, memory.numel(), PIECE_BYTES):
                 piece = memory[start : start + PIECE_BYTES]
-                self._read_bytes(piece, array.start + start)
+                self._read_bytes(piece, array.start + first * array.dtype.itemsize + start)
                 if between is not None:
                     between.moved(piece.numel())
             return
-        for start, piece in self.pieces(name, pinned=into.is_cuda):
+        for start, piece in self.pieces(name, pinned=into.is_cuda, first=first, numel=into.numel()):
             into[start : start + piece.numel()].copy_(piece)
 
-    def pieces(self, name: str, *, pinned: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+    def pieces(
+        self, name: str, *, pinned: bool = False, first: int = 0, numel: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """An array's (first element, 1-D piece in RAM) one after the other; each piece takes the memory of the last.
+
+        Args:
+            first, numel: of a part of the array, from whose beginning elements are counted then; None: to its end.
 
         Raises:
             ModelError: as `read`.
@@ -181,9 +186,11 @@ class ArrayFile:
         array = self.arrays[name]
         if self._staging is None or self._staging.is_pinned() != pinned:
             self._staging = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=pinned)
-        for start in range(0, array.end - array.start, PIECE_BYTES):
-            piece = self._staging[: min(PIECE_BYTES, array.end - array.start - start)]
-            self._read_bytes(piece, array.start + start)
+        begin = array.start + first * array.dtype.itemsize
+        end = array.end if numel is None else begin + numel * array.dtype.itemsize
+        for start in range(0, end - begin, PIECE_BYTES):
+            piece = self._staging[: min(PIECE_BYTES, end - begin - start)]
+            self._read_bytes(piece, begin + start)
             yield start // array.dtype.itemsize, piece.view(array.dtype)
 
     def _read_bytes(self, into: torch.Tensor, start: int) -> None:

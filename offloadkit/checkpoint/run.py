@@ -4,7 +4,7 @@
 |---|---|
 | `states-RANK-of-RANKS.safetensors` | optimizer states, by parameter name and range |
 | `run.json` | options by group, counts, loss scale, scheduler, position in the data |
-| `random.json` | random states |
+| `random.json` | random states; those of rank 1 and later ones are in `random-RANK.json` |
 | `order.json` | under the Trainer: the random state that an epoch's order by length was drawn from |
 | `weights.safetensors` | weights and buffers; under the Trainer HuggingFace's own files hold them |
 | `manifest.json` | all files and their sizes; written last |
@@ -12,20 +12,23 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offloadkit.checkpoint.arrays import ArrayFile, Between
-from offloadkit.checkpoint.folder import MANIFEST, check_readable, put_in_place, write_manifest
-from offloadkit.checkpoint.states import SavedStates, States, write_states
+from offloadkit.checkpoint.folder import MANIFEST, check_readable, put_in_place, write_manifest, written_to
+from offloadkit.checkpoint.states import Ranges, SavedStates, States, write_states
 from offloadkit.checkpoint.values import random_states, read_json, set_random_states, write_json
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights, write_weights
+from offloadkit.distributed.ranks import Ranks
 from offloadkit.errors import ConfigError, ModelError, OutputError
 
 RUN_FILE = "run.json"
 RANDOM_FILE = "random.json"
+RANDOM_FILE_OF_RANK = "random-{:05}.json"
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class RunNumbers:
     weights: Mapping[str, Any]
     """The module's `state_dict()`."""
     states: States
+    ranges: Ranges
+    """Of `states`: with several ranks this one has a part of them."""
     shapes: Mapping[str, tuple[int, ...]]
     """Of the trained parameters, by name."""
     groups: list[dict[str, Any]]
@@ -53,10 +58,18 @@ class RunNumbers:
             ConfigError: `more` holds something that is not data.
             OSError: it could not be written.
         """
+        self.write_values(folder, **more)
+        self.write_states(folder)
+
+    def write_values(self, folder: Path, **more: Any) -> None:
+        """Write `run.json`. Raises as `write`."""
         values = {"facts": self.facts, "groups": self.groups, "counts": self.counts, **more}
         write_json(folder / RUN_FILE, values)
+
+    def write_states(self, folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
+        """Write this rank's states. Raises as `write`."""
         between = Between(self.forget_pages)
-        write_states(folder, self.states, self.shapes, between)
+        write_states(folder, self.states, self.ranges, self.shapes, between, rank, num_ranks)
         between.finish()
 
     def check(self, folder: Path, saved: SavedStates) -> dict[str, Any]:
@@ -83,7 +96,7 @@ class RunNumbers:
                     f"{path}: the run was saved with {name}={facts[name]!r}, this one has {own!r}: go on with "
                     f"OffloadConfig({name}={facts[name]!r})"
                 )
-        saved.check(self.states, self.shapes)
+        saved.check(self.states, self.ranges, self.shapes)
         if len(groups) != len(self.groups):
             raise ModelError(f"{path}: the saved run has {len(groups)} parameter groups, this one {len(self.groups)}")
         for at, (theirs, group) in enumerate(zip(members, self.groups, strict=True)):
@@ -95,22 +108,53 @@ class RunNumbers:
     def load_states(self, saved: SavedStates) -> None:
         """Read the optimizer states where they live."""
         between = Between(self.forget_pages)
-        saved.load(self.states, between)
+        saved.load(self.states, self.ranges, between)
         between.finish()
 
 
-def save_run(folder: Path, numbers: RunNumbers, **more: Any) -> None:
+def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks | None = None, **more: Any) -> None:
     """Write a checkpoint with weights and random states, in place of an older one in `folder`.
+
+    With several ranks each writes its states into a folder beside it; rank 0 writes the rest, and the manifest last.
 
     Raises:
         OutputError: it cannot be written, or `folder` holds other files. What was there is still there.
         ConfigError, ModelError: something is not data.
+        RankError: another rank failed. What was there is still there.
     """
+    if ranks is None:
+        _save(folder, lambda new: numbers.write(new, **more), numbers)
+        return
+    beside, first = folder.with_name(f".{folder.name}-ranks"), ranks.rank == 0
+    try:
+        with ranks.together("beginning a checkpoint"), written_to(folder):
+            if first:
+                shutil.rmtree(beside, ignore_errors=True)
+                beside.mkdir(parents=True)
+        with ranks.together("writing optimizer states"), written_to(folder):
+            numbers.write_states(beside, ranks.rank, ranks.size)
+            if not first:
+                write_json(beside / RANDOM_FILE_OF_RANK.format(ranks.rank), random_states())
+
+        def write(new: Path) -> None:
+            numbers.write_values(new, **more)
+            for path in beside.iterdir():
+                path.rename(new / path.name)
+
+        with ranks.together("writing a checkpoint"):
+            if first:
+                _save(folder, write, numbers)
+    finally:
+        if first:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunNumbers) -> None:
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
         raise OutputError(f"{folder} exists and is no checkpoint: pass the name of a new folder")
 
     def write(new: Path) -> None:
-        numbers.write(new, **more)
+        write_numbers(new)
         write_weights(new, numbers.weights)
         write_random(new)
         write_manifest(new)
@@ -119,13 +163,14 @@ def save_run(folder: Path, numbers: RunNumbers, **more: Any) -> None:
 
 
 def load_run(
-    folder: Path, numbers: RunNumbers, *, with_scheduler: bool, took_weights: Callable[[], None]
+    folder: Path, numbers: RunNumbers, *, with_scheduler: bool, took_weights: Callable[[], None], rank: int = 0
 ) -> dict[str, Any]:
     """Load what `save_run` wrote into the live tensors of `numbers`; random states too.
 
     Args:
         with_scheduler: whether it must hold a scheduler's state.
         took_weights: called when the weights are new, before the states are.
+        rank: whose random states to take; those of rank 0 where this one had none.
 
     Returns:
         The values in `run.json`.
@@ -141,7 +186,8 @@ def load_run(
     with SavedStates(folder) as saved, ArrayFile(folder / WEIGHT_FILE) as weights:
         values = numbers.check(folder, saved)
         check_weights(weights, numbers.weights)
-        states = read_json(folder / RANDOM_FILE)
+        own = folder / RANDOM_FILE_OF_RANK.format(rank)
+        states = read_json(own if own.is_file() else folder / RANDOM_FILE)
         if with_scheduler and values.get("scheduler") is None:
             raise ConfigError(f"{folder} holds no scheduler: it was saved without one. Leave scheduler= out")
         load_weights(weights, numbers.weights)

@@ -2,7 +2,7 @@
 
 A file of safetensors holds 1-D arrays. Its metadata says of each one which array it is ("exp_avg"), of which parameter,
 at which element it starts, how many there are, and how many the whole array has. So a run with any placement, cut of
-layers or number of files reads what any other wrote. Each rank writes one file; there is one rank today.
+layers or number of ranks reads what any other wrote. Each rank writes one file, and reads what it owns from all.
 """
 
 from __future__ import annotations
@@ -24,10 +24,20 @@ _RESUME_ALIKE = "go on with the optimizer, the precision and the working dtype t
 
 States = Mapping[str, Mapping[str, torch.Tensor]]
 """Live arrays by parameter name and array name, as in `OffloadEngine.state_dict()["optimizer"]`."""
+Ranges = Mapping[str, Mapping[str, tuple[int, int]]]
+"""Of each live array: where it begins in the whole parameter's array, and how many elements that has."""
 
 
-def write_states(folder: Path, states: States, shapes: Mapping[str, Sequence[int]], between: Between) -> None:
-    """Write all `states` into `folder`, as rank 0 of 1. `shapes` are the parameters' own.
+def write_states(
+    folder: Path,
+    states: States,
+    ranges_of: Ranges,
+    shapes: Mapping[str, Sequence[int]],
+    between: Between,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> None:
+    """Write a rank's `states` into `folder`. `shapes` are the parameters' own. What all ranks have, rank 0 writes.
 
     Raises:
         OSError: they could not be written.
@@ -35,20 +45,23 @@ def write_states(folder: Path, states: States, shapes: Mapping[str, Sequence[int
     arrays, ranges = {}, {}
     for parameter, state in states.items():
         for name, array in state.items():
-            key, flat = f"{parameter}/{name}[0:{array.numel()}]", array.reshape(-1)
+            (start, of), flat = ranges_of[parameter][name], array.reshape(-1)
+            if (not flat.numel() and (of or rank)) or (name == "step" and rank):
+                continue
+            key = f"{parameter}/{name}[{start}:{start + flat.numel()}]"
             arrays[key] = flat
             ranges[key] = {
                 "array": name,
                 "parameter": parameter,
-                "start": 0,
+                "start": start,
                 "length": flat.numel(),
-                "of": flat.numel(),
+                "of": of,
                 "dtype": str(array.dtype).removeprefix("torch."),
             }
-    metadata: dict[str, Any] = {"rank": 0, "ranks": 1, "ranges": ranges}
+    metadata: dict[str, Any] = {"rank": rank, "ranks": num_ranks, "ranges": ranges}
     metadata["parameters"] = {parameter: list(shape) for parameter, shape in shapes.items()}
     texts = {name: json.dumps(value) for name, value in metadata.items()}
-    write_arrays(folder / "states-00000-of-00001.safetensors", arrays, texts, between)
+    write_arrays(folder / f"states-{rank:05}-of-{num_ranks:05}.safetensors", arrays, texts, between)
 
 
 class _Range(NamedTuple):
@@ -111,7 +124,7 @@ class SavedStates:
                         "elements: a file of another checkpoint is among them"
                     )
 
-    def check(self, states: States, shapes: Mapping[str, Sequence[int]]) -> None:
+    def check(self, states: States, ranges: Ranges, shapes: Mapping[str, Sequence[int]]) -> None:
         """Check that the saved states are those of `states`: parameters, shapes, arrays, dtypes. None is changed.
 
         Raises:
@@ -146,22 +159,26 @@ class SavedStates:
                             f"{place.file.path}: saved {name} of {parameter!r} is {dtype}, this run's is "
                             f"{array.dtype}: {_RESUME_ALIKE}"
                         )
-                    if place.of != array.numel():
+                    if place.of != ranges[parameter][name][1]:
                         raise ModelError(
                             f"{place.file.path}: saved {name} of {parameter!r} has {place.of} elements, this run's "
-                            f"{array.numel()}"
+                            f"{ranges[parameter][name][1]}"
                         )
 
-    def load(self, states: States, between: Between) -> None:
-        """Read all into the arrays of `states`, where they lie; `check` comes before.
+    def load(self, states: States, ranges: Ranges, between: Between) -> None:
+        """Read what belongs there into the arrays of `states`, where they lie; `check` comes before.
 
         Raises:
             ModelError: a file ends early or the disk fails. Some arrays may be new then, others old.
         """
         for parameter, state in states.items():
             for name, array in state.items():
+                begin = ranges[parameter][name][0]
                 for place in self._ranges[parameter][name]:
-                    place.file.read(place.key, array.view(-1)[place.start : place.start + place.length], between)
+                    first, last = max(begin, place.start), min(begin + array.numel(), place.start + place.length)
+                    if first < last:
+                        into = array.view(-1)[first - begin : last - begin]
+                        place.file.read(place.key, into, between, first=first - place.start)
 
     def close(self) -> None:
         """Close the files."""

@@ -9,6 +9,11 @@ from which the norm is computed):
 | one micro-batch | sums on the device, D2H on the copy stream | bucket stays; sums and D2H at the boundary |
 | several | D2H, then the stepping thread adds into fp32 in RAM | added into fp32 on the device; D2H at the boundary |
 
+With several ranks a bucket is exchanged first, and all of the above happens to what this rank owns of the layer: each
+micro-batch brings one gradient from each rank, and they are added in fp32 in the ranks' order. Ranks exchange layers in
+one order: that in which rank 0 had their gradients in the last step. What is not there when backward ends is exchanged
+then. A parameter without a gradient here counts as -0.0, which changes no sum.
+
 Sums computed on the device go to RAM at the boundary, with one copy for all layers. They are equal on the CPU and the
 GPU (`optim.norm`). Gradients of an accumulation window are added in the order of its micro-batches.
 """
@@ -21,15 +26,19 @@ from contextlib import nullcontext, suppress
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from offloadkit.device import host_memory, trace
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
+from offloadkit.distributed.ranks import Ranks
 from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.kernels import cpu
 from offloadkit.kernels.dispatch import block_sums
 from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.outside import Watched
+from offloadkit.offload.shards import GradientExchange
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim.norm import NORM_BLOCK, norm_blocks
 from offloadkit.planner import NUM_GRADIENT_BUCKETS, is_small
@@ -65,6 +74,8 @@ class BucketPool:
 class LayerGradient:
     """One layer's gradient on its way from autograd to the step.
 
+    Its bucket is the whole layer's; the rest is what this rank owns of it. Indices of views are the whole layer's.
+
     Attributes:
         on_device: whether the window's gradient stays in VRAM until the boundary.
         host: 1-D pinned tensor with the gradient of the whole window, valid after `sent`. It is fp32 if accumulated or
@@ -76,6 +87,7 @@ class LayerGradient:
         known: indices of the views that ever got one.
         complete: whether the layer was sent, or added to the window, in this backward.
         at_end_only: whether it waits for the end of backward, since a view may get more than one gradient.
+        is_begun: with several ranks, whether a micro-batch of this window was exchanged.
     """
 
     def __init__(self, weights: LayerWeights, host: torch.Tensor | None, *, on_device: bool) -> None:
@@ -83,15 +95,16 @@ class LayerGradient:
         self.layer: FlatLayer = weights.layer
         self.host, self.sums = host, torch.empty(0)
         self.bucket_dtype = torch.float32 if self.layer.shared else self.layer.dtype
-        ranges = [(view.start, view.numel) for view in self.layer.views]
+        self.shard: FlatLayer = self.layer.shard
+        ranges = [(view.start, view.numel) for view in self.shard.views]
         self.host_blocks = norm_blocks(ranges)
-        num_blocks = [-(-view.numel // NORM_BLOCK) for view in self.layer.views]
+        num_blocks = [-(-view.numel // NORM_BLOCK) for view in self.shard.views]
         self._first_block = list(accumulate(num_blocks, initial=0))
         self.device_blocks = self.host_blocks.to(weights.device)
         self.device_sums = torch.empty(0)
         self.sums_on_host = False
         self.received, self.window, self.known = set[int](), set[int](), set[int]()
-        self.complete = False
+        self.complete = self.is_begun = False
         self.at_end_only = self.layer.shared
         self.buffer: torch.Tensor | None = None
         self.accumulated: torch.Tensor | None = None
@@ -136,9 +149,17 @@ class LayerGradient:
             self._places[address] = [bucket[view.elements].view(view.parameter.shape) for view in self.layer.views]
         return self._places[address]
 
-    def blocks_of(self, index: int) -> slice:
-        """The part of `sums` that belongs to view `index`."""
-        return slice(self._first_block[index], self._first_block[index + 1])
+    def sums_of(self, index: int, sums: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The block sums of view `index`, of all that are in `sums`; zeros where another rank owns them."""
+        own = index - self.shard.first_view
+        if self.shard is self.layer:
+            return sums[self._first_block[index] : self._first_block[index + 1]]
+        found = np.zeros(-(-self.layer.views[index].numel // NORM_BLOCK))
+        if 0 <= own < len(self.shard.views):
+            part = sums[self._first_block[own] : self._first_block[own + 1]]
+            first = self.shard.views[own].first // NORM_BLOCK
+            found[first : first + len(part)] = part
+        return found
 
 
 def runs(layer: FlatLayer, indices: set[int]) -> list[tuple[int, int]]:
@@ -153,7 +174,13 @@ def runs(layer: FlatLayer, indices: set[int]) -> list[tuple[int, int]]:
 
 
 class Gradients:
-    """Takes the gradients of all layers from autograd and brings them to where the step reads them."""
+    """Takes the gradients of all layers from autograd and brings them to where the step reads them.
+
+    Attributes:
+        layers: in definition order.
+        order: with several ranks, the indices of the layers as they are exchanged.
+        completed: the indices of the layers as the last backward brought them.
+    """
 
     def __init__(
         self,
@@ -164,6 +191,7 @@ class Gradients:
         submit: Callable[[Callable[[], None]], None],
         got_gradient: Callable[[LayerWeights, ParameterView], None],
         waits: Waits,
+        ranks: Ranks | None,
     ) -> None:
         """
         Args:
@@ -171,7 +199,12 @@ class Gradients:
             accumulation: micro-batches of a window.
             submit: queues a job for the stepping thread.
             got_gradient: called with each parameter's first gradient.
+            ranks: those that train together, or None where there is one.
         """
+        self._ranks = ranks
+        self._exchange: GradientExchange | None = None
+        self.order, self.completed, self._completing = list[int](), list[int](), list[int]()
+        self._num_exchanged = 0
         self._accumulation, self._device = accumulation, device
         self._submit, self._got_gradient, self._waits = submit, got_gradient, waits
         self.d2h = CopyStream(device, "D2H")
@@ -191,8 +224,7 @@ class Gradients:
         """
         self.layers = layers
         # Those whose micro-batch's gradient leaves its bucket as soon as it is complete.
-        several = self._accumulation > 1
-        passing = [layer for layer in layers if not layer.layer.shared and (not layer.on_device or several)]
+        passing = [layer for layer in layers if not layer.layer.shared and (not layer.on_device or self._is_sum)]
         sizes = [layer.bucket_bytes for layer in passing]
         self._pool = BucketPool(self._device, max(sizes, default=0), self._waits)
         self._pooled = {layer for layer in passing if not is_small(layer.bucket_bytes, max(sizes))}
@@ -202,9 +234,23 @@ class Gradients:
         self._in_vram: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         """Gradients of one dtype that stay in VRAM, their norm blocks, and where the blocks' sums go: one operation."""
         self._allocate()
+        if self._ranks is not None:
+            self._exchange = self._new_exchange(self._ranks)
         for gradient in layers:
             for index, view in enumerate(gradient.layer.views):
                 self._layer_of[view] = (gradient, index)
+
+    @property
+    def _is_sum(self) -> bool:
+        """Whether a window's gradient is the sum of several."""
+        return self._accumulation > 1 or self._ranks is not None
+
+    def _new_exchange(self, ranks: Ranks) -> GradientExchange:
+        received = [ranks.size * layer.shard.numel * layer.bucket_dtype.itemsize for layer in self.layers]
+        leaving = [4 * layer.shard.numel for layer in self.layers if not layer.on_device and self._accumulation == 1]
+        if not self.order:  # backward runs from the end, and uses of tied weights are collected until it is over
+            self.order = sorted(range(len(self.layers)), key=lambda at: (self.layers[at].layer.shared, -at))
+        return GradientExchange(ranks, self._device, max(received), max(leaving, default=0))
 
     def forget_buffers(self) -> None:
         """Let go of all buffers, before layers move. No gradient may be gathered, and no job may be under way."""
@@ -212,7 +258,7 @@ class Gradients:
         for layer in self.layers:
             layer.forget_buffers()
         self._layer_of.clear()
-        self.layers, self._pooled, self._in_vram = (), set(), []
+        self.layers, self._pooled, self._in_vram, self._exchange = (), set(), [], None
         self._pool = BucketPool(self._device, 0, self._waits)
         self._staging = queue.SimpleQueue()
         self._host_sums = self._device_sums = torch.empty(0)
@@ -224,7 +270,7 @@ class Gradients:
         """
         groups: dict[torch.dtype | None, list[LayerGradient]] = {}
         for layer in self.layers:
-            dtype_in_vram = torch.float32 if self._accumulation > 1 else layer.bucket_dtype
+            dtype_in_vram = torch.float32 if self._is_sum else layer.bucket_dtype
             groups.setdefault(dtype_in_vram if layer.on_device else None, []).append(layer)
         num_blocks = sum(len(layer.host_blocks) for layer in self.layers)
         (slab,) = host_memory.allocate([8 * num_blocks], self._device, "the norm's sums")
@@ -237,10 +283,10 @@ class Gradients:
                 start, end = end, end + len(layer.host_blocks)
                 layer.sums, layer.device_sums = self._host_sums[start:end], self._device_sums[start:end]
             if dtype is not None:
-                starts = list(accumulate((layer.layer.numel for layer in group), initial=0))
+                starts = list(accumulate((layer.shard.numel for layer in group), initial=0))
                 flat = torch.zeros(starts[-1], dtype=dtype, device=self._device)
                 for layer, (start, stop) in zip(group, pairwise(starts), strict=True):
-                    if self._accumulation > 1:
+                    if self._is_sum:
                         layer.accumulated = flat[start:stop]
                     else:
                         layer.own_buffer = flat[start:stop].view(torch.uint8)
@@ -317,15 +363,23 @@ class Gradients:
             layer.buffer = self._take_buffer(layer)
 
     def end_of_backward(self) -> None:
-        """Finish the layers that still wait for gradients: this micro-batch does not use all of their views."""
-        for layer in self.layers:
-            if layer.received and not layer.complete:
+        """Finish the layers that still wait for gradients: this micro-batch does not use all of their views.
+
+        Several ranks finish all layers, in their order: another rank may have gradients.
+        """
+        at_end = self.layers if self._ranks is None else [self.layers[at] for at in self.order]
+        for layer in at_end:
+            if (layer.received or self._ranks is not None) and not layer.complete:
                 self._finish(layer)
+        self.completed, self._completing, self._num_exchanged = self._completing, [], 0
+        for layer in self.layers:
             layer.received.clear()
             layer.complete = False
 
     def end_of_window(self) -> None:
         """Send the gradients that stayed on the device, and the sums of all layers, to RAM."""
+        if self._exchange is not None:
+            self._waits.delay(self._exchange.stream.record())
         window = [layer for layer in self.layers if layer.window]
         if any(layer.on_device for layer in window):
             for flat, blocks, sums in self._in_vram:  # the sums of layers without a gradient are meaningless
@@ -340,15 +394,18 @@ class Gradients:
                 self.d2h.copy(layer.host, layer.kept, layer.layer.name, timed=True)
         self.d2h.copy(self._host_sums, self._device_sums, "norm sums")
         arrived = self.d2h.record()
+        for layer in self.layers:
+            layer.is_begun = False
         for layer in window:
             layer.sent = arrived
 
     def drop(self) -> None:
         """Forget the gradients of this window."""
+        self._completing, self._num_exchanged = [], 0
         for layer in self.layers:
             layer.window.clear()
             layer.received.clear()
-            layer.complete = False
+            layer.complete = layer.is_begun = False
             self._release(layer, None)
             for view in layer.layer.views:
                 view.parameter.grad = None
@@ -361,7 +418,7 @@ class Gradients:
 
     def _finish(self, layer: LayerGradient) -> None:
         """A layer has all its gradients of this micro-batch: start what the module's table says."""
-        if not layer.at_end_only:
+        if layer.received and not layer.at_end_only:
             self._gather(layer)
         if (tracing := trace.active()) is not None:
             tracing.has_gradients_of(layer.layer.name)
@@ -371,7 +428,10 @@ class Gradients:
         layer.known |= layer.received
         first, again = layer.received - layer.window, layer.received & layer.window
         layer.window |= layer.received
-        if self._accumulation == 1:
+        if self._exchange is not None:
+            self._completing.append(self.layers.index(layer))
+            self._exchange_in_order(self._exchange)
+        elif self._accumulation == 1:
             if not layer.on_device:
                 self._send(layer)
         elif layer.on_device:
@@ -382,44 +442,92 @@ class Gradients:
                     into.add_(piece) if add else into.copy_(piece)
             self._release(layer, None)
         else:
-            self._accumulate_in_ram(layer, first, again)
+            ranges = [(start, start, length, False) for start, length in runs(layer.layer, first)]
+            ranges += [(start, start, length, True) for start, length in runs(layer.layer, again)]
+            self.d2h.wait(record_compute(self._device))
+            self._release(layer, self._accumulate_in_ram(layer, layer.bucket, ranges))
 
-    def _accumulate_in_ram(self, layer: LayerGradient, first: set[int], again: set[int]) -> None:
-        """Copy a micro-batch's gradient to a staging buffer, from where the stepping thread adds it in RAM.
+    def _exchange_in_order(self, exchange: GradientExchange) -> None:
+        """Exchange the layers whose turn it is."""
+        while self._num_exchanged < len(self.order):
+            layer = self.layers[self.order[self._num_exchanged]]
+            if not layer.complete:
+                return
+            self._num_exchanged += 1
+            self._exchange_layer(exchange, layer)
 
-        The views `first` (indices) get their first gradient of the window, those of `again` another.
+    def _exchange_layer(self, exchange: GradientExchange, layer: LayerGradient) -> None:
+        """Bring a micro-batch's gradient to the ranks that own it, and add up what this one owns."""
+        if not layer.received:
+            self._open(layer, set())
+        for index, place in enumerate(layer.places()):
+            if index not in layer.received:
+                place.fill_(-0.0)
+        received = exchange.receive(layer.bucket, layer.layer)
+        layer.sent = exchange.stream.record()
+        self._release(layer, layer.sent)
+        begins, layer.is_begun = not layer.is_begun, True
+        if layer.on_device:
+            assert layer.accumulated is not None
+            exchange.add(received, layer.accumulated, begins=begins)
+        elif self._accumulation == 1:
+            assert layer.host is not None
+            gradient = exchange.sum(received, layer.device_blocks, layer.device_sums)
+            self.d2h.wait(exchange.stream.record())
+            layer.sent = self.d2h.copy_all([(layer.host, gradient)], layer.layer.name)
+            exchange.busy(summed_until=layer.sent)
+        else:
+            assert self._ranks is not None
+            own = layer.shard.numel
+            ranges = [(at * own, 0, own, at > 0 or not begins) for at in range(self._ranks.size) if own]
+            self.d2h.wait(layer.sent)
+            exchange.busy(received_until=self._accumulate_in_ram(layer, received, ranges))
+
+    def _accumulate_in_ram(
+        self, layer: LayerGradient, source: torch.Tensor, ranges: Sequence[tuple[int, int, int, bool]]
+    ) -> Event:
+        """Copy `source` to a staging buffer, from where the stepping thread adds it to the gradient in RAM.
+
+        Args:
+            source: 1-D, in the bucket's dtype; the D2H stream has waited for it.
+            ranges: (start in `source`, start in the gradient, length, whether to add; else it is copied).
+
+        Returns:
+            The end of the copy.
         """
         staged: list[torch.Tensor] = []  # the staging buffer, until it is given back
         try:
             # If all are in use, this waits until the stepping thread gives one back.
             with self._waits.blocking() if self._staging.empty() else nullcontext():
                 staged.append(self._staging.get())
-            self._accumulate_through(staged, layer, first, again)
+            return self._accumulate_through(staged, layer, source, ranges)
         except BaseException:  # also an interrupt: else later micro-batches would wait for the buffer for ever
             self._give_back_staging(staged)
             raise
 
     def _accumulate_through(
-        self, staged: list[torch.Tensor], layer: LayerGradient, first: set[int], again: set[int]
-    ) -> None:
+        self,
+        staged: list[torch.Tensor],
+        layer: LayerGradient,
+        source: torch.Tensor,
+        ranges: Sequence[tuple[int, int, int, bool]],
+    ) -> Event:
         assert layer.host is not None
-        host, piece = layer.host, staged[0][: layer.bucket_bytes].view(layer.bucket_dtype)
-        self.d2h.wait(record_compute(self._device))
-        arrived = self.d2h.copy_all([(piece, layer.bucket)], layer.layer.name)
-        self._release(layer, arrived)
+        host, piece = layer.host, staged[0][: source.nbytes].view(source.dtype)
+        arrived = self.d2h.copy_all([(piece, source)], layer.layer.name)
         layer.sums_on_host = True
 
         def add_to_window() -> None:
             try:
                 arrived.synchronize()
-                for part, add in ((first, False), (again, True)):
-                    for start, length in runs(layer.layer, part):
-                        cpu.accumulate(host[start : start + length], piece[start : start + length], add=add)
+                for at, start, length, add in ranges:
+                    cpu.accumulate(host[start : start + length], piece[at : at + length], add=add)
             finally:
                 self._give_back_staging(staged)
 
         self._submit(add_to_window)
         layer.sent = arrived
+        return arrived
 
     def _give_back_staging(self, staged: list[torch.Tensor]) -> None:
         with suppress(IndexError):  # the other thread has given it back already
@@ -451,6 +559,12 @@ class Gradients:
 
     def _reopen(self, layer: LayerGradient) -> None:
         """A gradient came after its layer was sent: the layer is used twice. Send it at the end of backward instead."""
+        if self._exchange is not None:
+            raise EngineStateError(
+                f"a parameter of {layer.layer.name!r} got a second gradient after the layer's were sent to the other "
+                "ranks: blocks that torch recomputes and that are used twice are trained on one GPU only. Use "
+                "OffloadConfig(activation_checkpointing=True) instead of torch's checkpoint()"
+            )
         layer.at_end_only, layer.complete = True, False
         if self._accumulation > 1:
             layer.received.clear()

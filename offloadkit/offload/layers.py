@@ -7,8 +7,10 @@ without repeated blocks is cut by size.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -44,6 +46,8 @@ class ParameterView:
     """Every (module, attribute) that holds this tensor. Tied weights have more than one."""
     start: int = 0
     """First element in the flat layer."""
+    first: int = 0
+    """First element of the parameter that is here: not 0 in a shard that begins inside of it."""
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,8 +80,15 @@ class FlatLayer:
     precision: Precision = "exact"
     """How the moments are stored."""
     optimizer: str = "adamw"
+    cuts: tuple[int, ...] = ()
+    """Where the ranks' ranges begin, and the end of the last one; () where there is one rank."""
+    begin: int = 0
+    """Of a shard: its first element in the whole layer."""
+    first_view: int = 0
+    """Of a shard: the index, in the whole layer, of its first view."""
     numel: int = field(init=False)
     """Elements of the flat buffers, padding included."""
+    _shard: FlatLayer | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.views.sort(key=lambda view: (view.group, view.order))
@@ -87,18 +98,46 @@ class FlatLayer:
             self.numel += -(-view.numel // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
         self.numel = max(self.numel, VIEW_ALIGNMENT)  # a layer of empty parameters needs a buffer too
 
+    @property
+    def shard(self) -> FlatLayer:
+        """What this rank steps: its views are pieces of parameters. With one rank it is the layer itself."""
+        return self._shard or self
+
+    def cut_for(self, rank: int, num_ranks: int) -> None:
+        """Share the layer between ranks: each owns a range, and keeps its states and its gradient.
+
+        Ranges end where blocks of the norm do (every 65,536 elements of a parameter), as near to equal as that allows.
+        So block sums, random bits and 8-bit blocks are those of the whole layer. A small layer's range may be empty.
+        """
+        ends = [view.start + at for view in self.views for at in range(0, view.numel, NORM_BLOCK)] + [self.numel]
+        self.cuts = (0, *(_nearest(ends, self.numel * k / num_ranks) for k in range(1, num_ranks)), self.numel)
+        start, end = self.cuts[rank], self.cuts[rank + 1]
+        inside = [at for at, view in enumerate(self.views) if view.start < end and view.start + view.numel > start]
+        pieces = []
+        for view in (self.views[at] for at in inside):
+            piece = copy(view)
+            piece.first = max(start - view.start, 0)
+            piece.numel = min(end - view.start, view.numel) - piece.first
+            pieces.append(piece)
+        first_view = inside[0] if inside else len(self.views)
+        self._shard = replace(self, views=pieces, cuts=(), begin=start, first_view=first_view)
+        self._shard.numel = end - start
+
     def shape(self) -> LayerShape:
         """What the plan needs to know of the layer."""
+        shard = self.shard
         return LayerShape(
             self.name,
             num_parameters=sum(view.numel for view in self.views),
             numel=self.numel,
             dtype=DTYPE_NAMES[self.dtype],
-            num_norm_blocks=sum(-(-view.numel // NORM_BLOCK) for view in self.views),
+            num_norm_blocks=sum(-(-view.numel // NORM_BLOCK) for view in shard.views),
             shared=self.shared,
             in_block=self.block is not None,
             precision=self.precision,
             optimizer=self.optimizer,
+            own=None if shard is self else shard.numel,
+            num_ranks=max(len(self.cuts) - 1, 1),
         )
 
     @property
@@ -110,6 +149,12 @@ class FlatLayer:
     def shared(self) -> bool:
         """Whether one of the views is a tied weight. The gradients of its uses are added in fp32."""
         return any(view.shared for view in self.views)
+
+
+def _nearest(ends: Sequence[int], target: float) -> int:
+    """The number of ascending `ends` that is nearest to `target`."""
+    at = bisect_left(ends, target)
+    return min(ends[max(at - 1, 0) : at + 1], key=lambda end: abs(end - target))
 
 
 def flat_layers(

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,7 +22,8 @@ from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.process_memory import let_segments_grow
 from offloadkit.device.state_file import DiskStates, Region, StateFile
 from offloadkit.device.streams import BusyTime, Waits
-from offloadkit.errors import EngineStateError
+from offloadkit.distributed.ranks import Ranks
+from offloadkit.errors import ConfigError, EngineStateError
 from offloadkit.hardware import trim_heap
 from offloadkit.offload.caches import caching_configs, without_caches
 from offloadkit.offload.compile import compile_blocks
@@ -29,6 +31,7 @@ from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.outside import Alias, Outside, unwatched
 from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint_activations, forget_found
+from offloadkit.offload.shards import WeightGathers
 from offloadkit.offload.shortage import RamWatch
 from offloadkit.offload.state_ring import StateRing
 from offloadkit.offload.states import LayerState, Materialise
@@ -43,6 +46,10 @@ from offloadkit.planner import (
     Plan,
     step_buffer_bytes,
 )
+
+_READ_AHEAD_BYTES = 640 << 20
+"""Most bytes of parameters that are read or drawn at once on a GPU, where no single layer has more. They take no more
+RAM than the framework will when the first step comes (`planner.phases`)."""
 
 
 class PlacedModel:
@@ -66,6 +73,7 @@ class PlacedModel:
         config: OffloadConfig,
         device: torch.device,
         *,
+        ranks: Ranks | None,
         materialise: Materialise | None,
         ram_watch: RamWatch,
         leaner: Callable[[], Plan | None],
@@ -75,6 +83,7 @@ class PlacedModel:
     ) -> None:
         """
         Args:
+            ranks: those that train together, or None where there is one. All get rank 0's weights.
             materialise: makes parameters without memory real, or None where all have some.
             ram_watch: checked while RAM fills.
             leaner: called where the GPU is full. It gives the plan to go on by, with less in VRAM, or None.
@@ -85,7 +94,7 @@ class PlacedModel:
         Raises:
             OffloadkitError: not enough RAM, or a disk that will not do.
             torch.OutOfMemoryError: the GPU is full, and no plan is leaner.
-            ConfigError: checkpointing of a model without repeated blocks.
+            ConfigError: checkpointing of a model without repeated blocks, or a placement not built for several ranks.
         """
         self.module, self._device, self._config = module, device, config
         self._shapes, self._accumulation = plan.layers, config.gradient_accumulation
@@ -95,8 +104,14 @@ class PlacedModel:
         self._regions: dict[FlatLayer, Region] = {}
         self._ring: WeightRing | None = None
         let_segments_grow(device)
-        self._waits = Waits(device)
-        shared = self._begin(layers, plan.placements, materialise, ram_watch, leaner)
+        self._waits, self._ranks = Waits(device), ranks
+        self._gathers = None if ranks is None else WeightGathers(ranks, device, self._waits)
+        self._check_built(plan.placements)
+        load = materialise if ranks is None else _with_rank_0s_numbers(ranks, materialise)
+        shared = self._begin(layers, plan.placements, load, ram_watch, leaner)
+        if ranks is not None:
+            for buffer in module.buffers():
+                ranks.broadcast(buffer)
         undo.callback(self._bind_to_ram)  # however the engine ends, what is in RAM is what the model has
         self._offloaded = OffloadedInputs(device, self._waits)
         self.caching = caching_configs(module)
@@ -118,6 +133,7 @@ class PlacedModel:
             submit=submit,
             got_gradient=self.forward_hooks.got_gradient,
             waits=self._waits,
+            ranks=ranks,
         )
         undo.callback(self.gradients.remove)
         self._tied_uses = TiedUses(list(layers), self.gradients.receive)
@@ -176,7 +192,12 @@ class PlacedModel:
         self.pinning_seconds = time.perf_counter() - started
         own, buffers = list(islice(slabs, len(sizes))), list(islice(slabs, len(shared)))
         self._take_disk([(layer, shape) for layer, shape, placement in placed if placement.states == "disk"])
-        for (layer, _, placement), slab in zip(placed, own, strict=True):
+        together = _read_together(
+            [layer for layer, _, _ in placed], _READ_AHEAD_BYTES if self._device.type == "cuda" else 0
+        )
+        for index, ((layer, _, placement), slab) in enumerate(zip(placed, own, strict=True)):
+            if materialise is not None and index in together:
+                materialise(together[index])
             region = self._regions.get(layer)
             weights_slab = next(slabs) if placement.weights == "ram" else None
             state = LayerState(
@@ -188,14 +209,26 @@ class PlacedModel:
                 self._waits,
                 region=region,
                 weights_slab=weights_slab,
+                bring=None if self._gathers is None else self._gathers.bring,
             )
-            state.take_parameters(materialise)
+            state.take_parameters()
             trim_heap()  # else holes of the size of matrices stay, which the next layer's do not fit into
             self.states.append(state)
             ram_watch.check()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return buffers
+
+    def _check_built(self, placements: Sequence[Placement]) -> None:
+        """
+        Raises:
+            ConfigError: there are several ranks, and a placement that they do not know yet.
+        """
+        if self._ranks is not None and any(each.weights == "ram" or each.states == "disk" for each in placements):
+            raise ConfigError(
+                f"weights='ram' and states='disk' with {self._ranks.size} ranks are not built yet: choose a placement "
+                "with weights='vram', and states='vram' or states='ram'"
+            )
 
     def _own_bytes(self, shape: LayerShape, placement: Placement) -> int:
         """RAM of a layer alone; the norm's sums have a place of their own, and so have weights that live in RAM."""
@@ -211,7 +244,7 @@ class PlacedModel:
         """Bytes of the buffers in RAM that layers share: those of states on disk, then those for accumulation."""
         placed = list(zip(self._shapes, placements, strict=True))
         on_disk = [sum(shape.state_bytes().values()) for shape, placement in placed if placement.states == "disk"]
-        through_ram = [shape.bucket_bytes() for shape, placement in placed if placement.gradients == "ram"]
+        through_ram = [shape.received_bytes() for shape, placement in placed if placement.gradients == "ram"]
         num_staging = NUM_STAGING if self._accumulation > 1 and through_ram else 0
         return [max(on_disk, default=0)] * (NUM_STATE_BUFFERS if on_disk else 0) + [
             max(through_ram, default=0)
@@ -315,6 +348,7 @@ class PlacedModel:
         Args:
             moved: called with each layer's new state, while the old one still exists.
         """
+        self._check_built(placements)
         changes = self._changes(placements)
         if not changes and self.is_whole:
             return
@@ -417,6 +451,8 @@ class PlacedModel:
         """While it is open, backward runs; at its end the micro-batch's gradients are on their way."""
         if self._ring is not None:
             self._ring.in_backward = True
+        if self._gathers is not None:
+            self._gathers.bring()  # before gradients are exchanged, on all ranks
         try:
             with self._waits.during("backward"), self.outside.released():
                 yield
@@ -452,21 +488,57 @@ class PlacedModel:
         if self._disk is not None:
             self._disk.synchronize()
 
-    def start_update(self) -> list[tuple[LayerState, set[int], PendingUpdate]]:
-        """The window ends: what is to be stepped, in the order in which forward asks for it; it waits from here on."""
+    def start_update(self, window: tuple[int, int]) -> list[tuple[LayerState, set[int], PendingUpdate]]:
+        """The window ends: what is to be stepped, in the order in which forward asks for it; it waits from here on.
+
+        window: (updates, micro-batches) so far, which all ranks must have in common.
+        """
+        by_weights = {state.weights: state for state in self.states}
+        order = [by_weights[weights] for weights in self.forward_hooks.forward_order()]
+        if self._ranks is not None:
+            order = self._agree(self._ranks, order, window)
         self.gradients.end_of_window()
         layers = []
-        by_weights = {state.weights: state for state in self.states}
-        for weights in self.forward_hooks.forward_order():
-            state = by_weights[weights]
+        for state in order:
             views = set(state.gradient.window)
             if views:
-                layers.append((state, views, weights.start_update(views)))
+                layers.append((state, views, state.weights.start_update(views)))
                 state.gradient.window.clear()
+        if self._gathers is not None:
+            self._gathers.begin([state.weights for state, _, _ in layers])
         return layers
+
+    def _agree(self, ranks: Ranks, order: list[LayerState], window: tuple[int, int]) -> list[LayerState]:
+        """Make all ranks step the same parameters, in rank 0's order, and exchange gradients as rank 0 had them.
+
+        Raises:
+            EngineStateError: they are not at the same step, or have other numbers of micro-batches.
+        """
+        at = {state: index for index, state in enumerate(self.states)}
+        num, counts = len(self.states), [len(state.layer.views) for state in self.states]
+        got = np.zeros(sum(counts), dtype=np.int64)
+        starts = [0, *np.cumsum(counts).tolist()]
+        for start, state in zip(starts, self.states, strict=False):
+            got[[start + index for index in state.gradient.window]] = 1
+        own = [*window, *(at[state] for state in order), *self.gradients.completed]
+        told = ranks.agree(np.concatenate([np.array(own, dtype=np.int64), got]))
+        windows = [tuple(each) for each in told[:, :2].tolist()]
+        if len(set(windows)) > 1:
+            listed = ", ".join(f"rank {rank}: {m} in step {n}" for rank, (n, m) in enumerate(windows))
+            raise EngineStateError(
+                f"the ranks have gone apart in their micro-batches ({listed}): every rank must call backward() and "
+                "step() equally often. Give all of them the same number of batches"
+            )
+        by_any = told[:, 2 + 2 * num :].max(axis=0)
+        for start, state, count in zip(starts, self.states, counts, strict=False):
+            state.gradient.window = set(np.flatnonzero(by_any[start : start + count]).tolist())
+        self.gradients.order = told[0, 2 + num : 2 + 2 * num].tolist()
+        return [self.states[index] for index in told[0, 2 : 2 + num].tolist()]
 
     def forget_pending(self) -> None:
         """Let forward wait for no update."""
+        if self._gathers is not None:
+            self._gathers.forget()
         for state in self.states:
             if state.weights.pending is not None and not state.weights.pending.recorded.is_set():
                 state.weights.pending.record(None)
@@ -512,6 +584,19 @@ class PlacedModel:
             self.module.to("cpu")
 
 
+def _with_rank_0s_numbers(ranks: Ranks, materialise: Materialise | None) -> Materialise:
+    """`materialise`, after which parameters have rank 0's numbers."""
+
+    def load(parameters: Sequence[nn.Parameter]) -> None:
+        if materialise is not None:
+            materialise(parameters)
+        for parameter in parameters:
+            if not parameter.is_meta:
+                ranks.broadcast(parameter)
+
+    return load
+
+
 def _stays(state: LayerState, placement: Placement) -> bool:
     """Whether all that a layer holds is at `placement` already."""
     return replace(state.placement, activations=placement.activations) == placement
@@ -542,3 +627,21 @@ def _name_of_shared(weights: Sequence[LayerWeights]) -> str | None:
         return None
     gc.collect()  # it may be one that nobody can reach any more
     return found()
+
+
+def _read_together(layers: Sequence[FlatLayer], most_bytes: int) -> dict[int, list[nn.Parameter]]:
+    """By the number of a layer: the parameters to make real before it is taken over.
+
+    They are those of one layer, or of several that have at most `most_bytes` together: with several, all cores have
+    parameters to draw.
+    """
+    found: dict[int, list[nn.Parameter]] = {}
+    room, first = 0, 0
+    for index, layer in enumerate(layers):
+        parameters = [view.parameter for view in layer.views]
+        num_bytes = sum(parameter.nbytes for parameter in parameters if parameter.is_meta)
+        if num_bytes > room:
+            room, first = most_bytes, index
+        room -= num_bytes
+        found.setdefault(first, []).extend(parameters)
+    return found

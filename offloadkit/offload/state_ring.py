@@ -87,7 +87,7 @@ class PassingStates:
     def chunks(self) -> list[_Chunk]:
         """In the order in which they pass."""
         total = self.host.weights.numel()
-        size = chunk_numel(total)
+        size = max(chunk_numel(total), 1)  # a rank may own nothing of a layer
         chunks = []
         for start in range(0, total, size):
             end = min(start + size, total)

@@ -35,8 +35,15 @@ Materialise = Callable[[Sequence[nn.Parameter]], None]
 """Makes parameters without memory real, in RAM and in their dtype; they stay the same objects."""
 
 
+_SPLIT, _SPLIT_IN_VRAM = 1 << 18, 1 << 22
+"""Elements of master weights that are split at a time, where their remainders are in RAM and in VRAM."""
+
+
 class LayerState:
     """A flat layer as its step sees it.
+
+    With several ranks the states and the gradient are those of what this rank owns of it, its `shard`. Views, and their
+    indices, are the whole layer's.
 
     Attributes:
         flat: working weights and the arrays of `layer.states`: 1-D, where the placement puts them. Where the CPU can
@@ -44,7 +51,7 @@ class LayerState:
             resident weights. States on disk are mapped here; a step works on a copy in RAM.
         on_gpu: whether the GPU steps it next. The stepping thread may change it where the layer is `switchable`.
         switchable: whether both processors can step it and the user has not chosen one.
-        steps: fp32 [num_views], how often each parameter was stepped.
+        steps: fp32 [num_views of the whole layer], how often each parameter was stepped.
         weights_slab: RAM of the weights alone, where they live in RAM. They stay there when the engine is closed.
         gradient: its gradient on the way to the step.
         uploaded: the end of the newest step. Then resident weights are new in VRAM, and a gradient in VRAM may be
@@ -63,6 +70,7 @@ class LayerState:
         region: Region | None,
         resident: LayerWeights | None = None,
         weights_slab: HostSlab | None = None,
+        bring: Callable[[LayerWeights], None] | None = None,
     ) -> None:
         """
         Args:
@@ -70,7 +78,11 @@ class LayerState:
             weights_slab: RAM for weights that live there; None where they live in VRAM.
             region: disk for the states, where `placement` puts them there.
             resident: weights that stay in VRAM as they are; None makes new ones.
+            bring: with several ranks, as for `LayerWeights`.
         """
+        self.shard = shard = layer.shard
+        self._pieces = {shard.first_view + at: piece for at, piece in enumerate(shard.views)}
+        """What of a view (by index) this rank owns."""
         self.layer, self.placement, self._region = layer, placement, region
         self._config, self._device, self._waits = config, device, waits
         self.weights_slab = weights_slab
@@ -79,24 +91,18 @@ class LayerState:
             return torch.zeros(numel, dtype=dtype, device=device)
 
         by_cpu = cpu_can_step(placement)
-        if resident is not None and not by_cpu:
-            weights = resident.flat
-        else:
-            cut_weights = weights_slab.cut if weights_slab is not None else slab.cut if by_cpu else in_vram
-            weights = cut_weights(layer.numel, layer.dtype)
-        states = slab.cut if region is None else region.cutter()
-        self.flat = FlatState.cut(layer.states, weights, in_vram if placement.states == "vram" else states)
         self.weights: LayerWeights
         self._streamed: StreamedWeights | None = None
         if weights_slab is not None:
+            weights = weights_slab.cut(layer.numel, layer.dtype)
             self.weights = self._streamed = StreamedWeights(layer, weights, device, waits)
-        elif resident is not None:
-            self.weights = resident
         else:
-            flat = torch.zeros_like(weights, device=device) if by_cpu else weights
-            self.weights = LayerWeights(layer, flat, device, waits)
-        is_fp32 = config.gradient_accumulation > 1 or layer.shared  # the gradient is a sum of several
-        host = slab.cut(layer.numel, torch.float32 if is_fp32 else layer.dtype) if by_cpu else None
+            self.weights = resident or LayerWeights(layer, in_vram(layer.numel, layer.dtype), device, waits, bring)
+            weights = slab.cut(shard.numel, layer.dtype) if by_cpu else self.weights.own
+        states = slab.cut if region is None else region.cutter()
+        self.flat = FlatState.cut(layer.states, weights, in_vram if placement.states == "vram" else states)
+        is_sum = config.gradient_accumulation > 1 or layer.shared or shard is not layer
+        host = slab.cut(shard.numel, torch.float32 if is_sum else layer.dtype) if by_cpu else None
         self.gradient = LayerGradient(self.weights, host, on_device=placement.gradients == "vram")
         self.ring: StateRing | None = None
         self._passing: PassingStates | None = None
@@ -112,7 +118,7 @@ class LayerState:
         placement, self.ring, self._passing = self.placement, ring, None
         if ring is not None and placement.states == "ram" and gpu_can_step(placement):
             passing_gradient = self.gradient.host if placement.gradients == "ram" else None
-            resident_weights = self.weights.flat if self._streamed is None else None
+            resident_weights = self.weights.own if self._streamed is None else None
             self._passing = PassingStates(f"{self.layer.name} states", self.flat, resident_weights, passing_gradient)
         self.on_gpu = placement.step == "gpu"
         by_either = cpu_can_step(placement) and self._passing is not None
@@ -138,12 +144,12 @@ class LayerState:
         resident = self.weights if self._streamed is None and placement.weights == "vram" else None
         args = self.layer, placement, slab, self._config, self._device, self._waits
         new = LayerState(*args, region=region, resident=resident, weights_slab=weights_slab)
-        if new.flat.weights is not self.weights.flat:
-            new.flat.weights.copy_(self.weights.flat)
+        if new.flat.weights is not self.weights.own:
+            new.flat.weights.copy_(self.weights.own)
         for array in self.layer.states.arrays:
             new.flat[array.name].copy_(self.flat[array.name])
         if resident is None:
-            if new._streamed is None and new.weights.flat is not new.flat.weights:
+            if new._streamed is None and new.weights.own is not new.flat.weights:
                 new.weights.flat.copy_(self.weights.flat)
             self.weights.retire()
             new.weights.start()
@@ -159,32 +165,51 @@ class LayerState:
         """Whether its states pass through VRAM in the next step."""
         return self.on_gpu and self._passing is not None
 
-    def take_parameters(self, materialise: Materialise | None) -> None:
-        """Take the parameters' present values as master weights and bind the parameters to the flat buffer.
-
-        `materialise` makes parameters on the meta device real first, in RAM.
-        """
+    def take_parameters(self) -> None:
+        """Take the parameters' present values as master weights and bind the parameters to the flat buffer."""
         parameters = [view.parameter for view in self.layer.views]
-        if materialise is not None:
-            materialise(parameters)
         if any(parameter.is_meta for parameter in parameters):
             raise ModelError(
                 f"the parameters of {self.layer.name!r} are on the meta device, without values: load the model's "
                 "weights first, or pass materialise="
             )
-        for view in self.layer.views:
+        for index, view in enumerate(self.layer.views):
             source = view.parameter.data.reshape(-1)
-            remainder = source if self.layer.dtype == torch.float16 else None
-            if self.layer.dtype == torch.bfloat16 and source.dtype == torch.float32:
-                source, remainder = split_master(source)
-            if self.flat.remainder is not None and remainder is not None:
-                self.flat.remainder[view.elements].copy_(remainder)
-            self.flat.weights[view.elements].copy_(source)
-        if self._streamed is None:
+            split = self.layer.dtype == torch.bfloat16 and source.dtype == torch.float32
+            if self.shard is not self.layer:
+                self.weights.flat[view.elements].copy_(split_master(source)[0] if split else source)
+            for piece in self._owned(index):
+                own = source[piece.first : piece.first + piece.numel]
+                if split:
+                    self._take_split(own, piece.start)
+                    continue
+                if self.flat.remainder is not None and self.layer.dtype == torch.float16:
+                    self.flat.remainder[piece.elements].copy_(own)
+                self.flat.weights[piece.elements].copy_(own)
+        if self._streamed is None and self.shard is self.layer:  # all at once, from pinned memory
             self.weights.flat.copy_(self.flat.weights)
         self.weights.start()
         if self._region is not None:
             self._region.forget_pages()
+
+    def _owned(self, view: ParameterView | int) -> list[ParameterView]:
+        """What of a view, or of that at an index, this rank owns: one piece or none. With one rank it is the view."""
+        piece = self._pieces.get(view if isinstance(view, int) else self.layer.views.index(view))
+        return [] if piece is None else [piece]
+
+    def _take_split(self, master: torch.Tensor, start: int) -> None:
+        """Take fp32 master weights as bf16 weights and remainders, from element `start` on.
+
+        They pass in slices that stay in the caches: as a whole, their temporaries take five times as long.
+        """
+        assert self.flat.remainder is not None
+        size = _SPLIT if self.flat.remainder.device.type == "cpu" else _SPLIT_IN_VRAM
+        for begin in range(0, master.numel(), size):
+            part = master[begin : begin + size].to(self.flat.remainder.device)
+            elements = slice(start + begin, start + begin + part.numel())
+            high, low = split_master(part)
+            self.flat.weights[elements].copy_(high)
+            self.flat.remainder[elements].copy_(low)
 
     def open(self) -> None:
         """Have the newest weights where they live, so that anyone may read or write them."""
@@ -202,7 +227,7 @@ class LayerState:
         """Called before somebody writes a parameter. All updates are done.
 
         Returns:
-            The weights, 1-D, where `after_write` needs them and nothing else keeps them.
+            The weights that this rank owns, 1-D, where `after_write` needs them and nothing else keeps them.
         """
         split = self.flat.remainder is not None and self.layer.dtype == torch.bfloat16
         if split and self._keeps_copy:
@@ -214,7 +239,9 @@ class LayerState:
             self._seen_writes[view] = version
         elif self._seen_writes.get(view) != version:
             self._seen_writes.pop(view, None)
-        return self.flat.weights[view.elements].clone() if split and not self._keeps_copy else None
+        for piece in self._owned(view):
+            return self.flat.weights[piece.elements].clone() if split and not self._keeps_copy else None
+        return None
 
     def after_write(self, view: ParameterView, before: torch.Tensor | None) -> None:
         """Called after it, with the result of `before_write`."""
@@ -224,7 +251,8 @@ class LayerState:
         if view in self._seen_writes:
             self._seen_writes[view] = version
         if before is not None:
-            self._forget_remainder(view, before)
+            (piece,) = self._owned(view)
+            self._forget_remainder(piece, before)
 
     def take_over(self, written: Mapping[ParameterView, int], *, keep_remainder: bool = False) -> None:
         """Take weights that were written from outside as the master weights. Their update is recorded.
@@ -238,37 +266,37 @@ class LayerState:
         self._wait_for_copies()
         if self._streamed is not None:
             self._streamed.save(list(written))
-        for view, version in written.items():
+        for view, piece in [(each, piece) for each in written for piece in self._owned(each)]:
             if self.flat.remainder is not None and not keep_remainder:
-                if self._seen_writes.get(view) != version:
-                    self._drop_remainder(view)
+                if self._seen_writes.get(view) != written[view]:
+                    self._drop_remainder(piece)
                 elif self.layer.dtype == torch.float16:
-                    self._forget_remainder(view, self.flat.remainder[view.elements].half())
+                    self._forget_remainder(piece, self.flat.remainder[piece.elements].half())
                 elif self._keeps_copy:
-                    self._forget_remainder(view, self.flat.weights[view.elements])
+                    self._forget_remainder(piece, self.flat.weights[piece.elements])
             if self._streamed is None:
-                self.flat.weights[view.elements].copy_(self.weights.flat[view.elements])
+                self.flat.weights[piece.elements].copy_(self.weights.own[piece.elements])
         self._seen_writes.clear()
 
     @property
     def _keeps_copy(self) -> bool:
         """Whether RAM has a copy of weights that live in VRAM."""
-        return self.flat.weights is not self.weights.flat
+        return self.flat.weights is not self.weights.own
 
-    def _drop_remainder(self, view: ParameterView) -> None:
+    def _drop_remainder(self, piece: ParameterView) -> None:
         """The master weights are the working weights, and nothing more."""
         assert self.flat.remainder is not None
-        remainder = self.flat.remainder[view.elements]
+        remainder = self.flat.remainder[piece.elements]
         if self.layer.dtype == torch.float16:
-            remainder.copy_(self.weights.flat[view.elements])
+            remainder.copy_(self.weights.own[piece.elements])
         else:
             remainder.zero_()
 
-    def _forget_remainder(self, view: ParameterView, before: torch.Tensor) -> None:
+    def _forget_remainder(self, piece: ParameterView, before: torch.Tensor) -> None:
         """As `_drop_remainder`, where the working weights have other bits than `before`, 1-D."""
         assert self.flat.remainder is not None
-        remainder = self.flat.remainder[view.elements]
-        now = self.weights.flat[view.elements]
+        remainder = self.flat.remainder[piece.elements]
+        now = self.weights.own[piece.elements]
         changed = (now.view(torch.int16) != before.to(now.device).view(torch.int16)).to(remainder.device)
         if self.layer.dtype == torch.float16:
             remainder.copy_(torch.where(changed, now.to(remainder), remainder))
@@ -276,13 +304,19 @@ class LayerState:
             remainder.masked_fill_(changed, 0)
 
     def master(self, view: ParameterView) -> torch.Tensor:
-        """fp32 copy of a parameter's master weights, in its shape, in RAM."""
-        weights = self.weights.flat[view.elements].cpu()
-        if self.flat.remainder is None:
-            return weights.view(view.parameter.shape).clone()
-        remainder = self.flat.remainder[view.elements].cpu()
-        flat = join_master(weights, remainder) if remainder.dtype == torch.int16 else remainder.clone()
-        return flat.view(view.parameter.shape)
+        """fp32 copy of a parameter's master weights, in its shape, in RAM; with several ranks what is owned, 1-D."""
+        for piece in self._owned(view):
+            weights = self.weights.own[piece.elements].cpu()
+            if self.flat.remainder is None:
+                return self._shaped(weights.clone(), piece)
+            remainder = self.flat.remainder[piece.elements].cpu()
+            flat = join_master(weights, remainder) if remainder.dtype == torch.int16 else remainder.clone()
+            return self._shaped(flat, piece)
+        return torch.empty(0)
+
+    def _shaped(self, flat: torch.Tensor, piece: ParameterView) -> torch.Tensor:
+        """What belongs to a piece in its parameter's shape, where there is one rank."""
+        return flat.view(piece.parameter.shape) if self.shard is self.layer else flat
 
     def step(self, views: set[int], options: Sequence[GroupOptions], grad_scale: float, stream: CopyStream) -> None:
         """One optimizer step of the parameters at `views`, in place; the others keep all, their step count too.
@@ -308,7 +342,7 @@ class LayerState:
                 flat = FlatState.cut(self.layer.states, self.flat.weights, slab.cut)
                 optimizer_step(flat, self.gradient.host, segments, grad_scale)
         if self._streamed is None:
-            self.uploaded = stream.copy_all([(self.weights.flat, self.flat.weights)], self.layer.name)
+            self.uploaded = stream.copy_all([(self.weights.own, self.flat.weights)], self.layer.name)
 
     def _step_on_gpu(self, segments: Sequence[Segment], grad_scale: float, stream: CopyStream) -> None:
         if self.uploaded is not None:
@@ -349,7 +383,7 @@ class LayerState:
         if self._copy_is_stale:
             assert self.ring is not None
             assert self._passing is not None
-            self.ring.copy_down(self._passing, self.flat.weights, self.weights.flat, self.uploaded)
+            self.ring.copy_down(self._passing, self.flat.weights, self.weights.own, self.uploaded)
             self._copy_is_stale = False
 
     def settle(self) -> None:
@@ -373,28 +407,41 @@ class LayerState:
         steps = [int(step) for step in self.steps.tolist()]  # at once: one by one a tensor's numbers take Python long
         if self.layer.states.is_rounded:
             found = []
-            for index in sorted(views):  # one for each parameter, with random bits of its own
-                view, step = self.layer.views[index], steps[index]
-                scalars = _scalars(self.layer.states.optimizer, options[view.group], step)
-                key = random_key(self._config.seed, view.name, step)
-                found.append(Segment(view.start, view.numel, scalars, key))
+            for index in sorted(views & self._pieces.keys()):  # one for each parameter, with random bits of its own
+                piece, step = self._pieces[index], steps[index]
+                scalars = _scalars(self.layer.states.optimizer, options[piece.group], step)
+                key = random_key(self._config.seed, piece.name, step)
+                found.append(Segment(piece.start, piece.numel, scalars, key, piece.first))
             return found
         kinds: dict[tuple[int, int], set[int]] = {}
-        for index in views:
-            kinds.setdefault((self.layer.views[index].group, steps[index]), set()).add(index)
+        for index in views & self._pieces.keys():
+            kinds.setdefault((self._pieces[index].group, steps[index]), set()).add(index - self.shard.first_view)
         by_scalars: dict[tuple[float, ...], set[int]] = {}
         for (group, step), indices in kinds.items():
             by_scalars.setdefault(_scalars(self.layer.states.optimizer, options[group], step), set()).update(indices)
         return [
             Segment(start, length, scalars)
             for scalars, indices in by_scalars.items()
-            for start, length in runs(self.layer, indices)
+            for start, length in runs(self.shard, indices)
         ]
 
     def state_of(self, index: int) -> dict[str, torch.Tensor]:
-        """A parameter's states, as torch optimizers keep them: views, in its shape; block scales are 1-D."""
-        view, arrays = self.layer.views[index], {"step": self.steps[index]}
+        """A parameter's states, as torch optimizers keep them: views, in its shape; block scales are 1-D.
+
+        With several ranks all are 1-D, and what this one owns.
+        """
+        arrays = {"step": self.steps[index]}
         for array in self.layer.states.arrays:
-            part = self.flat[array.name][array.part(view.start, view.start + view.numel)]
-            arrays[array.name] = part if array.block > 1 else part.view(view.parameter.shape)
+            arrays[array.name] = self.flat[array.name][:0]
+            for piece in self._owned(index):
+                part = self.flat[array.name][array.part(piece.start, piece.start + piece.numel)]
+                arrays[array.name] = part if array.block > 1 else self._shaped(part, piece)
         return arrays
+
+    def ranges_of(self, index: int) -> dict[str, tuple[int, int]]:
+        """Where the arrays of `state_of` begin in those of the whole parameter, and how many elements these have."""
+        numel, ranges = self.layer.views[index].numel, {"step": (0, 1)}
+        first = sum(piece.first for piece in self._owned(index))
+        for array in self.layer.states.arrays:
+            ranges[array.name] = (first // array.block, array.numel(numel))
+        return ranges

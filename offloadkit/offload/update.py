@@ -23,6 +23,7 @@ import torch
 
 from offloadkit.device import trace
 from offloadkit.device.streams import BusyTime, CopyStream, Event
+from offloadkit.distributed.ranks import Ranks
 from offloadkit.offload.gradients import compute_host_sums
 from offloadkit.offload.states import LayerState
 from offloadkit.offload.weights import PendingUpdate
@@ -108,8 +109,9 @@ class StepThread:
         error: the first exception of either thread.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
+        """ranks: those that have parts of the norm, or None where there is one."""
+        self._device, self._ranks = device, ranks
         self.h2d = CopyStream(device, "H2D")
         self.kernels = CopyStream(device, "step on the GPU", urgent=True)  # short kernels, for which copies wait
         self.balancer = StepBalancer()
@@ -178,7 +180,7 @@ class StepThread:
             state.gradient.sent.synchronize()
         arrived = time.perf_counter()
         with trace.host("norm", "norm"):
-            update.norm = _norm(update) / update.loss_scale
+            update.norm = _norm(update, self._ranks) / update.loss_scale
         update.norm_known.set()
         normed = time.perf_counter()
         update.seconds = {"gradient_wait": arrived - started, "norm": normed - arrived}
@@ -237,8 +239,10 @@ class StepThread:
             queued.set()
 
 
-def _norm(update: Update) -> float:
+def _norm(update: Update, ranks: Ranks | None) -> float:
     """Global gradient norm: the root of the sum of all block sums, added in the model's parameter order.
+
+    With several ranks each has those that it owns, and zeros for the others.
 
     Where it is not finite, `update.nonfinite` gets the names of the parameters that made it so.
     """
@@ -247,7 +251,11 @@ def _norm(update: Update) -> float:
     views = [(state.layer.views[index], state, index) for state, indices, _ in update.layers for index in indices]
     views.sort(key=lambda item: item[0].order)
     by_layer = {state: state.gradient.sums.numpy() for state, _, _ in update.layers}
-    sums = [by_layer[state][state.gradient.blocks_of(index)] for _, state, index in views]
+    sums = [state.gradient.sums_of(index, by_layer[state]) for _, state, index in views]
+    if ranks is not None:
+        together = np.concatenate([np.zeros(0), *sums])
+        ranks.sum(together)
+        sums = np.split(together, np.cumsum([len(part) for part in sums])[:-1])
     total = sum_in_order(sums)
     if not math.isfinite(total):
         named = zip(views, sums, strict=True)

@@ -47,13 +47,24 @@ class LayerWeights:
 
     Attributes:
         flat: 1-D tensor of `layer.numel` elements, where the weights live between steps.
+        own: the part of `flat` that this rank steps; with one rank it is `flat` itself.
         pending: the update that forward has not waited for yet.
         num_updates: how often the weights changed, by an update or by somebody else.
         stepped_on_gpu: whether the GPU steps the layer. Else the CPU does, and its weights are copied to the device.
     """
 
-    def __init__(self, layer: FlatLayer, flat: torch.Tensor, device: torch.device, waits: Waits) -> None:
-        self.layer, self.flat, self.device = layer, flat, device
+    def __init__(
+        self,
+        layer: FlatLayer,
+        flat: torch.Tensor,
+        device: torch.device,
+        waits: Waits,
+        bring: Callable[[LayerWeights], None] | None = None,
+    ) -> None:
+        """bring: with several ranks, has a pending update bring what the other ranks step."""
+        self.layer, self.flat, self.device, self._bring = layer, flat, device, bring
+        shard = layer.shard
+        self.own = flat if shard is layer else flat[shard.begin : shard.begin + shard.numel]
         self.pending: PendingUpdate | None = None
         self.num_updates = 0
         self.stepped_on_gpu = False
@@ -104,6 +115,7 @@ class LayerWeights:
         torch.autograd.graph.increment_version([view.parameter for view in self.layer.views])
         self.num_updates += 1
         self.flat, self._bound, self._home, self._versions = torch.empty(0), [], [], []
+        self.own = self.flat
 
     def _present_versions(self) -> list[int]:
         with unwatched():
@@ -128,6 +140,8 @@ class LayerWeights:
         pending = self.pending
         if pending is None:
             return
+        if self._bring is not None:
+            self._bring(self)
         if not pending.recorded.is_set():
             with self._waits.blocking():
                 pending.recorded.wait()

@@ -29,9 +29,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     """An optimizer whose states lie where the plan says and whose step the engine runs.
 
     `state[parameter]` holds "step" (fp32 scalar) and the arrays of `table.state_table`, in the parameter's shape, such
-    as "exp_avg" and "exp_avg_sq"; block scales are 1-D. "remainder" is the low half of the split master weights (int16)
-    for bf16 working weights, and the master weights (fp32) for fp16 ones. All are views of the engine's memory: read
-    them after `state_dict()` or `engine.synchronize()`.
+    as "exp_avg" and "exp_avg_sq"; block scales are 1-D. With several ranks all are 1-D: this rank's part. "remainder"
+    is the low half of the split master weights (int16) for bf16 working weights, and the master weights (fp32) for fp16
+    ones. All are views of the engine's memory: read them after `state_dict()` or `engine.synchronize()`.
 
     Attributes:
         repeat_window: has the window's micro-batches computed again, where the loop can do that. None: it cannot.

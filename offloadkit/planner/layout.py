@@ -56,6 +56,7 @@ class LayerShape:
     dtype: Dtype
     """Working weights."""
     num_norm_blocks: int
+    """Of the elements that this rank steps."""
     shared: bool
     """Whether it holds a tied weight, whose gradient is fp32."""
     in_block: bool = False
@@ -63,6 +64,14 @@ class LayerShape:
     precision: Precision = "exact"
     """Of the moments."""
     optimizer: str = "adamw"
+    own: int | None = None
+    """Elements that this rank steps; None: all."""
+    num_ranks: int = 1
+
+    @property
+    def own_numel(self) -> int:
+        """Elements whose states and gradient this rank keeps."""
+        return self.numel if self.own is None else self.own
 
     @property
     def states(self) -> StateTable:
@@ -73,13 +82,21 @@ class LayerShape:
         """One micro-batch's gradient."""
         return self.numel * (4 if self.shared else DTYPES[self.dtype].itemsize)
 
+    def received_bytes(self) -> int:
+        """What is added to the window for one micro-batch: with several ranks, each one's gradient of the own range."""
+        return self.bucket_bytes() // self.numel * self.own_numel * self.num_ranks
+
     def gradient_bytes(self, accumulation: int) -> int:
         """The gradient that the step reads: fp32 when it is a sum of several, else the layer's dtype."""
-        return self.numel * 4 if accumulation > 1 else self.bucket_bytes()
+        return self.own_numel * 4 if accumulation * self.num_ranks > 1 else self.bucket_bytes()
 
     def weight_bytes(self) -> int:
         """The working weights."""
         return self.numel * DTYPES[self.dtype].itemsize
+
+    def stepped_bytes(self) -> int:
+        """The working weights that this rank steps."""
+        return self.own_numel * DTYPES[self.dtype].itemsize
 
     def sums_bytes(self) -> int:
         """The norm's block sums, in fp64."""
@@ -87,15 +104,16 @@ class LayerShape:
 
     def state_bytes(self) -> dict[str, int]:
         """Optimizer states by category, wherever they live."""
-        return self.states.num_bytes(self.numel)
+        return self.states.num_bytes(self.own_numel)
 
     def step_bytes(self, accumulation: int) -> int:
         """Memory traffic of a step: the gradient is read, states and working weights are read and written."""
-        return self.gradient_bytes(accumulation) + 2 * (sum(self.state_bytes().values()) + self.weight_bytes())
+        return self.gradient_bytes(accumulation) + 2 * (sum(self.state_bytes().values()) + self.stepped_bytes())
 
     def passing_bytes(self, placement: Placement, accumulation: int) -> int:
         """What a full chunk takes of a step buffer: the states, and of weights and gradient what lives in RAM."""
-        chunk = replace(self, numel=chunk_numel(self.numel))
+        size = chunk_numel(self.own_numel)
+        chunk = replace(self, numel=size, own=None if self.own is None else size)
         passing = sum(chunk.state_bytes().values())
         if placement.weights == "ram":
             passing += chunk.weight_bytes()
@@ -110,7 +128,7 @@ class LayerShape:
         if on_cpu:
             parts["gradients"] += self.gradient_bytes(accumulation)
         if on_cpu or placement.weights == "ram":  # a copy of resident weights, or the only ones
-            parts["working weights"] = self.weight_bytes()
+            parts["working weights"] = self.stepped_bytes()
         if placement.states == "ram":
             parts |= self.state_bytes()
         return parts
@@ -177,10 +195,12 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
 
     A tied weight's bucket is taken until the end of backward, and small layers have their own; the others share one of
     the largest one's size. Beside it autograd has the gradients of one layer, whoever steps it. Where the GPU steps a
-    layer whose states are in RAM, the step buffers are wide enough for every layer that it might step too.
+    layer whose states are in RAM, the step buffers are wide enough for every layer that it might step too. With several
+    ranks all gradients pass through buckets, and one buffer receives what the others send.
     """
     through_ram = [layer for layer, where in placed if where.gradients == "ram"]
-    bucket = [layer for layer, _ in placed] if accumulation > 1 else through_ram
+    exchanged = [layer for layer, _ in placed if layer.num_ranks > 1]
+    bucket = [layer for layer, _ in placed] if accumulation > 1 or exchanged else through_ram
     sizes = [layer.bucket_bytes() for layer in bucket if not layer.shared]
     own = sum(layer.bucket_bytes() for layer in bucket if layer.shared)
     largest = max(sizes, default=0)
@@ -192,10 +212,12 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
         if where.weights == "ram":
             streamed[layer.name] += layer.weight_bytes()
     on_disk = [sum(layer.state_bytes().values()) for layer, where in placed if where.states == "disk"]
-    staging = max((layer.bucket_bytes() for layer in through_ram), default=0) if accumulation > 1 else 0
+    staging = max((layer.received_bytes() for layer in through_ram), default=0) if accumulation > 1 else 0
+    received = max((layer.received_bytes() for layer in exchanged), default=0)
+    summed = [layer.gradient_bytes(accumulation) for layer in through_ram] if exchanged and accumulation == 1 else []
     return {
         "vram": {
-            "gradients": buckets_bytes,
+            "gradients": buckets_bytes + received + max(summed, default=0),
             "weight buffers": NUM_WEIGHT_BUFFERS * max(streamed.values(), default=0),
             "state buffers": NUM_STEP_BUFFERS * step_buffer_bytes(placed, accumulation),
         },
@@ -209,7 +231,7 @@ def step_buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulati
         return 0
     passing = [item for item in placed if item[1].states == "ram" and gpu_can_step(item[1])]
     kinds = {  # a model has few, and is planned over and over; optimizer and precision are the run's
-        (layer.numel, layer.dtype, layer.shared, where.weights, where.gradients): (layer, where)
+        (layer.numel, layer.own, layer.dtype, layer.shared, where.weights, where.gradients): (layer, where)
         for layer, where in passing
     }
     return max(layer.passing_bytes(where, accumulation) for layer, where in kinds.values())

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from offloadkit import engine as engine_module
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device.state_file import StateFile
 from offloadkit.engine import OffloadEngine
@@ -29,6 +30,7 @@ from offloadkit.errors import EngineStateError
 from offloadkit.offload import states, update
 from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import layout, possible, tier_bytes
+from tests.distributed.mirrored import MirroredRanks
 from tests.happens_before import Wait, Watched, waits, without
 from tests.models import Residual, TinyLM, tokens, train
 from tests.offload.test_state_ring import EVERYWHERE, IN_VRAM, LEAST_RAM, at_random, lm, mixed, numbers, trained
@@ -275,6 +277,25 @@ def an_update_that_takes_long() -> None:
     assert is_waiting
 
 
+def several_ranks(accumulation: int) -> None:
+    """What one rank does; weights are gathered as soon as they are stepped, and at the gates."""
+    places = [Placement(), Placement(step="gpu"), LEAST_RAM, IN_VRAM]
+    for at, placement in enumerate(places):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_module, "joined_ranks", MirroredRanks)
+            options: dict[str, Any] = {"working_dtype": "bf16", "gradient_accumulation": accumulation}
+            engine = OffloadEngine(lm(), OffloadConfig(placement=placement, **options), device="cpu")
+        with engine:
+            assert engine._placed._gathers is not None
+            engine._placed._gathers.looks_ahead = at % 2 == 0
+            for batch in tokens(3 * accumulation):
+                engine.backward(engine(batch))
+                engine.step()
+            engine.synchronize()
+            assert isinstance(engine._ranks, MirroredRanks)
+            assert engine._ranks.num_gathers == 3 * len(engine._placed.states)
+
+
 RUNS: dict[str, Callable[[], None]] = {
     "everywhere": lambda: everywhere(1),
     "accumulating": lambda: everywhere(2),
@@ -295,6 +316,8 @@ RUNS: dict[str, Callable[[], None]] = {
     "disk": slow_disk,
     "touched between steps": touched_between_steps,
     "long update": an_update_that_takes_long,
+    "several ranks": lambda: several_ranks(1),
+    "several ranks, accumulating": lambda: several_ranks(2),
 }
 
 
@@ -354,7 +377,11 @@ MISSED_BY = {
     "moved, accumulating": ["StepThread.settle"],
     "branches": ["Gradients.end_of_window: layer.weights.wait()"],
     "by hand": ["Gradients._open: layer.weights.wait()"],
-    "accumulating": ["Gradients._accumulate_through", "Gradients._open: self._waits.delay(layer.sent)"],
+    "accumulating": [
+        "Gradients._finish",
+        "Gradients._accumulate_through",
+        "Gradients._open: self._waits.delay(layer.sent)",
+    ],
     "used twice": ["Gradients._reopen"],
     "disk": ["PlacedModel.settle", "PlacedModel._finish_updates: self._disk.synchronize()", "LayerWeights.settle"],
     "branches on disk": ["PlacedModel._finish_updates: pending.weights.wait()"],
@@ -369,6 +396,17 @@ MISSED_BY = {
     "long update": ["StepThread.finish"],
     "saved at once": ["StreamedWeights.settle"],
     "touched between steps": ["LayerWeights.open"],
+    "several ranks": [
+        "GradientExchange.receive: self.stream.wait(record_compute(self._device))",
+        "GradientExchange.sum",
+        "WeightGathers",
+        "Gradients._exchange_layer: self.d2h.wait(exchange.stream.record())",
+        "Gradients.end_of_window: self._waits.delay(self._exchange.stream.record())",
+    ],
+    "several ranks, accumulating": [
+        "GradientExchange.receive: self.stream.wait(self._received_until)",
+        "Gradients._exchange_layer: self.d2h.wait(layer.sent)",
+    ],
 }
 """By the run: the waits, as their names begin. All others: "everywhere"."""
 

@@ -1,0 +1,162 @@
+"""`Ranks`: the processes that train one model together, and what they tell each other.
+
+Numbers that must be equal on all ranks are summed in rank order by whoever owns them, never by a library in an order of
+its own. So exchanging is all there is: two operations between devices, and two between hosts.
+
+| | issued by | group |
+|---|---|---|
+| `exchange`, `gather`, `broadcast` | the main thread, or autograd's while that waits in backward | the device's |
+| `agree` | the main thread | gloo, its own |
+| `sum` | the stepping thread | gloo, its own |
+
+Every rank must ask for the same operations of a group in the same order. No two threads share a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from offloadkit.device.streams import CopyStream
+from offloadkit.errors import RankError
+
+BROADCAST_BYTES = 64 * 2**20
+"""A tensor that is not on the device is broadcast in pieces of so many bytes."""
+
+
+def joined_ranks(device: torch.device) -> Ranks | None:
+    """The ranks that train together: all of torch.distributed's default group; None where there is one or no group.
+
+    Every rank must call it at the same point: it makes groups.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return Ranks(device)
+
+
+class Ranks:
+    """The processes of torch.distributed's default group, this one among them.
+
+    An operation that another rank never joins raises `RankError` when the timeout given to `init_process_group` is
+    over, or at once where the other process has ended.
+
+    Attributes:
+        rank: this process's number.
+        size: how many there are.
+        stream: where the operations between devices run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
+        default: Any = dist.group.WORLD
+        timeout = default._get_backend(default._device_types[0]).options._timeout
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        with _explained("making process groups"):
+            self._between_devices: Any = dist.new_group(backend=backend, timeout=timeout)
+            self._of_main: Any = dist.new_group(backend="gloo", timeout=timeout)
+            self._of_stepping: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self.stream = CopyStream(device, "ranks")
+
+    # ---- between devices: everything is a matter of bytes (gloo knows no bf16), and runs on the current stream -------
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, cuts: Sequence[int]) -> None:
+        """Send each rank its range of `sent`, and receive every rank's of this one's.
+
+        Args:
+            received: 1-D of size * (cuts[rank + 1] - cuts[rank]) elements: the ranges in rank order.
+            sent: 1-D of cuts[-1] elements; rank r gets those from cuts[r] to cuts[r + 1].
+            cuts: the same on all ranks; the first is 0.
+        """
+        size = sent.element_size()
+        lengths = [(end - start) * size for start, end in pairwise(cuts)]
+        own = [lengths[self.rank]] * self.size
+        with _explained("exchanging gradients"):
+            dist.all_to_all_single(_bytes(received), _bytes(sent), own, lengths, group=self._between_devices)
+
+    def gather(self, flat: torch.Tensor, cuts: Sequence[int]) -> None:
+        """Have all ranks' ranges in `flat`, in place. `cuts` as for `exchange`."""
+        with _explained("gathering new weights"):
+            for owner, (start, end) in enumerate(pairwise(cuts)):
+                if start < end:
+                    dist.broadcast(_bytes(flat[start:end]), owner, group=self._between_devices)
+
+    @torch.no_grad()
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Give `tensor` rank 0's numbers, in place. It may be anywhere and of any dtype; shapes must be equal."""
+        if tensor.numel() == 0:
+            return
+        flat = tensor.detach().reshape(-1)
+        memory = _bytes(flat)
+        with _explained("taking rank 0's weights"):
+            for start in range(0, memory.numel(), BROADCAST_BYTES):
+                part = memory[start : start + BROADCAST_BYTES]
+                piece = part.to(self._device)
+                dist.broadcast(piece, 0, group=self._between_devices)
+                if piece is not part:
+                    part.copy_(piece)
+        if flat.data_ptr() != tensor.data_ptr():  # it was not contiguous
+            tensor.detach().copy_(flat.view(tensor.shape))
+
+    # ---- between hosts ---------------------------------------------------------------------------------------------
+
+    def agree(self, own: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What every rank says: int64 [size, *]. `own` is 1-D and has the same length on all ranks."""
+        found = [torch.empty(len(own), dtype=torch.int64) for _ in range(self.size)]
+        with _explained("comparing notes"):
+            dist.all_gather(found, torch.from_numpy(own), group=self._of_main)
+        return torch.stack(found).numpy()
+
+    def sum(self, numbers: NDArray[np.float64]) -> None:
+        """Add all ranks' fp64 `numbers`, in place. Exact in any order where at most one rank's number is not zero."""
+        with _explained("adding up the gradient norm"):
+            dist.all_reduce(torch.from_numpy(numbers), group=self._of_stepping)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A context after which all ranks have done `what`.
+
+        Raises:
+            RankError: another rank has failed in it. Where this one fails, its own error is raised.
+        """
+        try:
+            yield
+        except BaseException:
+            self.agree(np.array([0]))
+            raise
+        failed = [rank for rank, (done,) in enumerate(self.agree(np.array([1])).tolist()) if not done]
+        if failed:
+            raise RankError(f"{what} failed on rank {failed[0]}, whose error says why")
+
+    def close(self) -> None:
+        """Give the groups back, which closes their connections: ranks that still wait for this one get an error."""
+        if dist.is_initialized():
+            for group in (self._between_devices, self._of_main, self._of_stepping):
+                dist.destroy_process_group(group)
+        self._between_devices = self._of_main = self._of_stepping = None
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """
+    Raises:
+        RankError: torch.distributed failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(
+            f"{what} with the other ranks failed: one has ended, has raised an error, or has not come here before the "
+            "timeout of init_process_group. Every rank must call the engine alike. Look at the other ranks' errors, "
+            "and go on from a checkpoint"
+        ) from error

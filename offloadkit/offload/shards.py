@@ -1,0 +1,129 @@
+"""Several ranks: gradients on their way to the ranks that own them, and new weights on their way back.
+
+All device operations of the ranks run on one stream, in one order that the ranks have agreed on. The main thread issues
+them: autograd's hooks those of gradients, the gates before forward those of weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from offloadkit.device.streams import Event, Waits, record_compute
+from offloadkit.distributed.ranks import Ranks
+from offloadkit.kernels.dispatch import block_sums
+from offloadkit.offload.layers import FlatLayer
+from offloadkit.offload.weights import LayerWeights
+
+
+class GradientExchange:
+    """Buffers in which this rank receives, of one layer at a time, what all ranks have for its range."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, received_bytes: int, summed_bytes: int) -> None:
+        """
+        Args:
+            received_bytes: of the largest layer's range, once for each rank.
+            summed_bytes: of the largest fp32 sum that leaves the device; 0 if none does.
+        """
+        self._ranks, self._device, self.stream = ranks, device, ranks.stream
+        self._received = torch.zeros(received_bytes, dtype=torch.uint8, device=device)
+        self._summed = torch.zeros(summed_bytes, dtype=torch.uint8, device=device)
+        self._received_until: Event | None = None
+        self._summed_until: Event | None = None
+
+    def receive(self, bucket: torch.Tensor, layer: FlatLayer) -> torch.Tensor:
+        """Exchange a layer's gradient, 1-D [numel]; the stream has what all ranks sent: 1-D, in rank order."""
+        self.stream.wait(record_compute(self._device))
+        if self._received_until is not None:
+            self.stream.wait(self._received_until)
+        num_bytes = self._ranks.size * layer.shard.numel * bucket.element_size()
+        received = self._received[:num_bytes].view(bucket.dtype)
+        self.stream.run(partial(self._ranks.exchange, received, bucket, layer.cuts))
+        return received
+
+    def add(self, received: torch.Tensor, into: torch.Tensor, *, begins: bool) -> None:
+        """Add what all ranks sent to `into`, fp32 1-D, in rank order; the first begins the sum if `begins`."""
+        pieces = parts(received, self._ranks.size)
+
+        def add() -> None:
+            for at, piece in enumerate(pieces):
+                into.copy_(piece) if begins and at == 0 else into.add_(piece)
+
+        self.stream.run(add)
+
+    def sum(self, received: torch.Tensor, blocks: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        """The fp32 sum of what all ranks sent, in a buffer; its `block_sums` go to `sums`."""
+        numel = received.numel() // self._ranks.size
+        into = self._summed[: 4 * numel].view(torch.float32)
+        if self._summed_until is not None:
+            self.stream.wait(self._summed_until)
+        self.add(received, into, begins=True)
+        self.stream.run(partial(block_sums, into, blocks, sums))
+        return into
+
+    def busy(self, *, received_until: Event | None = None, summed_until: Event | None = None) -> None:
+        """Copies read what was received, or the sum, until these events."""
+        self._received_until = received_until or self._received_until
+        self._summed_until = summed_until or self._summed_until
+
+
+def parts(flat: torch.Tensor, num: int) -> list[torch.Tensor]:
+    """`flat` in `num` equal parts."""
+    length = flat.numel() // num
+    return [flat[at * length : (at + 1) * length] for at in range(num)]
+
+
+class WeightGathers:
+    """The layers of an update whose new weights were not gathered yet, in the order in which all ranks gather them.
+
+    Attributes:
+        looks_ahead: whether layers that are stepped are gathered before somebody asks for them. Without a GPU a gather
+            blocks the host until the other ranks come to it, so there it is left until all need it.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, waits: Waits) -> None:
+        self._ranks, self._waits = ranks, waits
+        self.looks_ahead = device.type != "cpu"
+        self._coming: deque[LayerWeights] = deque()
+
+    def begin(self, coming: Sequence[LayerWeights]) -> None:
+        """An update of the layers `coming` starts."""
+        self._coming.extend(coming)
+
+    def bring(self, wanted: LayerWeights | None = None) -> None:
+        """Issue the gathers up to that of `wanted`, or all; see `looks_ahead` for those behind it.
+
+        A layer's `pending.arrived` is the end of its gather then. It blocks until the layers are stepped here, and,
+        without a GPU, on the other ranks.
+        """
+        must = len(self._coming) if wanted is None else self._position(wanted)
+        while self._coming and (must > 0 or (self.looks_ahead and self._is_stepped(self._coming[0]))):
+            self._issue(self._coming.popleft())
+            must -= 1
+
+    def forget(self) -> None:
+        """No update comes."""
+        self._coming.clear()
+
+    def _position(self, wanted: LayerWeights) -> int:
+        return self._coming.index(wanted) + 1 if wanted in self._coming else 0
+
+    @staticmethod
+    def _is_stepped(weights: LayerWeights) -> bool:
+        return weights.pending is not None and weights.pending.recorded.is_set()
+
+    def _issue(self, weights: LayerWeights) -> None:
+        pending = weights.pending
+        assert pending is not None
+        if not pending.recorded.is_set():
+            with self._waits.blocking():
+                pending.recorded.wait()
+        if pending.arrived is None:
+            return  # the update was skipped, on all ranks alike
+        stream = self._ranks.stream
+        stream.wait(pending.arrived)  # it comes after the last use of the old weights
+        stream.run(partial(self._ranks.gather, weights.flat, weights.layer.cuts))
+        pending.arrived = stream.record()

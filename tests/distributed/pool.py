@@ -1,0 +1,97 @@
+"""Processes that run a function as the ranks of a gloo group.
+
+They are started once and stay, since importing torch takes seconds; each run makes a group of the size that it needs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+LIMIT = 60
+"""Seconds that a run may take. A rank that takes longer prints all its stacks and ends."""
+TIMEOUT = timedelta(seconds=40)
+"""Of the group."""
+
+
+def _serve(rank: int, tasks: Connection) -> None:
+    """Run tasks until there are none."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while (task := tasks.recv()) is not None:
+        function, size, file, backend, arguments = task
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        try:
+            store = f"file://{file}"
+            dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=TIMEOUT)
+            try:
+                answer = True, function(**arguments)
+            finally:
+                dist.destroy_process_group()
+        except BaseException as error:
+            answer = False, (error, traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
+        tasks.send(answer)
+
+
+class RankPool:
+    """Starts ranks as they are needed."""
+
+    def __init__(self, backend: str = "gloo") -> None:
+        """backend: of the group; with "nccl" rank r computes on GPU r."""
+        self._backend = backend
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(self, size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """What `function`, importable by name, returns on each of `size` ranks.
+
+        Raises:
+            BaseException: what the first failing rank raised; the processes end then.
+        """
+        answers = self.answers(size, function, **arguments)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    def answers(self, size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """As `run`; for a rank that failed, its error."""
+        context = multiprocessing.get_context("spawn")
+        while len(self._ranks) < size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(len(self._ranks), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+        with tempfile.TemporaryDirectory() as folder:
+            for _, pipe in self._ranks[:size]:
+                pipe.send((function, size, f"{folder}/store", self._backend, arguments))
+            answers = []
+            for _, pipe in self._ranks[:size]:
+                try:
+                    done, value = pipe.recv() if pipe.poll(LIMIT + 10) else (False, None)
+                except EOFError:
+                    done, value = False, None
+                if not done:
+                    error, text = value or (RuntimeError("a rank ended, or hung: its stacks are above"), "")
+                    error.add_note(text)
+                    value = error
+                answers.append(value)
+        if any(isinstance(answer, BaseException) for answer in answers):
+            self.close()
+        return answers
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, _ in self._ranks:
+            process.kill()
+            process.join()
+        self._ranks.clear()

@@ -1,0 +1,176 @@
+"""What ranks do in these tests: each trains the same model on micro-batches of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.distributed.ranks import Ranks
+from offloadkit.engine import OffloadEngine
+from offloadkit.planner import placed as placed_at
+from offloadkit.telemetry import Telemetry
+from tests.models import TinyLM, tokens
+from tests.simulated_streams import Simulation
+
+
+class Choosy(TinyLM):
+    """A `TinyLM` with a parameter and a block that only some micro-batches use, and a buffer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.scale = nn.Parameter(torch.ones(65))
+        self.register_buffer("offset", torch.rand(65))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x + self.offset.to(x.dtype)
+        if int(tokens[0, 0]) % 2:
+            x = x * self.scale
+        for block in self.blocks[:1] if int(tokens[0, 1]) % 3 == 0 else self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), tokens.flip(-1).flatten())
+
+
+RESIDENT = Placement(states="vram", gradients="vram", step="gpu")
+CPU_STEP = Placement()
+GPU_STEP = Placement(step="gpu")
+LATE_GRADIENTS = Placement(gradients="vram", step="cpu")
+GPU_ALONE = Placement(gradients="vram", step="gpu")
+
+STEPS = 3
+
+
+def model(rank: int = 0, *, frozen: bool = False, **options: Any) -> Choosy:
+    """Ranks begin with other weights: they take rank 0's."""
+    torch.manual_seed(rank)
+    made = Choosy(**{"tied": True, "depth": 2, "hidden": 1100, **options})
+    if frozen:
+        for parameter in made.blocks[0].parameters():
+            parameter.requires_grad_(False)
+    return made
+
+
+def groups_of(made: nn.Module) -> list[dict[str, Any]]:
+    vectors = [p for p in made.parameters() if p.ndim < 2]
+    matrices = [p for p in made.parameters() if p.ndim >= 2]
+    return [{"params": matrices, "lr": 3e-3, "weight_decay": 0.1}, {"params": vectors, "lr": 1e-2, "betas": (0.8, 0.9)}]
+
+
+def train(
+    micro_batches: int = 1,
+    *,
+    steps: int = STEPS,
+    placement: Placement = CPU_STEP,
+    placements: list[Placement] | None = None,
+    groups: bool = False,
+    model_options: dict[str, Any] | None = None,
+    nan_in: int | None = None,
+    resume: Path | None = None,
+    save: Path | None = None,
+    first_step: int = 0,
+    late: int | None = None,
+    move_to: Placement | None = None,
+    halves: bool = False,
+    loss_factor: float = 1.0,
+    device: str = "cpu",
+    **config: Any,
+) -> dict[str, Any]:
+    """Train `steps` steps of `micro_batches` on each rank; the global micro-batch is k * ranks + rank.
+
+    Args:
+        placements: each rank's own.
+        nan_in: the global micro-batch whose loss is NaN.
+        resume, save: folders of checkpoints.
+        late: seed of streams that do their work late, other ones on each rank.
+        move_to: the placement after the first step.
+        loss_factor: what losses are multiplied by.
+        halves: whether all ranks write their weights after the first step.
+        device: "cuda": each rank has a GPU of its own.
+
+    Returns:
+        "weights" and "buffers" by name, "states" by name and array with the first element of each, "norms",
+        "num_updates", and "log": the operations of the ranks.
+    """
+    streams = nullcontext() if late is None else Simulation(seed=late + dist.get_rank(), longest=1e-3).running()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    made, log = model(rank, **(model_options or {})), list[tuple[str, int]]()
+    config = {"learning_rate": 1e-2, "max_grad_norm": 0.5, **config}
+    placed = placements[rank] if placements else placement
+    options = OffloadConfig(placement=placed, gradient_accumulation=micro_batches, **config)
+    telemetry = Telemetry()
+    where = torch.device(device, rank if device == "cuda" else None)
+    with (
+        streams,
+        pytest.MonkeyPatch.context() as patch,
+        pytest.warns(RuntimeWarning) if nan_in is not None else nullcontext(),
+        OffloadEngine(
+            made, options, device=where, telemetry=telemetry, param_groups=groups_of(made) if groups else None
+        ) as engine,
+    ):
+        for name in ("exchange", "gather"):
+            patch.setattr(Ranks, name, logged(name, getattr(Ranks, name), log))
+        if late is not None:
+            assert engine._placed._gathers is not None
+            engine._placed._gathers.looks_ahead = True
+        if resume is not None:
+            engine.load_checkpoint(resume)
+        per_step = micro_batches * size
+        batches = tokens((first_step + steps) * per_step, str(where))
+        for step in range(first_step, first_step + steps):
+            for k in range(micro_batches):
+                at = step * per_step + k * size + rank
+                loss = engine(batches[at])
+                engine.backward(loss * (float("nan") if at == nan_in else loss_factor))
+                engine.step()
+            if step == 0 and halves:
+                with torch.no_grad():
+                    for parameter in made.parameters():
+                        parameter.mul_(0.5)
+            if step == 0 and move_to is not None:
+                engine.move(placed_at(engine.plan, [move_to] * len(engine.plan.layers)))
+        engine.synchronize()
+        if save is not None:
+            engine.save_checkpoint(save)
+        numbers = engine.numbers()
+        states = {
+            f"{name}.{array}": (numbers.ranges[name][array][0], values.cpu().clone().reshape(-1))
+            for name, arrays in numbers.states.items()
+            for array, values in arrays.items()
+        }
+        return {
+            "weights": {name: parameter.detach().cpu().clone() for name, parameter in made.named_parameters()},
+            "buffers": {name: buffer.cpu().clone() for name, buffer in made.named_buffers()},
+            "states": states,
+            "norms": [record.grad_norm for record in telemetry.records],
+            "num_updates": engine.num_updates,
+            "log": log,
+        }
+
+
+def logged(name: str, operation: Callable[..., None], log: list[tuple[str, int]]) -> Callable[..., None]:
+    def run(self: Ranks, *args: Any) -> None:
+        log.append((name, args[-2].nbytes))
+        operation(self, *args)
+
+    return run
+
+
+def joined(runs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The states of all ranks, each array put together."""
+    found: dict[str, torch.Tensor] = {}
+    for name in runs[0]["states"]:
+        if name.endswith(".step"):
+            found[name] = runs[0]["states"][name][1]
+            continue
+        parts = [run["states"][name] for run in runs if run["states"][name][1].numel()]
+        parts.sort(key=lambda part: part[0])
+        found[name] = torch.cat([values for _, values in parts]) if parts else torch.empty(0)
+    return found

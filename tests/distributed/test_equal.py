@@ -1,0 +1,63 @@
+"""N ranks with K micro-batches each equal one rank with N * K, bit for bit, wherever states and gradients live."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+import pytest
+import torch
+
+from offloadkit.config import Placement
+from tests.distributed.pool import RankPool
+from tests.distributed.runs import CPU_STEP, GPU_ALONE, GPU_STEP, LATE_GRADIENTS, RESIDENT, joined, train
+
+
+def assert_equal(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """All ranks have the weights of `expected`, and together its states; and they did the same operations."""
+    for each in found:
+        for name, weights in expected["weights"].items():
+            assert torch.equal(each["weights"][name], weights), name
+        for name, buffer in expected["buffers"].items():
+            assert torch.equal(each["buffers"][name], buffer), name
+        assert each["norms"] == pytest.approx(expected["norms"], rel=0, abs=0, nan_ok=True)
+        assert each["log"] == found[0]["log"] != []
+    states = joined([expected])
+    assert states.keys() == joined(found).keys()
+    for name, values in joined(found).items():
+        assert torch.equal(values, states[name]), name
+
+
+QUICK: list[tuple[int, int, dict[str, Any]]] = [
+    (2, 1, {"placement": RESIDENT, "working_dtype": "bf16", "groups": True}),
+    (3, 1, {"placement": CPU_STEP}),
+    (3, 2, {"placement": GPU_STEP, "working_dtype": "bf16", "precision": "tiny"}),
+    (2, 2, {"placement": LATE_GRADIENTS, "working_dtype": "fp16", "loss_scale": 2.0**10}),
+]
+SLOW: list[tuple[int, int, dict[str, Any]]] = [
+    (2, 1, {"placement": GPU_ALONE, "precision": "compact", "max_grad_norm": None}),
+    (3, 2, {"placement": RESIDENT, "model_options": {"frozen": True, "tied": False}}),
+    (4, 1, {"placement": CPU_STEP, "working_dtype": "bf16", "precision": "compact", "groups": True}),
+    (3, 3, {"placement": CPU_STEP, "working_dtype": "bf16"}),
+    (2, 1, {"placement": CPU_STEP, "working_dtype": "fp16", "loss_factor": 1e4, "steps": 6}),
+    (3, 1, {"placements": [CPU_STEP, RESIDENT, GPU_STEP], "working_dtype": "bf16", "activation_checkpointing": True}),
+    (4, 2, {"placement": RESIDENT, "optimizer": "lion"}),
+    (3, 1, {"placement": RESIDENT, "late": 1, "working_dtype": "bf16", "steps": 4}),
+    (2, 2, {"placement": GPU_STEP, "late": 2, "working_dtype": "bf16", "steps": 4}),
+    (3, 1, {"placement": CPU_STEP, "late": 3, "working_dtype": "bf16", "steps": 4}),
+    (2, 1, {"placement": GPU_STEP, "move_to": RESIDENT, "working_dtype": "bf16", "halves": True}),
+    (3, 2, {"placement": RESIDENT, "move_to": CPU_STEP, "working_dtype": "fp16", "halves": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "micro_batches", "options"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
+def test_ranks_equal_one_rank_with_all_their_micro_batches(
+    ranks: RankPool, one_thread: None, size: int, micro_batches: int, options: dict[str, Any]
+) -> None:
+    found = ranks.run(size, train, micro_batches=micro_batches, **options)
+    placed: dict[str, Any] = {"placement": Placement(), "placements": None, "late": None, "move_to": None}
+    if "loss_factor" in options:  # so much overflows in fp16
+        assert not all(map(isfinite, found[0]["norms"]))
+    assert_equal(found, train(micro_batches=size * micro_batches, **{**options, **placed}))
