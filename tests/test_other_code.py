@@ -21,6 +21,7 @@ from offloadkit.changes import claim, unclaimed, without_claims
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, ModelError
+from offloadkit.offload.outside import Watched
 from offloadkit.planner import placed
 from tests.models import TinyLM, tokens, train
 
@@ -265,12 +266,17 @@ def test_after_an_interrupt_weights_may_be_read_and_written_at_once(where: str) 
 
         with OffloadEngine(model, config(IN_RAM), device="cpu") as engine:
             train(engine, tokens(1))
+            if where == "evaluation":
+                engine.backward(engine(tokens(1)[0]))
             for module in inner if interrupted else []:
                 hook = module.register_forward_pre_hook(interrupt)
                 with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(where != "evaluation"):
                     engine.backward(engine(tokens(1)[0]))
                 hook.remove()
                 assert "weight" not in module.__dict__
+                assert all(isinstance(parameter, Watched) for parameter in model.parameters())
+            if where == "evaluation":
+                engine.step()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(0.5)
