@@ -387,7 +387,8 @@ class OffloadEngine:
                 with explained_shortage(self.plan, self.device):
                     found = run()
             except OutOfVramError as error:
-                if not self._open or isinstance(error, RepeatWindowError):
+                said = not isinstance(error.__cause__, torch.OutOfMemoryError)  # why it cannot go on, by a call within
+                if said or not self._open or isinstance(error, RepeatWindowError):
                     raise
                 traceback.clear_frames(error.__traceback__)  # what failed must not hold its activations any more
                 self._leave_vram_at_rest(error)
