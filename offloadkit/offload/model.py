@@ -108,6 +108,9 @@ class PlacedModel:
         self._gathers = None if ranks is None else WeightGathers(ranks, device, self._waits)
         self._check_built(plan.placements)
         load = materialise if ranks is None else _with_rank_0s_numbers(ranks, materialise)
+        parameters = [view.parameter for layer in layers for view in layer.views]
+        self._given = {each: (each.device, each.dtype) for each in parameters if not each.is_meta}
+        undo.callback(self._give_back)
         shared = self._begin(layers, plan.placements, load, ram_watch, leaner)
         if ranks is not None:
             for buffer in module.buffers():
@@ -142,6 +145,7 @@ class PlacedModel:
         while True:
             try:
                 self._arrange(shared) if other is None else self.move(other.placements, lambda _: None)
+                self._given.clear()
                 return
             except torch.OutOfMemoryError:
                 if (other := leaner()) is None:
@@ -172,6 +176,11 @@ class PlacedModel:
                 if (plan := leaner()) is None:
                     raise
                 placements = plan.placements
+
+    def _give_back(self) -> None:
+        """If building failed, have the parameters as they were: whoever tries again trains the same numbers."""
+        while self.states and self._given:
+            self.states.pop().give_back(self._given)
 
     def _allocate(
         self,

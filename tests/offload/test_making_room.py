@@ -361,6 +361,45 @@ def test_a_gpu_that_is_full_again_while_the_layers_move_leaves_a_plan_that_says_
         train(engine, tokens(1))
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "number", "error"),
+    [
+        (LayerState, "take_parameters", 3, OffloadkitError("no RAM")),
+        (placed_model, "move_rest", 1, KeyboardInterrupt()),
+        (Gradients, "_allocate", 1, OffloadkitError("no RAM")),
+    ],
+)
+@pytest.mark.parametrize(("placement", "dtype"), [(Placement("ram", states="disk"), "bf16"), (IN_VRAM, "fp16")])
+def test_an_engine_that_cannot_be_built_leaves_the_model_as_it_was(
+    owner: Any,
+    name: str,
+    number: int,
+    error: BaseException,
+    placement: Placement,
+    dtype: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever tries again trains the same numbers. The error may be kept meanwhile, as notebooks do."""
+    config, real, calls = OffloadConfig(working_dtype=dtype), getattr(owner, name), list[int]()
+
+    def fails(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            raise error
+        return real(*args, **options)
+
+    model = lm()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    monkeypatch.setattr(owner, name, fails)
+    with pytest.raises(type(error)) as kept:
+        OffloadEngine(model, config, device="cpu", plan=planned(model, config, placement))
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert_equal(before, dict(model.state_dict()), name)
+    assert not any(value for module in model.modules() for key, value in vars(module).items() if "_hooks" in key)
+    assert kept.value is error
+
+
 @pytest.mark.parametrize("free", [1 << 40, 1 << 20])
 def test_less_free_vram_than_was_planned_with_begins_leaner(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process has taken some since."""
