@@ -134,7 +134,7 @@ def initialize(
         lr_scheduler = lr_scheduler(offload.optimizer)
     loader = None
     if training_data is not None:
-        sampler = None
+        sampler: DistributedSampler[Any] | None = None
         if not isinstance(training_data, IterableDataset):
             sampler = DistributedSampler(training_data, num_replicas=_world_size(), rank=_rank())
         loader = DataLoader(
@@ -184,7 +184,8 @@ def init_distributed(
         torch.cuda.set_device(_local_rank())
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     if init_method is None and int(os.environ.get("WORLD_SIZE") or 1) == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        alone: Any = dist.HashStore  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone(), rank=0, world_size=1, timeout=timeout)
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(distributed_port))

@@ -303,7 +303,7 @@ def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None 
             "OffloadConfig's defaults"
         )
     train, micro, accumulation = _batch_sizes(said, auto, num_gpus, where)
-    options = _options(said, where)
+    options = _options(said, auto, where)
     if accumulation is not None:
         options["gradient_accumulation"] = accumulation
     own = said.get("offloadkit", {})
@@ -449,7 +449,7 @@ def _batch_sizes(
     return product, micro, accumulation
 
 
-def _options(said: dict[str, Any], where: str) -> dict[str, Any]:
+def _options(said: dict[str, Any], auto: list[str], where: str) -> dict[str, Any]:
     """Fields of `OffloadConfig`.
 
     Raises:
@@ -458,6 +458,8 @@ def _options(said: dict[str, Any], where: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if "optimizer.type" in said:
         options |= _optimizer(said, where)
+        if "optimizer.params.lr" not in auto:
+            options.setdefault("learning_rate", 1e-3)
     elif params := [name for name in said if name.startswith("optimizer.params")]:
         raise ConfigError(f"{where}: {params[0]} is given, but no optimizer.type: write 'AdamW'")
     if "gradient_clipping" in said:
@@ -505,8 +507,8 @@ def _optimizer(said: dict[str, Any], where: str) -> dict[str, Any]:
         )
     if not params.get("bias_correction", True):
         raise ConfigError(f"{where}: bias_correction is false: AdamW corrects its bias here. Leave it out")
-    options = {"optimizer": optimizer, "learning_rate": params.get("lr", 1e-3), "weight_decay": decay}
-    options |= {name: params[name] for name in ("eps",) if name in params}
+    options = {"optimizer": optimizer, "weight_decay": decay}
+    options |= {own: params[name] for name, own in (("lr", "learning_rate"), ("eps", "eps")) if name in params}
     if "betas" in params:
         betas = params["betas"]
         options["betas"] = tuple(betas) if isinstance(betas, list | tuple) else betas

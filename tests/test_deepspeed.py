@@ -349,29 +349,31 @@ def test_calls_on_deepspeeds_engine() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_twenty_steps_of_deepspeed_itself(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp32: within 1e-6. bf16: weights are equal but for last bits, since DeepSpeed adds micro-batches in bf16."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+def test_twenty_steps_of_deepspeed_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without and with ZeRO-2, in fp32: 1e-6 of the way that a weight has gone.
+
+    In bf16, whose numbers have 8 bits, 0.2: DeepSpeed's and ours were 0.13 and 0.08 from fp32's, and 0.12 apart.
+    """
+    for name, value in {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     theirs = pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    monkeypatch.setenv("LOCAL_RANK", "0")
     config = copy.deepcopy(PLAIN)
     config["optimizer"]["params"]["torch_adam"] = True  # its own must be compiled
-    if precision == "bf16":
-        config |= {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-    data = [
-        (inputs.bfloat16() if precision == "bf16" else inputs, labels.to(inputs.dtype))
-        for inputs, labels in batches(40)
-    ]
-    found = []
-    for engines in (deepspeed, theirs):
-        model = mlp()
-        engine, *_ = engines.initialize(model=model, model_parameters=model.parameters(), config=config)
-        train(engine, data)
-        found.append((weights(engine.module), engine.get_lr()))
-        engine.destroy()
-    (own, rates), (other, other_rates) = found
-    assert rates == other_rates
-    near = {"rtol": 0.02, "atol": 1e-3} if precision == "bf16" else {"rtol": 1e-6, "atol": 1e-6}
-    for name, each in own.items():
-        assert torch.allclose(each, other[name], **near), name
+    begun = weights(mlp())
+    for more, largest in ({}, 1e-6), ({"zero_optimization": {"stage": 2}}, 1e-6), ({"bf16": {"enabled": True}}, 0.2):
+        config |= more
+        dtype = torch.bfloat16 if "bf16" in more else torch.float32
+        data = [(inputs.to(dtype), labels.to(dtype)) for inputs, labels in batches(40)]
+        found = []
+        for engines in (deepspeed, theirs):
+            model = mlp()
+            engine, *_ = engines.initialize(model=model, model_parameters=model.parameters(), config=config)
+            train(engine, data)
+            found.append((weights(engine.module), engine.get_lr()))
+            engine.destroy()
+        (own, rates), (other, other_rates) = found
+        assert rates == other_rates
+        for name, each in own.items():
+            distance = torch.linalg.norm(each.float() - other[name].float())
+            way = torch.linalg.norm(other[name].float() - begun[name])
+            assert distance <= largest * way, (name, more)
