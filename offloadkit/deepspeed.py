@@ -123,7 +123,10 @@ def initialize(
         parameters = client.param_groups
     if parameters is not None:
         _freeze_others(model, parameters)
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
     offload = OffloadEngine(model, options, param_groups=parameters, device=device)
     if client is not None:
         client.param_groups = offload.optimizer.param_groups  # a schedule made for the client's writes into these
@@ -599,7 +602,8 @@ def _freeze_others(model: nn.Module, groups: list[dict[str, Any]]) -> None:
 
 
 def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK") or 0)
+    """The number of this process on its host, and of its GPU; where no launcher says it, ranks go over the GPUs."""
+    return int(os.environ.get("LOCAL_RANK") or _rank() % max(torch.cuda.device_count(), 1))
 
 
 def _rank() -> int:

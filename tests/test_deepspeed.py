@@ -32,7 +32,8 @@ PLAIN: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def no_group_is_left(one_thread: None) -> Iterator[None]:
+def on_the_cpu_and_no_group_is_left(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
