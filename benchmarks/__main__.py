@@ -1,11 +1,11 @@
-"""The command line: `python -m benchmarks list | run | merge | plans | replan | report`."""
+"""The command line: `python -m benchmarks list | run | start | merge | plans | replan | report`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import plans, report, run, table
+from benchmarks import plans, report, run, start, table
 from benchmarks.cases import CASES, ENGINES
 
 
@@ -27,6 +27,14 @@ def main(arguments: list[str] | None = None) -> None:
     planning = commands.add_parser("plans", help="plan for the machine of a measured row; appends planned rows")
     planning.add_argument("case", nargs="*", choices=[*CASES, []], metavar="CASE", help="default: those of claim fit")
     planning.add_argument("--commit", help="commit to write down where git is missing")
+    starting = commands.add_parser("start", help="print the seconds to the end of the first step, by phase")
+    starting.add_argument("model", nargs="?", default="t5-3b", help="t5-3b, ...: a model of the cases")
+    starting.add_argument("--from", nargs="+", choices=("disk", "random"), default=("disk", "random"), dest="sources")
+    starting.add_argument("--vram", help="budget, such as 8GiB; default: what is free")
+    starting.add_argument("--ram", help="budget, such as 64GiB; default: what is free")
+    starting.add_argument("--batch-size", type=int, default=8, help="rows in the micro-batch")
+    starting.add_argument("--turns", type=int, default=2, help="fresh processes for each")
+    starting.add_argument("--device", choices=("cpu",), help="cpu hides the GPU")
     merging = commands.add_parser("merge", help="append the rows of another table, which ran elsewhere")
     merging.add_argument("table", type=Path)
     commands.add_parser("replan", help="print all planned steps beside what was measured, planned again as of today")
@@ -41,6 +49,8 @@ def main(arguments: list[str] | None = None) -> None:
         print("engines:", *ENGINES)
     elif chosen == "run":
         run.run(options.pop("case"), **options)
+    elif chosen == "start":
+        start.start(options.pop("model"), **options)
     elif chosen == "merge":
         rows = table.read(options["out"])
         table.write([*rows, *(row for row in table.read(options["table"]) if row not in rows)], options["out"])

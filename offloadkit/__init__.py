@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from offloadkit.changes import Change, register
+from offloadkit.starting import collector_off, is_loaded, say
 
 if TYPE_CHECKING:
     from offloadkit.comparing.comparison import Comparison, compare
@@ -98,7 +99,10 @@ def __getattr__(name: str) -> Any:
     """A public name, loaded now and kept."""
     if name not in _HOME:
         raise AttributeError(f"module 'offloadkit' has no attribute {name!r}")
-    value = getattr(import_module(f"offloadkit.{_HOME[name]}"), name)
+    if name == "finetune" and not is_loaded("torch"):
+        say("loading torch")
+    with collector_off():
+        value = getattr(import_module(f"offloadkit.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -12,6 +12,7 @@ import typer
 
 from offloadkit import __version__
 from offloadkit.errors import OffloadkitError
+from offloadkit.starting import collector_off, is_loaded, say
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -74,6 +75,8 @@ def _command(command: Command) -> Command:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
+            if not is_loaded("torch"):
+                say("loading torch and transformers")
             return command(*args, **kwargs)
         except OffloadkitError as error:
             typer.echo(f"error: {error}", err=True)
@@ -123,6 +126,7 @@ def doctor(
 
 
 @_command
+@collector_off()
 def plan(
     model: Model,
     vram: Vram = None,
@@ -230,7 +234,9 @@ def train(
     Ctrl-C finishes the current step, saves a checkpoint and exits with 130; --resume continues.
     """
     from offloadkit.config import OffloadConfig
-    from offloadkit.finetuning import finetune
+
+    with collector_off():
+        from offloadkit.finetuning import finetune
 
     config: Any = {"disk": disk, "working_dtype": dtype}
     wishes: Any = {"precision": precision, "vram": vram, "ram": ram, "offload": OffloadConfig(**config)}

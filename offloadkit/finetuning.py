@@ -18,8 +18,9 @@ What the arguments of `finetune` take:
 - `overwrite`: replace the model and the checkpoints of an earlier run in `output_dir`. Without it (and without
   `resume`) such a folder is refused. They stay until the first step is done, the model until the new one is written.
 - `epochs`, `max_steps`: how long to train; `max_steps` goes before `epochs`.
-- The rows' order follows from `seed`. Batches hold rows of nearly equal length, the longest first, as HuggingFace's
-  `train_sampling_strategy="group_by_length"` makes them; pass "random" or "sequential" for another order.
+- The rows' order follows from `seed`. Batches hold rows of nearly equal length, as HuggingFace's
+  `train_sampling_strategy="group_by_length"` makes them; they come in random order after the first, which holds the
+  longest row. Where a row's length says what kind of row it is, batches are of one kind: pass "random" then.
 - `batch_size`: rows in a micro-batch; "auto": see `planning.BATCH_SIZES`.
 - `gradient_accumulation`: micro-batches an update.
 - HuggingFace's names for these are taken too: `num_train_epochs`, `per_device_train_batch_size`,
@@ -105,6 +106,7 @@ from offloadkit.planning import (
     shown_plan,
     with_wishes,
 )
+from offloadkit.starting import collector_off, is_loaded, say
 from offloadkit.telemetry import Move, Peaks, StepRecord
 
 if TYPE_CHECKING:
@@ -180,6 +182,16 @@ class FinetuneResult:
         )
 
 
+@contextmanager
+def _libraries() -> Iterator[None]:
+    """Have what training needs loaded inside this context. It takes seconds, so a line says so."""
+    if not is_loaded("datasets") or not is_loaded("transformers.trainer"):
+        say("loading transformers and datasets")
+        with collector_off():
+            import offloadkit.hf.trainer  # noqa: F401
+    yield
+
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -215,6 +227,7 @@ def _alone() -> Iterator[None]:
         _training.release()
 
 
+@_libraries()
 @_alone()
 @errors_hold_nothing()
 @bars_where_live()
@@ -275,7 +288,7 @@ def finetune(
     wish = ColumnWish(input_column, target_column, template)
     if retry_leaner:
         why = "retry_leaner has no effect and will be removed: a full GPU always makes training go on by a leaner plan"
-        warnings.warn(why, FutureWarning, stacklevel=6)
+        warnings.warn(why, FutureWarning, stacklevel=7)
     dtype = _working_dtype(offload, training_arguments)
     wishes: dict[str, Any] = {"precision": precision, "compile_blocks": compile_blocks, "working_dtype": dtype}
     offload = with_wishes(offload, vram=vram, ram=ram, **wishes)
@@ -285,6 +298,9 @@ def finetune(
     earlier = earlier_run(output_dir, resume=resume, overwrite=overwrite, in_use=in_use)
     output = writable(output_dir, resume=resume)  # not made if a file of rows, or a checkpoint to resume, is missing
     source = resolve(model, init=init)
+    if source.model is None:
+        say(f"reading the config of {source.given}")
+        source.read_ahead()
     checkpoint = newest_checkpoint(output) if resume else None
     if checkpoint is not None:
         check_readable(checkpoint)
@@ -474,6 +490,7 @@ class TrainingRun:
             processing_class=self.tokenizer,
             **self.hooks,
         )
+        trainer.mixes_updates = True
         show_progress(trainer, monitored=self.monitor.is_drawn)
         return trainer
 

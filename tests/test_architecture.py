@@ -20,7 +20,7 @@ ROWS = [
     {"errors"},
     {"units"},
     {"deepspeed_config"},
-    {"config", "telemetry", "hardware", "changes"},
+    {"config", "telemetry", "hardware", "changes", "starting"},
     {"optim"},
     {"kernels", "planner"},
     {"device"},

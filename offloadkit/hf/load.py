@@ -65,7 +65,7 @@ class InitialWeights:
             self._bar.advance(parameter.numel() * parameter.element_size())
 
         with ThreadPoolExecutor(_ALL_THREADS, "offloadkit-draw") as pool:
-            list(pool.map(draw, waiting))
+            list(pool.map(draw, sorted(waiting, key=torch.numel, reverse=True)))  # the longest ones first
 
     def _draw(self, parameter: nn.Parameter, others: set[int]) -> None:
         self._write(parameter, self._names[parameter], others, self._draws.get(parameter, []))

@@ -10,6 +10,7 @@ import copy
 import os
 import reprlib
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -30,8 +31,10 @@ from offloadkit.hf.load import (
 )
 from offloadkit.hf.presets import PRESETS
 from offloadkit.hf.quiet import progress_bars
+from offloadkit.hf.read_ahead import read_ahead
 from offloadkit.hf.weight_files import Materialise
 from offloadkit.outline import without_memory
+from offloadkit.starting import collector_off
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -138,9 +141,15 @@ class ModelSource:
             return cast("PreTrainedModel", without_memory(self.model))
         config = self.training_config(self._preset_config)
         _check_decoder(config, f"the config of {self.given!r}", f"decoder_start_token_id in {self.given}'s config.json")
-        return build(config, self.task, None, torch.device("meta"))
+        with collector_off():  # its module is imported
+            return build(config, self.task, None, torch.device("meta"))
 
     # -- its weights
+
+    def read_ahead(self) -> None:
+        """Begin to bring the files of a folder's weights into the page cache, in the background."""
+        if self.model is None and self.init == "pretrained" and os.path.isdir(self._location):
+            read_ahead(sorted(Path(self._location).glob("*.safetensors")))
 
     def load(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", progress: bool = True

@@ -10,13 +10,15 @@ import ctypes
 import os
 import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from offloadkit import hardware
@@ -56,6 +58,13 @@ class _Arrays(ctypes.Structure):
     ]
 
 
+class _PlanModel(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("machine", "stages", "layers", "ends", "blocks")),
+        *((name, ctypes.c_int64) for name in ("num_stages", "num_layers")),
+    ]
+
+
 def _find_library() -> Path | None:
     """The build of this Python, else the newest: the library has no part that depends on Python's version."""
     folder = Path(__file__).parent
@@ -85,9 +94,12 @@ def _library() -> ctypes.CDLL | None:
         "set_num_threads": ([c_int], None),
         "num_threads": ([], c_int),
         "level_usable": ([c_int], c_int),
+        "plan_seconds": ([pointer, pointer, pointer, pointer, c_int64, pointer], c_int),
         "force_level": ([c_int], None),
     }
     for name, (arguments, result) in signatures.items():
+        if name == "plan_seconds" and not hasattr(library, "offloadkit_plan_seconds"):
+            continue  # an older build: plans are simulated in Python
         function = library[f"offloadkit_{name}"]
         function.argtypes, function.restype = arguments, result
         setattr(library, name, function)
@@ -257,6 +269,33 @@ def populate(address: int, num_bytes: int) -> None:
         memory[at] = memory[at]
     if num_bytes:
         memory[num_bytes - 1] = memory[num_bytes - 1]
+
+
+def plan_seconds(model: Mapping[str, NDArray[Any]], some: Sequence[NDArray[np.int64]]) -> NDArray[np.float64] | None:
+    """`StepModel.seconds` of many placements, bit for bit; None without the library.
+
+    Args:
+        model: "machine" (fp64), "stages" and "layers" (fp64 [number, costs]), "ends" (int64, of each stage's layers)
+            and "blocks" (int64, of each layer), laid out as in cpu_plan.h; the layers are in the order of the stages.
+        some: codes [number, number of layers], and the recomputed and the offloaded blocks [number].
+
+    Returns:
+        [number, 4]: the seconds of the update phase and of the backward phase, and those for which forward and the
+        CPU's step are busy.
+    """
+    kernel = getattr(_library(), "plan_seconds", None)
+    if kernel is None:
+        return None
+    names = ("machine", "stages", "layers", "ends", "blocks")
+    pointers = (np.ascontiguousarray(model[name]).ctypes.data for name in names)
+    whole = _PlanModel(*pointers, len(model["stages"]), len(model["layers"]))
+    codes, recomputed, offloaded = (np.ascontiguousarray(each, dtype=np.int64) for each in some)
+    found = np.empty((len(codes), 4))
+    where = (each.ctypes.data for each in (codes, recomputed, offloaded))
+    error = kernel(ctypes.byref(whole), *where, len(codes), found.ctypes.data)
+    if error:
+        raise MemoryError(os.strerror(error))
+    return found
 
 
 def _check_on_cpu(array: Tensor) -> None:

@@ -1,4 +1,4 @@
-/* Optimizer steps, gradient accumulation, the gradient norm and page population on the CPU.
+/* Optimizer steps, gradient accumulation, the gradient norm and page population on the CPU, and the seconds of plans.
  *
  * Every floating-point operation is one IEEE operation in the order written: the torch reference and the Triton kernels
  * give the same bits only so. Build with -ffp-contract=off and without fast-math; -O3 -fno-math-errno lets the loops
@@ -27,6 +27,7 @@
 #include "cpu_adamw.h"
 #include "cpu_floats.h"
 #include "cpu_lion.h"
+#include "cpu_plan.h"
 #include "cpu_step.h"
 #define EXPORT __attribute__((visibility("default")))
 
@@ -481,4 +482,22 @@ EXPORT int offloadkit_populate(uintptr_t address, uint64_t num_bytes) {
     if (num_bytes == 0) return 0;
     run_job(populate_piece, &call, (int64_t)((end - 1) / POPULATE_PIECE - address / POPULATE_PIECE + 1));
     return atomic_load(&error);
+}
+
+/* Seconds of a step for `number` placements; `out` has four numbers for each (see plan_seconds). Returns 0 or ENOMEM. */
+EXPORT int offloadkit_plan_seconds(const struct plan_model *model, const int64_t *codes, const int64_t *recomputed,
+                                   const int64_t *offloaded, int64_t number, double *out) {
+    size_t room = (size_t)(model->num_stages + 4 * model->num_layers + 1);
+    double *memory = malloc(room * sizeof *memory);
+    if (!memory) return ENOMEM;
+    struct plan_memory parts = {.ends = memory, .sent = memory + model->num_stages};
+    parts.added = parts.sent + model->num_layers;
+    parts.starts = parts.added + model->num_layers;
+    parts.seconds = parts.starts + model->num_layers;
+    for (int64_t i = 0; i < number; i++) {
+        struct candidate of = {codes + i * model->num_layers, recomputed[i], offloaded[i]};
+        plan_seconds(model, &of, &parts, out + 4 * i);
+    }
+    free(memory);
+    return 0;
 }

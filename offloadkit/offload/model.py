@@ -47,6 +47,10 @@ from offloadkit.planner import (
     step_buffer_bytes,
 )
 
+_READ_AHEAD_BYTES = 640 << 20
+"""Most bytes of parameters that are read or drawn at once on a GPU, where no single layer has more. They take no more
+RAM than the framework will when the first step comes (`planner.phases`)."""
+
 
 class PlacedModel:
     """A module's flat layers in their places; its parameters are views of them.
@@ -186,7 +190,12 @@ class PlacedModel:
         self.pinning_seconds = time.perf_counter() - started
         own, buffers = list(islice(slabs, len(sizes))), list(islice(slabs, len(shared)))
         self._take_disk([(layer, shape) for layer, shape, placement in placed if placement.states == "disk"])
-        for (layer, _, placement), slab in zip(placed, own, strict=True):
+        together = _read_together(
+            [layer for layer, _, _ in placed], _READ_AHEAD_BYTES if self._device.type == "cuda" else 0
+        )
+        for index, ((layer, _, placement), slab) in enumerate(zip(placed, own, strict=True)):
+            if materialise is not None and index in together:
+                materialise(together[index])
             region = self._regions.get(layer)
             weights_slab = next(slabs) if placement.weights == "ram" else None
             state = LayerState(
@@ -200,7 +209,7 @@ class PlacedModel:
                 weights_slab=weights_slab,
                 bring=None if self._gathers is None else self._gathers.bring,
             )
-            state.take_parameters(materialise)
+            state.take_parameters()
             trim_heap()  # else holes of the size of matrices stay, which the next layer's do not fit into
             self.states.append(state)
             ram_watch.check()
@@ -608,3 +617,21 @@ def _name_of_shared(weights: Sequence[LayerWeights]) -> str | None:
         return None
     gc.collect()  # it may be one that nobody can reach any more
     return found()
+
+
+def _read_together(layers: Sequence[FlatLayer], most_bytes: int) -> dict[int, list[nn.Parameter]]:
+    """By the number of a layer: the parameters to make real before it is taken over.
+
+    They are those of one layer, or of several that have at most `most_bytes` together: with several, all cores have
+    parameters to draw.
+    """
+    found: dict[int, list[nn.Parameter]] = {}
+    room, first = 0, 0
+    for index, layer in enumerate(layers):
+        parameters = [view.parameter for view in layer.views]
+        num_bytes = sum(parameter.nbytes for parameter in parameters if parameter.is_meta)
+        if num_bytes > room:
+            room, first = most_bytes, index
+        room -= num_bytes
+        found.setdefault(first, []).extend(parameters)
+    return found

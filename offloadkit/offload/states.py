@@ -35,6 +35,10 @@ Materialise = Callable[[Sequence[nn.Parameter]], None]
 """Makes parameters without memory real, in RAM and in their dtype; they stay the same objects."""
 
 
+_SPLIT, _SPLIT_IN_VRAM = 1 << 18, 1 << 22
+"""Elements of master weights that are split at a time, where their remainders are in RAM and in VRAM."""
+
+
 class LayerState:
     """A flat layer as its step sees it.
 
@@ -161,14 +165,9 @@ class LayerState:
         """Whether its states pass through VRAM in the next step."""
         return self.on_gpu and self._passing is not None
 
-    def take_parameters(self, materialise: Materialise | None) -> None:
-        """Take the parameters' present values as master weights and bind the parameters to the flat buffer.
-
-        `materialise` makes parameters on the meta device real first, in RAM.
-        """
+    def take_parameters(self) -> None:
+        """Take the parameters' present values as master weights and bind the parameters to the flat buffer."""
         parameters = [view.parameter for view in self.layer.views]
-        if materialise is not None:
-            materialise(parameters)
         if any(parameter.is_meta for parameter in parameters):
             raise ModelError(
                 f"the parameters of {self.layer.name!r} are on the meta device, without values: load the model's "
@@ -176,16 +175,17 @@ class LayerState:
             )
         for index, view in enumerate(self.layer.views):
             source = view.parameter.data.reshape(-1)
-            remainder = source if self.layer.dtype == torch.float16 else None
-            if self.layer.dtype == torch.bfloat16 and source.dtype == torch.float32:
-                source, remainder = split_master(source)
+            split = self.layer.dtype == torch.bfloat16 and source.dtype == torch.float32
             if self.shard is not self.layer:
-                self.weights.flat[view.elements].copy_(source)
+                self.weights.flat[view.elements].copy_(split_master(source)[0] if split else source)
             for piece in self._owned(index):
-                own = slice(piece.first, piece.first + piece.numel)
-                if self.flat.remainder is not None and remainder is not None:
-                    self.flat.remainder[piece.elements].copy_(remainder[own])
-                self.flat.weights[piece.elements].copy_(source[own])
+                own = source[piece.first : piece.first + piece.numel]
+                if split:
+                    self._take_split(own, piece.start)
+                    continue
+                if self.flat.remainder is not None and self.layer.dtype == torch.float16:
+                    self.flat.remainder[piece.elements].copy_(own)
+                self.flat.weights[piece.elements].copy_(own)
         if self._streamed is None and self.shard is self.layer:  # all at once, from pinned memory
             self.weights.flat.copy_(self.flat.weights)
         self.weights.start()
@@ -196,6 +196,20 @@ class LayerState:
         """What of a view, or of that at an index, this rank owns: one piece or none. With one rank it is the view."""
         piece = self._pieces.get(view if isinstance(view, int) else self.layer.views.index(view))
         return [] if piece is None else [piece]
+
+    def _take_split(self, master: torch.Tensor, start: int) -> None:
+        """Take fp32 master weights as bf16 weights and remainders, from element `start` on.
+
+        They pass in slices that stay in the caches: as a whole, their temporaries take five times as long.
+        """
+        assert self.flat.remainder is not None
+        size = _SPLIT if self.flat.remainder.device.type == "cpu" else _SPLIT_IN_VRAM
+        for begin in range(0, master.numel(), size):
+            part = master[begin : begin + size].to(self.flat.remainder.device)
+            elements = slice(start + begin, start + begin + part.numel())
+            high, low = split_master(part)
+            self.flat.weights[elements].copy_(high)
+            self.flat.remainder[elements].copy_(low)
 
     def open(self) -> None:
         """Have the newest weights where they live, so that anyone may read or write them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from html import escape
 from itertools import groupby, islice
 from textwrap import wrap
@@ -322,21 +322,37 @@ def _budgets(config: OffloadConfig, hardware: Hardware | None) -> dict[str, int]
 def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, int]) -> tuple[Placement, ...]:
     config, work, hardware = basis.config, basis.work, basis.hardware
     if config.placement is None and work is not None and hardware is not None and hardware.device != "cpu":
-        search = Search(
-            layers,
-            work,
-            hardware,
-            config.gradient_accumulation,
-            frozen_bytes=basis.frozen_bytes,
-            all_recomputed=config.activation_checkpointing,
-            compiled=config.compile_blocks,
-        )
-        disk = budgets["disk"] if hardware.disk_read_bytes_per_second else 0
-        return search.best(budgets["vram"], budgets["ram"], disk)
+        return _search(tuple(layers), basis, work, hardware).best(*_room(budgets, hardware))
     placement = config.placement or Placement()
     if config.activation_checkpointing and placement.activations == "keep":
         placement = replace(placement, activations="checkpoint")
     return tuple(possible(placement, layer) for layer in layers)
+
+
+def _search(layers: tuple[LayerShape, ...], basis: Basis, work: MicroBatch, hardware: Hardware) -> Search:
+    config = basis.config
+    how = config.activation_checkpointing, config.compile_blocks
+    return _kept_search(layers, work, hardware, config.gradient_accumulation, basis.frozen_bytes, *how)
+
+
+@lru_cache(maxsize=2)
+def _kept_search(
+    layers: tuple[LayerShape, ...],
+    work: MicroBatch,
+    hardware: Hardware,
+    accumulation: int,
+    frozen_bytes: int,
+    all_recomputed: bool,
+    compiled: bool,
+) -> Search:
+    """A search for any budgets. What would help a plan is found by searching again with larger ones."""
+    options: dict[str, Any] = {"all_recomputed": all_recomputed, "compiled": compiled}
+    return Search(layers, work, hardware, accumulation, frozen_bytes=frozen_bytes, **options)
+
+
+def _room(budgets: Mapping[str, int], hardware: Hardware) -> tuple[int, int, int]:
+    """Bytes of VRAM, RAM and disk that may be used."""
+    return budgets["vram"], budgets["ram"], budgets["disk"] if hardware.disk_read_bytes_per_second else 0
 
 
 # ---- a plan in words -----------------------------------------------------------------------------
@@ -676,6 +692,8 @@ def _help(plan: Plan) -> Iterator[str]:
                 more = format_bytes(other.total_bytes(tier) - plan.total_bytes(tier))
                 yield f"{more} more {TIERS[tier]} would {_changed(plan, other)}: {_faster(other, speedup)}"
                 break
+            if tier == "ram" and not _is_short_of_ram(other):
+                break  # the larger ones lead to the same plan
     if plan.basis.config.precision == "exact" and "compact" in _leaner_precisions(plan.basis.config):
         other = replanned(plan, precision="compact")
         assert other.seconds is not None
@@ -689,6 +707,17 @@ def _help(plan: Plan) -> Iterator[str]:
 def _faster(other: Plan, speedup: float) -> str:
     """ "3,594 tokens/s, 1.07x faster"."""
     return ", ".join([*_speed(other), f"{speedup:.3g}x faster"])
+
+
+def _is_short_of_ram(plan: Plan) -> bool:
+    """Whether more RAM could change the placements."""
+    work, hardware = plan.basis.work, plan.basis.hardware
+    assert work is not None
+    assert hardware is not None
+    if plan.basis.config.placement is not None:
+        return False
+    search = _search(plan.layers, plan.basis, work, hardware)
+    return search.is_short_of_ram(*_room(plan.budgets, hardware))
 
 
 def _by_phase(plan: Plan) -> Iterator[str]:

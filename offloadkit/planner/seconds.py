@@ -105,7 +105,13 @@ class _Bus:
 
 
 class StepModel:
-    """Predicts the step of one model, with micro-batches of one shape, on one machine, for any placement."""
+    """Predicts the step of one model, with micro-batches of one shape, on one machine, for any placement.
+
+    Attributes:
+        stages: the costs of each stage, in forward order.
+        layers: the costs of each flat layer, in the same order.
+        cpu_rate: bytes per second of the CPU's step.
+    """
 
     def __init__(
         self,
@@ -122,13 +128,13 @@ class StepModel:
         timed = work.operation_launches or (FORWARD_LAUNCHES, BACKWARD_LAUNCHES)
         forward, backward = (number * launch for number in timed)
         own = [number * launch if work.operation_launches else 0.0 for number in ENGINE_LAUNCHES]
-        self._cpu_rate = cpu_step_rate(layers[0].precision, hardware)
+        self.cpu_rate = cpu_step_rate(layers[0].precision, hardware)
         sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
         dtype = max(sizes, key=lambda name: sizes[name])
         members: list[list[LayerCost]] = [[] for _ in work.stages]
         for index, (layer, stage) in enumerate(zip(layers, place_in_stages(layers, work.stages), strict=True)):
             members[stage].append(layer_cost(index, layer, hardware, accumulation))
-        self._stages = []
+        self.stages = []
         for of, its_layers in zip(work.stages, members, strict=True):
             is_compiled = compiled and bool(of.block)
             cost = _StageCost(
@@ -140,22 +146,22 @@ class StepModel:
                 of.input_bytes if of.block else 0,
                 tuple(its_layers),
             )
-            self._stages.append(cost)
-        self._layers = [layer for stage in self._stages for layer in stage.layers]
+            self.stages.append(cost)
+        self.layers = [layer for stage in self.stages for layer in stage.layers]
 
     def on_large_gpu(self) -> float:
         """Seconds of a step with everything in VRAM and nothing recomputed."""
-        return self.seconds([IN_VRAM] * len(self._layers)).step
+        return self.seconds([IN_VRAM] * len(self.layers)).step
 
     def gpu_share(self) -> float:
         """Fraction of the layers with states in RAM that the GPU should step, so that it finishes with the CPU.
 
         While the CPU steps its layers, the bus copies its stepped weights and the states of the GPU's layers.
         """
-        weights = sum(layer.weight_bytes for layer in self._layers)
-        states = sum(layer.state_bytes for layer in self._layers)
+        weights = sum(layer.weight_bytes for layer in self.layers)
+        states = sum(layer.state_bytes for layer in self.layers)
         h2d, _ = both_ways(states, states, self._hardware)
-        cpu = max(0.0, sum(layer.cpu_step for layer in self._layers) - weights / h2d)
+        cpu = max(0.0, sum(layer.cpu_step for layer in self.layers) - weights / h2d)
         return cpu / (cpu + states / h2d) if cpu else 0.0
 
     def seconds(self, placements: Sequence[Placement]) -> Seconds:
@@ -194,7 +200,7 @@ class StepModel:
             busy = [(number * queues.busy[name], getattr(bus, name.lower())) for number, bus, queues in passes]
             if seconds := sum(each for each, _ in busy):
                 found[name] = sum(each * rate for each, rate in busy) / seconds
-        stepped = [layer for layer in self._layers if placements[layer.index].step == "cpu"]
+        stepped = [layer for layer in self.layers if placements[layer.index].step == "cpu"]
         if stepped:
             seconds = beside.slows_cores * sum(layer.cpu_step for layer in stepped)
             found["CPU step"] = sum(layer.step_bytes for layer in stepped) / seconds
@@ -206,11 +212,13 @@ class StepModel:
         ring, bus = Ring(queues), self._bus_in_update(placements, updates)
         slowed = self._python_slowed(placements) if updates else 1.0
         if updates:
-            norm = sum(layer.norm_in_ram for layer in self._layers if placements[layer.index].gradients == "ram")
+            norm = 0.0
+            for layer in self.layers:
+                norm += layer.norm_in_ram if placements[layer.index].gradients == "ram" else 0.0
             queues.take("CPU step", norm, 0.0)
         before = 0.0
         ends: list[float] = []
-        for unit in self._stages:
+        for unit in self.stages:
             ready = on_gpu = cpu_done = 0.0
             recomputes, offloads, num_streamed = False, False, 0
             for layer in unit.layers:
@@ -287,7 +295,7 @@ class StepModel:
         if not updates or not any(where.step == "gpu" and where.states == "ram" for where in placements):
             return alone
         h2d_bytes = d2h_bytes = cpu_seconds = 0.0
-        for unit in self._stages:
+        for unit in self.stages:
             for layer in unit.layers:
                 where = placements[layer.index]
                 if where.step == "cpu":
@@ -301,7 +309,7 @@ class StepModel:
                 d2h_bytes += unit.input_bytes
         h2d, d2h = both_ways(h2d_bytes, d2h_bytes, machine)
         bus_seconds = max(h2d_bytes / h2d, d2h_bytes / d2h)
-        cores, bus = dram_slowdowns(cpu_seconds, self._cpu_rate, bus_seconds, h2d_bytes + d2h_bytes, machine)
+        cores, bus = dram_slowdowns(cpu_seconds, self.cpu_rate, bus_seconds, h2d_bytes + d2h_bytes, machine)
         return _Bus(h2d / bus, d2h / bus, cores)
 
     def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> Queues:
@@ -313,7 +321,7 @@ class StepModel:
         ends: list[float] = []
         sent: list[float] = []
         added: list[float] = []
-        for unit in reversed(self._stages):
+        for unit in reversed(self.stages):
             ready = sent[-NUM_GRADIENT_BUCKETS] if len(sent) >= NUM_GRADIENT_BUCKETS else 0.0
             fetched, num_layers, recomputes, offloads, seconds = 0, 0, False, False, unit.backward
             for layer in unit.layers:
@@ -351,7 +359,7 @@ class StepModel:
                         added.append(queues.take("CPU step", layer.adding_in_ram, sent[-1]))
         if is_last:
             done = queues.launched(LAYER_LAUNCHES * len(placements) * self._hardware.launch_seconds, 0.0)
-            for layer in self._layers:  # whose gradients stayed in VRAM until now, and which the CPU steps
+            for layer in self.layers:  # whose gradients stayed in VRAM until now, and which the CPU steps
                 where = placements[layer.index]
                 if where.step == "cpu" and where.gradients == "vram":
                     queues.take("D2H", layer.gradient_bytes / d2h, done)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,11 @@ from transformers import PreTrainedModel
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.finetuning import finetune
+from offloadkit.hf.load import draw_lazily
 from offloadkit.hf.trainer import OffloadTrainer
+from offloadkit.offload import states
+from offloadkit.offload.model import _read_together
+from offloadkit.optim.reference import split_master
 from tests.hf import tiny
 from tests.hf.tiny import build_model, load_model
 from tests.hf.training import arguments, causal_rows
@@ -121,3 +126,43 @@ def test_a_trainer_that_evaluates_before_it_trains_has_all_weights_and_buffers(t
         losses.append(trainer.evaluate()["eval_loss"])
     assert losses[:2] == losses[2:]
     assert [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta] == []
+
+
+def test_layers_that_are_small_are_made_real_together() -> None:
+    def layer(number: int) -> Any:
+        parameters = [torch.nn.Parameter(torch.empty(number, device="meta")) for _ in range(2)]
+        return SimpleNamespace(views=[SimpleNamespace(parameter=parameter) for parameter in parameters])
+
+    layers = [layer(number) for number in (1, 1, 3, 9, 1)]
+    sizes = {at: len(some) for at, some in _read_together(layers, 8 * 5).items()}
+    assert sizes == {0: 6, 3: 2, 4: 2}  # the fourth has more than may be real at once
+    assert list(_read_together(layers, 0)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_random_weights_do_not_depend_on_what_is_drawn_beside_them(together: int) -> None:
+    torch.manual_seed(3)
+    whole, draw = resolve_tiny()
+    draw(list(whole.parameters()))
+    torch.manual_seed(3)
+    lazy, draw = resolve_tiny()
+    parameters = list(lazy.parameters())
+    for begin in range(0, len(parameters), together):
+        draw(parameters[begin : begin + together])
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, lazy.state_dict()[name]), name
+
+
+def resolve_tiny() -> Any:
+    return draw_lazily(CONFIGS["t5"], "seq2seq", None)
+
+
+def test_masters_are_split_in_slices_as_in_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "_SPLIT", 1000)
+    model = torch.nn.Linear(100, 77, bias=False)
+    master = model.weight.detach().clone().reshape(-1)
+    with OffloadEngine(model, OffloadConfig(working_dtype="bf16"), device="cpu") as engine:
+        flat = engine._placed.states[0].flat
+        weights, remainder = split_master(master)
+        assert torch.equal(flat.weights[: master.numel()], weights)
+        assert torch.equal(flat["remainder"][: master.numel()], remainder)

@@ -1,0 +1,189 @@
+"""Seconds from the start of the process to the end of the first step of `finetune`, by phase.
+
+    python -m benchmarks start t5-3b --vram 8GiB
+
+Each run is a fresh process. From a disk, the files' pages are dropped from the page cache before. The first run on a
+machine also measures its rates and compiles kernels; both are kept, so each start is run twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+MARK = "start: "
+PHASES = {
+    "offloadkit.planning:measure": "measure the machine",
+    "offloadkit.finetuning:auto_batch_size": "plan",
+    "offloadkit.finetuning:shown_plan": "plan",
+    "offloadkit.finetuning:plan_for_rows": "plan",
+    "offloadkit.finetuning:prepare_both": "tokenize",
+    "offloadkit.finetuning:TrainingRun._load": "open the model",
+    "offloadkit.device.host_memory:allocate": "populate and pin RAM",
+    "offloadkit.hf.load:InitialWeights.materialise": "draw weights",
+    "offloadkit.hf.weight_files:WeightFiles.materialise": "map files",
+    "offloadkit.offload.states:LayerState.take_parameters": "take weights over",
+    "offloadkit.engine:OffloadEngine.__init__": "rest of the engine",
+    "offloadkit.hf.trainer:OffloadTrainerMixin.train": "first step",
+}
+"""What is timed. The seconds of one do not count for another inside which it runs."""
+
+
+class FirstStepDoneError(Exception):
+    """Ends the run that is measured."""
+
+
+class Stopwatch:
+    """Seconds by phase, each without the phases inside it."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._inner = [0.0]
+
+    def timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        """`function`, whose seconds count for `phase`."""
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            self._inner.append(0.0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - started
+                self.seconds[phase] += took - self._inner.pop()
+                self._inner[-1] += took
+
+        return run
+
+    def follow(self, where: str, phase: str) -> None:
+        """Time the function or method at "module:name"."""
+        module, _, path = where.partition(":")
+        owner: Any = import_module(module)
+        *outer, name = path.split(".")
+        for each in outer:
+            owner = getattr(owner, each)
+        setattr(owner, name, self.timed(getattr(owner, name), phase))
+
+
+def start(
+    model: str,
+    *,
+    sources: tuple[str, ...] = ("disk", "random"),
+    vram: str | None = None,
+    ram: str | None = None,
+    batch_size: int = 8,
+    turns: int = 2,
+    device: str | None = None,
+) -> list[dict[str, Any]]:
+    """Measure and print each start; returns the seconds by phase.
+
+    Args:
+        sources: "disk" reads the weights of a folder that is written before, "random" draws them.
+        device: "cpu" hides the GPU.
+    """
+    found = []
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    for source in sources:
+        folder = _prepared(model, source, environment)
+        for turn in range(1, turns + 1):
+            _drop_pages(folder)
+            task = {"folder": str(folder), "init": "pretrained" if source == "disk" else "random", "vram": vram}
+            task |= {"ram": ram, "batch_size": batch_size, "began": time.time()}
+            command = [sys.executable, "-m", "benchmarks.start", json.dumps(task)]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            marked = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+            if not marked:
+                raise SystemExit(f"{model} from {source} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
+            seconds = json.loads(marked[-1].removeprefix(MARK))
+            print(f"{model} from {source}, vram {vram}, turn {turn} of {turns}: {sum(seconds.values()):.1f} s")
+            print("".join(f"  {phase:22} {number:6.2f}\n" for phase, number in seconds.items()), end="", flush=True)
+            found.append({"model": model, "source": source, "turn": turn, "seconds": seconds})
+    return found
+
+
+def _prepared(model: str, source: str, environment: dict[str, str]) -> Path:
+    """A folder with the model's config and, for "disk", with its weights; it is kept."""
+    folder = Path(tempfile.gettempdir()) / "offloadkit-start" / f"{model}-{source}"
+    if not (folder / "done").exists():
+        task = json.dumps({"prepare": model, "folder": str(folder), "weights": source == "disk"})
+        subprocess.run([sys.executable, "-m", "benchmarks.start", task], env=environment, check=True)
+    return folder
+
+
+def _prepare(task: dict[str, Any]) -> None:
+    import torch
+
+    from benchmarks.cases import config_of
+    from offloadkit import hardware
+    from offloadkit.engines.work import Work, plain_model
+
+    folder, config = Path(task["folder"]), config_of(task["prepare"])
+    config.save_pretrained(folder)
+    if task["weights"]:
+        device = hardware.default_device()
+        work = Work(str(folder), 1, 8, 8)
+        built: Any = plain_model(work, "bf16", torch.device("cpu"), device)
+        built.save_pretrained(folder)
+    (folder / "done").touch()
+
+
+def _drop_pages(folder: Path) -> None:
+    """Have the files of `folder` read from the disk again."""
+    os.sync()
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def measure_here(task: dict[str, Any]) -> dict[str, float]:
+    """The seconds of one start in this process, by phase, from when the process was asked for."""
+    from offloadkit import finetune
+
+    finetuning = import_module("offloadkit.finetuning")
+    watch = Stopwatch()
+    with finetuning._libraries():
+        pass
+    watch.seconds["import libraries"] = time.time() - task["began"]
+    for where, phase in PHASES.items():
+        watch.follow(where, phase)
+    trainer: Any = import_module("offloadkit.hf.trainer").OffloadTrainerMixin
+    train = trainer.train
+
+    def train_and_end(*args: Any, **kwargs: Any) -> None:
+        train(*args, **kwargs)
+        raise FirstStepDoneError
+
+    trainer.train = train_and_end
+    config = json.loads((Path(task["folder"]) / "config.json").read_text())
+    row = {"input": "a" * 511, "target": "b" * 127} if config.get("is_encoder_decoder") else {"text": "a" * 1023}
+    rows = [row] * task["batch_size"]
+    sizes: dict[str, Any] = {name: task[name] for name in ("vram", "ram", "batch_size", "init")}
+    with tempfile.TemporaryDirectory() as output:
+        options: dict[str, Any] = {"monitor": False, "save_strategy": "no", "report_to": "none"}
+        whole = watch.timed(finetune, "rest")
+        with suppress(FirstStepDoneError):
+            whole(task["folder"], rows, tokenizer="byte", output_dir=output, max_steps=1, **sizes, **options)
+    return {phase: round(number, 3) for phase, number in watch.seconds.items()}
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    if "prepare" in given:
+        _prepare(given)
+    else:
+        print(MARK + json.dumps(measure_here(given)), flush=True)

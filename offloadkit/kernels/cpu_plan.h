@@ -1,0 +1,357 @@
+/* The step's seconds for many placements: planner/seconds.py line by line, every operation one IEEE double rounding.
+ *
+ * That file says what is simulated and why. Here a placement is a code of bits (planner/counts.py), and the layers are in
+ * the order of their stages. Names are those of seconds.py. */
+
+#ifndef OFFLOADKIT_CPU_PLAN_H
+#define OFFLOADKIT_CPU_PLAN_H
+
+#include <stdint.h>
+
+enum { STREAMED = 1, KEEPS = 2, ON_GPU = 4, ON_DISK = 8, IN_VRAM = 16 };
+
+struct layer_cost {
+    double weight_bytes, bucket_bytes, gradient_bytes, state_bytes, num_chunks, cpu_step, gpu_step, bucket,
+        adding_in_vram, adding_in_ram, norm_in_ram;
+};
+
+struct stage_cost {
+    double forward, backward, forward_launches, backward_launches, operation_launches, input_bytes;
+};
+
+struct plan_machine {
+    double h2d, d2h, both, cpu_and_bus, launch_seconds, disk_read, disk_write, cpu_rate;
+    /* and the constants of seconds.py and layout.py */
+    double chunk_launches, disk_overlap, recomputed_forward, recomputed_backward, streamed_forward, streamed_backward,
+        layer_launches, thread_slows;
+    double num_weight_buffers, num_gradient_buckets, num_staging, num_step_buffers;
+    double shares_cores; /* whether Python and the CPU's step share the cores */
+    double accumulation;
+};
+
+struct plan_model {
+    const struct plan_machine *machine;
+    const struct stage_cost *stages;
+    const struct layer_cost *layers;
+    const int64_t *ends;   /* of each stage's layers */
+    const int64_t *blocks; /* of each layer; -1: none */
+    int64_t num_stages, num_layers;
+};
+
+/* Room for what one simulation remembers: num_stages + 2 * num_layers numbers, and num_layers copies. */
+struct plan_memory {
+    double *ends, *sent, *added;
+    double *starts, *seconds; /* copies to VRAM that the ring has not met yet */
+};
+
+struct candidate {
+    const int64_t *codes;
+    int64_t recomputed, offloaded;
+};
+
+struct queues {
+    double gpu, cores, h2d, d2h, disk, launches;
+    double busy_forward, busy_cores;
+    int shares_cores;
+};
+
+static inline double larger(double a, double b) { return b > a ? b : a; }
+static inline double smaller(double a, double b) { return b < a ? b : a; }
+
+static inline double plan_take(double *free, double seconds, double ready) {
+    *free = (*free > ready ? *free : ready) + seconds;
+    return *free;
+}
+
+static inline double *plan_python(struct queues *q) { return q->shares_cores ? &q->cores : &q->launches; }
+
+static inline double plan_launched(struct queues *q, double seconds, double ready) {
+    q->gpu = larger(q->gpu, plan_take(plan_python(q), seconds, ready));
+    return q->gpu;
+}
+
+static inline double plan_cores(struct queues *q, double seconds, double ready) {
+    q->busy_cores += seconds;
+    return plan_take(&q->cores, seconds, ready);
+}
+
+static inline double plan_last(const struct queues *q) {
+    double last = larger(larger(q->gpu, q->cores), larger(q->h2d, q->d2h));
+    return larger(last, larger(q->disk, q->launches));
+}
+
+static inline int states_in_vram(int64_t code) { return code == IN_VRAM; }
+static inline int weights_in_ram(int64_t code) { return (code & STREAMED) != 0; }
+static inline int gradients_in_ram(int64_t code) { return code != IN_VRAM && !(code & KEEPS); }
+static inline int steps_on_cpu(int64_t code) { return code != IN_VRAM && !(code & ON_GPU); }
+
+static inline int plan_recomputes(const struct plan_model *model, const struct candidate *of, int64_t at) {
+    return model->blocks[at] >= 0 && model->blocks[at] < of->recomputed;
+}
+
+static inline int plan_offloads(const struct plan_model *model, const struct candidate *of, int64_t at) {
+    return plan_recomputes(model, of, at) && model->blocks[at] < of->offloaded;
+}
+
+static inline void plan_transfer(const struct layer_cost *layer, int64_t code, double *there, double *back) {
+    *back = layer->state_bytes + (weights_in_ram(code) ? layer->weight_bytes : 0.0);
+    *there = *back + (gradients_in_ram(code) ? layer->gradient_bytes : 0.0);
+}
+
+struct plan_bus {
+    double h2d, d2h, slows_cores;
+};
+
+static inline double plan_mean_rate(double num_bytes, double rate, double together, double share) {
+    return num_bytes != 0.0 ? num_bytes / (together + (num_bytes - together * rate * share) / rate) : rate;
+}
+
+static struct plan_bus plan_bus_in_update(const struct plan_model *model, const struct candidate *of, int updates) {
+    const struct plan_machine *m = model->machine;
+    struct plan_bus bus = {m->h2d, m->d2h, 1.0};
+    int any = 0;
+    for (int64_t at = 0; at < model->num_layers; at++)
+        any |= !states_in_vram(of->codes[at]) && (of->codes[at] & ON_GPU);
+    if (!updates || !any) return bus;
+    double h2d_bytes = 0.0, d2h_bytes = 0.0, cpu_seconds = 0.0;
+    for (int64_t stage = 0, at = 0; stage < model->num_stages; stage++) {
+        int offloads = 0;
+        for (; at < model->ends[stage]; at++) {
+            const struct layer_cost *layer = &model->layers[at];
+            int64_t code = of->codes[at];
+            if (steps_on_cpu(code)) {
+                cpu_seconds += layer->cpu_step;
+            } else if (!states_in_vram(code)) {
+                double there, back;
+                plan_transfer(layer, code, &there, &back);
+                h2d_bytes += there;
+                d2h_bytes += back;
+            }
+            if (steps_on_cpu(code) || weights_in_ram(code)) h2d_bytes += layer->weight_bytes;
+            offloads |= plan_offloads(model, of, at);
+        }
+        if (offloads) d2h_bytes += model->stages[stage].input_bytes;
+    }
+    double share = smaller(1.0, m->both / (m->h2d + m->d2h));
+    double together = smaller(h2d_bytes / (m->h2d * share), d2h_bytes / (m->d2h * share));
+    double h2d = plan_mean_rate(h2d_bytes, m->h2d, together, share);
+    double d2h = plan_mean_rate(d2h_bytes, m->d2h, together, share);
+    double bus_seconds = larger(h2d_bytes / h2d, d2h_bytes / d2h), cores_slower = 1.0, bus_slower = 1.0;
+    if (cpu_seconds != 0.0 && bus_seconds != 0.0) {
+        double slower = larger(1.0, (m->cpu_rate + (h2d_bytes + d2h_bytes) / bus_seconds) / m->cpu_and_bus);
+        cores_slower = smaller(slower, 1.0 + (slower - 1.0) * bus_seconds / cpu_seconds);
+        bus_slower = smaller(slower, 1.0 + (slower - 1.0) * cpu_seconds / bus_seconds);
+    }
+    bus.h2d = h2d / bus_slower;
+    bus.d2h = d2h / bus_slower;
+    bus.slows_cores = cores_slower;
+    return bus;
+}
+
+/* seconds.Ring: its heap is a list here, of which the least is taken. */
+struct plan_ring {
+    double h2d, d2h;
+    int64_t num_others;
+};
+
+static double plan_ring_step(struct plan_ring *ring, struct plan_memory *memory, double h2d, double d2h, double kernel,
+                             double num_chunks, double num_buffers, double *back_in_ram) {
+    double began = ring->h2d, stepped = began + h2d + kernel;
+    for (;;) {
+        int64_t least = -1;
+        for (int64_t i = 0; i < ring->num_others; i++)
+            if (least < 0 || memory->starts[i] < memory->starts[least] ||
+                (memory->starts[i] == memory->starts[least] && memory->seconds[i] < memory->seconds[least]))
+                least = i;
+        if (least < 0 || memory->starts[least] > stepped) break;
+        stepped += memory->seconds[least];
+        ring->num_others--;
+        memory->starts[least] = memory->starts[ring->num_others];
+        memory->seconds[least] = memory->seconds[ring->num_others];
+    }
+    double back = larger(ring->d2h, began + (h2d + kernel) / num_chunks) + d2h;
+    back = larger(back, stepped + d2h / num_chunks);
+    ring->h2d = larger(stepped, back - (num_buffers - 1.0) * d2h / num_chunks);
+    ring->d2h = back;
+    *back_in_ram = back;
+    return stepped;
+}
+
+static double plan_python_slowed(const struct plan_model *model, const struct candidate *of) {
+    if (model->machine->shares_cores != 0.0) return 1.0;
+    int on_cpu = 0, through_vram = 0;
+    for (int64_t at = 0; at < model->num_layers; at++) {
+        int64_t code = of->codes[at];
+        on_cpu |= steps_on_cpu(code);
+        through_vram |= !states_in_vram(code) && !steps_on_cpu(code);
+    }
+    return 1.0 + model->machine->thread_slows * (double)(on_cpu + through_vram);
+}
+
+static struct queues plan_forward(const struct plan_model *model, const struct candidate *of, struct plan_memory *memory,
+                                  int updates) {
+    const struct plan_machine *m = model->machine;
+    struct queues q = {.shares_cores = m->shares_cores != 0.0};
+    struct plan_ring ring = {0.0, 0.0, 0};
+    struct plan_bus bus = plan_bus_in_update(model, of, updates);
+    double slowed = updates ? plan_python_slowed(model, of) : 1.0;
+    int64_t num_buffers = (int64_t)m->num_weight_buffers, num_ends = 0;
+    if (updates) {
+        double norm = 0.0;
+        for (int64_t at = 0; at < model->num_layers; at++)
+            if (gradients_in_ram(of->codes[at])) norm += model->layers[at].norm_in_ram;
+        plan_cores(&q, norm, 0.0);
+    }
+    double before = 0.0;
+    for (int64_t stage = 0, at = 0; stage < model->num_stages; stage++) {
+        const struct stage_cost *unit = &model->stages[stage];
+        double ready = 0.0, on_gpu = 0.0, cpu_done = 0.0, num_streamed = 0.0;
+        int recomputes = 0, offloads = 0;
+        for (; at < model->ends[stage]; at++) {
+            const struct layer_cost *layer = &model->layers[at];
+            int64_t code = of->codes[at];
+            double stepped = 0.0;
+            if (plan_recomputes(model, of, at)) {
+                recomputes = 1;
+                offloads = plan_offloads(model, of, at);
+            }
+            if (updates && steps_on_cpu(code)) {
+                double read = 0.0;
+                if (code & ON_DISK) {
+                    double seconds = layer->state_bytes / m->disk_read + layer->state_bytes / m->disk_write;
+                    read = plan_take(&q.disk, m->disk_overlap * seconds, 0.0);
+                }
+                stepped = plan_cores(&q, bus.slows_cores * layer->cpu_step, read);
+                cpu_done = larger(cpu_done, stepped);
+            } else if (updates && !states_in_vram(code)) {
+                double there, back;
+                plan_transfer(layer, code, &there, &back);
+                plan_take(plan_python(&q), m->chunk_launches * layer->num_chunks * m->launch_seconds, 0.0);
+                plan_take(&q.gpu, layer->gpu_step, 0.0);
+                double on_device = plan_ring_step(&ring, memory, there / bus.h2d, back / bus.d2h, layer->gpu_step,
+                                                  layer->num_chunks, m->num_step_buffers, &stepped);
+                ready = larger(ready, on_device);
+            } else if (updates) {
+                on_gpu += layer->gpu_step;
+            }
+            double fetched = layer->weight_bytes / bus.h2d, is_free = 0.0;
+            if (weights_in_ram(code)) {
+                num_streamed += 1.0;
+                if (!updates && num_ends < num_buffers) continue;
+                is_free = larger(before, num_ends >= num_buffers ? memory->ends[num_ends - num_buffers] : 0.0);
+            } else if (!(updates && steps_on_cpu(code))) {
+                continue;
+            }
+            double arrived = plan_take(&q.h2d, fetched, larger(stepped, is_free));
+            memory->starts[ring.num_others] = arrived - fetched;
+            memory->seconds[ring.num_others++] = fetched;
+            ready = larger(ready, arrived);
+        }
+        before = larger(q.gpu, ready);
+        plan_take(&q.gpu, on_gpu, ready);
+        plan_take(&q.gpu, unit->forward, ready);
+        q.busy_forward += unit->forward;
+        double launches = unit->forward_launches;
+        launches += recomputes * m->recomputed_forward * unit->operation_launches;
+        launches += num_streamed * m->streamed_forward * m->launch_seconds;
+        double end = plan_launched(&q, slowed * launches, cpu_done);
+        if (num_streamed != 0.0) memory->ends[num_ends++] = end;
+        if (offloads) {
+            plan_take(&q.d2h, unit->input_bytes / bus.d2h, before);
+            ring.d2h += unit->input_bytes / bus.d2h;
+        }
+    }
+    return q;
+}
+
+static struct queues plan_backward(const struct plan_model *model, const struct candidate *of,
+                                   struct plan_memory *memory, int is_last) {
+    const struct plan_machine *m = model->machine;
+    struct queues q = {.shares_cores = m->shares_cores != 0.0};
+    int adds = m->accumulation > 1.0, fetches = 0, sends = 0;
+    for (int64_t at = 0; at < model->num_layers; at++) {
+        fetches |= weights_in_ram(of->codes[at]) || plan_offloads(model, of, at);
+        sends |= gradients_in_ram(of->codes[at]);
+    }
+    double share = fetches && sends ? smaller(1.0, m->both / (m->h2d + m->d2h)) : 1.0;
+    double h2d = m->h2d * share, d2h = m->d2h * share, before = 0.0;
+    int64_t num_buffers = (int64_t)m->num_weight_buffers, num_buckets = (int64_t)m->num_gradient_buckets;
+    int64_t num_staging = (int64_t)m->num_staging, num_streamed = 0, num_ends = 0, num_sent = 0, num_added = 0;
+    for (int64_t stage = model->num_stages - 1; stage >= 0; stage--) {
+        const struct stage_cost *unit = &model->stages[stage];
+        int64_t first = stage ? model->ends[stage - 1] : 0;
+        double ready = num_sent >= num_buckets ? memory->sent[num_sent - num_buckets] : 0.0;
+        double fetched = 0.0, num_layers = 0.0, seconds = unit->backward;
+        int recomputes = 0, offloads = 0;
+        for (int64_t at = first; at < model->ends[stage]; at++) {
+            const struct layer_cost *layer = &model->layers[at];
+            int64_t code = of->codes[at];
+            if (weights_in_ram(code)) {
+                fetched += layer->weight_bytes;
+                num_layers += 1.0;
+            }
+            if (plan_recomputes(model, of, at)) {
+                recomputes = 1;
+                offloads = plan_offloads(model, of, at);
+            }
+            seconds += layer->bucket;
+            if (adds && !gradients_in_ram(code)) seconds += layer->adding_in_vram;
+        }
+        if (fetched != 0.0) {
+            num_streamed++;
+            if (num_streamed > num_buffers)
+                ready = larger(ready, plan_take(&q.h2d, fetched / h2d, larger(before, memory->ends[num_ends - num_buffers])));
+        }
+        if (offloads) ready = larger(ready, plan_take(&q.h2d, unit->input_bytes / h2d, before));
+        before = larger(q.gpu, ready);
+        double launches = unit->backward_launches;
+        launches += num_layers * m->streamed_backward * m->launch_seconds;
+        if (recomputes) {
+            seconds += unit->forward;
+            launches += unit->forward_launches;
+            launches += m->recomputed_backward * unit->operation_launches;
+        }
+        plan_take(&q.gpu, seconds, ready);
+        double end = plan_launched(&q, launches, 0.0);
+        if (fetched != 0.0) memory->ends[num_ends++] = end;
+        for (int64_t at = first; at < model->ends[stage]; at++) {
+            const struct layer_cost *layer = &model->layers[at];
+            if (!gradients_in_ram(of->codes[at])) continue;
+            double *python = plan_python(&q);
+            if (num_added >= num_staging) *python = larger(*python, memory->added[num_added - num_staging]);
+            memory->sent[num_sent] = plan_take(&q.d2h, layer->bucket_bytes / d2h, larger(end, *python));
+            if (adds) memory->added[num_added++] = plan_cores(&q, layer->adding_in_ram, memory->sent[num_sent]);
+            num_sent++;
+        }
+    }
+    if (is_last) {
+        double done = plan_launched(&q, m->layer_launches * (double)model->num_layers * m->launch_seconds, 0.0);
+        for (int64_t at = 0; at < model->num_layers; at++) {
+            int64_t code = of->codes[at];
+            if (steps_on_cpu(code) && !gradients_in_ram(code))
+                plan_take(&q.d2h, model->layers[at].gradient_bytes / d2h, done);
+        }
+    }
+    return q;
+}
+
+/* out: seconds of the update phase and of the backward phase, and how long forward and the CPU's step are busy. */
+static void plan_seconds(const struct plan_model *model, const struct candidate *of, struct plan_memory *memory,
+                         double out[4]) {
+    double others = model->machine->accumulation - 1.0;
+    struct queues first = plan_forward(model, of, memory, 1), last = plan_backward(model, of, memory, 1);
+    out[0] = plan_last(&first);
+    out[1] = plan_last(&last);
+    out[2] = first.busy_forward + last.busy_forward;
+    out[3] = first.busy_cores + last.busy_cores;
+    if (others == 0.0) return;
+    struct queues forward = plan_forward(model, of, memory, 0), before = plan_backward(model, of, memory, 0);
+    double between = plan_last(&forward), adding = before.cores;
+    before.cores = 0.0;
+    out[0] += others * between;
+    out[1] += others * larger(plan_last(&before), adding - between);
+    out[2] += others * (forward.busy_forward + before.busy_forward);
+    out[3] += others * (forward.busy_cores + before.busy_cores);
+}
+
+#endif

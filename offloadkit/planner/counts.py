@@ -1,0 +1,250 @@
+"""Placements given by a few numbers (`Counts`), and the bytes of many of them at once.
+
+A search compares hundreds of counts. Here their placements are rows of an array of codes, one column a layer, and each
+formula of `layout` and `phases` is computed for all rows together. `Search.bytes` computes the same one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offloadkit.config import Placement
+from offloadkit.planner.layout import (
+    ALLOCATOR_BYTES,
+    FRAMEWORK_RAM_BYTES,
+    NUM_GRADIENT_BUCKETS,
+    NUM_STAGING,
+    NUM_STATE_BUFFERS,
+    NUM_STEP_BUFFERS,
+    NUM_WEIGHT_BUFFERS,
+    SMALL_BUCKET,
+    LayerShape,
+    activations,
+    choices,
+    gpu_can_step,
+)
+from offloadkit.planner.phases import forward_bytes, ram_peak, staged_bytes
+from offloadkit.planner.seconds import IN_VRAM
+from offloadkit.planner.work import MicroBatch
+
+Ints = NDArray[np.int64]
+Codes = NDArray[np.intp]
+"""[number of counts, number of layers]: the place in `PLACEMENTS`, which leaves activations out."""
+InVram = Literal["none", "gpu", "all"]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many layers get each placement option. The counts fix which ones:
+
+    - The first blocks recompute, since backward needs the last blocks' activations first. The first of these offload.
+    - Streamed blocks are spread evenly, so that their copies hide behind the other blocks.
+    - Of the layers with weights in VRAM, those with states in VRAM are spread evenly. The first is one. So
+      backward sends gradients to RAM throughout, not all at once.
+    - The last layers have their states on disk.
+    - Of the layers with states in RAM, those that the GPU steps are spread evenly, so that CPU and GPU both advance
+      with forward.
+    """
+
+    recomputed: int
+    offloaded: int
+    streamed: int
+    states_in_vram: int
+    states_on_disk: int = 0
+    gpu_steps: int = 0
+    """Layers with states in RAM that the GPU steps."""
+    gradients_in_vram: InVram = "none"
+    """Of the layers with states outside VRAM: which keep their gradients in VRAM, and add them there.
+
+    "none" of them, those that the "gpu" steps, or "all".
+    """
+
+
+_STREAMED, _KEEPS, _ON_GPU, _ON_DISK, _IN_VRAM = 1, 2, 4, 8, 16
+PLACEMENTS: tuple[Placement, ...] = (
+    *(
+        Placement(
+            weights="ram" if code & _STREAMED else "vram",
+            gradients="vram" if code & _KEEPS else "ram",
+            states="disk" if code & _ON_DISK else "ram",
+            step="gpu" if code & _ON_GPU and not code & _ON_DISK else "cpu",
+        )
+        for code in range(_IN_VRAM)
+    ),
+    IN_VRAM,
+)
+"""By code."""
+
+
+def where_of(code: int, recomputation: Literal["keep", "checkpoint", "offload"]) -> Placement:
+    """A layer's placement."""
+    return _with_activations()[recomputation][code]
+
+
+@cache
+def _with_activations() -> dict[str, list[Placement]]:
+    options: tuple[Literal["keep", "checkpoint", "offload"], ...] = ("keep", "checkpoint", "offload")
+    return {how: [replace(where, activations=how) for where in PLACEMENTS] for how in options}
+
+
+class Spread:
+    """The layers of one model, over which counts spread the options.
+
+    Attributes:
+        blocks: the names of the repeated blocks.
+        block_of: for each layer, the number of its block; -1: none.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        work: MicroBatch,
+        accumulation: int,
+        *,
+        frozen_bytes: int,
+        context_bytes: int,
+    ) -> None:
+        """
+        Args:
+            frozen_bytes: VRAM of frozen parameters and buffers.
+            context_bytes: VRAM of the process that is not torch's.
+        """
+        self._layers, self._work, self._accumulation = layers, work, accumulation
+        self.blocks = list(dict.fromkeys(layer.name for layer in layers if layer.in_block))
+        number = {name: index for index, name in enumerate(self.blocks)}
+        self.block_of = np.array([number.get(layer.name, -1) for layer in layers])
+        self._shared = np.array([layer.shared for layer in layers])
+        self._may_stream = (self.block_of >= 0) & ~self._shared
+        self._columns = np.arange(len(layers))
+        self._fixed_vram = frozen_bytes + context_bytes + ALLOCATOR_BYTES
+        self._all_weights = frozen_bytes + sum(layer.weight_bytes() for layer in layers)
+        self._staged, self._forward = staged_bytes(layers), forward_bytes(work)
+        self._activations = cache(self._activations_of)
+        self._take_tables()
+
+    def _take_tables(self) -> None:
+        """Bytes of each layer, and of each layer in each placement."""
+        layers, accumulation = self._layers, self._accumulation
+
+        @cache
+        def by_code(layer: LayerShape) -> list[list[int]]:
+            states = sum(layer.state_bytes().values())
+            return [
+                [
+                    sum(layer.vram_bytes(where, accumulation).values()),
+                    sum(layer.ram_bytes(where, accumulation).values()),
+                    states * (where.states == "disk"),
+                    layer.passing_bytes(where, accumulation) * (where.states == "ram" and gpu_can_step(where)),
+                ]
+                for where in PLACEMENTS
+            ]
+
+        tables = np.array([by_code(replace(layer, name="")) for layer in layers], dtype=np.int64)
+        self._vram, self._ram, self._disk, self._passing = (tables[:, :, kind] for kind in range(4))
+        self._bucket = np.array([layer.bucket_bytes() for layer in layers], dtype=np.int64)
+        self._weights = np.array([layer.weight_bytes() for layer in layers], dtype=np.int64)
+        self._same_name = np.array([[one.name == other.name for other in layers] for one in layers], dtype=np.int64)
+
+    # -- placements
+
+    def placements(self, counts: Counts) -> tuple[Placement, ...]:
+        """A placement for each layer."""
+        return tuple(
+            where_of(code, _recomputation(block, counts))
+            for code, block in zip(self.codes([counts])[0].tolist(), self.block_of.tolist(), strict=True)
+        )
+
+    def codes(self, some: Sequence[Counts]) -> Codes:
+        """The placements of each of `some`, without activations."""
+
+        def column(name: str) -> Ints:
+            return np.array([getattr(counts, name) for counts in some], dtype=np.int64)[:, None]
+
+        number = len(self._layers)
+        streamed = self._may_stream & _is_among(column("streamed"), self.block_of, max(1, len(self.blocks)))
+        resident = ~streamed
+        may_hold = np.maximum(1, resident.sum(1))[:, None]
+        from_the_end = may_hold - np.cumsum(resident, 1)
+        in_vram = resident & _is_among(column("states_in_vram"), from_the_end, may_hold)
+        on_disk = ~in_vram & (self._columns >= number - column("states_on_disk"))
+        in_ram = ~in_vram & ~on_disk
+        before = np.cumsum(in_ram, 1) - in_ram
+        on_gpu = in_ram & _is_among(column("gpu_steps"), before, np.maximum(1, in_ram.sum(1))[:, None])
+        kept = np.array([counts.gradients_in_vram for counts in some])[:, None]
+        keeps = (kept == "all") | (on_gpu & (kept == "gpu"))
+        codes = streamed * _STREAMED + keeps * _KEEPS + on_gpu * _ON_GPU + on_disk * _ON_DISK
+        return np.where(in_vram, _IN_VRAM, codes)
+
+    # -- bytes
+
+    def more_vram(self, some: Sequence[Counts]) -> list[Ints]:
+        """For each of `some`: the VRAM that the states of each layer with weights there take more if they are there."""
+        codes = self.codes(some)
+        more = self._vram[:, [_IN_VRAM]].T - self._vram[self._columns, codes]
+        resident = ~each(codes, lambda where: where.weights == "ram")
+        return [of[kept] for of, kept in zip(more, resident, strict=True)]
+
+    def bytes(self, some: Sequence[Counts], codes: Codes) -> Ints:
+        """[number, 3] bytes of VRAM, RAM and disk that a plan needs. `codes` are those of `some`."""
+        shared_vram, shared_ram, gradients = self._buffer_bytes(codes)
+        held = np.array([self._activations(counts.recomputed, counts.offloaded) for counts in some], dtype=np.int64)
+        vram = self._fixed_vram + self._vram[self._columns, codes].sum(1) + shared_vram
+        vram = np.maximum(vram + held[:, 0], vram - gradients + self._forward)
+        slabs = self._ram[self._columns, codes].sum(1) + shared_ram
+        moved = self._all_weights * _any(codes, lambda where: where.weights == "ram")
+        ram = FRAMEWORK_RAM_BYTES["cuda"] + np.maximum(slabs + held[:, 1], moved)
+        return np.stack([vram, ram, self._disk[self._columns, codes].sum(1)], 1)
+
+    def _activations_of(self, recomputed: int, offloaded: int) -> tuple[int, int]:
+        """VRAM of the activations; RAM that they, or the layer that is staged before them, take beside the slabs."""
+        placements = self.placements(Counts(recomputed, offloaded, 0, 0))
+        held = activations(self._work, choices(self._layers, placements, self._work))
+        return held.vram, ram_peak(0, held.ram, self._staged, 0)
+
+    def _buffer_bytes(self, codes: Codes) -> tuple[Ints, Ints, Ints]:
+        """`layout.buffer_bytes`: VRAM in all, RAM in all, and the VRAM of gradients."""
+        through_ram = each(codes, lambda where: where.gradients == "ram")
+        has_bucket = np.ones_like(through_ram) if self._accumulation > 1 else through_ram
+        sizes = np.where(has_bucket & ~self._shared, self._bucket, 0)
+        largest = sizes.max(1)
+        small = sizes * SMALL_BUCKET <= largest[:, None]
+        pooled = np.minimum(NUM_GRADIENT_BUCKETS - 1, (has_bucket & ~self._shared & ~small).sum(1))
+        own = np.where(has_bucket & self._shared, self._bucket, 0).sum(1)
+        autograds = np.where(self._shared, 0, self._bucket).max()
+        gradients = autograds + pooled * largest + own + np.where(small, sizes, 0).sum(1)
+        streamed = np.where(each(codes, lambda where: where.weights == "ram"), self._weights, 0) @ self._same_name
+        passes = _any(codes, lambda where: where.states == "ram" and where.step == "gpu")
+        passing = self._passing[self._columns, codes].max(1) * passes
+        vram = gradients + NUM_WEIGHT_BUFFERS * streamed.max(1) + NUM_STEP_BUFFERS * passing
+        adds = NUM_STAGING * (self._accumulation > 1)
+        ram = adds * np.where(through_ram, self._bucket, 0).max(1)
+        return vram, ram + NUM_STATE_BUFFERS * self._disk[self._columns, codes].max(1), gradients
+
+
+def _recomputation(block: int, counts: Counts) -> Literal["keep", "checkpoint", "offload"]:
+    if block < 0 or block >= counts.recomputed:
+        return "keep"
+    return "offload" if block < counts.offloaded else "checkpoint"
+
+
+def _is_among(number: Ints, place: Any, total: Any) -> NDArray[np.bool_]:
+    """Whether `place` (0 to `total` - 1) is one of `number` places that are spread evenly. The last place always is."""
+    among: NDArray[np.bool_] = (place + 1) * number // total > place * number // total
+    return among
+
+
+def each(codes: Codes, holds: Callable[[Placement], bool]) -> NDArray[np.bool_]:
+    """Of which layers it holds."""
+    table: NDArray[np.bool_] = np.array([holds(where) for where in PLACEMENTS])[codes]
+    return table
+
+
+def _any(codes: Codes, holds: Callable[[Placement], bool]) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = np.any(each(codes, holds), axis=1)
+    return found

@@ -1,0 +1,91 @@
+"""Bytes and seconds of many placements at once: equal to those that are computed one by one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offloadkit.config import OffloadConfig
+from offloadkit.kernels import cpu
+from offloadkit.planner import LayerShape, MicroBatch, Pass, make_plan
+from offloadkit.planner import plan as planning
+from offloadkit.planner.counts import Counts
+from offloadkit.planner.quick import QuickSeconds
+from offloadkit.planner.search import Search
+from tests.planner.machines import GIB, T4, TWO_CORES, shape, stage
+
+WITH_DISK = replace(
+    TWO_CORES,
+    disk_folder="/",
+    disk_free_bytes=100 * GIB,
+    disk_read_bytes_per_second=3e9,
+    disk_write_bytes_per_second=2e9,
+)
+
+
+def unlike_layers() -> tuple[list[LayerShape], MicroBatch]:
+    """Blocks of two sizes, one of two dtypes, one that is used twice, one with a tied weight; layers outside them."""
+    layers = [shape("embedding", 2**25, in_block=False, shared=True), shape("outside", 2**14, in_block=False)]
+    layers += [shape(f"block.{index}", 2**23 * (1 + index % 2)) for index in range(9)]
+    layers += [shape("block.4", 2**10, dtype="fp32"), shape("block.9", 2**22, shared=True), shape("head", 2**25 + 256)]
+    layers[-1] = replace(layers[-1], in_block=False)
+    work = Pass(flops=10**12, matmul_bytes=10**8, moved_bytes=10**9, num_operations=40, num_attention=1)
+    options = {"forward": work, "backward": replace(work, flops=2 * 10**12), "input_bytes": 2**24, "shared_bytes": 77}
+    names = ["", *(f"block.{index}" for index in range(10)), "block.3", ""]
+    return layers, MicroBatch(tuple(stage(name, kept=2**27, **options) for name in names), 640)
+
+
+def some_counts(number: int) -> list[Counts]:
+    draw = random.Random(5)
+    kinds = ("none", "gpu", "all")
+
+    def one() -> Counts:
+        again = draw.randint(0, 10)
+        numbers = [draw.randint(0, most) for most in (again, 10, 14, 14, 14)]
+        return Counts(again, *numbers, gradients_in_vram=draw.choice(kinds))
+
+    return [Counts(0, 0, 0, 0), Counts(10, 10, 10, 14), *(one() for _ in range(number))]
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("machine", [WITH_DISK, replace(WITH_DISK, num_cores=16)], ids=["2 cores", "16 cores"])
+def test_many_at_once_are_as_one_by_one(machine: Any, accumulation: int) -> None:
+    search, counts = Search(*unlike_layers(), machine, accumulation, frozen_bytes=123), some_counts(120)
+    search.learn(counts)
+    search.simulate(counts)
+    for each in counts:
+        needs, seconds = search.needs(each), search.phases(each)
+        placements = search.placements(each)
+        assert (needs.vram, needs.ram, needs.disk) == search.bytes(placements)
+        found = search.model.seconds(placements)
+        busy = found.busy["forward"], found.busy["CPU step"]
+        assert (*seconds, seconds.step) == (found.update_phase, found.backward_phase, *busy, found.step)
+
+
+def test_without_the_library_the_simulation_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, counts = Search(*unlike_layers(), WITH_DISK, 1), some_counts(3)
+    in_c = [search.phases(each) for each in counts]
+    monkeypatch.setattr(cpu, "_library", lambda: None)
+    quick: Any = search._quick
+    assert isinstance(quick, QuickSeconds)
+    assert quick.of(counts) == in_c
+
+
+def test_a_search_that_is_kept_finds_what_a_new_one_finds() -> None:
+    kept = Search(*unlike_layers(), TWO_CORES, 1)
+    for vram in (2, 3, 6):
+        assert kept.best(vram * GIB, 4 * GIB) == Search(*unlike_layers(), TWO_CORES, 1).best(vram * GIB, 4 * GIB)
+
+
+def test_more_ram_is_tried_only_where_some_was_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the plan says is the same as when every larger budget is tried."""
+    layers, work = unlike_layers()
+    budgets = [int(3.7 * GIB), 4 * GIB, 64 * GIB]
+    plans = [make_plan(layers, OffloadConfig(vram="3GiB", ram=ram), work=work, hardware=T4) for ram in budgets]
+    assert [planning._is_short_of_ram(made) for made in plans] == [True, True, False]
+    said = [made.explain() for made in plans]
+    monkeypatch.setattr(planning, "_is_short_of_ram", lambda made: True)
+    assert [made.explain() for made in plans] == said

@@ -1,0 +1,63 @@
+"""The first seconds of a run: a line before libraries load, and no garbage collections while they do."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.start import Stopwatch, start
+from offloadkit.starting import collector_off
+
+STOPS_AT_TORCH = """
+import sys
+
+class Stop:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise SystemExit("torch is imported")
+
+sys.meta_path.insert(0, Stop())
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import offloadkit; offloadkit.finetune",
+        "sys.argv = ['offloadkit', 'plan', 't5-3b', '--json']; from offloadkit.cli import app; app()",
+        "sys.argv = ['offloadkit', 'train', 't5-3b', 'rows.jsonl']; from offloadkit.cli import app; app()",
+    ],
+)
+def test_a_line_comes_before_torch(code: str) -> None:
+    """On stderr: what is printed on stdout may be JSON."""
+    done = subprocess.run([sys.executable, "-c", STOPS_AT_TORCH + code], capture_output=True, text=True, check=False)
+    first, last = done.stderr.splitlines()
+    assert first.startswith("offloadkit: loading torch")
+    assert last == "torch is imported"
+    assert done.stdout == ""
+
+
+def test_the_collector_is_as_it_was() -> None:
+    with collector_off():
+        assert not gc.isenabled()
+        with collector_off():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_a_phase_inside_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, times = Stopwatch(), iter([0.0, 1.0, 4.0, 10.0])
+    monkeypatch.setattr("benchmarks.start.time.perf_counter", lambda: next(times))
+    watch.timed(watch.timed(lambda: None, "inner"), "outer")()
+    assert watch.seconds == {"inner": 3.0, "outer": 7.0}
+
+
+@pytest.mark.slow
+def test_a_start_is_measured_by_phase() -> None:
+    (found,) = start("t5-tiny", sources=("random",), turns=1, device="cpu")
+    assert {"import libraries", "plan", "draw weights", "first step", "rest"} <= found["seconds"].keys()
+    assert all(number >= 0 for number in found["seconds"].values())
