@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from offloadkit.deepspeed_config import DeepSpeedConfig, read_deepspeed
 from offloadkit.errors import ConfigError
 from offloadkit.units import parse_bytes
+
+logger = logging.getLogger(__name__)
 
 Precision = Literal["exact", "compact", "tiny"]
 
@@ -214,6 +217,11 @@ class OffloadConfig:
             ConfigError: something in it has no meaning, or offloadkit cannot do it.
         """
         read = source if isinstance(source, DeepSpeedConfig) else read_deepspeed(source, num_gpus=num_gpus)
+        if read is not source and read.schedule is not None:
+            logger.warning(
+                f"the schedule {read.schedule[0]} is no part of OffloadConfig: offloadkit.initialize steps it; under a "
+                "Trainer say it by lr_scheduler_type and warmup_steps, in a loop of your own by a scheduler of torch's"
+            )
         options = dict(read.options)
         if read.dynamic_loss_scale is not None:
             options["loss_scale"] = DynamicLossScale(**read.dynamic_loss_scale)

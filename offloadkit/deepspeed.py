@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
@@ -225,7 +226,13 @@ class DeepSpeedEngine:
         self._schedule_ahead = 0
         self._dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(offload.config.working_dtype)
         self._casts, self._has_run = read.casts_inputs and self._dtype is not None, False
-        offload.telemetry.subscribe(self._saw)
+        seen = weakref.WeakMethod(self._saw)  # the telemetry must not keep an engine that was dropped
+
+        def saw(record: StepRecord) -> None:
+            if (own := seen()) is not None:
+                own(record)
+
+        offload.telemetry.subscribe(saw)
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
@@ -424,6 +431,7 @@ class DeepSpeedEngine:
         tag: str | int | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write a checkpoint of offloadkit's into `save_dir`/`tag`; any number of ranks goes on from it.
 
@@ -431,6 +439,7 @@ class DeepSpeedEngine:
             tag: None: "global_step" and the number of updates.
             client_state: numbers, texts, lists, dicts and tensors, which `load_checkpoint` gives back.
             save_latest: whether `load_checkpoint` finds it without a tag.
+            exclude_frozen_parameters: of DeepSpeed; not looked at, since a checkpoint has all weights.
 
         Returns:
             True.

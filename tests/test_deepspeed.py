@@ -6,6 +6,7 @@ import argparse
 import copy
 import json
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,20 @@ def test_the_config_that_people_copy_with_fp32_data(
     engine.destroy()
 
 
+def test_fp32_data_is_cast_without_losing_random_numbers() -> None:
+    """What `auto_cast` does from the start is done after a first try: with the same dropout."""
+    found = []
+    for auto_cast in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3))
+        config = PLAIN | {"fp16": {"enabled": True, "auto_cast": auto_cast}}
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        found.append([engine(inputs) for inputs, _ in batches(2)])
+        assert found[-1][0].dtype == torch.float32
+        engine.destroy()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_an_error_of_the_models_own_is_not_taken_for_a_dtype() -> None:
     engine, *_ = deepspeed.initialize(model=mlp(), config=PLAIN | {"bf16": {"enabled": True}})
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -176,7 +191,7 @@ def test_a_bf16_update_with_nan_is_left_out_and_its_schedule_waits() -> None:
     engine.destroy()
 
 
-def test_a_clients_adamw_and_schedule_go_before_the_configs() -> None:
+def test_a_clients_adamw_and_schedule_go_before_the_configs(tmp_path: Path) -> None:
     model = mlp()
     matrices, vectors = ([p for p in model.parameters() if p.ndim == dim] for dim in (2, 1))
     groups = [{"params": matrices, "weight_decay": 0.3, "lr": 3e-3}, {"params": vectors}]
@@ -190,7 +205,23 @@ def test_a_clients_adamw_and_schedule_go_before_the_configs() -> None:
     assert engine.get_lr() == [group["lr"] for group in client.param_groups] == [1.5e-3, 2.5e-3]
     assert engine.get_mom() == [(0.8, 0.9)] * 2
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    engine.save_checkpoint(tmp_path)
+    train(engine, batches(1, 8))
+    assert engine.get_lr() == [7.5e-4, 1.25e-3]
+    engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert engine.get_lr() == [7.5e-4, 1.25e-3]
+    engine.load_checkpoint(tmp_path)
+    assert [group["lr"] for group in client.param_groups] == [1.5e-3, 2.5e-3]
+    assert lowered.last_epoch == 3
     engine.destroy()
+
+
+def test_an_engine_that_is_dropped_is_gone() -> None:
+    engine, *_ = deepspeed.initialize(model=linear(), config=PLAIN)
+    train(engine, batches(2))
+    left = weakref.ref(engine)
+    del engine
+    assert left() is None
 
 
 def test_what_makes_an_optimizer_and_a_schedule() -> None:

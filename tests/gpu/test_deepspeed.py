@@ -27,15 +27,16 @@ def no_group_is_left() -> Iterator[None]:
 
 
 def test_the_config_that_people_copy_with_fp32_data(caplog: pytest.LogCaptureFixture) -> None:
-    """fp16 on the GPU; the states' place changes no bit."""
+    """fp16 on the GPU; neither the states' place nor a plan after the first window changes a bit."""
     found = []
-    for placement in (CPU_STEP, GPU_STEP, RESIDENT):
+    for own in (*({"placement": each} for each in (CPU_STEP, GPU_STEP, RESIDENT)), {"vram": "2GiB"}):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
         warmed_up = FULL["scheduler"] | {"params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 2}}
         engine, _, _, scheduler = deepspeed.initialize(
-            model=model, config=FULL | {"scheduler": warmed_up, "offloadkit": {"placement": placement}}
+            model=model, config=FULL | {"scheduler": warmed_up, "offloadkit": own}
         )
+        assert engine.offload.is_beginning == ("vram" in own)
         assert engine.device == torch.device("cuda", 0)
         generator = torch.Generator().manual_seed(0)
         losses = []
@@ -49,8 +50,10 @@ def test_the_config_that_people_copy_with_fp32_data(caplog: pytest.LogCaptureFix
         assert sum(losses[-8:]) < 0.8 * sum(losses[:8])
         assert scheduler.last_batch_iteration == 19 - engine.skipped_steps
         found.append({name: each.cpu().clone() for name, each in engine.module.state_dict().items()})
+        assert not engine.offload.is_beginning
         engine.destroy()
     assert "the inputs are fp32" in caplog.text
+    assert "cannot be planned" not in caplog.text, "the first window has seen inputs as they were cast"
     assert all(torch.equal(each, other[name]) for other in found[1:] for name, each in found[0].items())
 
 
