@@ -70,6 +70,7 @@ class StreamedWeights(LayerWeights):
         self.written: Event | None = None
         self.block: StreamedBlock
         self._views: dict[int, list[torch.Tensor]] = {}
+        self._fetched_versions: list[int] = []
         nan = torch.full((1,), torch.nan, dtype=layer.dtype, device=device)
         self._unbound = [nan.expand(view.parameter.shape) for view in layer.views]
 
@@ -96,6 +97,15 @@ class StreamedWeights(LayerWeights):
         """
         self.bind(self._unbound)
 
+    def fetched(self) -> None:
+        """The weights are on their way to VRAM as they are now."""
+        self._fetched_versions = self._present_versions()
+
+    def leaves_vram(self) -> None:
+        """Keep what the model itself wrote in VRAM since the weights were fetched, as layers with a max-norm do."""
+        if self._present_versions() != self._fetched_versions:
+            self.save(self.layer.views)
+
     def save(self, views: Sequence[ParameterView]) -> None:
         """Copy the parameters of `views`, which were written in VRAM, to RAM. Does nothing if they are bound to RAM."""
         if self._bound is self._home or self._bound is self._unbound:
@@ -104,6 +114,7 @@ class StreamedWeights(LayerWeights):
         with unwatched():
             for view in views:
                 self.flat[view.elements].copy_(view.parameter.data.reshape(-1))
+        self.fetched()
 
     def bind_to_vram(self, memory: torch.Tensor) -> None:
         """Bind the parameters to `memory`: uint8, the layer's part of one of the ring's buffers."""
@@ -334,6 +345,8 @@ class WeightRing:
         if buffer is not None:
             if buffer is self._current:
                 buffer.released, self._current = record_compute(self.device), None
+            for layer in block.layers:
+                layer.leaves_vram()
             buffer.block = None
         for layer in block.layers:
             layer.bind_to_ram()
@@ -426,11 +439,13 @@ class WeightRing:
         buffer.block = block
         for layer in block.layers:
             layer.copied = buffer.arrived
+            layer.fetched()
         return buffer
 
     def _empty(self, buffer: _Buffer) -> None:
         if buffer.block is not None:
             for layer in buffer.block.layers:
+                layer.leaves_vram()
                 layer.unbind()
             buffer.block = None
 
