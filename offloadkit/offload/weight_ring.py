@@ -114,7 +114,7 @@ class StreamedWeights(LayerWeights):
         with unwatched():
             for view in views:
                 self.flat[view.elements].copy_(view.parameter.data.reshape(-1))
-        self.fetched()
+        self.fetched()  # RAM has them: leaving VRAM writes nothing more, not even where ranks have begun to step
 
     def bind_to_vram(self, memory: torch.Tensor) -> None:
         """Bind the parameters to `memory`: uint8, the layer's part of one of the ring's buffers."""

@@ -83,6 +83,7 @@ def train(
     late: int | None = None,
     move_to: Placement | None = None,
     halves: bool = False,
+    clamps: bool = False,
     simulate_ranks: int | None = None,
     loss_factor: float = 1.0,
     device: str = "cpu",
@@ -98,6 +99,7 @@ def train(
         move_to: the placement after the first step.
         loss_factor: what losses are multiplied by.
         simulate_ranks: add up as so many ranks with `exchange="step"` do, each with its share of `micro_batches`.
+        clamps: whether a block writes its weights in its forward.
         halves: whether all ranks write their weights after the first step.
         device: "cuda": each rank has a GPU of its own.
 
@@ -126,6 +128,8 @@ def train(
         if late is not None:
             assert engine._placed._gathers is not None
             engine._placed._gathers.looks_ahead = True
+        if clamps:
+            made.blocks[0].register_forward_pre_hook(clamp)
         if resume is not None:
             engine.load_checkpoint(resume)
         per_step = micro_batches * size
@@ -165,6 +169,12 @@ def train(
             "num_updates": engine.num_updates,
             "log": log,
         }
+
+
+@torch.no_grad()
+def clamp(block: nn.Module, args: Any) -> None:
+    for parameter in block.parameters():
+        parameter.clamp_(-0.03, 0.03)
 
 
 class Shares:

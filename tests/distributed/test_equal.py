@@ -72,6 +72,7 @@ SLOW: list[tuple[int, int, dict[str, Any]]] = [
         },
     ),
     (3, 1, {"placement": RESIDENT, "working_dtype": "bf16", "move_to": STREAMED_TO_GPU, "halves": True}),
+    (2, 1, {"placement": STREAMED, "clamps": True, "steps": 2}),
     (4, 1, {"placement": STREAMED, "late": 4, "working_dtype": "bf16", "precision": "tiny"}),
     (3, 1, {"placements": [STREAMED, LEAST, STREAMED_TO_GPU], "groups": True, "activation_checkpointing": True}),
 ]
