@@ -326,7 +326,8 @@ def finetune(
         smoothing = training_arguments.get("label_smoothing_factor") or 0.0
         where = _device(training_arguments)
         fits = functools.partial(auto_batch_size, source, offload, **lengths, device=where, label_smoothing=smoothing)
-        batch_size = world.from_first("choosing batch_size", fits)
+        chosen: int = world.from_first("choosing batch_size", fits)
+        batch_size = chosen
     own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
     own |= {"gradient_accumulation_steps": gradient_accumulation, "per_device_train_batch_size": batch_size}
     own |= {"learning_rate": learning_rate or LEARNING_RATES[init]}

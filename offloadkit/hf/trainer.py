@@ -101,6 +101,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     engine: OffloadEngine | None = None
     data_collator: Any
+    gather_function: Any
+    _tr_loss: Any
 
     def __init__(
         self,

@@ -56,6 +56,16 @@ def test_a_trainer_on_several_ranks_is_that_on_one(ranks: RankPool, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("more", [{"streams": True, "rows": 8}, {"scales_loss": True}])
+def test_streams_and_losses_of_the_users_own(ranks: RankPool, tmp_path: Path, more: dict[str, Any]) -> None:
+    """accelerate deals a stream by rows of its own at the end; eight rows leave nothing over."""
+    options: dict[str, Any] = {"kind": "llama", "accumulation": 2, "eval_strategy": "no", **more}
+    found = ranks.run(2, trained, folder=tmp_path / "two", **options)
+    assert_same(found, trained(folder=tmp_path / "one", **options))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 def test_finetune_goes_on_with_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """Thirteen micro-batches are three updates an epoch: the first leg ends in mid-epoch, the second one too.
 
