@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
+from offloadkit.distributed import world
+
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "user", "hello", "good", "bad"]
 
 
@@ -193,10 +195,26 @@ class Stream(IterableDataset[Any]):
         return iter(self._rows)
 
 
-def error_of(function: Any, **arguments: Any) -> str:
+class UnsendableError(Exception):
+    """Whose copy cannot be made of its arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def fails_on_first() -> None:
+    """What rank 0 does for all raises an error that cannot be sent."""
+
+    def fails() -> None:
+        raise UnsendableError("no", "luck")
+
+    world.from_first("trying", fails)
+
+
+def error_of(call: Any, **arguments: Any) -> str:
     """The error that a rank gets."""
     try:
-        function(**arguments)
+        call(**arguments)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"

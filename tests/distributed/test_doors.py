@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.doors import error_of, finetuned, pairs, trained
+from tests.distributed.doors import error_of, fails_on_first, finetuned, pairs, trained
 from tests.distributed.pool import RankPool
 
 
@@ -36,9 +36,15 @@ def test_finetune_on_two_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path) -
 def test_a_used_output_folder_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    found = ranks.run(2, error_of, function=finetuned, name="t5", folder=tmp_path, accumulation=2)
+    found = ranks.run(2, error_of, call=finetuned, name="t5", folder=tmp_path, accumulation=2)
     assert all(each.startswith("ConfigError: the output folder") for each in found)
     assert len(set(found)) == 1
+
+
+def test_an_error_that_cannot_be_sent_is_told(ranks: RankPool) -> None:
+    own, others = ranks.run(2, error_of, call=fails_on_first)
+    assert own == "UnsendableError: no luck"
+    assert others == "RankError: trying failed on rank 0: UnsendableError: no luck"
 
 
 @pytest.mark.slow
