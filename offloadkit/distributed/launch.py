@@ -85,7 +85,8 @@ def launch(
         ranks: list[_Rank] = []
         opened.callback(lambda: [each.kill() for each in ranks])
         for number in range(num_ranks):
-            ranks.append(_Rank(number, _environment(number, num_ranks, store.port), scratch, on_gpus=on_gpus))
+            environment = _environment(number, num_ranks, store.port)
+            ranks.append(_Rank(number, environment, scratch, on_gpus=on_gpus))
         _see_through(ranks, hear, stops)
         values = [torch.load(scratch / f"result-{each.number}", **_HOW_TO_READ) for each in ranks]
         for each in ranks:
@@ -108,7 +109,9 @@ def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops
             each.look()
         if until == float("inf") and any(each.failure for each in ranks):
             until = time.monotonic() + _GRACE_SECONDS
-        if until < float("inf") and (all(each.failure or each.has_returned for each in ranks) or time.monotonic() > until):
+        if until < float("inf") and (
+            all(each.failure or each.has_returned for each in ranks) or time.monotonic() > until
+        ):
             for each in ranks:
                 each.kill()  # their last words are then here
             raise _first_error(ranks)
@@ -116,15 +119,11 @@ def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops
 
 @dataclass(frozen=True)
 class _Failure:
-    """How a rank failed; `error` is None if it did not say."""
+    """How a rank failed. `error` is None if it did not say; `is_consequence` if another rank's failure is behind it."""
 
     error: BaseException | None
     text: str
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether another rank's failure may be behind it."""
-        return isinstance(self.error, RankError | dist.DistError) or "gloo/transport" in str(self.error)
+    is_consequence: bool = False
 
 
 def _first_error(ranks: Sequence[_Rank]) -> BaseException:
@@ -206,7 +205,7 @@ class _Rank:
         elif kind == "returned":
             self.has_returned = True
         else:
-            self._fail(_Failure(_unpacked(what[0]), what[1]))
+            self._fail(_Failure(_unpacked(what[0]), *what[1:]))
 
     def look(self) -> None:
         """Notice that the process has ended without a word."""
@@ -335,6 +334,15 @@ def _unpacked(data: bytes | None) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether an operation between ranks has failed, here or in what led to `error`."""
+    while error is not None:
+        if isinstance(error, RankError | dist.DistError) or "gloo/transport" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 # ---- in a rank -------------------------------------------------------------------------------------------------------
 
 
@@ -397,5 +405,5 @@ def _serve(handle: str, scratch: str, device: str) -> NoReturn:
     except BaseException as error:
         text = traceback.format_exc()
         with suppress(OSError):
-            parent.send("failed", _packed(error), text)
+            parent.send("failed", _packed(error), text, _is_consequence(error))
     os._exit(status)  # threads or a process group that wait for other ranks may hang an orderly exit
