@@ -31,6 +31,7 @@ ROWS = [
     {"hf"},
     {"planning"},
     {"engines"},
+    {"several_gpus"},
     {"finetuning"},
     {"comparing"},
     {"demo", "doctor"},

@@ -1,6 +1,6 @@
 """`launch`: a function in fresh processes of this machine, one for each rank, which all end with this one.
 
-A rank finds the environment that torchrun would give it, so the function cannot tell the two apart. This process has
+A rank finds the environment that torchrun would give it, so `world.join` cannot tell the two apart. This process has
 the store where ranks meet, at a port that the system chose.
 
 The function and its arguments travel through a file, written by torch and dill. dill takes along what a notebook or a
@@ -29,7 +29,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, connection
 from pathlib import Path
-from typing import IO, Any, NoReturn, TextIO, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 import dill  # type: ignore[import-untyped, unused-ignore]
 import torch
@@ -61,7 +61,6 @@ def launch(
     num_ranks: int,
     *,
     folder: Path,
-    on_gpus: bool = False,
     hear: Callable[[int, Any], None] = lambda rank, message: None,
     stops: Callable[[], bool] = lambda: False,
 ) -> list[_T]:
@@ -69,7 +68,6 @@ def launch(
 
     Args:
         folder: on a disk with room for tensors in the arguments and the results; a folder in it is there meanwhile.
-        on_gpus: rank r computes on GPU r.
         hear: is called here with what a rank tells (`told`).
         stops: is asked often. Once it is true, rank 0 gets an interrupt.
 
@@ -86,7 +84,7 @@ def launch(
         opened.callback(lambda: [each.kill() for each in ranks])
         for number in range(num_ranks):
             environment = _environment(number, num_ranks, store.port)
-            ranks.append(_Rank(number, environment, scratch, on_gpus=on_gpus))
+            ranks.append(_Rank(number, environment, scratch))
         _see_through(ranks, hear, stops)
         values = [torch.load(scratch / f"result-{each.number}", **_HOW_TO_READ) for each in ranks]
         for each in ranks:
@@ -156,29 +154,27 @@ class _Rank:
         is_heard: whether more can come through its link.
     """
 
-    def __init__(self, number: int, environment: dict[str, str], scratch: Path, *, on_gpus: bool) -> None:
+    def __init__(self, number: int, environment: dict[str, str], scratch: Path) -> None:
         self.number = number
         self.has_returned, self.is_heard = False, True
         self.failure: _Failure | None = None
         self.failed_at = 0.0
         self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
         self.link, theirs = Pipe()
-        out = _shown_directly(sys.stdout) if number == 0 else subprocess.PIPE
-        err = subprocess.STDOUT if number else _shown_directly(sys.stderr)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno()), str(scratch), "gpu" if on_gpus else "cpu"],
+                [sys.executable, "-c", _START, str(theirs.fileno()), str(scratch)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT if number else subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C on a terminal is for this process alone
                 pass_fds=(theirs.fileno(),),
             )
-        pipes = [(self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)]
+        pipes = (("stdout", self._process.stdout), ("stderr", self._process.stderr))
         self._readers = [
-            threading.Thread(target=self._read, args=(pipe, None if number else shown), daemon=True)
-            for pipe, shown in pipes
+            threading.Thread(target=self._read, args=(pipe, None if number else name), daemon=True)
+            for name, pipe in pipes
             if pipe is not None
         ]
         for reader in self._readers:
@@ -241,27 +237,22 @@ class _Rank:
         for reader in self._readers:
             reader.join(timeout=5)
 
-    def _read(self, pipe: IO[bytes], shown: TextIO | None) -> None:
-        """Show, or keep the end of, what it prints."""
+    def _read(self, pipe: IO[bytes], name: str | None) -> None:
+        """Show what it prints on the stream of `sys` that has this name now; None keeps the end of it."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         line = ""
         with pipe:
             while data := os.read(pipe.fileno(), 2**16):
                 text = decoder.decode(data)
-                if shown is not None:
-                    with suppress(OSError, ValueError):
-                        shown.write(text)
-                        shown.flush()
+                if name is None:
+                    *whole, line = (line + text).split("\n")
+                    self._lines.extend(f"{each}\n" for each in whole)
                     continue
-                *whole, line = (line + text).split("\n")
-                self._lines.extend(f"{each}\n" for each in whole)
+                with suppress(OSError, ValueError):  # it is closed
+                    shown = getattr(sys, name)  # a live display exchanges it
+                    shown.write(text)
+                    shown.flush()
         self._lines.append(line)
-
-
-def _shown_directly(stream: Any) -> int | None:
-    """None if a process may write where `stream` does, as bars on a terminal do; else a pipe."""
-    is_own = stream in (sys.__stdout__, sys.__stderr__) and stream is not None
-    return None if is_own and stream.isatty() else subprocess.PIPE
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
@@ -386,7 +377,7 @@ def told(message: Any) -> None:
         _parent.send("told", message)
 
 
-def _serve(handle: str, scratch: str, device: str) -> NoReturn:
+def _serve(handle: str, scratch: str) -> NoReturn:
     """Be a rank: do the work, hand over the result or the error, and end."""
     global _parent
     _parent = parent = _Parent(Link(int(handle)), scratch)
@@ -395,8 +386,6 @@ def _serve(handle: str, scratch: str, device: str) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folder, rank, status = Path(scratch), int(os.environ["RANK"]), 1
     try:
-        if device == "gpu":
-            torch.cuda.set_device(rank)
         function, arguments = torch.load(folder / "work", mmap=True, **_HOW_TO_READ)
         _write(function(**arguments), folder / f"result-{rank}")
         parent.send("returned")

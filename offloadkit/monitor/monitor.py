@@ -112,6 +112,7 @@ class Monitor:
         telemetry: the source of the records.
         plan, total_steps, baseline_seconds: may be set while it runs; None if not known.
         steps_before: steps of the run that were done before this attempt.
+        ranks: the newest record of each process, where several train the model.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Monitor:
         self.plan, self.telemetry = plan, telemetry or Telemetry()
         self.total_steps, self.baseline_seconds = total_steps, baseline_seconds
         self.steps_before = 0
+        self.ranks: dict[int, StepRecord] = {}
         self._wanted = display
         self._display: Display | None = None
         self._stop = Stop()
@@ -232,6 +234,7 @@ class Monitor:
                 machine=self._machine,
                 baseline_seconds=self.baseline_seconds,
                 state=self._present_state(),
+                ranks=dict(self.ranks),
             )
 
     def _present_state(self) -> State:
