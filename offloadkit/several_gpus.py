@@ -96,6 +96,7 @@ class TellingMonitor(Monitor):
         """is_drawn: whether the other process draws."""
         super().__init__(plan, baseline_seconds=baseline_seconds, display="none")
         self._is_drawn = is_drawn
+        self._told_plan: Plan | None = None
 
     @property
     def is_drawn(self) -> bool:
@@ -104,9 +105,15 @@ class TellingMonitor(Monitor):
     def start(self) -> TellingMonitor:
         if world.rank() == 0:
             told(("begins", self.plan, self.total_steps, self.steps_before, self.baseline_seconds))
-        self.telemetry.subscribe(lambda record: told(("did", record, self.telemetry.plan)))
+        self.telemetry.subscribe(self._tell)
         super().start()
         return self
+
+    def _tell(self, record: StepRecord) -> None:
+        if world.rank() == 0 and self.telemetry.plan is not self._told_plan:
+            self._told_plan = self.telemetry.plan  # after a move
+            told(("plans", self._told_plan))
+        told(("did", record))
 
     def close(self, state: State | None = None) -> None:
         if world.rank() == 0 and not self._ended.is_set():
@@ -131,12 +138,14 @@ class _Shown:
             self._monitor = Monitor(plan, display="auto" if self._is_drawn else "none", **options)
             self._monitor.steps_before = steps_before
             self._monitor.start()
+        elif kind == "plans" and self._monitor is not None:
+            self._monitor.plan = what[0]
         elif kind == "ends":
             self.close(what[0])
         else:
-            self._add(rank, *what)
+            self._add(rank, what[0])
 
-    def _add(self, rank: int, record: StepRecord, plan: Plan) -> None:
+    def _add(self, rank: int, record: StepRecord) -> None:
         """Show a step when all ranks have told of it: rank 0's, with the tokens of all and the mean of their losses."""
         of_step = self._steps.setdefault(record.step, {})
         of_step[rank] = record
@@ -144,7 +153,6 @@ class _Shown:
             return
         del self._steps[record.step]
         tokens = [each.num_tokens for each in of_step.values()]
-        self._monitor.plan = plan if rank == 0 else self._monitor.plan
         self._monitor.ranks = of_step
         self._monitor.telemetry.add(
             replace(
