@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +56,20 @@ def right_tokens(prediction: Any) -> dict[str, float]:
     return {"labels": weighed, "rows": float(len(labels)), "guessed": float(guessed.shape[0])}
 
 
-def finetuned(name: str, folder: Path, *, accumulation: int, rows: int = 11, **options: Any) -> dict[str, Any]:
+def finetuned(
+    name: str, folder: Path, *, accumulation: int, rows: int = 11, size: int = 0, **options: Any
+) -> dict[str, Any]:
     """`finetune` with `accumulation` micro-batches of all ranks an update.
 
+    Args:
+        size: how many ranks a launcher has started; 0: those of the present group.
+
     Returns:
-        "weights", "losses", "metrics", "norms", "samples", "printed".
+        "weights", "losses", "metrics", "norms", "samples".
     """
     import offloadkit
 
-    with as_launched() as (_, size):
+    with nullcontext((0, size)) if size else as_launched() as (_, size):
         model, tokenizer = model_named(name)
         own: dict[str, Any] = {"batch_size": 2, "epochs": 2, "logging_steps": 1, "learning_rate": 1e-2}
         result = offloadkit.finetune(
@@ -83,3 +88,61 @@ def finetuned(name: str, folder: Path, *, accumulation: int, rows: int = 11, **o
         "metrics": {name: value for name, value in result.metrics.items() if name != "train_seconds"},
         "samples": result.samples,
     }
+
+
+def trained(
+    kind: str, folder: Path, *, accumulation: int, rows: int = 11, resume: bool = False, **options: Any
+) -> dict[str, Any]:
+    """A Trainer's `train` and `evaluate`, with `accumulation` micro-batches of all ranks an update.
+
+    Args:
+        kind: "t5", whose Seq2SeqTrainer generates, or "llama", whose Trainer has logits for its metrics.
+
+    Returns:
+        "weights", "losses", "metrics" of all evaluations, "norms", and as "samples" the best checkpoint's name.
+    """
+    from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
+    from tests.hf.training import arguments, causal_rows, llama, seq2seq_rows, t5
+
+    with as_launched() as (_, size):
+        generates = kind == "t5"
+        own: dict[str, Any] = {"max_steps": 4, "learning_rate": 1e-2, "per_device_eval_batch_size": 2}
+        own |= {"eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "constant"}
+        own |= {"predict_with_generate": generates, "generation_max_length": 6, "include_for_metrics": ["inputs"]}
+        args = arguments(folder, gradient_accumulation_steps=accumulation // size, **(own | options))
+        make = seq2seq_rows if generates else causal_rows
+        trainer = (OffloadSeq2SeqTrainer if generates else OffloadTrainer)(
+            model=t5() if generates else llama(),
+            args=args,
+            train_dataset=make(rows),
+            eval_dataset=make(7),
+            compute_metrics=right_tokens,
+        )
+        output = trainer.train(resume_from_checkpoint=resume)
+        last = trainer.evaluate()
+        history, best = trainer.state.log_history, trainer.state.best_model_checkpoint
+        weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+        trainer.close()
+    times = ("runtime", "second", "total_flos", "epoch", "step")
+    evaluations = [*(entry for entry in history if "eval_loss" in entry), last]
+    return {
+        "weights": weights,
+        "losses": [entry["loss"] for entry in history if "loss" in entry] + [output.training_loss],
+        "norms": [record.grad_norm for record in trainer.telemetry.records],
+        "metrics": {
+            f"{name} {at}": value
+            for at, entry in enumerate(evaluations)
+            for name, value in entry.items()
+            if not any(part in name for part in times)
+        },
+        "samples": None if best is None else Path(best).name,
+    }
+
+
+def error_of(function: Any, **arguments: Any) -> str:
+    """The error that a rank gets."""
+    try:
+        function(**arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.doors import finetuned, pairs
+from tests.distributed.doors import error_of, finetuned, pairs, trained
 from tests.distributed.pool import RankPool
 
 
@@ -31,3 +31,44 @@ def test_finetune_on_two_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path) -
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == sorted(
         path.name for path in (tmp_path / "one").iterdir()
     )
+
+
+def test_a_used_output_folder_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    found = ranks.run(2, error_of, function=finetuned, name="t5", folder=tmp_path, accumulation=2)
+    assert all(each.startswith("ConfigError: the output folder") for each in found)
+    assert len(set(found)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("kind", "size"), [("t5", 3), ("llama", 2)])
+def test_a_trainer_on_several_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path, kind: str, size: int) -> None:
+    """Losses, metrics over all rows in their order, the best checkpoint, what is kept."""
+    options: dict[str, Any] = {"kind": kind, "accumulation": 6, "save_steps": 1, "save_strategy": "steps"}
+    options |= {"save_total_limit": 1, "load_best_model_at_end": True, "eval_steps": 1}
+    found = ranks.run(size, trained, folder=tmp_path / "several", **options)
+    assert_same(found, trained(folder=tmp_path / "one", **options))
+    kept = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("one", "several")]
+    assert kept[0] == kept[1]
+
+
+LEGS: dict[str, Any] = {"accumulation": 6, "rows": 26, "save_steps": 1, "warmup_steps": 0, "eval_dataset": pairs(7)}
+LEGS |= {"lr_scheduler_type": "constant", "eval_steps": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_finetune_goes_on_with_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """Thirteen micro-batches are three updates an epoch: the first leg ends in mid-epoch, the second one too."""
+    for leg, size in enumerate((2, 1, 3)):
+        more = {"folder": tmp_path / "legs", "max_steps": 2 * leg + 2, "resume": leg > 0, **LEGS}
+        found = ranks.run(size, finetuned, name="llama", **more)
+        (checkpoint,) = (tmp_path / "legs").glob("checkpoint-*")
+        assert len(list(checkpoint.glob("states-*"))) == len(list(checkpoint.glob("random*"))) == size
+    expected = finetuned("llama", tmp_path / "whole", max_steps=6, **LEGS)
+    for each in found:
+        for name, weights in expected["weights"].items():
+            assert torch.equal(each["weights"][name], weights), name
+        assert each["samples"] == expected["samples"]
