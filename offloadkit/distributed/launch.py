@@ -12,6 +12,7 @@ rank kills itself with everything that it has started.
 from __future__ import annotations
 
 import codecs
+import io
 import os
 import pickle
 import shutil
@@ -81,7 +82,7 @@ def launch(
         _write_work(function, arguments, scratch / "work")
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks: list[_Rank] = []
-        opened.callback(lambda: [each.kill() for each in ranks])
+        opened.callback(_kill, ranks)
         for number in range(num_ranks):
             environment = _environment(number, num_ranks, store.port)
             ranks.append(_Rank(number, environment, scratch))
@@ -92,6 +93,11 @@ def launch(
     return values
 
 
+def _kill(ranks: Sequence[_Rank]) -> None:
+    for each in ranks:
+        each.kill()
+
+
 def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops: Callable[[], bool]) -> None:
     """Wait until all ranks have returned, or raise why they have not."""
     asked_to_stop, until = False, float("inf")
@@ -100,9 +106,11 @@ def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops
             asked_to_stop = True
             ranks[0].say("stop")
         open_links = [each.link for each in ranks if each.is_heard]
-        ready = connection.wait(open_links, _LOOK_SECONDS) if open_links else time.sleep(_LOOK_SECONDS)
+        ready = connection.wait(open_links, _LOOK_SECONDS)
+        if not open_links:
+            time.sleep(_LOOK_SECONDS)
         for each in ranks:
-            if each.link in (ready or ()):
+            if each.link in ready:
                 each.take(hear)
             each.look()
         if until == float("inf") and any(each.failure for each in ranks):
@@ -110,8 +118,7 @@ def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops
         if until < float("inf") and (
             all(each.failure or each.has_returned for each in ranks) or time.monotonic() > until
         ):
-            for each in ranks:
-                each.kill()  # their last words are then here
+            _kill(ranks)  # their last words are then here
             raise _first_error(ranks)
 
 
@@ -264,7 +271,7 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     found |= os.environ
     found |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return found | {"PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path), "PYTHONUNBUFFERED": "1"}
+    return found | {"PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path)}
 
 
 # ---- what travels ----------------------------------------------------------------------------------------------------
@@ -384,15 +391,19 @@ def _serve(handle: str, scratch: str) -> NoReturn:
     os.set_inheritable(int(handle), False)
     threading.Thread(target=parent.obey, name="offloadkit-parent", daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     folder, rank, status = Path(scratch), int(os.environ["RANK"]), 1
     try:
         function, arguments = torch.load(folder / "work", mmap=True, **_HOW_TO_READ)
         _write(function(**arguments), folder / f"result-{rank}")
+        sys.stdout.flush()
         parent.send("returned")
         parent.ends.wait()  # the others may be at work yet
         status = 0
     except BaseException as error:
         text = traceback.format_exc()
         with suppress(OSError):
+            sys.stdout.flush()
             parent.send("failed", _packed(error), text, _is_consequence(error))
     os._exit(status)  # threads or a process group that wait for other ranks may hang an orderly exit

@@ -27,6 +27,9 @@ _NEWS_SECONDS = 0.3
 _IN_ORDER = -1
 """The word of a rank that closes its engine in good order; any other word is the number of a rank that failed."""
 
+_NO_FILE = (OSError, ValueError, RuntimeError, AttributeError)
+"""What `faulthandler` raises where stderr is no file, as in a notebook."""
+
 
 class Watch:
     """The thread of one rank.
@@ -49,7 +52,8 @@ class Watch:
         self._lock = threading.Lock()
         self._has_told = False
         if not faulthandler.is_enabled():
-            faulthandler.enable()  # NCCL's own watchdog aborts the process: this shows what each thread was doing
+            with suppress(*_NO_FILE):
+                faulthandler.enable()  # NCCL's own watchdog aborts the process: this shows what each thread was doing
         threading.Thread(target=self._wait, name="offloadkit-watch", daemon=True).start()
 
     def who_is_lost(self) -> int | None:
@@ -98,6 +102,6 @@ class Watch:
             file=sys.stderr,
             flush=True,
         )
-        with suppress(OSError, ValueError, AttributeError):  # stderr may be no file
+        with suppress(*_NO_FILE):
             faulthandler.dump_traceback(sys.stderr)
         self._give_up()
