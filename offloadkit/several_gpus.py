@@ -103,10 +103,10 @@ class TellingMonitor(Monitor):
         return self._is_drawn
 
     def start(self) -> TellingMonitor:
-        if world.rank() == 0:
-            told(("begins", self.plan, self.total_steps, self.steps_before, self.baseline_seconds))
-        self.telemetry.subscribe(self._tell)
         super().start()
+        if world.rank() == 0:
+            told(("begins", self.plan, self.total_steps, self.steps_before, self.baseline_seconds, self.machine))
+        self.telemetry.subscribe(self._tell)
         return self
 
     def _tell(self, record: StepRecord) -> None:
@@ -133,10 +133,10 @@ class _Shown:
         """Show what a rank tells."""
         kind, *what = message
         if kind == "begins":
-            plan, total_steps, steps_before, baseline_seconds = what
+            plan, total_steps, steps_before, baseline_seconds, machine = what
             options: dict[str, Any] = {"total_steps": total_steps, "baseline_seconds": baseline_seconds}
             self._monitor = Monitor(plan, display="auto" if self._is_drawn else "none", **options)
-            self._monitor.steps_before = steps_before
+            self._monitor.steps_before, self._monitor.machine = steps_before, machine
             self._monitor.start()
         elif kind == "plans" and self._monitor is not None:
             self._monitor.plan = what[0]
