@@ -23,6 +23,9 @@ def join() -> None:
     """Join the group of the processes that were started together with this one. The GPU of LOCAL_RANK becomes its own.
 
     Nothing happens where the process was started alone, or has joined a group already.
+
+    Raises:
+        RankError: the others cannot be reached.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) == 1 or "RANK" not in os.environ or not dist.is_available():
         return
@@ -31,7 +34,14 @@ def join() -> None:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0) % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    except (ValueError, RuntimeError) as error:
+        raise RankError(
+            f"the environment names {os.environ['WORLD_SIZE']} processes, and this one (RANK={os.environ['RANK']}) "
+            f"cannot reach the others ({error}): start it by torchrun, `accelerate launch` or the deepspeed launcher. "
+            "To train alone, remove RANK and WORLD_SIZE from the environment"
+        ) from error
 
 
 def rank() -> int:

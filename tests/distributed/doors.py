@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -57,19 +58,29 @@ def right_tokens(prediction: Any) -> dict[str, float]:
 
 
 def finetuned(
-    name: str, folder: Path, *, accumulation: int, rows: int = 11, size: int = 0, **options: Any
+    name: str,
+    folder: Path,
+    *,
+    accumulation: int,
+    rows: int = 11,
+    size: int = 0,
+    interrupted_at: int | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """`finetune` with `accumulation` micro-batches of all ranks an update.
 
     Args:
         size: how many ranks a launcher has started; 0: those of the present group.
+        interrupted_at: the step at which the last rank, and no other one, is interrupted.
 
     Returns:
-        "weights", "losses", "metrics", "norms", "samples".
+        "weights", "losses", "metrics", "norms", "samples", "stopped".
     """
     import offloadkit
 
-    with nullcontext((0, size)) if size else as_launched() as (_, size):
+    with nullcontext((0, size)) if size else as_launched() as (rank, size):
+        if interrupted_at is not None and rank == size - 1:
+            options["callbacks"] = [interrupt_at(interrupted_at)]
         model, tokenizer = model_named(name)
         own: dict[str, Any] = {"batch_size": 2, "epochs": 2, "logging_steps": 1, "learning_rate": 1e-2}
         result = offloadkit.finetune(
@@ -87,7 +98,20 @@ def finetuned(
         "norms": [record.grad_norm for record in result.steps],
         "metrics": {name: value for name, value in result.metrics.items() if name != "train_seconds"},
         "samples": result.samples,
+        "stopped": result.stopped,
     }
+
+
+def interrupt_at(step: int) -> Any:
+    """A callback that interrupts this process when the step is done."""
+    from transformers import TrainerCallback
+
+    class Interrupts(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == step:
+                signal.raise_signal(signal.SIGINT)
+
+    return Interrupts()
 
 
 def trained(

@@ -47,27 +47,29 @@ def test_a_used_output_folder_is_refused_on_all_ranks(ranks: RankPool, tmp_path:
 def test_a_trainer_on_several_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path, kind: str, size: int) -> None:
     """Losses, metrics over all rows in their order, the best checkpoint, what is kept."""
     options: dict[str, Any] = {"kind": kind, "accumulation": 6, "save_steps": 1, "save_strategy": "steps"}
-    options |= {"save_total_limit": 1, "load_best_model_at_end": True, "eval_steps": 1}
+    options |= {"save_total_limit": 1, "load_best_model_at_end": True, "eval_steps": 1, "max_steps": 3}
     found = ranks.run(size, trained, folder=tmp_path / "several", **options)
     assert_same(found, trained(folder=tmp_path / "one", **options))
     kept = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("one", "several")]
     assert kept[0] == kept[1]
 
 
-LEGS: dict[str, Any] = {"accumulation": 6, "rows": 26, "save_steps": 1, "warmup_steps": 0, "eval_dataset": pairs(7)}
-LEGS |= {"lr_scheduler_type": "constant", "eval_steps": 1}
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_finetune_goes_on_with_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    """Thirteen micro-batches are three updates an epoch: the first leg ends in mid-epoch, the second one too."""
-    for leg, size in enumerate((2, 1, 3)):
-        more = {"folder": tmp_path / "legs", "max_steps": 2 * leg + 2, "resume": leg > 0, **LEGS}
+    """Thirteen micro-batches are three updates an epoch: the first leg ends in mid-epoch, the second one too.
+
+    Each is ended by an interrupt that one rank gets; all stop after the same step.
+    """
+    options: dict[str, Any] = {"accumulation": 6, "rows": 26, "max_steps": 5, "eval_dataset": pairs(7)}
+    for size, interrupted_at in ((2, 2), (1, 4), (3, None)):
+        more = {"folder": tmp_path / "legs", "resume": size != 2, "interrupted_at": interrupted_at, **options}
         found = ranks.run(size, finetuned, name="llama", **more)
         (checkpoint,) = (tmp_path / "legs").glob("checkpoint-*")
+        assert checkpoint.name == f"checkpoint-{interrupted_at or 5}"
         assert len(list(checkpoint.glob("states-*"))) == len(list(checkpoint.glob("random*"))) == size
-    expected = finetuned("llama", tmp_path / "whole", max_steps=6, **LEGS)
+        assert all(each["stopped"] == (interrupted_at is not None) for each in found)
+    expected = finetuned("llama", tmp_path / "whole", **options)
     for each in found:
         for name, weights in expected["weights"].items():
             assert torch.equal(each["weights"][name], weights), name
