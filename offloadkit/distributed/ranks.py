@@ -158,10 +158,10 @@ class Ranks:
 
     def _abort(self) -> None:
         """End the device operations that wait for a rank which has ended. (gloo's end by themselves.)"""
-        group = self._between_devices
-        if group is not None and self._device.type == "cuda":
-            with suppress(RuntimeError):
-                group._get_backend(self._device).abort()
+        if self._device.type == "cuda":
+            for group in (self._between_devices, dist.group.WORLD):  # a Trainer uses the default group too
+                with suppress(RuntimeError, AttributeError):  # it is closed, or has none for GPUs
+                    group._get_backend(self._device).abort()
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
