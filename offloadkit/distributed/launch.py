@@ -80,7 +80,7 @@ def launch(
     with ExitStack() as opened:
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix=".ranks-", dir=folder)))
         _write_work(function, arguments, scratch / "work")
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         ranks: list[_Rank] = []
         opened.callback(_kill, ranks)
         for number in range(num_ranks):
@@ -139,7 +139,7 @@ def _first_error(ranks: Sequence[_Rank]) -> BaseException:
     error, text = first.failure.error, first.failure.text
     name = f"rank {first.number} of {len(ranks)}"
     if error is None or isinstance(error, SystemExit):
-        what = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else text
+        what = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else text.rstrip(".\n")
         error = RankError(
             f"{name} has ended: {what}. The other ranks were ended too. Checkpoints that are in the output folder are "
             "whole: go on from the newest (finetune: resume=True)"
@@ -265,7 +265,7 @@ class _Rank:
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     """A rank's environment variables: those that torchrun sets, and where Python finds its modules."""
     count = str(num_ranks)
-    found = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)), "TOKENIZERS_PARALLELISM": "false"}
+    found = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks))}
     if "lo" in (name for _, name in socket.if_nameindex()):
         found["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo looks up this host's name, which not every container knows
     found |= os.environ

@@ -159,7 +159,8 @@ class Ranks:
     def _abort(self) -> None:
         """End the device operations that wait for a rank which has ended. (gloo's end by themselves.)"""
         if self._device.type == "cuda":
-            for group in (self._between_devices, dist.group.WORLD):  # a Trainer uses the default group too
+            groups: list[Any] = [self._between_devices, dist.group.WORLD]  # a Trainer uses the default group too
+            for group in groups:
                 with suppress(RuntimeError, AttributeError):  # it is closed, or has none for GPUs
                     group._get_backend(self._device).abort()
 
