@@ -18,8 +18,9 @@ What the arguments of `finetune` take:
 - `overwrite`: replace the model and the checkpoints of an earlier run in `output_dir`. Without it (and without
   `resume`) such a folder is refused. They stay until the first step is done, the model until the new one is written.
 - `epochs`, `max_steps`: how long to train; `max_steps` goes before `epochs`.
-- The rows' order follows from `seed`. Batches hold rows of nearly equal length, the longest first, as HuggingFace's
-  `train_sampling_strategy="group_by_length"` makes them; pass "random" or "sequential" for another order.
+- The rows' order follows from `seed`. Batches hold rows of nearly equal length, as HuggingFace's
+  `train_sampling_strategy="group_by_length"` makes them; they come in random order after the first, which holds the
+  longest row. Where a row's length says what kind of row it is, batches are of one kind: pass "random" then.
 - `batch_size`: rows in a micro-batch; "auto": see `planning.BATCH_SIZES`.
 - `gradient_accumulation`: micro-batches an update.
 - HuggingFace's names for these are taken too: `num_train_epochs`, `per_device_train_batch_size`,
@@ -51,7 +52,7 @@ What the arguments of `finetune` take:
 - `training_arguments`: anything else that `transformers.Seq2SeqTrainingArguments` takes. `save_steps` and `eval_steps`
   save and evaluate after so many steps, instead of after each epoch.
 
-Several GPUs: `num_gpus=2` trains on the first two of this machine, in a process for each; nothing else changes. A
+Several GPUs: `num_gpus=2` trains on the first two of this machine, in a process for each. A
 function or class of the notebook or script goes there by value. Rank 0's prints and one monitor are shown here.
 An interrupt, an error and the end of this process end them all. The trained model comes back in RAM; one that was
 given gets its weights. What `callbacks` collect stays in the processes. `use_cpu=True` tries it without GPUs.
@@ -341,7 +342,8 @@ def finetune(
         smoothing = training_arguments.get("label_smoothing_factor") or 0.0
         where = _device(training_arguments)
         fits = functools.partial(auto_batch_size, source, offload, **lengths, device=where, label_smoothing=smoothing)
-        batch_size = world.from_first("choosing batch_size", fits)
+        chosen: int = world.from_first("choosing batch_size", fits)
+        batch_size = chosen
     own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
     own |= {"gradient_accumulation_steps": gradient_accumulation, "per_device_train_batch_size": batch_size}
     own |= {"learning_rate": learning_rate or LEARNING_RATES[init]}
@@ -542,6 +544,7 @@ class TrainingRun:
             processing_class=self.tokenizer,
             **self.hooks,
         )
+        trainer.mixes_updates = True
         show_progress(trainer, monitored=self.monitor.is_drawn)
         return trainer
 

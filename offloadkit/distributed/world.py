@@ -74,9 +74,9 @@ def from_first(what: str, run: Callable[[], _T]) -> _T:
         except BaseException as error:
             raised, told = error, [(None, _sendable(what, error))]
     dist.broadcast_object_list(told, 0)
-    found, error = told[0]
-    if raised is not None or error is not None:
-        raise raised or error
+    found, sent = told[0]
+    if raised is not None or sent is not None:
+        raise raised or sent
     return found  # type: ignore[no-any-return]
 
 

@@ -23,19 +23,19 @@ class DealtBatches(BatchSamplerShard):  # type: ignore[misc, unused-ignore]
     """One rank's micro-batches, each a list of rows' numbers. It takes the place of accelerate's own."""
 
     def __len__(self) -> int:
-        return -(-len(self.batch_sampler) // self.num_processes)
+        return -(-len(self.batch_sampler) // int(self.num_processes))
 
     @property
     def ends_with_filler(self) -> bool:
         """Whether the last one is a filler."""
-        return 0 < len(self.batch_sampler) % self.num_processes <= self.process_index
+        return 0 < len(self.batch_sampler) % int(self.num_processes) <= int(self.process_index)
 
     def __iter__(self) -> Iterator[list[int]]:
-        number, batch = -1, []
+        batch: list[int] = []
         for number, batch in enumerate(self.batch_sampler):
             if number % self.num_processes == self.process_index:
                 yield batch
-        if self.ends_with_filler and number >= 0:
+        if self.ends_with_filler:
             yield batch[:1]
 
 
@@ -45,7 +45,7 @@ def deal(loader: Any) -> DealtBatches | None:
     Returns:
         Its batches; None where they are not dealt one by one: streams, whole batches that are split, other samplers.
     """
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     if type(batches) is BatchSamplerShard and batches.num_processes > 1 and not batches.split_batches:
         batches.__class__ = DealtBatches  # nobody may exchange a DataLoader's batch sampler
     return batches if isinstance(batches, DealtBatches) else None

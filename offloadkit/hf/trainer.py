@@ -100,7 +100,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     """
 
     engine: OffloadEngine | None = None
+    mixes_updates = False
+    """Whether updates of rows sorted by length come in random order. HuggingFace's come as they are sorted."""
     data_collator: Any
+    gather_function: Any
+    _tr_loss: Any
 
     def __init__(
         self,
@@ -287,8 +291,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._order = None
         if isinstance(sampler, LengthGroupedSampler):
             sampler.batch_size *= self.args.world_size
-            self._order = ResumableOrder(sampler)
-        return self._order or sampler
+            self._order = ResumableOrder(sampler, mixed=self.mixes_updates)
+        return sampler if self._order is None else self._order
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The micro-batches of the next update; counts their targets, drops the gradients of an unfinished update.

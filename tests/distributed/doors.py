@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from offloadkit.distributed import world
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "user", "hello", "good", "bad"]
 
@@ -115,11 +118,20 @@ def interrupt_at(step: int) -> Any:
 
 
 def trained(
-    kind: str, folder: Path, *, accumulation: int, rows: int = 11, resume: bool = False, **options: Any
+    kind: str,
+    folder: Path,
+    *,
+    accumulation: int,
+    rows: int = 11,
+    streams: bool = False,
+    scales_loss: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """A Trainer's `train` and `evaluate`, with `accumulation` micro-batches of all ranks an update.
 
     Args:
+        streams: whether the rows are an `IterableDataset`.
+        scales_loss: whether the Trainer's class divides by the targets of the whole accumulated batch itself.
         kind: "t5", whose Seq2SeqTrainer generates, or "llama", whose Trainer has logits for its metrics.
 
     Returns:
@@ -135,15 +147,25 @@ def trained(
         own |= {"predict_with_generate": generates, "generation_max_length": 6, "include_for_metrics": ["inputs"]}
         args = arguments(folder, gradient_accumulation_steps=accumulation // size, **(own | options))
         make = seq2seq_rows if generates else causal_rows
-        trainer = (OffloadSeq2SeqTrainer if generates else OffloadTrainer)(
+
+        class Scaling(OffloadTrainer):
+            loss_is_scaled_for_ga = True
+
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any, **_: Any) -> Any:
+                logits, labels = model(input_ids=inputs["input_ids"]).logits[:, :-1], inputs["labels"][:, 1:]
+                summed = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+                return summed / num_items_in_batch
+
+        usual = OffloadSeq2SeqTrainer if generates else OffloadTrainer
+        trainer = (Scaling if scales_loss else usual)(
             model=t5() if generates else llama(),
             args=args,
-            train_dataset=make(rows),
+            train_dataset=Stream(make(rows)) if streams else make(rows),
             eval_dataset=make(7),
             compute_metrics=right_tokens,
         )
-        output = trainer.train(resume_from_checkpoint=resume)
-        last = trainer.evaluate()
+        output = trainer.train()
+        last = {} if scales_loss else trainer.evaluate()
         history, best = trainer.state.log_history, trainer.state.best_model_checkpoint
         weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
         trainer.close()
@@ -163,10 +185,36 @@ def trained(
     }
 
 
-def error_of(function: Any, **arguments: Any) -> str:
+class Stream(IterableDataset[Any]):
+    """Rows without a length."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._rows)
+
+
+class UnsendableError(Exception):
+    """Whose copy cannot be made of its arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def fails_on_first() -> None:
+    """What rank 0 does for all raises an error that cannot be sent."""
+
+    def fails() -> None:
+        raise UnsendableError("no", "luck")
+
+    world.from_first("trying", fails)
+
+
+def error_of(call: Any, **arguments: Any) -> str:
     """The error that a rank gets."""
     try:
-        function(**arguments)
+        call(**arguments)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"

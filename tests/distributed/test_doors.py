@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.doors import error_of, finetuned, pairs, trained
+from tests.distributed.doors import error_of, fails_on_first, finetuned, pairs, trained
 from tests.distributed.pool import RankPool
 
 
@@ -36,9 +36,15 @@ def test_finetune_on_two_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path) -
 def test_a_used_output_folder_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    found = ranks.run(2, error_of, function=finetuned, name="t5", folder=tmp_path, accumulation=2)
+    found = ranks.run(2, error_of, call=finetuned, name="t5", folder=tmp_path, accumulation=2)
     assert all(each.startswith("ConfigError: the output folder") for each in found)
     assert len(set(found)) == 1
+
+
+def test_an_error_that_cannot_be_sent_is_told(ranks: RankPool) -> None:
+    own, others = ranks.run(2, error_of, call=fails_on_first)
+    assert own == "UnsendableError: no luck"
+    assert others == "RankError: trying failed on rank 0: UnsendableError: no luck"
 
 
 @pytest.mark.slow
@@ -52,6 +58,16 @@ def test_a_trainer_on_several_ranks_is_that_on_one(ranks: RankPool, tmp_path: Pa
     assert_same(found, trained(folder=tmp_path / "one", **options))
     kept = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("one", "several")]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("more", [{"streams": True, "rows": 8}, {"scales_loss": True}])
+def test_streams_and_losses_of_the_users_own(ranks: RankPool, tmp_path: Path, more: dict[str, Any]) -> None:
+    """accelerate deals a stream by rows of its own at the end; eight rows leave nothing over."""
+    options: dict[str, Any] = {"kind": "llama", "accumulation": 2, "eval_strategy": "no", **more}
+    found = ranks.run(2, trained, folder=tmp_path / "two", **options)
+    assert_same(found, trained(folder=tmp_path / "one", **options))
 
 
 @pytest.mark.slow
