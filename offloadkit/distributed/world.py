@@ -20,20 +20,21 @@ _T = TypeVar("_T")
 
 
 def join() -> None:
-    """Join the group of the processes that were started together with this one. The GPU of LOCAL_RANK becomes its own.
+    """Join the group of the processes that were started together with this one, unless it has joined one already.
 
-    Nothing happens where the process was started alone, or has joined a group already.
+    If the process computes on the first GPU, the one of LOCAL_RANK becomes its own. Nothing happens where it was
+    started alone.
 
     Raises:
         RankError: the others cannot be reached.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) == 1 or "RANK" not in os.environ or not dist.is_available():
         return
+    on_gpu = torch.cuda.is_available()
+    if on_gpu and torch.cuda.current_device() == 0:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0) % torch.cuda.device_count())
     if dist.is_initialized():
         return
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0) % torch.cuda.device_count())
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     except (ValueError, RuntimeError) as error:

@@ -68,6 +68,7 @@ def finetuned(
     rows: int = 11,
     size: int = 0,
     interrupted_at: int | None = None,
+    on_gpu: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """`finetune` with `accumulation` micro-batches of all ranks an update.
@@ -92,11 +93,11 @@ def finetuned(
             tokenizer=tokenizer,
             output_dir=folder,
             gradient_accumulation=accumulation // size,
-            use_cpu=True,
+            use_cpu=not on_gpu,
             **(own | options),
         )
     return {
-        "weights": {name: parameter.detach().clone() for name, parameter in result.model.named_parameters()},
+        "weights": {name: parameter.detach().cpu().clone() for name, parameter in result.model.named_parameters()},
         "losses": [entry["loss"] for entry in result.history if "loss" in entry],
         "norms": [record.grad_norm for record in result.steps],
         "metrics": {name: value for name, value in result.metrics.items() if name != "train_seconds"},
