@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import T5ForConditionalGeneration
+from typer.testing import CliRunner
 
 import offloadkit
 from offloadkit import Monitor, several_gpus
+from offloadkit.cli import app
 from offloadkit.distributed import launch as launch_module
 from offloadkit.errors import ConfigError
 from offloadkit.monitor import words
@@ -47,6 +49,13 @@ def test_a_rank_does_not_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="started this process as one of 2; leave num_gpus out"):
         several_gpus.check_num_gpus(2, on_cpu=True)
+
+
+def test_the_command_line_takes_num_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    run = CliRunner().invoke(app, ["train", "t5-small", "rows.jsonl", "--num-gpus", "2"])
+    assert run.exit_code == 1
+    assert "num_gpus=2: this machine has 1 GPU that torch can use" in run.output
 
 
 class Heard:
