@@ -193,11 +193,17 @@ class FinetuneResult:
         )
 
 
+def _say(doing: str) -> None:
+    """`say` it, on rank 0."""
+    if world.rank() == 0:
+        say(doing)
+
+
 @contextmanager
 def _libraries() -> Iterator[None]:
     """Have what training needs loaded inside this context. It takes seconds, so a line says so."""
     if not is_loaded("datasets") or not is_loaded("transformers.trainer"):
-        say("loading transformers and datasets")
+        _say("loading transformers and datasets")
         with collector_off():
             import offloadkit.hf.trainer  # noqa: F401
     yield
@@ -333,7 +339,7 @@ def finetune(
     output = world.from_first("checking output_dir", lambda: writable(output_dir, resume=resume))
     source = resolve(model, init=init)
     if source.model is None:
-        say(f"reading the config of {source.given}")
+        _say(f"reading the config of {source.given}")
         source.read_ahead()
     goes_on = functools.partial(_checkpoint_in, output, source.config)
     checkpoint = world.from_first("looking for a checkpoint", goes_on) if resume else None
@@ -368,7 +374,7 @@ def finetune(
         for skipped, why in skipped_checkpoints(output):
             print(f"{skipped} is skipped: it {why}", flush=True)
         print(f"going on from {checkpoint}", flush=True)
-        if warning := other_rows(checkpoint, batch_size):
+        if warning := other_rows(checkpoint, batch_size, gradient_accumulation, world.size()):
             print(warning, flush=True)
     seconds = None
     if baseline == "measure":

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from offloadkit.checkpoint.folder import other_rows
 from tests.distributed.doors import error_of, fails_on_first, finetuned, pairs, trained
 from tests.distributed.pool import RankPool
 
@@ -45,6 +46,17 @@ def test_an_error_that_cannot_be_sent_is_told(ranks: RankPool) -> None:
     own, others = ranks.run(2, error_of, call=fails_on_first)
     assert own == "UnsendableError: no luck"
     assert others == "RankError: trying failed on rank 0: UnsendableError: no luck"
+
+
+def test_going_on_with_fewer_micro_batches_in_all_says_so(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text('{"train_batch_size": 2}')
+    (tmp_path / "training_args.json").write_text('{"gradient_accumulation_steps": 2}')
+    for rank in range(3):
+        (tmp_path / f"states-{rank}-of-3.safetensors").touch()
+    assert other_rows(tmp_path, 2, 6, 1) is other_rows(tmp_path, 2, 2, 3) is None
+    assert "3 micro-batches of all ranks now and had 6" in (warning := str(other_rows(tmp_path, 2, 1, 3)))
+    assert warning.endswith("gradient_accumulation=2 goes on exactly")
+    assert str(other_rows(tmp_path, 2, 2, 4)).endswith("6 in all go on exactly")
 
 
 @pytest.mark.slow
