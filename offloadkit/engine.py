@@ -1068,5 +1068,7 @@ class OffloadEngine:
             raise forked("the engine was")
 
     def _raise_thread_error(self) -> None:
+        if isinstance(self._thread.error, RankError):
+            raise RankError(str(self._thread.error)) from self._thread.error
         if self._thread.error is not None:
             raise EngineStateError("the optimizer step failed; the weights may be half updated") from self._thread.error

@@ -52,7 +52,11 @@ What the arguments of `finetune` take:
 - `training_arguments`: anything else that `transformers.Seq2SeqTrainingArguments` takes. `save_steps` and `eval_steps`
   save and evaluate after so many steps, instead of after each epoch.
 
-Several GPUs: start a script that calls `finetune` by `torchrun --nproc-per-node 2 script.py`, `accelerate launch` or
+Several GPUs: `num_gpus=2` trains on the first two of this machine, in a process for each. A
+function or class of the notebook or script goes there by value. Rank 0's prints and one monitor are shown here.
+An interrupt, an error and the end of this process end them all. The trained model comes back in RAM; one that was
+given gets its weights. What `callbacks` collect stays in the processes. `use_cpu=True` tries it without GPUs.
+Or start a script that calls `finetune` by `torchrun --nproc-per-node 2 script.py`, `accelerate launch` or
 the `deepspeed` launcher. `batch_size` and `gradient_accumulation` are each process's. N of them compute what one would
 with N times the `gradient_accumulation`. The first one prints, shows the monitor and writes; all return the result.
 
@@ -89,6 +93,7 @@ from offloadkit.checkpoint.folder import (
 from offloadkit.config import OffloadConfig, Precision
 from offloadkit.device.process_memory import phase
 from offloadkit.distributed import world
+from offloadkit.distributed.launch import is_launched
 from offloadkit.engines.baseline import measured_baseline
 from offloadkit.errors import ConfigError, errors_hold_nothing
 from offloadkit.hf.columns import ColumnWish
@@ -111,6 +116,7 @@ from offloadkit.planning import (
     shown_plan,
     with_wishes,
 )
+from offloadkit.several_gpus import TellingMonitor, check_num_gpus, on_several_gpus
 from offloadkit.starting import collector_off, is_loaded, say
 from offloadkit.telemetry import Move, Peaks, StepRecord
 
@@ -275,6 +281,7 @@ def finetune(
     max_input_length: int | None = None,
     max_target_length: int | None = None,
     seed: int = 0,
+    num_gpus: int | None = None,
     input_column: str | None = None,
     target_column: str | None = None,
     template: str | None = None,
@@ -299,7 +306,15 @@ def finetune(
         DoesNotFitError: what the plan needs is not there; found out before anything is downloaded or loaded.
         OutOfVramError: the GPU's memory is full, and no leaner plan is left.
         NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
+        RankError: a process of `num_gpus` was killed. An error on one of them ends all and is raised here.
     """
+    if num_gpus is not None:
+        check_num_gpus(num_gpus, on_cpu=bool(training_arguments.get("use_cpu")))
+    if num_gpus is not None and num_gpus > 1:
+        given = dict(locals())
+        more, _ = given.pop("training_arguments"), given.pop("num_gpus")
+        found: FinetuneResult = on_several_gpus(finetune, num_gpus, given | more)
+        return found
     from offloadkit.hf.arguments import arguments_of_finetune, engine_config
 
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
@@ -367,7 +382,11 @@ def finetune(
         step["by_length"] = args.train_sampling_strategy == "group_by_length"
         seconds = measured_baseline(source.given, data, **step, folder=output / "baseline")
     is_shown = monitor and can_be_drawn() and world.rank() == 0
-    watch = Monitor(plan, baseline_seconds=seconds, display="auto" if is_shown else "none")
+    watch = (
+        TellingMonitor(plan, baseline_seconds=seconds, is_drawn=monitor)
+        if is_launched()
+        else Monitor(plan, baseline_seconds=seconds, display="auto" if is_shown else "none")
+    )
     hooks: dict[str, Any] = {"callbacks": list(callbacks), "compute_metrics": compute_metrics}
     run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch, earlier, hooks)
     with ExitStack() as opened:
