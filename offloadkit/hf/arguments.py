@@ -11,7 +11,7 @@ from inspect import signature
 from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments
-from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations import integration_utils
 from transformers.utils import logging
 
 from offloadkit import hardware
@@ -97,8 +97,9 @@ def arguments_of_finetune(
         raise ConfigError(f"transformers refuses these training arguments ({said}): {error}") from error
     if args.eval_strategy != "no" and not evaluates:
         raise ConfigError("eval_strategy needs eval_dataset: pass rows, or a share of the training rows such as 0.1")
-    usable = [*get_available_reporting_integrations(), "flyte"]  # which transformers' list leaves out
-    if unusable := [name for name in args.report_to if name not in usable]:
+    reporting: Any = integration_utils
+    usable = {*reporting.get_available_reporting_integrations(), "flyte"}  # which transformers' list leaves out
+    if unusable := [name for name in args.report_to or () if name not in usable]:
         raise ConfigError(f"report_to: {', '.join(unusable)} is not known, or the package for it is not installed")
     return args
 
