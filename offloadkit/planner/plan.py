@@ -376,18 +376,15 @@ def of_tiers(num_bytes: Mapping[str, int]) -> str:
 
 
 def does_not_fit(lacking: Mapping[str, tuple[int, int]], *, at_least: bool = False) -> str:
-    """ "does not fit: needs 38 GiB of VRAM, has 11 GiB", of {tier: (needs, has)} in bytes. Needs are rounded up."""
+    """ "does not fit: needs 38 GiB of VRAM, has 11 GiB", of {tier: (needs, has)} in bytes."""
     least = "at least " if at_least else ""
-    wants = (
-        f"{least}{of_tiers({tier: rounded_up(needs)})}, has {format_bytes(has)}"
-        for tier, (needs, has) in lacking.items()
-    )
+    wants = (f"{least}{of_tiers({tier: needs})}, has {format_bytes(has)}" for tier, (needs, has) in lacking.items())
     return f"does not fit: needs {', and needs '.join(wants)}"
 
 
 def why_not(plan: Plan) -> str:
-    """ "does not fit: needs 38 GiB of VRAM, has 11 GiB", of a plan that does not."""
-    return does_not_fit({tier: (plan.needs()[tier], plan.budgets[tier]) for tier in plan.lacking()})
+    """ "does not fit: needs 38 GiB of VRAM, has 11 GiB", of a plan that does not. What it needs is rounded up."""
+    return does_not_fit({tier: (rounded_up(plan.needs()[tier]), plan.budgets[tier]) for tier in plan.lacking()})
 
 
 def _tiers_to_say(plan: Plan) -> dict[str, int]:
