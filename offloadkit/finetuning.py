@@ -315,10 +315,11 @@ def finetune(
         more, _ = given.pop("training_arguments"), given.pop("num_gpus")
         found: FinetuneResult = on_several_gpus(finetune, num_gpus, given | more)
         return found
-    from offloadkit.hf.arguments import arguments_of_finetune, engine_config
+    from offloadkit.hf.arguments import arguments_of_finetune, check_arguments, engine_config
 
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     numbers = {"batch_size": batch_size, "max_steps": max_steps, "gradient_accumulation": gradient_accumulation}
+    numbers["per_device_eval_batch_size"] = training_arguments.get("per_device_eval_batch_size")
     check_whole_numbers(**numbers, **lengths)
     switches = {"resume": resume, "overwrite": overwrite, "retry_leaner": retry_leaner, "monitor": monitor}
     _check(epochs, learning_rate, init, seed, baseline, verbose=verbose, **switches)
@@ -327,9 +328,9 @@ def finetune(
     if retry_leaner:
         why = "retry_leaner has no effect and will be removed: a full GPU always makes training go on by a leaner plan"
         warnings.warn(why, FutureWarning, stacklevel=8)
+    offload = with_wishes(offload, vram=vram, ram=ram, precision=precision, compile_blocks=compile_blocks)
     dtype = _working_dtype(offload, training_arguments)
-    wishes: dict[str, Any] = {"precision": precision, "compile_blocks": compile_blocks, "working_dtype": dtype}
-    offload = with_wishes(offload, vram=vram, ram=ram, **wishes)
+    offload = with_wishes(offload, working_dtype=dtype)
     check_there(train_dataset)
     check_there(eval_dataset, "eval_dataset: ")
     in_use = (model, getattr(model, "name_or_path", None), tokenizer, train_dataset, eval_dataset)
@@ -355,6 +356,7 @@ def finetune(
     own |= {"learning_rate": learning_rate or LEARNING_RATES[init]}
     own["prediction_loss_only"] = compute_metrics is None
     args = arguments_of_finetune(own, training_arguments, dtype, eval_dataset is not None)
+    check_arguments(args)
     offload = engine_config(offload, args)
 
     size: dict[str, Any] = {"batch_size": batch_size, **lengths, "device": args.device}
@@ -456,9 +458,9 @@ def _check_evaluation(eval_dataset: Any, callbacks: Any, compute_metrics: Any) -
         raise ConfigError("compute_metrics needs eval_dataset: pass rows, or a share of the training rows such as 0.1")
 
 
-def _working_dtype(offload: OffloadConfig | None, given: dict[str, Any]) -> Dtype:
+def _working_dtype(offload: OffloadConfig, given: dict[str, Any]) -> Dtype:
     """What `offload` says, else the training arguments' `bf16` and `fp16`, else the default of the device."""
-    if offload is not None and offload.working_dtype != "auto":
+    if offload.working_dtype != "auto":
         return offload.working_dtype
     if given.get("bf16") or given.get("fp16"):
         return "bf16" if given.get("bf16") else "fp16"

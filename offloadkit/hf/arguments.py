@@ -11,6 +11,7 @@ from inspect import signature
 from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers.integrations import integration_utils
 from transformers.utils import logging
 
 from offloadkit import hardware
@@ -34,6 +35,11 @@ _ACCELERATE = {
     "ACCELERATE_MIXED_PRECISION": "",
 }
 """What accelerate's config may ask for by these variables, and why the engine refuses it."""
+_NOT_IN_FINETUNE = {
+    "resume_from_checkpoint": "resume=True (--resume) goes on from the newest checkpoint in output_dir",
+    "deepspeed": "offloadkit does the offloading",
+}
+"""Training arguments that `finetune` refuses before transformers looks at them, and why."""
 _RECOMPUTATION = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
 """Keys of gradient_checkpointing_kwargs, and the one value that the engine supports."""
 
@@ -59,7 +65,7 @@ def arguments_of_finetune(
         evaluates: whether there is an evaluation set.
 
     Raises:
-        ConfigError: an argument is unknown, or transformers refuses its value.
+        ConfigError: an argument is unknown or has no meaning here, or transformers refuses its value.
     """
     known = argument_names()
     if given.get("deepspeed"):  # transformers would ask for the package before anybody else can say this
@@ -70,6 +76,9 @@ def arguments_of_finetune(
         if name in signature(Trainer.__init__).parameters:
             raise ConfigError(f"finetune has no {name}: offloadkit.OffloadTrainer and OffloadSeq2SeqTrainer take it")
         raise ConfigError(f"no argument {name!r}{did_you_mean(name, [*known, *_OWN_NAMES])}")
+    for name, why in _NOT_IN_FINETUNE.items():
+        if given.get(name):
+            raise ConfigError(f"finetune does not take {name}: {why}")
     on_gpu = hardware.default_device().type == "cuda"
     defaults = {
         "bf16": dtype == "bf16",
@@ -86,9 +95,17 @@ def arguments_of_finetune(
         "report_to": "none",
     }
     try:
-        return Seq2SeqTrainingArguments(**(defaults | own | given))
+        args = Seq2SeqTrainingArguments(**(defaults | own | given))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"transformers refuses these training arguments: {error}") from error
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ConfigError(f"transformers refuses these training arguments ({said}): {error}") from error
+    if args.eval_strategy != "no" and not evaluates:
+        raise ConfigError("eval_strategy needs eval_dataset: pass rows, or a share of the training rows such as 0.1")
+    reporting: Any = integration_utils
+    usable = {*reporting.get_available_reporting_integrations(), "flyte"}  # which transformers' list leaves out
+    if unusable := [name for name in args.report_to or () if name not in usable]:
+        raise ConfigError(f"report_to: {', '.join(unusable)} is not known, or the package for it is not installed")
+    return args
 
 
 def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadConfig:
