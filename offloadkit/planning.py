@@ -21,7 +21,7 @@ from offloadkit.device.assumed_disk import proposing_disk, with_disk
 from offloadkit.device.measure import host_rates, measure
 from offloadkit.errors import ConfigError
 from offloadkit.hardware import Hardware
-from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length
+from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length, num_positions
 from offloadkit.hf.load import Task
 from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.outline import Outline, held_in_ram, outlined
@@ -102,7 +102,7 @@ def plan(
             and RAM are this machine's, or assumed if they were never measured. `vram` is then a part of the card.
 
     Raises:
-        ConfigError: a wish has no meaning, or no such card is known.
+        ConfigError: a wish has no meaning, no such card is known, or `vram` is more than it has.
         OutputError: the folder for states on disk does not exist, or is full.
         ModelError, ModelNotFoundError, ModelAccessError: as in `finetune`.
     """
@@ -129,8 +129,18 @@ def plan_source(
     Args:
         label_smoothing: with it the Trainer computes the loss, from whole logits.
         eval_batch_size: rows of evaluation's micro-batches, if they are not those of training.
+
+    Raises:
+        ConfigError: as `plan`; also if rows are longer than the model's table of positions.
     """
     check_whole_numbers(batch_size=batch_size, max_input_length=max_input_length, max_target_length=max_target_length)
+    lengths = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    for name, length in lengths.items():
+        if length and (limit := num_positions(source.config)) and length > limit:
+            raise ConfigError(
+                f"rows of {length} tokens are too long: {source.config.model_type} has {limit} positions. Pass {name}="
+                f"{limit}, which cuts texts; rows that are tokenized already must be cut before"
+            )
     machine, assumed = machine_for(config, device) if gpu is None else (machine_with(gpu, config), True)
     config = _with_dtype(config, machine)
     with _outline(source, config, machine, assumed=assumed, label_smoothing=label_smoothing) as outline:
@@ -139,15 +149,18 @@ def plan_source(
         made = outline.outline.plan(outline.work(rows))
         if made.fits:
             return made
-        return proposing_disk(replace(made, basis=replace(made.basis, smaller=tuple(outline.smaller(rows)))))
+        basis = replace(made.basis, chosen=f"batch_size={rows.batch_size}", smaller=tuple(outline.smaller(rows)))
+        return proposing_disk(replace(made, basis=basis))
 
 
 def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
     """The config with those of `wishes` that are not None.
 
     Raises:
-        ConfigError: a wish has no meaning.
+        ConfigError: a wish has no meaning, or `offload` is no config.
     """
+    if offload is not None and not isinstance(offload, OffloadConfig):
+        raise ConfigError(f"offload must be an OffloadConfig, such as OffloadConfig(vram='8GiB'), got {offload!r}")
     return replace(offload or OffloadConfig(), **{name: wish for name, wish in wishes.items() if wish is not None})
 
 
@@ -250,9 +263,14 @@ def machine_with(gpu: str, config: OffloadConfig) -> Hardware:
     """This machine with another GPU, by its data sheet. Where the CPU was never measured, its rates are assumed.
 
     Raises:
-        ConfigError: no such card is known.
+        ConfigError: no such card is known, or the config's `vram` is more than it has.
     """
     card, host = card_named(gpu), host_rates()
+    usable = int(card.usable_gib * GIB)
+    if config.vram is not None and parse_bytes(config.vram) > usable:
+        raise ConfigError(
+            f"a {card.name} has {format_bytes(usable)} of VRAM, less than vram={config.vram!r}: give less"
+        )
     rates: dict[str, Any] = card.rates() | host
     if host:
         rates["cpu_and_bus_bytes_per_second"] = max(
@@ -269,8 +287,8 @@ def machine_with(gpu: str, config: OffloadConfig) -> Hardware:
         gpu_name=card.name,
         compute_capability=card.capability,
         supports_bf16=card.supports_bf16,
-        vram_total_bytes=int(card.usable_gib * GIB),
-        vram_free_bytes=int(card.usable_gib * GIB) - ASSUMED_CARD.vram_context_bytes,
+        vram_total_bytes=usable,
+        vram_free_bytes=usable - ASSUMED_CARD.vram_context_bytes,
         ram_total_bytes=hardware.ram_limit_bytes(),
         ram_available_bytes=hardware.ram_available_bytes(),
         cpu_name=hardware.cpu_name() if host else ASSUMED_CARD.cpu_name,
@@ -344,7 +362,7 @@ class _TaskOutline:
         sizes = [size for size in BATCH_SIZES if size < rows.batch_size]
         others = [(f"batch_size={size}", replace(rows, batch_size=size)) for size in sizes]
         if half := rows.input_length // 2:
-            words = "max_input_length={}" if rows.batch_size == 1 else "batch_size=1, max_input_length={}"
+            words = "max_input_length={}" if rows.batch_size == 1 else "batch_size=1 and max_input_length={}"
             others.append((words.format(half), replace(rows, batch_size=1, input_length=half)))
         for words, other in others:
             if (work := self.work(other)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from offloadkit.errors import ConfigError
@@ -40,6 +41,13 @@ def format_bytes(num_bytes: int) -> str:
         if num_bytes >= 0.9995 * size:
             return f"{rounded(num_bytes / size)} {unit}"
     return f"{rounded(num_bytes / 1024)} KiB"
+
+
+def rounded_up(num_bytes: int) -> int:
+    """The least size that is not smaller and that `format_bytes` writes without rounding."""
+    size = next((size for size in (2**30, 2**20) if num_bytes >= 0.9995 * size), 1024)
+    shift = 10.0 ** max(0, 2 - math.floor(math.log10(max(num_bytes, size) / size)))
+    return int(math.ceil(num_bytes / size * shift) / shift * size)
 
 
 def rounded(number: float, digits: int = 3) -> str:

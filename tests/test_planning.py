@@ -19,6 +19,8 @@ from offloadkit import OffloadConfig, outline, planning
 from offloadkit.cli import app
 from offloadkit.device import assumed_disk
 from offloadkit.errors import ConfigError, DoesNotFitError
+from offloadkit.hf.data import num_positions
+from offloadkit.hf.presets import PRESETS
 from offloadkit.planner.plan import nearest_fits
 from tests.planner.machines import GIB, H200
 
@@ -68,7 +70,9 @@ def test_what_is_missing_and_what_would_fit_are_said_once() -> None:
     assert said.lower().count("does not fit") == 1
     (larger,) = [line for line in said.splitlines() if " would fit: " in line]
     asked, takes = larger.split(" would fit: ")
-    assert re.fullmatch(r"\S+ GiB of VRAM and \S+ GiB of RAM", asked)
+    assert re.fullmatch(r"batch_size=1 with \S+ GiB of VRAM and \S+ GiB of RAM", asked)
+    vram, ram = re.findall(r"\S+ GiB", asked)
+    assert offloadkit.plan("t5-base", vram=vram, ram=ram, batch_size=1).fits, "as it is written"
     assert re.fullmatch(r"[\d,]+ tokens/s", takes)
 
 
@@ -78,7 +82,7 @@ def test_fewer_rows_are_proposed_where_activations_are_too_large() -> None:
     assert not made.fits
     words = [words for words, _ in nearest_fits(made)]
     assert words[0] == "batch_size=16", "the largest that fits, and no smaller one"
-    assert [each.startswith("batch_size=") for each in words[1:]] == [False]
+    assert [each.startswith("batch_size=32 with ") for each in words[1:]] == [True]
 
 
 def test_where_no_change_is_enough_alone_fewer_rows_in_a_smaller_budget_are_proposed() -> None:
@@ -174,11 +178,19 @@ def test_a_model_that_the_meta_device_cannot_run_is_planned_without_activations(
         ({"max_input_length": 0}, "max_input_length must be a whole number >= 1, got 0"),
         ({"max_target_length": 2.5}, "max_target_length"),
         ({"precision": "exakt"}, "precision must be one of 'exact', 'compact', 'tiny'; got 'exakt'"),
+        ({"offload": {"vram": "8GiB"}}, "offload must be an OffloadConfig, .* got {'vram'"),
     ],
 )
 def test_wishes_without_a_meaning_are_refused(wishes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         offloadkit.plan("t5-small", **wishes)
+
+
+def test_rows_beyond_a_table_of_positions_are_refused() -> None:
+    for model, limit in (("gpt2", 1024), ("t5-small", None), ("llama-3.2-1b", None), ("gemma-2-2b", None)):
+        assert num_positions(PRESETS[model].config()) == limit
+    with pytest.raises(ConfigError, match=r"rows of 1025 tokens are too long: gpt2 has 1024 positions\. Pass max_"):
+        offloadkit.plan("gpt2", max_input_length=1025, device=torch.device("cpu"))
 
 
 def test_finetune_refuses_what_does_not_fit_before_anything_is_loaded(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,8 @@ from offloadkit.errors import RankError
 _PAUSE = 2e-5
 """Seconds between two looks at the numbers, at first; they grow to `_LONGEST_PAUSE`."""
 _LONGEST_PAUSE = 1e-4
-_CHECKS_EVERY = 1.0
-"""Seconds between two looks at whether the other processes live."""
+_CHECKS_EVERY = 0.1
+"""Seconds between two looks at whether the other ranks are there."""
 
 
 class SteppedLayers:
@@ -30,17 +30,25 @@ class SteppedLayers:
         layers: one object for each layer.
     """
 
-    def __init__(self, file: int, rank: int, processes: list[int], num_layers: int, timeout: float) -> None:
+    def __init__(
+        self,
+        file: int,
+        rank: int,
+        num_ranks: int,
+        num_layers: int,
+        timeout: float,
+        lost: Callable[[], int | None],
+    ) -> None:
         """
         Args:
             file: descriptor of memory that the ranks share, filled with zeros. It is closed.
-            processes: by rank.
             timeout: seconds that a rank waits for another one.
+            lost: a rank that has died or failed, if one is known.
         """
-        self._memory = mmap.mmap(file, 8 * len(processes) * (num_layers + 1))
+        self._memory = mmap.mmap(file, 8 * num_ranks * (num_layers + 1))
         os.close(file)
-        self.rank, self.timeout, self._processes = rank, timeout, processes
-        words = np.frombuffer(self._memory, dtype=np.int64).reshape(num_layers + 1, len(processes))
+        self.rank, self.timeout, self._lost = rank, timeout, lost
+        words = np.frombuffer(self._memory, dtype=np.int64).reshape(num_layers + 1, num_ranks)
         self._ended = words[num_layers]
         self.layers = [Stepped(self, words[at]) for at in range(num_layers)]
 
@@ -49,11 +57,9 @@ class SteppedLayers:
         self._ended[self.rank] = 1
 
     def missing(self) -> int | None:
-        """A rank that steps nothing any more, or has died."""
-        for rank, process in enumerate(self._processes):
-            if rank != self.rank and (self._ended[rank] or not _lives(process)):
-                return rank
-        return None
+        """Another rank that steps nothing any more."""
+        ended = [rank for rank in np.flatnonzero(self._ended).tolist() if rank != self.rank]
+        return ended[0] if ended else self._lost()
 
 
 class Stepped:
@@ -101,12 +107,3 @@ class Stepped:
                     "the other ranks have not stepped all weights before the timeout of init_process_group: look at "
                     "their errors, and go on from a checkpoint"
                 )
-
-
-def _lives(process: int) -> bool:
-    """Whether a process runs; one that has ended may still be listed until its parent asks for it."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in (b"Z", b"X")

@@ -11,10 +11,12 @@ from inspect import signature
 from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers.integrations import integration_utils
 from transformers.utils import logging
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
+from offloadkit.distributed import world
 from offloadkit.errors import ConfigError
 from offloadkit.optim.table import trainer_names
 from offloadkit.planner import Dtype
@@ -27,12 +29,17 @@ _OWN_NAMES = ("epochs", "batch_size", "gradient_accumulation")
 _ACCELERATE = {
     "ACCELERATE_USE_FSDP": "offloadkit does the offloading",
     "ACCELERATE_USE_DEEPSPEED": _FROM_DEEPSPEED,
-    "ACCELERATE_USE_MEGATRON_LM": "offloadkit trains on one device",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "one device only, so far",
+    "ACCELERATE_USE_MEGATRON_LM": "the engines share the work between ranks",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "the engines share the work between ranks",
     "ACCELERATE_DYNAMO_BACKEND": "OffloadConfig(compile_blocks=True) compiles",
     "ACCELERATE_MIXED_PRECISION": "",
 }
 """What accelerate's config may ask for by these variables, and why the engine refuses it."""
+_NOT_IN_FINETUNE = {
+    "resume_from_checkpoint": "resume=True (--resume) goes on from the newest checkpoint in output_dir",
+    "deepspeed": "offloadkit does the offloading",
+}
+"""Training arguments that `finetune` refuses before transformers looks at them, and why."""
 _RECOMPUTATION = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
 """Keys of gradient_checkpointing_kwargs, and the one value that the engine supports."""
 
@@ -58,7 +65,7 @@ def arguments_of_finetune(
         evaluates: whether there is an evaluation set.
 
     Raises:
-        ConfigError: an argument is unknown, or transformers refuses its value.
+        ConfigError: an argument is unknown or has no meaning here, or transformers refuses its value.
     """
     known = argument_names()
     if given.get("deepspeed"):  # transformers would ask for the package before anybody else can say this
@@ -69,6 +76,9 @@ def arguments_of_finetune(
         if name in signature(Trainer.__init__).parameters:
             raise ConfigError(f"finetune has no {name}: offloadkit.OffloadTrainer and OffloadSeq2SeqTrainer take it")
         raise ConfigError(f"no argument {name!r}{did_you_mean(name, [*known, *_OWN_NAMES])}")
+    for name, why in _NOT_IN_FINETUNE.items():
+        if given.get(name):
+            raise ConfigError(f"finetune does not take {name}: {why}")
     on_gpu = hardware.default_device().type == "cuda"
     defaults = {
         "bf16": dtype == "bf16",
@@ -85,9 +95,17 @@ def arguments_of_finetune(
         "report_to": "none",
     }
     try:
-        return Seq2SeqTrainingArguments(**(defaults | own | given))
+        args = Seq2SeqTrainingArguments(**(defaults | own | given))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"transformers refuses these training arguments: {error}") from error
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ConfigError(f"transformers refuses these training arguments ({said}): {error}") from error
+    if args.eval_strategy != "no" and not evaluates:
+        raise ConfigError("eval_strategy needs eval_dataset: pass rows, or a share of the training rows such as 0.1")
+    reporting: Any = integration_utils
+    usable = {*reporting.get_available_reporting_integrations(), "flyte"}  # which transformers' list leaves out
+    if unusable := [name for name in args.report_to or () if name not in usable]:
+        raise ConfigError(f"report_to: {', '.join(unusable)} is not known, or the package for it is not installed")
+    return args
 
 
 def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadConfig:
@@ -158,6 +176,8 @@ def _of_the_environment(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
 def check_arguments(args: TrainingArguments) -> None:
     """Refuse everything that the engine cannot do, in one message; use one GPU if several are visible.
 
+    The engine weighs micro-batches by their targets on all ranks; the Trainer's own way of doing so is switched off.
+
     Raises:
         ConfigError: names each argument and what to do.
     """
@@ -170,7 +190,10 @@ def check_arguments(args: TrainingArguments) -> None:
         ),
         "deepspeed": (args.deepspeed, f"leave it out: {_FROM_DEEPSPEED}"),
         "fsdp": (args.fsdp, "leave it out: offloadkit does the offloading"),
-        "parallelism_config": (args.parallelism_config, "leave it out: one device only, so far"),
+        "parallelism_config": (
+            args.parallelism_config,
+            "leave it out: the engines share the work between ranks",
+        ),
         "torch_compile=True": (args.torch_compile, "leave it out: OffloadConfig(compile_blocks=True) compiles"),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "set per_device_train_batch_size"),
     }
@@ -183,10 +206,18 @@ def check_arguments(args: TrainingArguments) -> None:
     for name, (wanted, advice) in _of_the_environment(args).items():
         refused[f"{name}={os.environ.get(name)!r} (set by `accelerate launch`)"] = (wanted, advice)
     problems = [f"{name}: {advice}" for name, (given, advice) in refused.items() if given]
-    if args.world_size > 1:
-        problems.append(f"{args.world_size} processes: start one process; several are not built yet")
+    world.join()
+    if args.world_size != world.size():
+        problems.append(
+            f"world_size={args.world_size}, and torch.distributed has {world.size()} ranks: start the processes by "
+            "torchrun or `accelerate launch`, and pass use_cpu=True where there is no GPU"
+        )
+    if args.world_size > 1 and args.save_on_each_node:
+        problems.append("save_on_each_node=True: leave it out; all ranks write into one folder, which all of them see")
     if problems:
         raise ConfigError("TrainingArguments that offloadkit cannot train with:\n  " + "\n  ".join(problems))
     if args.n_gpu > 1:
         logger.warning(f"offloadkit trains on one GPU ({args.device}); the other {args.n_gpu - 1} stay idle")
         args._n_gpu = 1  # as the Trainer does for models that it must not wrap in DataParallel
+    if args.world_size > 1:
+        args.average_tokens_across_devices = False  # else the Trainer multiplies losses by the number of ranks

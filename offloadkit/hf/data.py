@@ -268,6 +268,13 @@ def longest_of_model(config: PreTrainedConfig) -> int | None:
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
+def num_positions(config: PreTrainedConfig) -> int | None:
+    """Length of the model's table of learned positions; None: positions are computed (rotary, relative)."""
+    names = vars(config.get_text_config())
+    computed = any(word in name for name in names for word in ("rope", "rotary", "relative"))
+    return None if computed else longest_of_model(config)
+
+
 def _collator(tokenizer: PreTrainedTokenizerBase, task: Task, step: int, target_step: int) -> Collate:
     """HuggingFace's collators, whose batches are padded on to multiples of `step`, their labels of `target_step`.
 

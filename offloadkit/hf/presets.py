@@ -231,7 +231,7 @@ def _decoders() -> dict[str, Preset]:
     for name, shape in _GPT_2.items():
         values = {
             "architectures": ["GPT2LMHeadModel"],
-            **dict(zip(("n_embd", "n_layer", "n_head"), shape, strict=True)),
+            **dict(zip(_GPT_2_SHAPE, shape, strict=True)),
         }
         preset = Preset(f"openai-community/{name}", "gpt2", values)
         presets |= {name: preset, preset.hub_name: preset}

@@ -70,6 +70,10 @@ class LayerShape:
     exchanges_sums: bool = False
     """Whether several ranks exchange sums of several micro-batches, not each micro-batch."""
 
+    def is_same_layer(self, other: LayerShape) -> bool:
+        """Whether they are of one layer, whatever part of it a rank steps."""
+        return replace(self, num_norm_blocks=other.num_norm_blocks, own=other.own, num_ranks=other.num_ranks) == other
+
     @property
     def own_numel(self) -> int:
         """Elements whose states and gradient this rank keeps."""

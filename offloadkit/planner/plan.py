@@ -20,7 +20,7 @@ from offloadkit.planner.phases import Phase, phases_of
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import FEW_CORES, Seconds, StepModel, cpu_step_rate
 from offloadkit.planner.work import MicroBatch, Rows
-from offloadkit.units import format_bytes, format_seconds, parse_bytes, rounded
+from offloadkit.units import format_bytes, format_seconds, parse_bytes, rounded, rounded_up
 
 TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
 """The kinds of memory, by the name in messages."""
@@ -41,6 +41,8 @@ class Basis:
     """The machine to plan for."""
     assumed: bool
     """Whether the machine's rates are assumed, not measured."""
+    chosen: str = ""
+    """What to write to keep this micro-batch, where it could follow from the budget of VRAM: "batch_size=4"."""
     smaller: tuple[tuple[str, MicroBatch], ...] = ()
     """Smaller micro-batches that the user could choose: (what to write, its work), such as ("batch_size=2", ...)."""
     with_disk: Hardware | None = None
@@ -381,8 +383,8 @@ def does_not_fit(lacking: Mapping[str, tuple[int, int]], *, at_least: bool = Fal
 
 
 def why_not(plan: Plan) -> str:
-    """ "does not fit: needs 38 GiB of VRAM, has 11 GiB", of a plan that does not."""
-    return does_not_fit({tier: (plan.needs()[tier], plan.budgets[tier]) for tier in plan.lacking()})
+    """ "does not fit: needs 38 GiB of VRAM, has 11 GiB", of a plan that does not. What it needs is rounded up."""
+    return does_not_fit({tier: (rounded_up(plan.needs()[tier]), plan.budgets[tier]) for tier in plan.lacking()})
 
 
 def _tiers_to_say(plan: Plan) -> dict[str, int]:
@@ -585,8 +587,10 @@ def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
         yield how, on_disk
         if not on_disk.fits:
             both = _leaner(replace(on_disk, basis=replace(on_disk.basis, smaller=basis.smaller)))
-            yield from ((f"{words}, {how}", other) for words, other in both if other.total_bytes("disk"))
-    yield from _larger(plan)
+            yield from ((f"{words} and {how}", other) for words, other in both if other.total_bytes("disk"))
+    for budgets, other in _larger(plan):
+        chosen = basis.chosen if "vram" in plan.lacking() else ""
+        yield f"{chosen} with {budgets}" if chosen else budgets, other
     for words, work in basis.smaller[-2:]:  # the smallest ones, which need the least more memory
         lean = replanned(plan, work=work)
         if sum(lean.lacking().values()) < _MAX_LACKING * sum(plan.lacking().values()):
@@ -606,7 +610,7 @@ def _leaner(plan: Plan) -> Iterator[tuple[str, Plan]]:
         yield words, other
     for precision in () if one_is_enough else leaner:
         for words, other in _smaller(plan, precision=precision):
-            yield f"precision={precision!r}, {words}", other
+            yield f"precision={precision!r} and {words}", other
 
 
 def _smaller(plan: Plan, **changes: Any) -> Iterator[tuple[str, Plan]]:
@@ -619,11 +623,14 @@ def _smaller(plan: Plan, **changes: Any) -> Iterator[tuple[str, Plan]]:
 
 
 def _larger(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The plan with the budgets that it needs. A plan that does not fit is already the leanest one."""
-    needs = plan.needs()
-    lacking: dict[str, Any] = {tier: needs[tier] for tier in plan.lacking() if tier in ("vram", "ram")}
+    """The plan with what it needs, rounded up as it is written. A plan that does not fit is already the leanest one."""
+    needs, hardware = plan.needs(), plan.basis.hardware
+    lacking: dict[str, Any] = {tier: rounded_up(needs[tier]) for tier in plan.lacking()}
+    budgets = {tier: size for tier, size in lacking.items() if tier != "disk"}
+    if "disk" in lacking and hardware is not None:
+        hardware = replace(hardware, disk_free_bytes=lacking["disk"])
     if lacking:
-        yield of_tiers(lacking), replanned(plan, **lacking)
+        yield of_tiers(lacking), replanned(plan, hardware=hardware, **budgets)
 
 
 def _would_fit(plan: Plan) -> Iterator[str]:

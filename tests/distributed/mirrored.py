@@ -5,7 +5,6 @@ What they write to weights in RAM that they share, and read of it, is done by a 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -99,7 +98,7 @@ class MirroredRanks(Ranks):
 
     def stepped(self, num_layers: int) -> list[Stepped]:
         (file,) = self.share([8 * self.size * (num_layers + 1)])
-        layers = SteppedLayers(file, self.rank, [os.getpid()] * self.size, num_layers, 60.0).layers
+        layers = SteppedLayers(file, self.rank, self.size, num_layers, 60.0, lambda: None).layers
         for index, layer in enumerate(layers):
             layer.__class__ = MirroredStepped
             layer.ranks, layer.index = self, index

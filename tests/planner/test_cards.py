@@ -136,6 +136,8 @@ def test_what_was_measured_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_vram_is_a_part_of_the_card(plan: Callable[..., Plan]) -> None:
     assert plan("H200", vram="2GiB").budgets["vram"] == parse_bytes("2GiB")
+    with pytest.raises(ConfigError, match=r"a T4 has 14\.6 GiB of VRAM, less than vram='15GiB'"):
+        plan("T4", vram="15GiB")
 
 
 def test_without_a_card_what_is_assumed_follows_the_verdict() -> None:

@@ -11,7 +11,7 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hardware import Hardware
 from offloadkit.planner import MicroBatch, Plan, make_plan
 from offloadkit.planner.plan import nearest_fits
-from offloadkit.units import format_bytes, format_seconds
+from offloadkit.units import format_bytes, format_seconds, parse_bytes, rounded_up
 from tests.planner.machines import GIB, H200, TWO_CORES, shape, stage
 
 IN_RAM = Placement()
@@ -35,7 +35,7 @@ def test_the_verdict_is_one_line_and_rounds_need_and_budget_alike() -> None:
     tight = replace(made, budgets=made.needs())
     assert tight.verdict.startswith(f"FITS: {vram} of {vram} GiB VRAM, {ram} of {ram} GiB RAM, ")
     short = replace(made, budgets={"vram": 1 << 30, "ram": 1 << 30})
-    vram, ram = (format_bytes(made.needs()[tier]) for tier in ("vram", "ram"))
+    vram, ram = (format_bytes(rounded_up(made.needs()[tier])) for tier in ("vram", "ram"))
     assert short.verdict == f"DOES NOT FIT: needs {vram} of VRAM, has 1 GiB, and needs {ram} of RAM, has 1 GiB"
 
 
@@ -49,7 +49,7 @@ def test_changes_are_tried_together_where_neither_is_enough() -> None:
     made = replace(short, basis=replace(short.basis, with_disk=with_disk, smaller=(("batch_size=1", work),)))
     on_disk = "optimizer states on disk (OffloadConfig(disk='/disk'), or --disk /disk)"
     words, other = nearest_fits(made, most=1)[0]
-    assert words == f"precision='compact', {on_disk}"
+    assert words == f"precision='compact' and {on_disk}"
     assert other.fits
     assert 0 < other.total_bytes("disk") <= 6 * GIB
     roomy = replace(with_disk, disk_free_bytes=600 * GIB)
@@ -146,6 +146,25 @@ def test_a_machine_without_contention_is_not_said_to_be_slow() -> None:
 )
 def test_bytes_are_never_said_in_powers_of_ten(num_bytes: int, words: str) -> None:
     assert format_bytes(num_bytes) == words
+
+
+@pytest.mark.parametrize("num_bytes", [70_001, 2**20 - 1, 4_776_543_210, 2**30 - 1, 38_400_400 * 1024, 1234 * GIB + 1])
+def test_what_is_asked_for_can_be_read_back_and_is_enough(num_bytes: int) -> None:
+    up = rounded_up(num_bytes)
+    assert num_bytes <= up <= 1.01 * num_bytes
+    assert parse_bytes(format_bytes(up)) == up
+
+
+def test_larger_budgets_are_enough_as_they_are_written() -> None:
+    """Also of a disk that the user has named, and that is too small."""
+    disk: Any = {"disk_read_bytes_per_second": 1e9, "disk_write_bytes_per_second": 1e9, "disk_folder": "/disk"}
+    short = plan(replace(H200, disk_free_bytes=GIB, **disk), vram="2GiB", ram="3GiB", disk="/disk")
+    assert set(short.lacking()) == {"ram", "disk"}
+    words, other = nearest_fits(short)[-1]
+    of_ram, of_disk = words.split(" and ")
+    assert other.fits
+    assert other.budgets["ram"] == parse_bytes(of_ram.removesuffix(" of RAM"))
+    assert of_disk.endswith(" of disk")
 
 
 @pytest.mark.parametrize(
