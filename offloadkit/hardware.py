@@ -83,6 +83,12 @@ class Hardware:
     fp16_flops_per_second: float
     fp32_flops_per_second: float
 
+    num_ranks: int = 1
+    """Ranks on this host that work at once. The cores, and the rates of processor, RAM and bus, are those that each has
+    then; RAM in bytes is the whole host's."""
+    link_bytes_per_second: float = 0.0
+    """What a rank receives from the others while all of them exchange. 0: there is one rank, or nobody knows."""
+
     disk_folder: str | None = None
     """The folder in which the disk was measured. None: it was not, and the next three are zero."""
     disk_free_bytes: int = 0
