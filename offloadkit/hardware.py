@@ -96,7 +96,9 @@ class Hardware:
     disk_write_bytes_per_second: float = 0.0
 
     assumed: str = ""
-    """What of this was not measured, in a sentence. "": everything was."""
+    """What of this was not measured, in a sentence. "": everything was, but for the link."""
+    link_assumed: str = ""
+    """How several ranks are taken to be linked, in a sentence. "": that was measured, or there is one rank."""
 
 
 CPU_STEP_RATES: dict[Precision, str] = {

@@ -76,9 +76,9 @@ class LayerShape:
 
         Real parts end where blocks of the norm do: they are larger or smaller by less than a block.
         """
-        if num_ranks == 1:
-            return replace(self, own=None, num_ranks=1, norm_blocks_of_all=None)
         blocks = self.num_norm_blocks if self.norm_blocks_of_all is None else self.norm_blocks_of_all
+        if num_ranks == 1:
+            return replace(self, own=None, num_norm_blocks=blocks, num_ranks=1, norm_blocks_of_all=None)
         own = -(-self.numel // (_PART * num_ranks)) * _PART
         parts = {"own": own, "num_norm_blocks": -(-blocks // num_ranks)}
         return replace(self, num_ranks=num_ranks, norm_blocks_of_all=blocks, **parts)

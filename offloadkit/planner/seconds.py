@@ -154,9 +154,9 @@ class StepModel:
             )
             self.stages.append(cost)
         self.layers = [layer for stage in self.stages for layer in stage.layers]
-        together = layers[0].num_ranks > 1
-        self.agreeing = 2 * AGREE_SECONDS if together else 0.0
-        self._resources = (*RESOURCES, "link") if together else RESOURCES
+        others = layers[0].num_ranks - 1
+        self.agreeing = 2 * others * AGREE_SECONDS  # what gradients there are, and the norm
+        self._resources = (*RESOURCES, "link") if others else RESOURCES
 
     def on_large_gpu(self) -> float:
         """Seconds of a step with everything in VRAM and nothing recomputed."""
