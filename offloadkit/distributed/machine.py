@@ -1,4 +1,4 @@
-"""The machine as each of several ranks has it: what all of them measure while all of them work, and the slowest counts."""
+"""The machine as each of several ranks has it: all measure it while all of them work, and the slowest counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from offloadkit import hardware
 from offloadkit.device.measure import is_measured, kept, measure
@@ -78,14 +79,18 @@ def measured_together(ranks: Ranks, device: torch.device, folder: str | Path | N
         own = measure(device, folder=folder, fresh=not all_know, num_ranks=num_ranks)
     own = replace(own, num_ranks=num_ranks, num_cores=num_cores, **{_LINK: _link(ranks, device, num_ranks)})
     names = [field.name for field in fields(Hardware) if type(getattr(own, field.name)) in (int, float)]
-    numbers = np.array([getattr(own, name) for name in names], dtype=np.float64)
-    told = ranks.agree(numbers.view(np.int64)).view(np.float64)
+    told = _of_all(ranks, [getattr(own, name) for name in names])
     least, most = told.min(0).tolist(), told.max(0).tolist()
     agreed: dict[str, Any] = {}
     for name, low, high in zip(names, least, most, strict=True):
         is_cost = name in ("launch_seconds", "vram_context_bytes", "num_ranks")
         agreed[name] = type(getattr(own, name))(high if is_cost else low)
     return replace(own, **agreed)
+
+
+def _of_all(ranks: Ranks, own: Sequence[float]) -> NDArray[np.float64]:
+    """The numbers of all ranks: fp64 [ranks, numbers]."""
+    return ranks.agree(np.array(own, dtype=np.float64).view(np.int64)).view(np.float64)
 
 
 def known_link(device: torch.device, num_ranks: int) -> float:
@@ -101,7 +106,7 @@ def _link(ranks: Ranks, device: torch.device, num_ranks: int) -> float:
     """Bytes per second that the slowest rank receives while all of them exchange."""
     known = known_link(device, ranks.size)
     if not ranks.agree(np.array([known > 0], dtype=np.int64)).all():
-        known = _exchange_rate(ranks, device)
+        known = float(_of_all(ranks, [_exchange_rate(ranks, device)]).min())
         kept(device, _link_of(ranks.size), {_LINK}, lambda: {_LINK: known}, num_ranks=num_ranks)
     return known
 

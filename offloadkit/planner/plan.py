@@ -25,7 +25,7 @@ from offloadkit.planner.layout import (
     run_bytes,
 )
 from offloadkit.planner.phases import Phase, phases_of
-from offloadkit.planner.ranks import for_ranks
+from offloadkit.planner.ranks import GPUS_PER_HOST, for_ranks
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import FEW_CORES, Seconds, StepModel, cpu_step_rate
 from offloadkit.planner.work import MicroBatch, Rows
@@ -527,7 +527,7 @@ def _placed(plan: Plan) -> list[str]:
 
 def _rows(plan: Plan) -> list[list[str]]:
     tiers = [tier for tier in TIERS if plan.total_bytes(tier) or tier != "disk"]
-    rows = [["", *(TIERS[tier] for tier in tiers)]]
+    rows = [["" if plan.num_gpus == 1 else "of each GPU", *(TIERS[tier] for tier in tiers)]]
     for category in dict.fromkeys(category for tier in tiers for category in plan.tiers[tier]):
         cells = [plan.tiers[tier].get(category, 0) for tier in tiers]
         if any(cells):
@@ -768,8 +768,8 @@ def _help(plan: Plan) -> Iterator[str]:
             speedup = step / other.seconds.step
             if other.fits and speedup >= _MIN_SPEEDUP:
                 more = format_bytes(_of_all(plan, {tier: other.total_bytes(tier) - plan.total_bytes(tier)})[tier])
-                more += " for each GPU" if tier == "vram" and plan.num_gpus > 1 else ""
-                yield f"{more} more {TIERS[tier]} would {_changed(plan, other)}: {_faster(other, speedup)}"
+                on_each = " on each GPU" if tier == "vram" and plan.num_gpus > 1 else ""
+                yield f"{more} more {TIERS[tier]}{on_each} would {_changed(plan, other)}: {_faster(other, speedup)}"
                 break
             if tier == "ram" and not _is_short_of_ram(other):
                 break  # the larger ones lead to the same plan
@@ -790,26 +790,27 @@ def _help_of_gpus(plan: Plan) -> Iterator[str]:
     if plan.seconds is None or plan.tokens_per_second is None:
         return
     other = _with_another_gpu(plan)
-    if other is not None and other.fits and other.tokens_per_second is not None:
-        faster = _faster(other, other.tokens_per_second / plan.tokens_per_second)
+    speedup = (other.tokens_per_second or 0.0) / plan.tokens_per_second if other else 0.0
+    if other is not None and other.fits and speedup >= _MIN_SPEEDUP:
+        faster = _faster(other, speedup)
         takes = ", ".join(_takes(other)[:-1])
         yield f"{other.num_gpus} such GPUs would train {faster} ({takes})"
     if not plan.communicated:
         return
-    more = _MORE_MICRO_BATCHES * plan.accumulation
-    other = replanned(plan, gradient_accumulation=more)
-    if other.fits and other.tokens_per_second is not None:
-        now, then = (sum(each.communicated.values()) // each.accumulation for each in (plan, other))
-        faster = _faster(other, other.tokens_per_second / plan.tokens_per_second)
-        less = f"receive {format_bytes(then)} from the others for each of them, not {format_bytes(now)}"
-        yield f"with gradient_accumulation={more} a GPU would {less}: {faster}"
+    number = _MORE_MICRO_BATCHES * plan.accumulation
+    rarely = replanned(plan, gradient_accumulation=number)
+    if rarely.fits and rarely.tokens_per_second is not None:
+        now, then = (format_bytes(sum(each.communicated.values()) // each.accumulation) for each in (plan, rarely))
+        faster = _faster(rarely, rarely.tokens_per_second / plan.tokens_per_second)
+        yield f"gradient_accumulation={number} would communicate {then} a micro-batch instead of {now}: {faster}"
 
 
 def _with_another_gpu(plan: Plan) -> Plan | None:
-    """The plan with one GPU more of the same kind; None where there is none."""
+    """The plan with one GPU more of the same kind, or with one host more; None where nothing is known of the GPU."""
     if plan.on_cpu or plan.basis.hardware is None or plan.basis.work is None:
         return None
-    return replanned(plan, num_gpus=plan.num_gpus + 1)
+    more = 1 if plan.num_gpus < GPUS_PER_HOST else GPUS_PER_HOST
+    return replanned(plan, num_gpus=plan.num_gpus + more)
 
 
 def _takes(plan: Plan) -> list[str]:
@@ -839,7 +840,7 @@ def _by_phase(plan: Plan) -> Iterator[str]:
     """A small table of the phases' peaks. One line stands for neighbours with the same figures."""
     if plan.num_tokens is None or not plan.fits:
         return
-    yield "peaks by phase:"
+    yield "peaks by phase:" if plan.num_gpus == 1 else "peaks by phase, of each GPU and its process:"
     for cells, some in groupby(plan.phases, lambda phase: (phase.vram, phase.ram)):
         tiers = {"ram": cells[1]} if plan.on_cpu else {"vram": cells[0], "ram": cells[1]}
         first, *more = _wrapped(f"{of_tiers(tiers)}: {', '.join(phase.name for phase in some)}")
