@@ -88,6 +88,8 @@ class Hardware:
     then; RAM in bytes is the whole host's."""
     link_bytes_per_second: float = 0.0
     """What a rank receives from the others while all of them exchange. 0: there is one rank, or nobody knows."""
+    network_bytes_per_second: float = 0.0
+    """What it receives from other hosts then, where the link is only that of one host's ranks; else 0."""
 
     disk_folder: str | None = None
     """The folder in which the disk was measured. None: it was not, and the next three are zero."""

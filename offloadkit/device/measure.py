@@ -44,7 +44,7 @@ _RATES = {
     field.name
     for field in fields(Hardware)
     if field.name.endswith("_per_second") or field.name in ("can_pin", "launch_seconds", "vram_context_bytes")
-} - {*_DISK_RATES, "link_bytes_per_second"}
+} - {*_DISK_RATES, "link_bytes_per_second", "network_bytes_per_second"}
 _DRAM_RATES = ("dram_bytes_per_second", "cpu_and_bus_bytes_per_second")
 _of_this_process: dict[str, Any] = {}
 """Rates that were measured on a busy machine, by key: they spare this process another measurement."""
@@ -96,7 +96,8 @@ def measure(
 
 def is_measured(device: torch.device, num_ranks: int) -> bool:
     """Whether `measure` has the rates already that each of so many ranks of this host has."""
-    return (_of_this_process | _read_cache()).get(_machine_key(device, num_ranks), {}).keys() == _RATES
+    rates: dict[str, Any] = (_of_this_process | _read_cache()).get(_machine_key(device, num_ranks), {})
+    return rates.keys() == _RATES
 
 
 def kept(

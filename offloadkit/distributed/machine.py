@@ -77,7 +77,8 @@ def measured_together(ranks: Ranks, device: torch.device, folder: str | Path | N
     with shared_cores(ranks):
         all_know = ranks.agree(np.array([is_measured(device, num_ranks)], dtype=np.int64)).all()
         own = measure(device, folder=folder, fresh=not all_know, num_ranks=num_ranks)
-    own = replace(own, num_ranks=num_ranks, num_cores=num_cores, **{_LINK: _link(ranks, device, num_ranks)})
+    link = _link(ranks, device, num_ranks)
+    own = replace(own, num_ranks=num_ranks, num_cores=num_cores, link_bytes_per_second=link)
     names = [field.name for field in fields(Hardware) if type(getattr(own, field.name)) in (int, float)]
     told = _of_all(ranks, [getattr(own, name) for name in names])
     least, most = told.min(0).tolist(), told.max(0).tolist()

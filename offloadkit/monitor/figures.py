@@ -238,6 +238,7 @@ class Figures:
         eta_seconds: time left, by the mean of all steps so far, evaluations and checkpoints included.
         why_no_slowdown: what is missing to compute the slowdown; "" if there is one.
         num_skipped: steps whose gradients were not finite.
+        received: bytes that came from other ranks in the newest step, by kind; empty with one rank.
     """
 
     state: State
@@ -256,6 +257,7 @@ class Figures:
     slowdown: Slowdown | None
     why_no_slowdown: str
     num_skipped: int
+    received: Mapping[str, int] = field(default_factory=dict)
 
 
 def figures(
@@ -303,6 +305,7 @@ def figures(
         slowdown=slow,
         why_no_slowdown=why,
         num_skipped=history.num_skipped,
+        received=newest.received if newest else {},
     )
 
 

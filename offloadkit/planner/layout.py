@@ -80,8 +80,8 @@ class LayerShape:
         if num_ranks == 1:
             return replace(self, own=None, num_norm_blocks=blocks, num_ranks=1, norm_blocks_of_all=None)
         own = -(-self.numel // (_PART * num_ranks)) * _PART
-        parts = {"own": own, "num_norm_blocks": -(-blocks // num_ranks)}
-        return replace(self, num_ranks=num_ranks, norm_blocks_of_all=blocks, **parts)
+        part = -(-blocks // num_ranks)
+        return replace(self, own=own, num_norm_blocks=part, num_ranks=num_ranks, norm_blocks_of_all=blocks)
 
     @property
     def own_numel(self) -> int:

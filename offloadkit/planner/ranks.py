@@ -15,7 +15,7 @@ from offloadkit.planner.cards import card_named
 GPUS_PER_HOST = 8
 """Most GPUs that a host is taken to have; more are on several such hosts."""
 NETWORK_BYTES_PER_SECOND = 40e9
-"""What a GPU receives from other hosts: 400 Gbit/s each, of which four fifths are reached (assumed)."""
+"""What a GPU receives from other hosts: 400 Gbit/s for each, of which four fifths are reached (assumed)."""
 
 _SHARED = (*CPU_STEP_RATES.values(), "dram_bytes_per_second", "cpu_and_bus_bytes_per_second")
 """Rates that all ranks of a host have together."""
@@ -23,15 +23,18 @@ _OF_BUS = ("h2d_bytes_per_second", "d2h_bytes_per_second", "both_bytes_per_secon
 """Rates of a GPU's own bus, as far as RAM serves all of them."""
 
 
-def for_ranks(machine: Hardware, num_ranks: int, *, link: float = 0.0) -> Hardware:
-    """The machine of one of `num_ranks` ranks that work at once, each with a GPU like the machine's.
+def for_ranks(
+    machine: Hardware, num_ranks: int, *, link: float = 0.0, network: float = NETWORK_BYTES_PER_SECOND
+) -> Hardware:
+    """The machine as each of `num_ranks` ranks that work at once has it, with a GPU like the machine's.
 
     A host's ranks share cores and DRAM evenly. Each GPU has a bus of its own, whose copies are DRAM's traffic too.
 
     Args:
         machine: of fewer ranks on one host, or of as many.
-        link: bytes per second that a rank receives while all of them exchange; 0 takes what the machine knows, or else
-            its card's sheet.
+        link: bytes per second that a rank receives while all of one host exchange; 0 takes what the machine knows, or
+            else its card's sheet.
+        network: bytes per second that a rank receives from other hosts.
     """
     if num_ranks == 1:
         return machine
@@ -41,12 +44,14 @@ def for_ranks(machine: Hardware, num_ranks: int, *, link: float = 0.0) -> Hardwa
     dram = rates["cpu_and_bus_bytes_per_second"]
     rates |= {name: min(getattr(machine, name), dram) for name in _OF_BUS}
     rate, where = (link, "") if link else _link(machine)
+    between = 0.0
     if num_ranks > here:
-        rate, where = min(rate, NETWORK_BYTES_PER_SECOND), f"hosts of {here} GPUs, with {_gb(NETWORK_BYTES_PER_SECOND)}"
-        where += " for each GPU between them"
+        between = network
+        where = f"{where or 'their link'}, and between hosts of {here} by a network with {_gb(network)} for each"
     cores = max(1, round(machine.num_cores * share))
     assumed = f"{num_ranks} GPUs are taken to be linked by {where}." if where else machine.link_assumed
     others: dict[str, Any] = {**rates, "link_bytes_per_second": rate, "link_assumed": assumed}
+    others["network_bytes_per_second"] = between
     return replace(machine, num_ranks=here, num_cores=cores, **others)
 
 
@@ -59,9 +64,9 @@ def _link(machine: Hardware) -> tuple[float, str]:
     except ConfigError:
         rate = 0.0
     if rate:
-        return rate, f"NVLink, at {_gb(rate)} by the card's data sheet"
+        return rate, f"NVLink with {_gb(rate)}, by the card's data sheet"
     through_ram = machine.both_bytes_per_second / 2
-    return through_ram, f"their buses alone, at {_gb(through_ram)}"
+    return through_ram, f"their buses alone, with {_gb(through_ram)}"
 
 
 def _gb(rate: float) -> str:

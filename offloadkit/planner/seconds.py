@@ -490,7 +490,7 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
     gradient, bucket, received = layer.gradient_bytes(accumulation), layer.bucket_bytes(), layer.received_bytes()
     traffic, own, ranks = layer.step_bytes(accumulation), layer.own_numel, layer.num_ranks
     num_chunks = max(1, -(-own // STEP_CHUNK))
-    link = hardware.link_bytes_per_second or hardware.h2d_bytes_per_second
+    link = link_rate(hardware, ranks)
     exchanged, gathered = layer.exchanged_bytes(), layer.weight_bytes() - layer.stepped_bytes()
     return LayerCost(
         index=index,
@@ -510,6 +510,15 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
         exchange=exchanged / link + EXCHANGE_SECONDS if ranks > 1 else 0.0,
         gather=gathered / link + EXCHANGE_SECONDS if ranks > 1 else 0.0,
     )
+
+
+def link_rate(hardware: Hardware, num_ranks: int) -> float:
+    """Bytes per second that a rank receives, an equal part from each of the others."""
+    link, network = hardware.link_bytes_per_second or hardware.h2d_bytes_per_second, hardware.network_bytes_per_second
+    elsewhere = num_ranks - hardware.num_ranks
+    if elsewhere <= 0 or not network:
+        return link
+    return (num_ranks - 1) / ((hardware.num_ranks - 1) / link + elsewhere / network)
 
 
 def both_ways(h2d_bytes: float, d2h_bytes: float, hardware: Hardware) -> tuple[float, float]:
