@@ -161,7 +161,7 @@ def _seconds_of_others() -> float:
     return sum(getattr(core, use, 0.0) for core in _own_cores() for use in uses) - time.process_time()
 
 
-def _disturbed(started: float, others: float, num_ranks: int) -> bool:
+def _disturbed(started: float, others: float, num_ranks: int = 1) -> bool:
     """Whether others kept the cores busy since `started`, when `_seconds_of_others` was `others`.
 
     The other ranks that measure at the same time may have their share.
