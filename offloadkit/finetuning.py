@@ -18,8 +18,9 @@ What the arguments of `finetune` take:
 - `overwrite`: replace the model and the checkpoints of an earlier run in `output_dir`. Without it (and without
   `resume`) such a folder is refused. They stay until the first step is done, the model until the new one is written.
 - `epochs`, `max_steps`: how long to train; `max_steps` goes before `epochs`.
-- The rows' order follows from `seed`. Batches hold rows of nearly equal length, the longest first, as HuggingFace's
-  `train_sampling_strategy="group_by_length"` makes them; pass "random" or "sequential" for another order.
+- The rows' order follows from `seed`. Batches hold rows of nearly equal length, as HuggingFace's
+  `train_sampling_strategy="group_by_length"` makes them; they come in random order after the first, which holds the
+  longest row. Where a row's length says what kind of row it is, batches are of one kind: pass "random" then.
 - `batch_size`: rows in a micro-batch; "auto": see `planning.BATCH_SIZES`.
 - `gradient_accumulation`: micro-batches an update.
 - HuggingFace's names for these are taken too: `num_train_epochs`, `per_device_train_batch_size`,
@@ -489,6 +490,7 @@ class TrainingRun:
             processing_class=self.tokenizer,
             **self.hooks,
         )
+        trainer.mixes_updates = True
         show_progress(trainer, monitored=self.monitor.is_drawn)
         return trainer
 

@@ -99,6 +99,7 @@ def recipe(num_steps: int) -> dict[str, Any]:
         "lr_scheduler_type": "warmup_stable_decay",
         "lr_scheduler_kwargs": {"num_decay_steps": round(0.4 * num_steps), "decay_type": "linear"},
         "warmup_steps": round(0.15 * num_steps),
+        "train_sampling_strategy": "random",  # by length, a batch would hold dates of one form, and less is learned
     }
 
 

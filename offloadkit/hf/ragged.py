@@ -1,8 +1,9 @@
 """Rows of several lengths: few widths to pad them to, and an order that a resumed epoch takes again.
 
-`finetune` has HuggingFace's order `group_by_length`: rows are shuffled, cut into windows of many batches, and sorted
-within each window, the longest first. A batch's rows are then of nearly equal length. The first batch of an epoch holds
-the longest row of all.
+HuggingFace's order `group_by_length` shuffles rows, cuts them into windows of many batches, and sorts each window, the
+longest first. A batch's rows are then of nearly equal length. The first batch of an epoch holds the longest row of all.
+`finetune` has the same updates in random order. Otherwise long and short rows would take turns, and an epoch would end
+on short ones.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ class ResumableOrder(Sampler[int]):
     HuggingFace resumes an epoch by drawing its order anew. Its sampler of equal lengths then draws another one.
     """
 
-    def __init__(self, sampler: LengthGroupedSampler) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: LengthGroupedSampler, *, mixed: bool) -> None:
+        """mixed: whether an epoch's updates come in random order, after the first, which holds the longest row."""
+        self._sampler, self._mixed = sampler, mixed
         self._drawn_from: torch.Tensor | None = None
         """The random state that the present epoch's order was drawn from."""
         self._again: torch.Tensor | None = None
@@ -111,7 +113,12 @@ class ResumableOrder(Sampler[int]):
             generator.set_state(self._again)
             self._drawn_from, self._again = self._again, None
         self._sampler.generator = generator
-        return iter(self._sampler)
+        rows, size = list(self._sampler), self._sampler.batch_size
+        if not self._mixed or len(rows) <= size:
+            return iter(rows)
+        whole = torch.tensor(rows[size : len(rows) - len(rows) % size]).view(-1, size)
+        order = torch.randperm(len(whole), generator=generator)
+        return iter(rows[:size] + whole[order].flatten().tolist() + rows[len(rows) - len(rows) % size :])
 
     def write(self, folder: Path) -> None:
         """Write what the present epoch's order was drawn from into a checkpoint's folder."""

@@ -93,6 +93,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     """
 
     engine: OffloadEngine | None = None
+    mixes_updates = False
+    """Whether updates of rows sorted by length come in random order. HuggingFace's come as they are sorted."""
     data_collator: Any
 
     def __init__(
@@ -245,7 +247,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """As the Trainer; an order by length can be resumed. (Private; the dataloader has no public hook for it.)"""
         sampler = super()._get_train_sampler(train_dataset)
-        self._order = ResumableOrder(sampler) if isinstance(sampler, LengthGroupedSampler) else None
+        by_length = isinstance(sampler, LengthGroupedSampler)
+        self._order = ResumableOrder(sampler, mixed=self.mixes_updates) if by_length else None
         return sampler if self._order is None else self._order
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
