@@ -54,7 +54,7 @@ def measured() -> tuple[Hardware, int]:
 
 
 def counted(micro_batches: int) -> tuple[Any, dict[str, int], list[dict[str, int]], int]:
-    """The placements planned for an example, what a GPU receives by the plan and what it did, and the number of GPUs."""
+    """The placements planned for an example, what a GPU receives by the plan, what it received, and how many plan."""
     device, telemetry = torch.device("cuda", dist.get_rank()), Telemetry()
     torch.cuda.set_device(device)
     config = OffloadConfig(gradient_accumulation=micro_batches, working_dtype="bf16", vram="8GiB")
