@@ -207,7 +207,8 @@ class OffloadEngine:
         self._ranks = joined_ranks(self.device)
         if self._ranks is not None:
             self._undo.callback(self._ranks.close)
-            self._join(self._ranks, layers, (plan is None and chooses(self.config, self.device), example is None))
+            planning = None if plan is not None else (chooses(self.config, self.device), example is None)
+            self._join(self._ranks, layers, planning)
             self._undo.enter_context(shared_cores(self._ranks))
         trained = {view.parameter for layer in layers for view in layer.views}
         self._first_window: FirstWindow | None = None
@@ -281,11 +282,11 @@ class OffloadEngine:
         self.telemetry.plan = self.plan
         _open_engines[model] = weakref.ref(self)
 
-    def _join(self, ranks: Ranks, layers: list[FlatLayer], planning: tuple[bool, bool]) -> None:
+    def _join(self, ranks: Ranks, layers: list[FlatLayer], planning: tuple[bool, bool] | None) -> None:
         """Share the layers between the ranks.
 
         Args:
-            planning: whether this rank chooses placements, and whether it does so without an example.
+            planning: whether there are placements to choose, and no example to plan for; None if there is a plan.
 
         Raises:
             RankError: the ranks have other models or configs, or only some of them plan.
@@ -295,8 +296,8 @@ class OffloadEngine:
         if len({*ranks.agree(np.array([zlib.crc32(facts)])).flat}) > 1:
             raise RankError(
                 "the ranks build engines for other models, dtypes, parameter groups or configs: build the same on all "
-                "ranks; only placement, vram, ram and disk may differ, and an example or something to choose is there "
-                "on all ranks or on none"
+                "ranks; only placement, vram, ram and disk may differ, and a plan, an example and something to choose "
+                "are there on all ranks or on none"
             )
         for layer in layers:
             layer.cut_for(ranks.rank, ranks.size)
@@ -741,6 +742,8 @@ class OffloadEngine:
 
     def _move_after(self, first: FirstWindow) -> None:
         """Move to the plan for what the first window brought. Training goes on as it began if that cannot be."""
+        if self._ranks is not None:
+            self._settle()  # the stepping thread talks to the other ranks until then
         plan = first.plan_now()
         if plan is None:
             return

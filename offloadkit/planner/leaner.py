@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from offloadkit.config import Placement
-from offloadkit.planner.layout import possible, tier_bytes
+from offloadkit.planner.layout import is_built, possible, tier_bytes
 from offloadkit.planner.plan import TIERS, Plan, placed, replanned, wishes
 from offloadkit.planner.seconds import IN_VRAM
 
@@ -61,7 +61,8 @@ def _down_the_rungs(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan 
     for rung in _rungs(short, on_disk=plan.basis.config.disk is not None):
         before = list(where)
         for at in reversed(range(len(where))):
-            old, where[at] = where[at], possible(rung(where[at]), plan.layers[at])
+            old, new = where[at], possible(rung(where[at]), plan.layers[at])
+            where[at] = new if is_built(new, plan.num_gpus) else old
             found = _totals(plan, where)
             if too_much(found):
                 where[at] = old

@@ -141,7 +141,7 @@ def apart() -> str:
 
 def test_ranks_of_which_only_some_plan_get_an_error(ranks: RankPool) -> None:
     for found in ranks.run(2, apart):
-        assert "something to choose is there on all ranks or on none" in found
+        assert "something to choose are there on all ranks or on none" in found
 
 
 def told() -> list[Any]:
