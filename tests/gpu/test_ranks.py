@@ -18,10 +18,10 @@ from offloadkit.engine import OffloadEngine
 from offloadkit.hardware import Hardware
 from offloadkit.planner.fitted import NCCL_BYTES
 from offloadkit.telemetry import Telemetry
+from tests.distributed.planning import all_used
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT, train
 from tests.distributed.test_equal import assert_equal
-from tests.distributed.test_planned import all_used
 from tests.models import tokens
 
 
