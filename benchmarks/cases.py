@@ -124,6 +124,7 @@ ENGINES = {
             ("trainer", "`OffloadTrainer`"),
             ("sft", "TRL's SFTTrainer"),
             ("loop", "a loop of one's own"),
+            ("deepspeed", "a script for DeepSpeed"),
         )
     },
 }
@@ -235,6 +236,7 @@ CASES: dict[str, Case] = {
     "doors-llama-3b-24": _llama("doors", 8, 1024, 24, engines=(*DOORS, "offloadkit-sft")),
     "doors-qwen3-4b-24": _llama("doors", 4, 2048, 24, "qwen3-4b", engines=DOORS),
     "doors-llama-8b-24": _llama("doors", 4, 2048, 24, "llama-3.1-8b", engines=DOORS),
+    "doors-deepspeed-24": _t5("doors", "t5-3b", 8, 24, engines=("offloadkit-loop", "offloadkit-deepspeed", "zero2")),
     "phases-t5-3b-24": _t5("doors", "t5-3b", 8, 24, engines=WHOLE_RUN),
     "phases-t5-3b-6": _t5("doors", "t5-3b", 1, 6, engines=WHOLE_RUN),
     **{

@@ -1,4 +1,4 @@
-"""The same work through each door: `finetune`, a HuggingFace Trainer, TRL's SFTTrainer, a loop of the user's own.
+"""The same work through each door: `finetune`, HuggingFace's Trainer, TRL's SFTTrainer, a loop, a script for DeepSpeed.
 
 Each door does what its users do: weights are read from a folder in the usual way, rows are text over bytes, and the
 budget is the only thing that offloadkit is told. Seconds and memory are those of the whole process.
@@ -239,6 +239,45 @@ def _loop(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> tupl
         return engine.plan, [float(loss) for loss in losses]
 
 
+def _deepspeed(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> tuple[Plan, list[float]]:
+    """A script for DeepSpeed, with the import changed, and the budget in a section of its config."""
+    from transformers import DataCollatorForSeq2Seq
+
+    import offloadkit as deepspeed
+
+    model, tokenizer = _model_and_tokenizer(work, folder)
+    config = {
+        "train_micro_batch_size_per_gpu": work.batch_size,
+        "gradient_accumulation_steps": work.accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": work.dtype in (None, "bf16")},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        "offloadkit": {"vram": work.vram, "ram": work.ram},
+    }
+    model.train()
+    engine, _, batches, _ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        training_data=_tokenized(work, tokenizer, num_steps),
+        collate_fn=DataCollatorForSeq2Seq(tokenizer, model=model),
+        config=config,
+    )
+    engine.offload.telemetry.subscribe(telemetry.add)
+    losses = []
+    assert batches is not None
+    for batch in batches:
+        loss = engine(**{name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    engine.offload.synchronize()
+    telemetry.peaks.update(engine.offload.telemetry.peaks)
+    plan = engine.offload.plan
+    engine.destroy()
+    return plan, [float(loss) for loss in losses]
+
+
 def _arguments(work: Work, num_steps: int) -> Row:
     return {
         "per_device_train_batch_size": work.batch_size,
@@ -272,5 +311,6 @@ DOORS: dict[str, Callable[[Work, str, int, Telemetry], tuple[Plan, list[float]]]
     "trainer": _trainer,
     "sft": _sft,
     "loop": _loop,
+    "deepspeed": _deepspeed,
 }
 """By the engine's name in the table, after "offloadkit-"."""

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from offloadkit.comparing.comparison import Comparison, compare
     from offloadkit.comparing.slowdown import Slowdown, measure_slowdown
     from offloadkit.comparing.sweeping import Sweep, sweep
-    from offloadkit.config import OffloadConfig, Placement
+    from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
+    from offloadkit.deepspeed import add_config_arguments, init_distributed, initialize
     from offloadkit.engine import OffloadEngine
     from offloadkit.errors import OffloadkitError
     from offloadkit.finetuning import FinetuneResult, finetune
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Comparison": "comparing.comparison",
+    "DynamicLossScale": "config",
     "FinetuneResult": "finetuning",
     "Monitor": "monitor.monitor",
     "OffloadConfig": "config",
@@ -43,9 +45,12 @@ _HOME = {
     "StepRecord": "telemetry",
     "Sweep": "comparing.sweeping",
     "Telemetry": "telemetry",
+    "add_config_arguments": "deepspeed",
     "breakdown": "offload.profiling",
     "compare": "comparing.comparison",
     "finetune": "finetuning",
+    "init_distributed": "deepspeed",
+    "initialize": "deepspeed",
     "measure_slowdown": "comparing.slowdown",
     "plan": "planning",
     "sweep": "comparing.sweeping",
@@ -54,6 +59,7 @@ _HOME = {
 
 __all__ = [
     "Comparison",
+    "DynamicLossScale",
     "FinetuneResult",
     "Monitor",
     "OffloadConfig",
@@ -68,9 +74,12 @@ __all__ = [
     "Sweep",
     "Telemetry",
     "__version__",
+    "add_config_arguments",
     "breakdown",
     "compare",
     "finetune",
+    "init_distributed",
+    "initialize",
     "measure_slowdown",
     "plan",
     "sweep",

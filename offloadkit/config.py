@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Literal, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from offloadkit.deepspeed_config import DeepSpeedConfig, read_deepspeed
 from offloadkit.errors import ConfigError
 from offloadkit.units import parse_bytes
+
+logger = logging.getLogger(__name__)
 
 Precision = Literal["exact", "compact", "tiny"]
 
@@ -60,6 +65,38 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class DynamicLossScale:
+    """How a loss scale follows the overflows: as DeepSpeed's, and with its defaults.
+
+    Raises:
+        ConfigError: a number is not positive, or a count is not whole.
+    """
+
+    start: float = 2.0**16
+    """The first scale. Powers of two change no digit of a gradient."""
+
+    window: int = 1000
+    """The scale doubles after more than so many steps without an overflow."""
+
+    hysteresis: int = 2
+    """Overflows, since the scale last rose, until it is halved; from then on every one halves it."""
+
+    consecutive_hysteresis: bool = False
+    """Whether a step without an overflow gives all of the hysteresis back."""
+
+    minimum: float = 1.0
+    """The scale is not halved below it. A step that overflows there is not the scale's fault."""
+
+    def __post_init__(self) -> None:
+        for name in ("start", "minimum"):
+            if not _is_number(value := getattr(self, name)) or not 0 < value < float("inf"):
+                raise ConfigError(f"{name} of the loss scale must be a positive number, got {value!r}")
+        for name in ("window", "hysteresis"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise ConfigError(f"{name} of the loss scale must be a whole number >= 1, got {value!r}")
+
+
+@dataclass(frozen=True)
 class OffloadConfig:
     """Options of an `OffloadEngine`. All of them belong to the run except `placement`, which changes no number."""
 
@@ -94,9 +131,10 @@ class OffloadConfig:
     working_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype the model computes with; "auto" takes each parameter's own."""
 
-    loss_scale: Literal["dynamic"] | float = "dynamic"
+    loss_scale: Literal["dynamic"] | float | DynamicLossScale = "dynamic"
     """What the loss is multiplied by before backward where the working dtype is fp16, whose gradients would underflow
-    otherwise; the step divides by it. "dynamic" starts at 65,536 and follows the overflows."""
+    otherwise; the step divides by it. "dynamic" starts at 65,536 and follows the overflows; a `DynamicLossScale` says
+    how."""
 
     disk: str | None = None
     """Folder on a local disk for optimizer states on disk; None: the system's folder for temporary files."""
@@ -145,8 +183,9 @@ class OffloadConfig:
         if type(self.gradient_accumulation) is not int or self.gradient_accumulation < 1:
             raise ConfigError(f"gradient_accumulation must be a whole number >= 1, got {self.gradient_accumulation!r}")
         scale = self.loss_scale
-        if scale != "dynamic" and not (_is_number(scale) and 0 < scale < float("inf")):
-            raise ConfigError(f'loss_scale must be "dynamic" or a positive number, got {scale!r}')
+        fixed = _is_number(scale) and 0 < scale < float("inf")  # type: ignore[operator]
+        if not (fixed or scale == "dynamic" or isinstance(scale, DynamicLossScale)):
+            raise ConfigError(f'loss_scale must be "dynamic" or a positive number or a DynamicLossScale, got {scale!r}')
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}")
         for name in ("activation_checkpointing", "compile_blocks"):
@@ -159,6 +198,39 @@ class OffloadConfig:
                 parse_bytes(budget)
         if not isinstance(self.placement, Placement | None):
             raise ConfigError(f"placement must be an offloadkit.Placement or None, got {self.placement!r}")
+
+    @classmethod
+    def from_deepspeed(
+        cls, source: str | Path | dict[str, Any] | DeepSpeedConfig, *, num_gpus: int | None = None
+    ) -> OffloadConfig:
+        """What a ds_config.json says, as far as it is about the optimizer's step. docs/from-deepspeed.md has every key.
+
+        ZeRO's stages and offload_* choose nothing here: the plan does, within the section "offloadkit" of the file,
+        which holds fields of this class such as "vram". A schedule and the micro-batch are `offloadkit.initialize`'s.
+        A value "auto" is left at its default here, which is what a Trainer's arguments fill in.
+
+        Args:
+            source: the file, its content, or what `read_deepspeed` gave.
+            num_gpus: for the product of the batch sizes; None: the WORLD_SIZE of torchrun, else 1.
+
+        Raises:
+            ConfigError: something in it has no meaning, or offloadkit cannot do it.
+        """
+        read = source if isinstance(source, DeepSpeedConfig) else read_deepspeed(source, num_gpus=num_gpus)
+        if read is not source and read.schedule is not None:
+            logger.warning(
+                f"the schedule {read.schedule[0]} is no part of OffloadConfig: offloadkit.initialize steps it; under a "
+                "Trainer say it by lr_scheduler_type and warmup_steps, in a loop of your own by a scheduler of torch's"
+            )
+        options = dict(read.options)
+        if read.dynamic_loss_scale is not None:
+            options["loss_scale"] = DynamicLossScale(**read.dynamic_loss_scale)
+        if isinstance(options.get("placement"), dict):
+            options["placement"] = Placement(**options["placement"])
+        try:
+            return cls(**options)
+        except TypeError as error:
+            raise ConfigError(f'the section "offloadkit" holds fields of OffloadConfig: {error}') from error
 
 
 def _is_number(value: object) -> bool:

@@ -360,8 +360,6 @@ class OffloadEngine:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        if self._first_window is not None:
-            self._first_window.saw(args, kwargs)
         with (
             self.makes_room(),
             self._records.forward(num_tokens(self.module, kwargs)),
@@ -373,6 +371,8 @@ class OffloadEngine:
                 if not isinstance(error, torch.OutOfMemoryError):
                     self._untrained.check()  # it may be what made forward fail
                 raise
+        if self._first_window is not None:
+            self._first_window.saw(args, kwargs)
         self._has_graph = True
         return output
 

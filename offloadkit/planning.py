@@ -241,15 +241,10 @@ def auto_batch_size(
     """The size that `batch_size="auto"` means: by `BATCH_SIZES` with a GPU, else `AUTO_BATCH_SIZE`."""
     if device.type == "cpu":
         return AUTO_BATCH_SIZE
-
-    def choose() -> int:
-        machine = measure(device)
-        decided = _with_dtype(config, machine)
-        with _outline(source, decided, machine, label_smoothing=label_smoothing) as outline:
-            return outline.rows("auto", max_input_length, max_target_length).batch_size
-
-    with planning_ranks(device) as ranks:
-        return choose() if ranks is None else ranks.told(choose)
+    machine = measure(device)
+    config = _with_dtype(config, machine)
+    with _outline(source, config, machine, label_smoothing=label_smoothing) as outline:
+        return outline.rows("auto", max_input_length, max_target_length).batch_size
 
 
 def _with_dtype(config: OffloadConfig, machine: Hardware) -> OffloadConfig:

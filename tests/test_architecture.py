@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"errors"},
     {"units"},
+    {"deepspeed_config"},
     {"config", "telemetry", "hardware", "changes", "starting"},
     {"optim"},
     {"kernels", "planner"},
@@ -31,7 +32,7 @@ ROWS = [
     {"hf"},
     {"planning"},
     {"engines"},
-    {"finetuning"},
+    {"finetuning", "deepspeed"},
     {"comparing"},
     {"demo", "doctor"},
     {"cli"},

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from offloadkit.config import OffloadConfig, Placement
+from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, NonFiniteGradientError
-from offloadkit.optim import loss_scale
 from offloadkit.optim.loss_scale import LossScale
 from tests.hf.tiny import t5_config, t5_v1_1_config
 from tests.models import TinyLM, tokens, train
@@ -21,6 +21,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, one_thread: None) -> str:
     return str(request.param)
+
+
+START, WINDOW = DynamicLossScale().start, DynamicLossScale().window
 
 
 def fp16(**options: Any) -> OffloadConfig:
@@ -43,7 +46,8 @@ def test_the_dynamic_scale_follows_the_overflows() -> None:
     scale.update(overflow=True)
     scale.update(overflow=True)
     assert scale.scale == 16384
-    for _ in range(loss_scale.WINDOW):
+    for _ in range(WINDOW + 1):
+        assert scale.scale == 16384
         scale.update(overflow=False)
     assert scale.scale == 32768
     for _ in range(40):
@@ -54,17 +58,17 @@ def test_the_dynamic_scale_follows_the_overflows() -> None:
 
 def test_overflows_are_borne_again_only_after_the_scale_rose() -> None:
     scale = LossScale("dynamic")
-    for overflow in (True, *[False] * (loss_scale.WINDOW - 1), True):
+    for overflow in (True, *[False] * WINDOW, True):
         scale.update(overflow=overflow)
-    assert scale.scale == loss_scale.START / 2, "good steps alone give no patience back"
-    for overflow in (*[False] * loss_scale.WINDOW, True):
+    assert scale.scale == START / 2, "good steps alone give no patience back"
+    for overflow in (*[False] * (WINDOW + 1), True):
         scale.update(overflow=overflow)
-    assert scale.scale == loss_scale.START, "the first overflow after a rise is borne"
+    assert scale.scale == START, "the first overflow after a rise is borne"
     scale.update(overflow=True)
-    assert scale.scale == loss_scale.START / 2
+    assert scale.scale == START / 2
 
 
-@pytest.mark.parametrize("before", [[True], [False] * (loss_scale.WINDOW - 1)], ids=["impatient", "about to rise"])
+@pytest.mark.parametrize("before", [[True], [False] * WINDOW], ids=["impatient", "about to rise"])
 def test_a_loaded_scale_goes_on_as_the_saved_one(before: list[bool]) -> None:
     saved, loaded = LossScale("dynamic"), LossScale("dynamic")
     for overflow in before:
@@ -72,7 +76,38 @@ def test_a_loaded_scale_goes_on_as_the_saved_one(before: list[bool]) -> None:
     loaded.load_state_dict(saved.state_dict())
     for scale in (saved, loaded):
         scale.update(overflow=before[0])
-        assert scale.scale == loss_scale.START * (0.5 if before[0] else 2)
+        assert scale.scale == START * (0.5 if before[0] else 2)
+
+
+def test_a_scale_with_numbers_of_its_own() -> None:
+    """Equal to DeepSpeed's `DynamicLossScaler`, whose rule is written out in `expected`."""
+    how = DynamicLossScale(start=64.0, window=3, hysteresis=3, minimum=16.0)
+    pattern = [False] * 5 + [True] * 4 + [False] * 9 + [True] * 3 + [False, True] * 3
+    for consecutive in (False, True):
+        scale = LossScale(replace(how, consecutive_hysteresis=consecutive))
+        current, patience, last = 64.0, 3, -1
+        for at, overflow in enumerate(pattern):
+            assert scale.can_fall == (current > 16 or patience > 1)
+            scale.update(overflow=overflow)
+            if overflow:
+                if patience == 1:
+                    current = max(current / 2, 16.0)
+                else:
+                    patience -= 1
+                last = at
+            else:
+                if consecutive:
+                    patience = 3
+                good = at - last - 1
+                if good > 0 and good % 3 == 0:
+                    current, patience = current * 2, 3
+            assert scale.scale == current, at
+
+
+@pytest.mark.parametrize("option", [{"start": 0.0}, {"window": 0}, {"hysteresis": 1.5}, {"minimum": -1}])
+def test_a_dynamic_scale_without_a_meaning(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(option))} of the loss scale must be"):
+        DynamicLossScale(**option)
 
 
 def test_a_fixed_scale_stays() -> None:
@@ -90,12 +125,11 @@ def test_a_scale_without_a_meaning(value: Any) -> None:
 @pytest.mark.parametrize(
     "placement", [None, Placement(weights="ram"), Placement("vram", "vram", "vram", "keep", "gpu")]
 )
-def test_an_overflow_leaves_everything_equal_and_lowers_the_scale(
-    device: str, placement: Placement | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loss_scale, "START", 256.0)
+def test_an_overflow_leaves_everything_equal_and_lowers_the_scale(device: str, placement: Placement | None) -> None:
     torch.manual_seed(0)
-    with OffloadEngine(TinyLM(), fp16(placement=placement), device=device) as engine:
+    with OffloadEngine(
+        TinyLM(), fp16(placement=placement, loss_scale=DynamicLossScale(256.0)), device=device
+    ) as engine:
         batches = tokens(8, device)
         train(engine, batches[:4])
         before = everything(engine)

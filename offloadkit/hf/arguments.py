@@ -21,11 +21,12 @@ from offloadkit.planner import Dtype
 
 logger = logging.get_logger(__name__)
 
+_FROM_DEEPSPEED = "pass offload=OffloadConfig.from_deepspeed('ds_config.json'), which reads the same file"
 _OWN_NAMES = ("epochs", "batch_size", "gradient_accumulation")
 """Arguments of `finetune` that `TrainingArguments` know by another name."""
 _ACCELERATE = {
     "ACCELERATE_USE_FSDP": "offloadkit does the offloading",
-    "ACCELERATE_USE_DEEPSPEED": "offloadkit does the offloading",
+    "ACCELERATE_USE_DEEPSPEED": _FROM_DEEPSPEED,
     "ACCELERATE_USE_MEGATRON_LM": "offloadkit trains on one device",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "one device only, so far",
     "ACCELERATE_DYNAMO_BACKEND": "OffloadConfig(compile_blocks=True) compiles",
@@ -60,6 +61,8 @@ def arguments_of_finetune(
         ConfigError: an argument is unknown, or transformers refuses its value.
     """
     known = argument_names()
+    if given.get("deepspeed"):  # transformers would ask for the package before anybody else can say this
+        raise ConfigError(f"deepspeed={given['deepspeed']!r}: leave it out, and {_FROM_DEEPSPEED}")
     for name in given:
         if name in known:
             continue
@@ -165,7 +168,7 @@ def check_arguments(args: TrainingArguments) -> None:
             _optim(args) not in trainer_names(),
             f"use one of {', '.join(trainer_names())}: the engine steps with its own optimizers",
         ),
-        "deepspeed": (args.deepspeed, "leave it out: offloadkit does the offloading"),
+        "deepspeed": (args.deepspeed, f"leave it out: {_FROM_DEEPSPEED}"),
         "fsdp": (args.fsdp, "leave it out: offloadkit does the offloading"),
         "parallelism_config": (args.parallelism_config, "leave it out: one device only, so far"),
         "torch_compile=True": (args.torch_compile, "leave it out: OffloadConfig(compile_blocks=True) compiles"),

@@ -9,47 +9,50 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-START = 2.0**16
-WINDOW = 1000
-"""Steps without an overflow after which the scale doubles."""
-HYSTERESIS = 2
-"""Overflows, since the scale last rose, until it is halved; from then on every one halves it."""
-MINIMUM = 1.0
+from offloadkit.config import DynamicLossScale
 
 
 class LossScale:
     """The scale of the next loss.
 
     Attributes:
-        scale: the factor; a power of two where it is dynamic, so that it changes no digit.
+        scale: the factor.
     """
 
-    def __init__(self, choice: Literal["dynamic"] | float) -> None:
-        """choice: "dynamic", or a fixed factor."""
-        self.dynamic = choice == "dynamic"
-        self.scale = START if choice == "dynamic" else float(choice)
-        self._patience = HYSTERESIS
+    def __init__(self, choice: Literal["dynamic"] | float | DynamicLossScale) -> None:
+        """choice: "dynamic", how it is dynamic, or a fixed factor."""
+        how = DynamicLossScale() if choice == "dynamic" else choice
+        self._how = how if isinstance(how, DynamicLossScale) else None
+        self.scale = float(how.start if isinstance(how, DynamicLossScale) else how)
+        self._patience = 0 if self._how is None else self._how.hysteresis
         self._num_good = 0
 
     @property
     def can_fall(self) -> bool:
         """Whether an overflow may be the scale's fault: else the gradients themselves are not finite."""
-        return self.dynamic and self.scale > MINIMUM
+        return self._how is not None and (self.scale > self._how.minimum or self._patience > 1)
 
     def update(self, *, overflow: bool) -> None:
-        """Learn how the last step ended."""
-        if not self.dynamic:
+        """Learn how the last step ended.
+
+        The rule is DeepSpeed's `DynamicLossScaler.update_scale`. So the first good step after an overflow is not
+        counted towards the window.
+        """
+        how = self._how
+        if how is None:
             return
         if not overflow:
+            rises = self._num_good > 0 and self._num_good % how.window == 0
             self._num_good += 1
-            if self._num_good % WINDOW == 0:
+            if rises:
                 self.scale *= 2
-                self._patience = HYSTERESIS
+            if rises or how.consecutive_hysteresis:
+                self._patience = how.hysteresis
             return
         self._num_good = 0
         self._patience -= 1
         if self._patience <= 0:
-            self.scale = max(self.scale / 2, MINIMUM)
+            self.scale = max(self.scale / 2, how.minimum)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides the next scales."""
@@ -57,6 +60,6 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict()`; a fixed scale stays as it is."""
-        if self.dynamic:
+        if self._how is not None:
             self.scale, self._patience = float(state["scale"]), int(state["patience"])
             self._num_good = int(state["num_good"])

@@ -11,8 +11,10 @@ from transformers import Trainer, TrainingArguments
 
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError, ModelError
+from offloadkit.hf.arguments import arguments_of_finetune, engine_config
 from offloadkit.hf.trainer import OffloadTrainer, OffloadTrainerMixin
 from tests.hf.training import arguments, seq2seq_rows, t5, train
+from tests.test_deepspeed_config import HF_ZERO3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,12 +39,30 @@ def test_arguments_that_the_engine_cannot_follow_are_refused(
         OffloadTrainer(model=t5(), args=arguments(tmp_path, **options))
 
 
-@pytest.mark.parametrize(("name", "value"), [("deepspeed", {"zero": 2}), ("fsdp", ["full_shard"])])
-def test_other_engines_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("deepspeed", {"zero": 2}, r"deepspeed: leave it out: pass offload=OffloadConfig.from_deepspeed\("),
+        ("fsdp", ["full_shard"], "fsdp: leave it out"),
+    ],
+)
+def test_other_engines_are_refused(tmp_path: Path, name: str, value: Any, advice: str) -> None:
     args = arguments(tmp_path)
     setattr(args, name, value)
-    with pytest.raises(ConfigError, match=name):
+    with pytest.raises(ConfigError, match=advice):
         OffloadTrainer(model=t5(), args=args)
+
+
+def test_finetune_refuses_deepspeed_before_transformers_asks_for_it() -> None:
+    with pytest.raises(ConfigError, match=r"deepspeed='ds.json': leave it out, and pass offload=OffloadConfig"):
+        arguments_of_finetune({}, {"deepspeed": "ds.json"}, "fp32", evaluates=False)
+
+
+def test_a_config_of_deepspeeds_with_autos_takes_the_arguments(tmp_path: Path) -> None:
+    """HuggingFace's own: what is "auto" is what the arguments say."""
+    args = arguments(tmp_path, learning_rate=3e-4, gradient_accumulation_steps=2, adam_beta2=0.95)
+    config = engine_config(OffloadConfig.from_deepspeed(HF_ZERO3), args)
+    assert (config.learning_rate, config.gradient_accumulation, config.betas) == (3e-4, 2, (0.9, 0.95))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,623 @@
+"""The door for scripts written for DeepSpeed: `initialize`, and an engine with DeepSpeed's methods.
+
+import offloadkit as deepspeed
+
+engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json", training_data=data)
+for inputs, labels in loader:
+    loss = criterion(engine(inputs.to(engine.device)), labels.to(engine.device))
+    engine.backward(loss)
+    engine.step()
+
+Behind it is an `OffloadEngine`. What each key of the config becomes is in `deepspeed_config.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from offloadkit.checkpoint.arrays import ArrayFile
+from offloadkit.checkpoint.folder import check_readable, written_beside, written_to
+from offloadkit.checkpoint.values import random_states, set_random_states
+from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights
+from offloadkit.config import OffloadConfig
+from offloadkit.deepspeed_config import DeepSpeedConfig, read_deepspeed
+from offloadkit.engine import OffloadEngine
+from offloadkit.errors import ConfigError, ModelError
+from offloadkit.offload.layers import listed_groups
+from offloadkit.optim.schedules import schedule_named
+from offloadkit.telemetry import StepRecord
+
+logger = logging.getLogger(__name__)
+
+_NUM_WORKERS = 2
+"""Processes that read `training_data`: as many as DeepSpeed starts for one GPU, since their random states differ."""
+_LATEST = "latest"
+"""The file that names the newest checkpoint."""
+_OTHER_DTYPE = re.compile("dtype|scalar type|[Ii]nput type")
+"""What torch's errors say about inputs of another dtype than the weights'."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: str | Path | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | dict[str, Any] | None = None,
+) -> tuple[DeepSpeedEngine, Optimizer, DataLoader[Any] | None, Any]:
+    """As `deepspeed.initialize`: the model trained by an `OffloadEngine`, with what a ds_config.json says.
+
+    Where the launcher (torchrun, `deepspeed`) has started several processes, they train together.
+
+    Args:
+        args: `deepspeed_config` is the config's path, if `config` is None; `local_rank` is set.
+        optimizer: an AdamW, Adam or Lion whose groups are taken over, or what makes one of `model_parameters`. It goes
+            before the config's. Its param_groups are the engine's from here on; it is not stepped itself.
+        model_parameters: tensors, or dicts of groups. Parameters that are in none are frozen. None: all of the model.
+        training_data: a dataset; a torch DataLoader is made of it, of micro-batches, shuffled and shared by the ranks.
+        lr_scheduler: stepped after each update that was applied; or what makes one of the optimizer. It goes before
+            the config's.
+        distributed_port, dist_init_required: as for `init_distributed`; False: it is not called.
+        config, config_params: a path, or the content.
+
+    Returns:
+        The engine, its optimizer, the DataLoader or None, and the schedule or None.
+
+    Raises:
+        ConfigError: the config or the optimizer asks for something that offloadkit cannot do, and what to do.
+        ModelError, DoesNotFitError and others: as `OffloadEngine`.
+    """
+    if model is None:
+        raise ConfigError("initialize needs a model: initialize(model=model, config=...)")
+    for name, given in {"mpu": mpu, "mesh_param": mesh_param}.items():
+        if given is not None:
+            raise ConfigError(f"initialize({name}=...): offloadkit shares data only, no model; stay with DeepSpeed")
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
+    local_rank = _local_rank()
+    if hasattr(args, "local_rank"):
+        args.local_rank = local_rank
+    read = read_deepspeed(_the_config(args, config, config_params), num_gpus=_world_size())
+    if read.auto:
+        raise ConfigError(
+            f"'auto' in {', '.join(read.auto)}: a Trainer's arguments fill that in, and here is none. Write "
+            "numbers, or train with OffloadTrainer(..., offload=OffloadConfig.from_deepspeed(...))"
+        )
+    if read.micro_batch_size is None:
+        raise ConfigError("the config needs train_batch_size, or train_micro_batch_size_per_gpu")
+    if optimizer is None and not read.has_optimizer:
+        raise ConfigError(
+            'there is no optimizer: write "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} into the config, or '
+            "pass initialize(optimizer=...)"
+        )
+    options = OffloadConfig.from_deepspeed(read)
+    parameters = None if model_parameters is None else _groups(model_parameters)
+    client = optimizer
+    if client is not None and not isinstance(client, Optimizer):
+        client = client(list(model.parameters()) if parameters is None else parameters)
+    if client is not None:
+        options = replace(options, optimizer=_kind(client))
+        parameters = client.param_groups
+    if parameters is not None:
+        _freeze_others(model, parameters)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    offload = OffloadEngine(model, options, param_groups=parameters, device=device)
+    if client is not None:
+        client.param_groups = offload.optimizer.param_groups  # a schedule made for the client's writes into these
+        client._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look at
+    if lr_scheduler is None and read.schedule is not None:
+        lr_scheduler = schedule_named(read.schedule[0], offload.optimizer, read.schedule[1])
+    elif callable(lr_scheduler):
+        lr_scheduler = lr_scheduler(offload.optimizer)
+    loader = None
+    if training_data is not None:
+        sampler: DistributedSampler[Any] | None = None
+        if not isinstance(training_data, IterableDataset):
+            sampler = DistributedSampler(training_data, num_replicas=_world_size(), rank=_rank())
+        loader = DataLoader(
+            training_data,
+            batch_size=read.micro_batch_size,
+            sampler=sampler,
+            num_workers=_NUM_WORKERS,
+            collate_fn=collate_fn,
+            pin_memory=device.type == "cuda",
+            drop_last=read.drop_last,
+        )
+    engine = DeepSpeedEngine(offload, read, lr_scheduler, loader, local_rank)
+    return engine, offload.optimizer, loader, lr_scheduler
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` (a flag for the script itself) and `--deepspeed_config PATH`, which `initialize` reads."""
+    group = parser.add_argument_group("DeepSpeed", "a config of DeepSpeed's, which offloadkit trains by")
+    group.add_argument("--deepspeed", action="store_true", help="a flag for the script; it changes nothing here")
+    group.add_argument("--deepspeed_config", default=None, type=str, metavar="PATH", help="ds_config.json")
+    return parser
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    **_others: Any,
+) -> None:
+    """Join the processes that a launcher has started, by its variables; a process alone makes a group of its own.
+
+    Nothing happens where torch.distributed is initialised already.
+
+    Args:
+        dist_backend: None: NCCL for GPUs, gloo for the CPU.
+        distributed_port: of rank 0, if the launcher does not say one (MASTER_PORT).
+        timeout, init_method: as for `torch.distributed.init_process_group`.
+        auto_mpi_discovery, verbose: of DeepSpeed; not looked at.
+    """
+    if dist.is_initialized():
+        return
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(_local_rank())
+    backend = dist_backend or ("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    if init_method is None and int(os.environ.get("WORLD_SIZE") or 1) == 1:
+        alone: Any = dist.HashStore  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone(), rank=0, world_size=1, timeout=timeout)
+        return
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    dist.init_process_group(backend, init_method=init_method, timeout=timeout)
+
+
+class DeepSpeedEngine:
+    """An `OffloadEngine` with the methods that scripts call on DeepSpeed's. Other names are the module's.
+
+    Attributes:
+        module: the model.
+        offload: the `OffloadEngine`: its plan, telemetry, `profile`, `move`.
+        optimizer: a `torch.optim.Optimizer`.
+        lr_scheduler: the schedule, or None.
+        training_dataloader: the DataLoader, or None.
+        local_rank, global_rank, world_size: of this process.
+        device: where the model computes.
+        micro_steps: calls of `step`.
+        global_samples: rows of all updates so far.
+        skipped_steps: updates that were left out, because gradients overflowed. Without fp16 the newest one is counted
+            at the next `step`.
+    """
+
+    def __init__(
+        self, offload: OffloadEngine, read: DeepSpeedConfig, lr_scheduler: Any, loader: Any, local_rank: int
+    ) -> None:
+        self.offload, self.module, self.optimizer = offload, offload.module, offload.optimizer
+        self.device, self.lr_scheduler, self.training_dataloader = offload.device, lr_scheduler, loader
+        self.local_rank, self.global_rank, self.world_size = local_rank, _rank(), _world_size()
+        self.micro_steps = self.global_samples = self.skipped_steps = 0
+        self._read = read
+        self._boundary: bool | None = None
+        self._num_backwards = 0
+        self._schedule_ahead = 0
+        self._dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(offload.config.working_dtype)
+        self._casts, self._has_run = read.casts_inputs and self._dtype is not None, False
+        seen = weakref.WeakMethod(self._saw)  # the telemetry must not keep an engine that was dropped
+
+        def saw(record: StepRecord) -> None:
+            if (own := seen()) is not None:
+                own(record)
+
+        offload.telemetry.subscribe(saw)
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward.
+
+        With `fp16.auto_cast`, floating-point inputs are cast to the working dtype, and outputs back to fp32. So they
+        are too if the first micro-batch would fail otherwise, since it is fp32.
+        """
+        if self._casts:
+            return self._with_casts(args, kwargs)
+        if self._has_run or self._dtype is None:
+            return self.offload(*args, **kwargs)
+        states = random_states()
+        try:
+            output = self.offload(*args, **kwargs)
+        except RuntimeError as error:
+            is_fp32 = any(getattr(each, "dtype", None) == torch.float32 for each in tree_leaves((args, kwargs)))
+            if not is_fp32 or not _OTHER_DTYPE.search(str(error)):
+                raise
+            logger.warning(
+                f"the inputs are fp32, and the model computes in {self._dtype}: they are cast, and outputs back to fp32"
+            )
+            self._casts = True
+            set_random_states(states)
+            return self._with_casts(args, kwargs)
+        self._has_run = True
+        return output
+
+    forward = __call__
+
+    def _with_casts(self, args: Any, kwargs: Any) -> Any:
+        def lower(each: Any) -> Any:
+            is_float = isinstance(each, torch.Tensor) and each.is_floating_point()
+            return each.to(self._dtype) if is_float else each
+
+        def higher(each: Any) -> Any:
+            return each.float() if isinstance(each, torch.Tensor) and each.dtype == self._dtype else each
+
+        args, kwargs = tree_map(lower, (args, kwargs))
+        return tree_map(higher, self.offload(*args, **kwargs))
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_others: Any
+    ) -> torch.Tensor:
+        """Backward of one micro-batch; gradients are the mean over micro-batches and ranks.
+
+        Args:
+            loss: a scalar.
+            scale_wrt_gas: whether the loss is divided by the number of micro-batches; else the script has done it.
+
+        Returns:
+            The loss over the number of micro-batches.
+
+        Raises:
+            ConfigError: `retain_graph` is asked for.
+            EngineStateError, OutOfVramError: as `OffloadEngine.backward`.
+        """
+        if retain_graph:
+            raise ConfigError("backward(retain_graph=True): add the losses, and call backward once")
+        if scale_wrt_gas:
+            self.offload.backward(loss)
+        else:
+            self.offload.backward(loss / self.world_size, scale_by_accumulation=False)
+        self._num_backwards += 1
+        return loss.detach() / (self.gradient_accumulation_steps() if scale_wrt_gas else 1)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` ends the accumulation window."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self._read.managed_accumulation:
+            return True
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From here on the script says where windows end, not the number of micro-batches."""
+        self._boundary = is_boundary
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Count a micro-batch; at the end of the window start the update, and step the schedule.
+
+        Args:
+            lr_kwargs: for the schedule's `step`.
+
+        Raises:
+            EngineStateError, NonFiniteGradientError, ...: as `OffloadEngine.step`.
+        """
+        is_boundary = self.is_gradient_accumulation_boundary()
+        self.offload.step(boundary=is_boundary)
+        self.micro_steps += 1
+        if not is_boundary:
+            return
+        counted = self.gradient_accumulation_steps() if self._read.managed_accumulation else self._num_backwards
+        self.global_samples += counted * self.train_micro_batch_size_per_gpu() * self.world_size
+        self._num_backwards = 0
+        if self._waits_for_the_norm and not math.isfinite(self.offload.grad_norm() or 0.0):
+            self.skipped_steps += 1
+            self._schedule_ahead += 1
+        if self._schedule_ahead:  # the schedule counts updates that were applied
+            self._schedule_ahead -= 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        every = self._read.steps_per_print
+        if every and self.global_steps % every == 0 and self.global_rank == 0:
+            print(
+                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}",
+                flush=True,
+            )
+
+    @property
+    def _waits_for_the_norm(self) -> bool:
+        """Overflows are usual in fp16, so the schedule must know of them. Elsewhere `step` does not wait: a schedule
+        that an update was left out of is one ahead for one update."""
+        return self.offload.loss_scale is not None
+
+    def _saw(self, record: StepRecord) -> None:
+        """A record of the telemetry, which comes at a later `step`."""
+        if record.skipped and not self._waits_for_the_norm:
+            self.skipped_steps += 1
+            self._schedule_ahead += 1
+        if self._read.wall_clock_breakdown and self.global_rank == 0:
+            phases = " | ".join(f"{name}: {1000 * seconds:.2f}" for name, seconds in record.seconds.items())
+            print(f"step={record.step} | time (ms) | {phases}", flush=True)
+
+    def zero_grad(self) -> None:
+        """Nothing: gradients are gone after each update, and a window's are kept, as under DeepSpeed's ZeRO."""
+
+    # ---- what scripts ask --------------------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Rows of an update, of all ranks."""
+        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Rows of a micro-batch."""
+        assert self._read.micro_batch_size is not None
+        return self._read.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one rank in an update."""
+        return self.offload.config.gradient_accumulation
+
+    def zero_optimization_stage(self) -> int:
+        """What the config says; the plan decides where things live."""
+        return self._read.stage
+
+    def fp16_enabled(self) -> bool:
+        """Whether the config enables fp16."""
+        return self._dtype == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the config enables bf16."""
+        return self._dtype == torch.bfloat16
+
+    def gradient_clipping(self) -> float:
+        """The largest norm; 0 clips nothing."""
+        return self.offload.config.max_grad_norm or 0.0
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[tuple[float, float]]:
+        """The betas of each group."""
+        return [tuple(group["betas"]) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the newest update's gradients, before clipping; it waits for it. None before the first one."""
+        return self.offload.grad_norm()
+
+    @property
+    def global_steps(self) -> int:
+        """Updates so far, those that were left out included."""
+        return self.offload.num_updates
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":  # not set yet
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def train(self, mode: bool = True) -> DeepSpeedEngine:
+        """The module's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> DeepSpeedEngine:
+        """The module's evaluation mode."""
+        return self.train(False)
+
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint of offloadkit's into `save_dir`/`tag`; any number of ranks goes on from it.
+
+        Args:
+            tag: None: "global_step" and the number of updates.
+            client_state: numbers, texts, lists, dicts and tensors, which `load_checkpoint` gives back.
+            save_latest: whether `load_checkpoint` finds it without a tag.
+            exclude_frozen_parameters: of DeepSpeed; not looked at, since a checkpoint has all weights.
+
+        Returns:
+            True.
+
+        Raises:
+            EngineStateError, OutputError, ConfigError: as `OffloadEngine.save_checkpoint`.
+        """
+        folder = Path(save_dir).expanduser()
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        counts = {each: getattr(self, each) for each in ("micro_steps", "global_samples", "skipped_steps")}
+        self.offload.save_checkpoint(
+            folder / name, scheduler=self.lr_scheduler, position={"counts": counts, "client": client_state or {}}
+        )
+        if save_latest and self.global_rank == 0:
+            with written_to(folder), written_beside(folder / _LATEST) as file:
+                file.write(name.encode())
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from `save_checkpoint`, under any placement and on any number of ranks.
+
+        Args:
+            tag: None: the newest, by the file "latest".
+            load_module_strict: the names of the weights are always compared.
+            load_optimizer_states: False is as `load_module_only`.
+            load_lr_scheduler_states: whether the schedule goes on too; else it stays where it is.
+            load_module_only: take the weights alone, and begin anew with them.
+
+        Returns:
+            The checkpoint's folder and the saved `client_state`; twice None where there is no "latest".
+
+        Raises:
+            ModelError, ConfigError: as `OffloadEngine.load_checkpoint`; or it is DeepSpeed's own. Nothing is changed.
+        """
+        folder = Path(load_dir).expanduser()
+        if tag is None:
+            if not (folder / _LATEST).is_file():
+                logger.warning(f"{folder} has no file {_LATEST!r}, so there is nothing to load: pass tag= otherwise")
+                return None, None
+            tag = (folder / _LATEST).read_text(encoding="utf-8").strip()
+        found = folder / str(tag)
+        if any(found.glob("*_model_states.pt")):
+            raise ModelError(
+                f"{found} is DeepSpeed's checkpoint: turn it into weights with its zero_to_fp32.py, load them into the "
+                "model, and begin anew with them. The optimizer's states stay behind"
+            )
+        if load_module_only or not load_optimizer_states:
+            check_readable(found)
+            with ArrayFile(found / WEIGHT_FILE) as weights:
+                own = self.module.state_dict()
+                check_weights(weights, own)
+                load_weights(weights, own)
+            return str(found), {}
+        schedule = self.lr_scheduler if load_lr_scheduler_states else None
+        rates = self.get_lr()
+        position = self.offload.load_checkpoint(found, scheduler=schedule)
+        if not load_lr_scheduler_states and self.lr_scheduler is not None:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        for name, count in position["counts"].items():
+            setattr(self, name, count)
+        self._schedule_ahead = 0
+        return str(found), position["client"]
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the model's `state_dict()` in its working dtype, for `torch.load`. All ranks must call it.
+
+        Returns:
+            True.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        self.offload.synchronize()
+        if self.global_rank == 0:
+            weights = self.module.state_dict()
+            if exclude_frozen_parameters:
+                frozen = {name for name, each in self.module.named_parameters() if not each.requires_grad}
+                weights = {name: each for name, each in weights.items() if name not in frozen}
+            folder = Path(save_dir).expanduser()
+            with written_to(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                with written_beside(folder / save_filename) as file:
+                    torch.save(weights, file)
+        return True
+
+    def destroy(self) -> None:
+        """`OffloadEngine.close`: the model keeps its trained weights."""
+        self.offload.close()
+
+
+def _the_config(args: Any, config: Any, config_params: Any) -> Any:
+    """The one config that was given.
+
+    Raises:
+        ConfigError: there is none, or two.
+    """
+    by_args = getattr(args, "deepspeed_config", None)
+    given = {"config": config, "config_params": config_params, "args.deepspeed_config": by_args}
+    found = {name: each for name, each in given.items() if each is not None}
+    if len(found) != 1:
+        have = f"there are {', '.join(found)}" if found else "there is none"
+        raise ConfigError(
+            f"initialize takes one config, and {have}: pass config='ds_config.json', or --deepspeed_config"
+        )
+    return next(iter(found.values()))
+
+
+def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameter groups of what a torch optimizer takes: tensors, or dicts."""
+    listed = list(parameters)
+    if listed and isinstance(listed[0], dict):
+        return listed_groups(listed) or []
+    return [{"params": listed}]
+
+
+def _kind(client: Optimizer) -> str:
+    """Which of the optimizers of offloadkit a client's optimizer is.
+
+    Raises:
+        ConfigError: none of them, or with an option that they do not have.
+    """
+    name = type(client).__name__
+    kinds = {"AdamW": "adamw", "Adam": "adamw", "FusedAdam": "adamw", "DeepSpeedCPUAdam": "adamw"}
+    kinds |= {"Lion": "lion", "FusedLion": "lion", "DeepSpeedCPULion": "lion"}
+    if name not in kinds:
+        raise ConfigError(
+            f"initialize(optimizer={name}): offloadkit steps AdamW, Adam and Lion, in pieces. Pass "
+            "torch.optim.AdamW, or stay with DeepSpeed"
+        )
+    for group in client.param_groups:
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise ConfigError(f"initialize(optimizer={name}({option}=True)): AdamW is stepped without it here")
+        decoupled = group.get("decoupled_weight_decay", name != "Adam") and getattr(client, "adam_w_mode", True)
+        if kinds[name] == "adamw" and not decoupled and group.get("weight_decay"):
+            raise ConfigError(
+                f"initialize(optimizer={name}(weight_decay={group['weight_decay']})): {name} adds the decay to the "
+                "gradient, and decay is decoupled here. Pass torch.optim.AdamW, or weight_decay=0"
+            )
+    if client.state:
+        raise ConfigError(
+            f"initialize(optimizer={name}): it has been stepped, and its moments would be lost. Pass a new one, and go "
+            "on from a checkpoint with load_checkpoint"
+        )
+    return kinds[name]
+
+
+def _freeze_others(model: nn.Module, groups: list[dict[str, Any]]) -> None:
+    """Freeze the parameters that nobody wants to train: DeepSpeed does not step them either."""
+    listed = {parameter for group in groups for parameter in group["params"]}
+    others = [name for name, each in model.named_parameters() if each.requires_grad and each not in listed]
+    if not others:
+        return
+    logger.warning(f"{len(others)} parameters are in no group of the optimizer, and are frozen: {others[0]}, ...")
+    for name, parameter in model.named_parameters():
+        if name in others:
+            parameter.requires_grad_(False)
+
+
+def _local_rank() -> int:
+    """The number of this process on its host, and of its GPU; where no launcher says it, ranks go over the GPUs."""
+    return int(os.environ.get("LOCAL_RANK") or _rank() % max(torch.cuda.device_count(), 1))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

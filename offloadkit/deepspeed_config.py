@@ -1,0 +1,537 @@
+"""A ds_config.json: what each of DeepSpeed's keys becomes here, or why it is not needed.
+
+`KEYS` is the whole of it. `read_deepspeed` goes by this table, and docs/from-deepspeed.md shows it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from offloadkit.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+"""DeepSpeed's own; beside them it takes those of torch.optim.lr_scheduler."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What is done with one key."""
+
+    kind: Literal["read", "ignored", "refused"]
+    """"refused" is an error where the key asks for something: not where it is false, null, 0, 1 or not enabled."""
+    what: str
+    """What it becomes, why it is ignored, or what to do instead."""
+
+
+def _read(what: str) -> Key:
+    return Key("read", what)
+
+
+def _ignored(why: str) -> Key:
+    return Key("ignored", why)
+
+
+def _refused(instead: str) -> Key:
+    return Key("refused", instead)
+
+
+_STAY = "it trains something else; stay with DeepSpeed for it"
+_PLAN = "the plan chooses where things live; no choice changes a number"
+_BUCKETS = "layers travel as wholes, through buffers that the plan sizes"
+_OVERLAP = "copies always overlap with computing"
+_FP32_SUMS = "gradients are always added in fp32"
+_CUTS = "with several GPUs states and gradients are always shared between them"
+_NOT_ROUNDED = "nothing is quantised: weights are those of exact training"
+_LOGS = "Telemetry and Monitor record every step"
+
+KEYS: dict[str, Key] = {
+    "train_batch_size": _read("rows of an update: micro-batch x accumulation x GPUs; wrong products are an error"),
+    "train_micro_batch_size_per_gpu": _read("rows that training_data is loaded in"),
+    "gradient_accumulation_steps": _read("OffloadConfig(gradient_accumulation=...)"),
+    "managed_gradient_accumulation": _read("false: every step() ends the accumulation window"),
+    "optimizer.type": _read("Adam and AdamW: optimizer='adamw'; Lion: optimizer='lion'. Others are refused"),
+    "optimizer.params.lr": _read("OffloadConfig(learning_rate=...); 0.001 where it is left out, as in DeepSpeed"),
+    "optimizer.params.betas": _read("OffloadConfig(betas=...)"),
+    "optimizer.params.eps": _read("OffloadConfig(eps=...)"),
+    "optimizer.params.weight_decay": _read("OffloadConfig(weight_decay=...), decoupled"),
+    "optimizer.params.adam_w_mode": _read("false, with a weight decay: refused, since decay here is decoupled"),
+    "optimizer.params.torch_adam": _ignored("the step is exact fp32 AdamW, as torch's"),
+    "optimizer.params.fp32_optimizer_states": _ignored("moments are fp32; precision='compact' keeps them in bf16"),
+    "optimizer.params.set_grad_none": _ignored("gradients are gone after each step"),
+    "optimizer.params.bias_correction": _read("false is refused: AdamW corrects its bias"),
+    "optimizer.params.amsgrad": _refused("leave it out: AdamW is stepped without amsgrad"),
+    "optimizer.params.max_grad_norm": _refused("write gradient_clipping at the top level instead, as DeepSpeed says"),
+    "optimizer.legacy_fusion": _ignored("there is one step"),
+    "scheduler.type": _read(", ".join(SCHEDULES) + ", or a class of torch.optim.lr_scheduler; `initialize` steps it"),
+    "scheduler.params": _read("the schedule's own arguments"),
+    "gradient_clipping": _read("OffloadConfig(max_grad_norm=...); 0 clips nothing; 1.0 where it is left out"),
+    "fp16.enabled": _read("OffloadConfig(working_dtype='fp16'), with fp32 master weights"),
+    "fp16.auto_cast": _read("true: floating-point inputs are cast to fp16"),
+    "fp16.loss_scale": _read("0: dynamic; else OffloadConfig(loss_scale=...)"),
+    "fp16.initial_scale_power": _read("DynamicLossScale(start=2**...)"),
+    "fp16.loss_scale_window": _read("DynamicLossScale(window=...)"),
+    "fp16.hysteresis": _read("DynamicLossScale(hysteresis=...)"),
+    "fp16.consecutive_hysteresis": _read("DynamicLossScale(consecutive_hysteresis=...)"),
+    "fp16.min_loss_scale": _read("DynamicLossScale(minimum=...)"),
+    "fp16.fp16_master_weights_and_grads": _ignored("master weights stay fp32"),
+    "bf16.enabled": _read("OffloadConfig(working_dtype='bf16'), with fp32 master weights"),
+    "bf16.check_grad_overflow": _read("true, the default: OffloadConfig(on_nonfinite='skip'); false: an error"),
+    "bf16.immediate_grad_update": _ignored("gradients are gathered as backward makes them"),
+    "bf16.bf16_master_weights_and_grads": _ignored("master weights stay fp32, at 2 bytes beside a bf16 weight"),
+    "bf16.bf16_optimizer_states": _ignored("moments are fp32; precision='compact' keeps them in bf16"),
+    "zero_optimization.stage": _ignored(f"{_PLAN}. Below stage 3 DeepSpeed ignores offload_param; the plan does not"),
+    "zero_optimization.offload_optimizer.device": _read(f'"nvme": OffloadConfig(disk=nvme_path); else {_PLAN}'),
+    "zero_optimization.offload_optimizer.nvme_path": _read("OffloadConfig(disk=...), used if RAM has no room"),
+    "zero_optimization.offload_optimizer.pin_memory": _ignored("memory that is copied from is always pinned"),
+    "zero_optimization.offload_optimizer.buffer_count": _ignored(_BUCKETS),
+    "zero_optimization.offload_optimizer.pipeline_read": _ignored(_OVERLAP),
+    "zero_optimization.offload_optimizer.pipeline_write": _ignored(_OVERLAP),
+    "zero_optimization.offload_optimizer.fast_init": _ignored("states are never written before they are needed"),
+    "zero_optimization.offload_optimizer.ratio": _ignored("CPU and GPU share the step as makes it fastest"),
+    "zero_optimization.offload_optimizer.super_offload": _ignored(_OVERLAP),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _ignored("the step uses all cores"),
+    "zero_optimization.offload_param.device": _ignored(f"{_PLAN}. Weights are never on disk: RAM must hold them"),
+    "zero_optimization.offload_param.nvme_path": _ignored("weights are never on disk: RAM must hold them"),
+    "zero_optimization.offload_param.pin_memory": _ignored("memory that is copied from is always pinned"),
+    "zero_optimization.offload_param.buffer_count": _ignored(_BUCKETS),
+    "zero_optimization.offload_param.buffer_size": _ignored(_BUCKETS),
+    "zero_optimization.offload_param.max_in_cpu": _ignored("weights are never on disk: RAM must hold them"),
+    "zero_optimization.contiguous_gradients": _ignored("a layer's gradients are always in one buffer"),
+    "zero_optimization.overlap_comm": _ignored(_OVERLAP),
+    "zero_optimization.reduce_scatter": _ignored("a gradient goes to the GPU that steps it, always"),
+    "zero_optimization.reduce_bucket_size": _ignored(_BUCKETS),
+    "zero_optimization.use_multi_rank_bucket_allreduce": _ignored(_BUCKETS),
+    "zero_optimization.allgather_partitions": _ignored(_CUTS),
+    "zero_optimization.allgather_bucket_size": _ignored(_BUCKETS),
+    "zero_optimization.sub_group_size": _ignored(_BUCKETS),
+    "zero_optimization.compute_grad_norm": _ignored("the norm takes no pass of its own"),
+    "zero_optimization.load_from_fp32_weights": _ignored("checkpoints hold the fp32 master weights"),
+    "zero_optimization.elastic_checkpoint": _ignored("any number of GPUs goes on from any checkpoint"),
+    "zero_optimization.stage3_prefetch_bucket_size": _ignored(_BUCKETS),
+    "zero_optimization.stage3_param_persistence_threshold": _ignored(_PLAN),
+    "zero_optimization.stage3_model_persistence_threshold": _ignored(_PLAN),
+    "zero_optimization.stage3_max_live_parameters": _ignored(_PLAN),
+    "zero_optimization.stage3_max_reuse_distance": _ignored(_PLAN),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _ignored("models are always saved whole"),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _ignored("models are always saved whole"),
+    "zero_optimization.stage3_module_granularity_threshold": _ignored(_BUCKETS),
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _ignored(_CUTS),
+    "zero_optimization.stage3_allgather_sequential": _ignored(_BUCKETS),
+    "zero_optimization.ignore_unused_parameters": _ignored("parameters without a gradient are not stepped"),
+    "zero_optimization.legacy_stage1": _ignored("there is one engine for all stages"),
+    "zero_optimization.round_robin_gradients": _ignored(_OVERLAP),
+    "zero_optimization.parameter_alignment": _ignored("parameters begin at multiples of 256 elements"),
+    "zero_optimization.zero_hpz_partition_size": _ignored(_CUTS),
+    "zero_optimization.zero_quantized_weights": _ignored(_NOT_ROUNDED),
+    "zero_optimization.zero_quantized_nontrainable_weights": _ignored(_NOT_ROUNDED),
+    "zero_optimization.zero_quantized_gradients": _ignored(_NOT_ROUNDED),
+    "zero_optimization.memory_efficient_linear": _ignored("a linear layer never keeps a copy of its weight"),
+    "zero_optimization.pipeline_loading_checkpoint": _ignored("checkpoints are read in pieces"),
+    "zero_optimization.override_module_apply": _ignored("weights are whole wherever they are read"),
+    "zero_optimization.log_trace_cache_warnings": _ignored(_LOGS),
+    "zero_optimization.enable_sanity_checks": _ignored("the engine always checks its calls"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _ignored("there is no Muon here"),
+    "zero_optimization.leaf_module": _ignored("blocks are found by the model's structure"),
+    "zero_optimization.zenflow": _ignored("every step uses all of its own gradients"),
+    "zero_optimization.cpu_offload": _ignored(_PLAN),
+    "zero_optimization.cpu_offload_param": _ignored(_PLAN),
+    "zero_optimization.cpu_offload_use_pin_memory": _ignored("memory that is copied from is always pinned"),
+    "zero_allow_untested_optimizer": _ignored("optimizers that are not known are refused"),
+    "zero_force_ds_cpu_optimizer": _ignored("a client's AdamW gives its groups; the engine steps them itself"),
+    "activation_checkpointing": _ignored("the plan recomputes blocks where memory asks for it, or sends inputs to RAM"),
+    "steps_per_print": _read("`initialize` prints a line every so many updates"),
+    "wall_clock_breakdown": _read("`initialize` prints the seconds of each update's phases"),
+    "dataloader_drop_last": _read("drop_last of the DataLoader of training_data"),
+    "offloadkit": _read("fields of OffloadConfig, such as vram, ram, precision; DeepSpeed overlooks the section"),
+    "communication_data_type": _ignored(f"{_FP32_SUMS}, of gradients as backward made them"),
+    "seq_parallel_communication_data_type": _ignored(_FP32_SUMS),
+    "data_types.grad_accum_dtype": _ignored(_FP32_SUMS),
+    "data_types.param_dtype": _ignored("fp16.enabled and bf16.enabled say it"),
+    "data_types.buffer_dtype": _ignored("buffers keep their dtypes"),
+    "data_types.keep_in_fp32_modules": _ignored("modules that a model of transformers names so stay fp32 in fp16"),
+    "prescale_gradients": _ignored(f"{_FP32_SUMS}, which do not overflow"),
+    "gradient_predivide_factor": _ignored(f"{_FP32_SUMS}, which do not overflow"),
+    "gradient_allreduce_op": _read('"sum" is refused: gradients are the mean over GPUs'),
+    "disable_allgather": _ignored(_CUTS),
+    "checkpoint": _ignored("a checkpoint takes its name when it is whole, on any number of GPUs"),
+    "aio": _ignored("states on disk are read and written with O_DIRECT"),
+    "dump_state": _ignored(_LOGS),
+    "memory_breakdown": _ignored(_LOGS),
+    "log_level": _ignored("Python's logging says it"),
+    "disable_python_gc": _ignored("Python's garbage is collected as always"),
+    "timers": _ignored(_LOGS),
+    "flops_profiler": _ignored("engine.profile() traces steps and says what bounds them"),
+    "comms_logger": _ignored(_LOGS),
+    "tensorboard": _ignored(_LOGS),
+    "wandb": _ignored(_LOGS),
+    "comet": _ignored(_LOGS),
+    "csv_monitor": _ignored(_LOGS),
+    "autotuning": _ignored("the plan is searched at every start"),
+    "datastates_ckpt": _ignored("checkpoints are read and written in pieces"),
+    "compile": _ignored("OffloadConfig(compile_blocks=True) compiles"),
+    "vocabulary_size": _ignored("the model knows it"),
+    "use_data_before_expert_parallelism": _ignored("there is no expert parallelism"),
+    "weight_quantization": _refused(_STAY),
+    "torch_autocast": _refused('leave it out: "bf16" or "fp16" with {"enabled": true} keeps fp32 master weights'),
+    "amp": _refused('leave it out: "bf16" or "fp16" with {"enabled": true} keeps fp32 master weights'),
+    "tensor_parallel": _refused(_STAY),
+    "pipeline": _ignored("it is for DeepSpeed's PipelineModule, which does not train here"),
+    "expert_parallel": _refused(_STAY),
+    "sequence_parallel_size": _refused(_STAY),
+    "data_parallel_size": _ignored("all processes share the data"),
+    "hybrid_engine": _refused(_STAY),
+    "data_efficiency": _refused(_STAY),
+    "curriculum_learning": _refused(_STAY),
+    "progressive_layer_drop": _refused(_STAY),
+    "compression_training": _refused(_STAY),
+    "quantize_training": _refused(_STAY),
+    "eigenvalue": _refused(_STAY),
+    "sparse_attention": _refused(_STAY),
+    "sparse_gradients": _refused("leave it out: gradients are dense"),
+    "elasticity": _refused("leave it out, and write the batch sizes: any number of GPUs goes on from any checkpoint"),
+    "nebula": _refused("leave it out: checkpoints go to a folder"),
+}
+"""By dotted name. A section whose keys are not here, such as "tensorboard", is taken as a whole."""
+
+_SECTIONS = {name[:at] for name in KEYS for at, letter in enumerate(name) if letter == "."}
+_OTHER_NAMES = {"bfloat16": "bf16"}
+_COUNTS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "fp16.loss_scale_window",
+    "fp16.hysteresis",
+    "steps_per_print",
+)
+_NUMBERS = (
+    "optimizer.params.lr",
+    "optimizer.params.eps",
+    "optimizer.params.weight_decay",
+    "gradient_clipping",
+    "fp16.loss_scale",
+    "fp16.initial_scale_power",
+    "fp16.min_loss_scale",
+)
+_FLAGS = (
+    "managed_gradient_accumulation",
+    "optimizer.params.adam_w_mode",
+    "optimizer.params.bias_correction",
+    "fp16.enabled",
+    "fp16.auto_cast",
+    "fp16.consecutive_hysteresis",
+    "bf16.enabled",
+    "bf16.check_grad_overflow",
+    "wall_clock_breakdown",
+    "dataloader_drop_last",
+)
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """What a ds_config.json says."""
+
+    options: dict[str, Any]
+    """Fields of `OffloadConfig`, without the loss scale where it is dynamic."""
+    dynamic_loss_scale: dict[str, Any] | None
+    """Fields of `DynamicLossScale`."""
+    train_batch_size: int | None
+    """Rows of an update; None where the file does not say it."""
+    micro_batch_size: int | None
+    accumulation: int | None
+    managed_accumulation: bool
+    """Whether `step()` counts micro-batches; else every one of them ends a window."""
+    has_optimizer: bool
+    schedule: tuple[str, dict[str, Any]] | None
+    """Name and arguments."""
+    casts_inputs: bool
+    stage: int
+    steps_per_print: int | None
+    wall_clock_breakdown: bool
+    drop_last: bool
+    auto: tuple[str, ...] = ()
+    """Keys that are "auto"."""
+    ignored: dict[str, str] = field(default_factory=dict)
+    """Keys that change nothing here, and why."""
+
+
+def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None = None) -> DeepSpeedConfig:
+    """Read a ds_config.json, and name what is ignored in the log.
+
+    Args:
+        source: the file, or its content.
+        num_gpus: for the product of the batch sizes; None: the WORLD_SIZE of torchrun, else 1.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown in a section that is known, a value has no meaning, the
+            batch sizes do not multiply, or something is asked for that offloadkit cannot do.
+    """
+    if num_gpus is None:
+        num_gpus = int(os.environ.get("WORLD_SIZE") or 1)
+    where, content = _content(source)
+    said: dict[str, Any] = {}
+    ignored: dict[str, str] = {}
+    auto: list[str] = []
+    for name, value in _leaves(content, "", where):
+        key = KEYS[name]
+        if key.kind == "refused":
+            if _asks(value):
+                raise ConfigError(f"{where}: {name} cannot be trained here: {key.what}")
+        elif key.kind == "ignored":
+            ignored[name] = key.what
+        elif value == "auto":
+            auto.append(name)
+        elif value is not None:
+            said[name] = _checked(name, value, where)
+    schedule: tuple[str, dict[str, Any]] | None = None
+    if "scheduler.type" in said:
+        schedule = (said["scheduler.type"], said.get("scheduler.params", {}))
+        auto += [f"scheduler.params.{name}" for name, value in schedule[1].items() if value == "auto"]
+    if ignored:
+        logger.info(f"{where}: these change nothing: " + "; ".join(f"{name} ({why})" for name, why in ignored.items()))
+    if auto:
+        logger.warning(
+            f"{where} leaves {', '.join(auto)} open ('auto'): the arguments of a Trainer say them; else they are at "
+            "OffloadConfig's defaults"
+        )
+    train, micro, accumulation = _batch_sizes(said, auto, num_gpus, where)
+    options = _options(said, auto, where)
+    if accumulation is not None:
+        options["gradient_accumulation"] = accumulation
+    own = said.get("offloadkit", {})
+    if clashing := sorted(own.keys() & options.keys()):
+        raise ConfigError(
+            f'{where}: the section "offloadkit" says {", ".join(clashing)} again: DeepSpeed\'s own keys have said it'
+        )
+    return DeepSpeedConfig(
+        options=options | own,
+        dynamic_loss_scale=_dynamic_loss_scale(said) if options.get("working_dtype") == "fp16" else None,
+        train_batch_size=train,
+        micro_batch_size=micro,
+        accumulation=accumulation,
+        managed_accumulation=said.get("managed_gradient_accumulation", True),
+        has_optimizer="optimizer.type" in said,
+        schedule=schedule,
+        casts_inputs=said.get("fp16.auto_cast", False),
+        stage=_stage(content),
+        steps_per_print=said.get("steps_per_print"),
+        wall_clock_breakdown=said.get("wall_clock_breakdown", False),
+        drop_last=said.get("dataloader_drop_last", False),
+        auto=tuple(auto),
+        ignored=ignored,
+    )
+
+
+def _content(source: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A name for messages, and the content.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if isinstance(source, dict):
+        return "the DeepSpeed config", source
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"a DeepSpeed config is a dict or the path of a .json file, got {source!r}")
+    try:
+        found = json.loads(Path(source).expanduser().read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
+    except OSError as error:
+        raise ConfigError(f"the DeepSpeed config {source} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{source} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{source} must hold one JSON object, as ds_config.json does")
+    return str(source), found
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
+
+
+def _leaves(section: dict[str, Any], prefix: str, where: str) -> Iterator[tuple[str, Any]]:
+    """(dotted name as in `KEYS`, value) of every key.
+
+    Raises:
+        ConfigError: a key is unknown in a section, or is near to a known one. At the top, where DeepSpeed overlooks
+            what it does not know, others are named in the log.
+    """
+    for given, value in section.items():
+        name = prefix + _OTHER_NAMES.get(given, given)
+        if name == "zero_optimization" and isinstance(value, bool):  # an older form
+            continue
+        if name not in KEYS and f"{prefix}stage3_{given}" in KEYS:
+            name = f"{prefix}stage3_{given}"
+        if name in _SECTIONS:
+            if isinstance(value, dict):
+                yield from _leaves(value, f"{name}.", where)
+            elif value is not None:
+                raise ConfigError(f"{where}: {name} must be a section of its own ({{...}}), got {value!r}")
+        elif name in KEYS:
+            yield name, value
+        else:
+            near = _nearest(name, {*KEYS, *_SECTIONS})
+            if prefix or near:
+                raise ConfigError(f"{where}: no key {name!r}{near}")
+            logger.warning(f"{where}: {name!r} is no key of DeepSpeed's, and is overlooked")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.8)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _asks(value: Any) -> bool:
+    """Whether a section, a flag or a number of GPUs asks for something."""
+    if isinstance(value, dict):
+        return bool(value["enabled"]) if "enabled" in value else any(map(_asks, value.values()))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value > 1
+    return bool(value)
+
+
+def _checked(name: str, value: Any, where: str) -> Any:
+    """A value of the type that the key needs. JSON's 1e3 counts as the whole number that it is.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name in _COUNTS:
+        if not number or value != int(value) or value < 1:
+            raise ConfigError(f"{where}: {name} must be a whole number >= 1, got {value!r}")
+        return int(value)
+    if name in _NUMBERS and not (number and 0 <= value < float("inf")):
+        raise ConfigError(f"{where}: {name} must be a number >= 0, got {value!r}")
+    if name in _FLAGS and not isinstance(value, bool):
+        raise ConfigError(f"{where}: {name} must be true or false, got {value!r}")
+    if name in ("offloadkit", "scheduler.params") and not isinstance(value, dict):
+        raise ConfigError(f"{where}: {name} must be a section of its own ({{...}}), got {value!r}")
+    return value
+
+
+def _batch_sizes(
+    said: dict[str, Any], auto: list[str], num_gpus: int, where: str
+) -> tuple[int | None, int | None, int | None]:
+    """Rows of an update, rows of a micro-batch and micro-batches of a GPU; None for what is not known.
+
+    Two of them give the third; without an accumulation it is 1 (DeepSpeed's `_set_batch_related_parameters`).
+
+    Raises:
+        ConfigError: they do not multiply.
+    """
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    train, micro, accumulation = (said.get(name) for name in names)
+    if any(name in auto for name in names) or (train is None and micro is None):
+        return train, micro, accumulation
+    if accumulation is None:
+        accumulation = 1 if train is None or micro is None else max(train // (micro * num_gpus), 1)
+    if micro is None:
+        assert train is not None
+        micro = train // (accumulation * num_gpus)
+    product = micro * accumulation * num_gpus
+    if train is not None and train != product:
+        raise ConfigError(
+            f"{where}: train_batch_size must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x GPUs, "
+            f"but {train} is not {micro} x {accumulation} x {num_gpus} = {product}: change one of them, or leave one "
+            "out, which is then computed"
+        )
+    return product, micro, accumulation
+
+
+def _options(said: dict[str, Any], auto: list[str], where: str) -> dict[str, Any]:
+    """Fields of `OffloadConfig`.
+
+    Raises:
+        ConfigError: something cannot be done.
+    """
+    options: dict[str, Any] = {}
+    if "optimizer.type" in said:
+        options |= _optimizer(said, where)
+        if "optimizer.params.lr" not in auto:
+            options.setdefault("learning_rate", 1e-3)
+    elif params := [name for name in said if name.startswith("optimizer.params")]:
+        raise ConfigError(f"{where}: {params[0]} is given, but no optimizer.type: write 'AdamW'")
+    if "gradient_clipping" in said:
+        options["max_grad_norm"] = said["gradient_clipping"] or None
+    if said.get("fp16.enabled") and said.get("bf16.enabled"):
+        raise ConfigError(f"{where}: fp16 and bf16 are both enabled: enable one of them")
+    if said.get("fp16.enabled"):
+        options["working_dtype"] = "fp16"
+        if scale := said.get("fp16.loss_scale"):
+            options |= {"loss_scale": float(scale), "on_nonfinite": "skip"}
+    elif said.get("bf16.enabled"):
+        options["working_dtype"] = "bf16"
+        if said.get("bf16.check_grad_overflow", True):
+            options["on_nonfinite"] = "skip"
+    if str(said.get("gradient_allreduce_op", "mean")).lower() != "mean":
+        raise ConfigError(
+            f"{where}: gradient_allreduce_op {said['gradient_allreduce_op']!r}: gradients are the mean over GPUs here; "
+            "leave it out, and multiply the loss by the number of GPUs for a sum"
+        )
+    offload = "zero_optimization.offload_optimizer"
+    device = said.get(f"{offload}.device", "none")
+    if device not in ("none", "cpu", "nvme"):
+        raise ConfigError(f"{where}: {offload}.device must be 'none', 'cpu' or 'nvme', got {device!r}")
+    if device == "nvme":
+        if not said.get(f"{offload}.nvme_path"):
+            raise ConfigError(f"{where}: {offload}.device is 'nvme': write the folder too, as {offload}.nvme_path")
+        options["disk"] = str(said[f"{offload}.nvme_path"])
+    return options
+
+
+def _optimizer(said: dict[str, Any], where: str) -> dict[str, Any]:
+    name = said["optimizer.type"]
+    optimizer = {"adam": "adamw", "adamw": "adamw", "lion": "lion"}.get(str(name).lower())
+    if optimizer is None:
+        raise ConfigError(
+            f"{where}: the optimizer {name!r} cannot be offloaded: 'AdamW', 'Adam' and 'Lion' can. Stay with DeepSpeed "
+            "for others"
+        )
+    params = {key.rpartition(".")[2]: value for key, value in said.items() if key.startswith("optimizer.params.")}
+    decay = params.get("weight_decay", 0.0)
+    if str(name).lower() == "adam" and decay and not params.get("adam_w_mode", True):
+        raise ConfigError(
+            f"{where}: adam_w_mode is false with weight_decay {decay}: weight decay is decoupled here (AdamW). Set "
+            "adam_w_mode to true, or weight_decay to 0"
+        )
+    if not params.get("bias_correction", True):
+        raise ConfigError(f"{where}: bias_correction is false: AdamW corrects its bias here. Leave it out")
+    options = {"optimizer": optimizer, "weight_decay": decay}
+    options |= {own: params[name] for name, own in (("lr", "learning_rate"), ("eps", "eps")) if name in params}
+    if "betas" in params:
+        betas = params["betas"]
+        options["betas"] = tuple(betas) if isinstance(betas, list | tuple) else betas
+    return options
+
+
+def _dynamic_loss_scale(said: dict[str, Any]) -> dict[str, Any] | None:
+    """Fields of `DynamicLossScale`; None where the scale is fixed."""
+    if said.get("fp16.loss_scale"):
+        return None
+    names = {
+        "loss_scale_window": "window",
+        "hysteresis": "hysteresis",
+        "consecutive_hysteresis": "consecutive_hysteresis",
+        "min_loss_scale": "minimum",
+    }
+    found = {own: said[f"fp16.{name}"] for name, own in names.items() if f"fp16.{name}" in said}
+    if "fp16.initial_scale_power" in said:
+        found["start"] = 2.0 ** said["fp16.initial_scale_power"]
+    return found
+
+
+def _stage(content: dict[str, Any]) -> int:
+    zero = content.get("zero_optimization") or {}
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else int(zero)
+    return stage if isinstance(stage, int) else 0

@@ -1,0 +1,155 @@
+"""A script for DeepSpeed on two ranks trains what it trains on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import offloadkit as deepspeed
+from offloadkit.config import Placement
+from offloadkit.errors import ConfigError
+from tests.distributed.pool import RankPool
+from tests.models import Residual
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 3}},
+    "gradient_clipping": 1.0,
+    "fp16": {"enabled": True, "initial_scale_power": 8},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+WINDOWS = 4
+
+
+def script(
+    folder: Path, resume: bool = False, placement: Placement | None = None, on_gpu: bool = False
+) -> dict[str, Any]:
+    """Micro-batch k of rank r is number k * N + r of all. The third update overflows, on one rank only."""
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # ranks take rank 0's weights
+    model = nn.Sequential(nn.Linear(6, 300), nn.Sequential(Residual(300, 7), Residual(300, 7)), nn.Linear(300, 2))
+    config = CONFIG if placement is None else CONFIG | {"offloadkit": {"placement": placement}}
+    with pytest.MonkeyPatch.context() as patch:
+        if not on_gpu:
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+        engine, _, loader, scheduler = deepspeed.initialize(
+            model=model, config=config, training_data=TensorDataset(torch.arange(12.0))
+        )
+    begin = 0
+    if resume:
+        _, state = engine.load_checkpoint(folder)
+        assert state is not None
+        begin = state["window"]
+    size, losses = engine.world_size, []
+    for number in range(begin, WINDOWS if resume else WINDOWS // 2):
+        for at in range(engine.gradient_accumulation_steps()):
+            micro_batch = number * 4 + at * size + engine.global_rank
+            generator = torch.Generator().manual_seed(micro_batch)
+            inputs, labels = torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator)
+            loss = nn.functional.mse_loss(engine(inputs.to(engine.device)), labels.to(engine.device))
+            engine.backward(loss * (1e30 if micro_batch == 9 else 1))
+            engine.step()
+            losses.append(loss.item())
+    if not resume:
+        engine.save_checkpoint(folder, client_state={"window": WINDOWS // 2})
+    engine.offload.synchronize()
+    assert loader is not None
+    found = {
+        "weights": {name: each.cpu().clone() for name, each in engine.module.state_dict().items()},
+        "counts": (engine.global_steps, engine.skipped_steps, scheduler.last_batch_iteration, engine.global_samples),
+        "sizes": (engine.train_batch_size(), engine.gradient_accumulation_steps()),
+        "rows": [row for rows in loader.batch_sampler for row in rows],  # the pool's processes start no workers
+    }
+    engine.destroy()
+    return found
+
+
+def with_a_product_of_one_rank() -> None:
+    deepspeed.initialize(model=nn.Linear(2, 2), config=CONFIG | {"gradient_accumulation_steps": 4})
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_two_ranks_train_what_one_trains_and_go_on_from_each_other(ranks: RankPool, tmp_path: Path) -> None:
+    begun = [ranks.run(size, script, folder=tmp_path / f"of {size}") for size in (1, 2)]
+    (alone,) = ranks.run(1, script, folder=tmp_path / "of 2", resume=True)
+    first, second = ranks.run(2, script, folder=tmp_path / "of 1", resume=True)
+    assert (alone["sizes"], first["sizes"]) == ((16, 4), (16, 2))
+    assert alone["counts"] == first["counts"] == second["counts"] == (4, 1, 2, 64)
+    for one, *others in (alone, first, second), (begun[0][0], *begun[1]):
+        for other in others:
+            assert all(torch.equal(each, other["weights"][name]) for name, each in one["weights"].items())
+    assert sorted(first["rows"] + second["rows"]) == sorted(alone["rows"]) == [*range(12)]
+    assert alone["rows"][:2] == [first["rows"][0], second["rows"][0]]
+
+
+def test_the_product_counts_the_ranks(ranks: RankPool) -> None:
+    (error, _) = ranks.answers(2, with_a_product_of_one_rank)
+    assert isinstance(error, ConfigError)
+    assert "16 is not 4 x 4 x 2 = 32" in str(error)
+
+
+TRAIN_PY = """
+import argparse
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import offloadkit as deepspeed
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+parser = deepspeed.add_config_arguments(parser)
+args = parser.parse_args()
+
+inputs = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
+model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1))
+engine, optimizer, loader, _ = deepspeed.initialize(
+    args=args,
+    model=model,
+    model_parameters=model.parameters(),
+    training_data=TensorDataset(inputs, inputs.sum(1, keepdim=True)),
+)
+criterion = nn.MSELoss()
+for epoch in range(3):
+    for step, (rows, labels) in enumerate(loader):
+        rows, labels = rows.to(engine.device), labels.to(engine.device)
+        loss = criterion(engine(rows), labels)
+        engine.backward(loss)
+        engine.step()
+print("rank", torch.distributed.get_rank(), args.local_rank, engine.global_steps, engine.train_batch_size())
+engine.save_checkpoint("checkpoints")
+"""
+
+
+@pytest.mark.slow
+def test_a_train_py_under_torchrun(tmp_path: Path) -> None:
+    """The script that people find, with fp16 and fp32 data, and its config beside it."""
+    (tmp_path / "train.py").write_text(TRAIN_PY)
+    config = CONFIG | {"train_batch_size": 8, "steps_per_print": 8}
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    command = "-m torch.distributed.run --standalone --nproc-per-node=2 train.py --deepspeed --deepspeed_config"
+    done = subprocess.run(
+        [sys.executable, *command.split(), "ds_config.json"],
+        cwd=tmp_path,
+        env=os.environ
+        | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {line for line in done.stdout.splitlines() if line.startswith("rank")} == {"rank 0 0 24 8", "rank 1 1 24 8"}
+    assert done.stdout.count("step=24, ") == 1
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step24"
