@@ -192,7 +192,8 @@ class OffloadEngine:
             RankError: the ranks have other models or configs, or only some of them plan.
             EngineStateError: another engine that is still open trains this model, or parameters of it.
             DoesNotFitError: the plan made here needs more than there is, or than the config's `vram` or `ram`.
-            OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`).
+            OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`). The
+                model is as it was then, but for frozen parameters and buffers.
         """
         self.module, self.config = model, config or OffloadConfig()
         _check_free(model, self.config)
@@ -236,21 +237,26 @@ class OffloadEngine:
         self._steps_phase, self._phase_name = ExitStack(), ""
         self._undo.callback(self._steps_phase.close)
         begun = self.plan
-        with explained_shortage(begun, self.device), phase("reading", self.telemetry.peaks, self.device):
-            self._placed = PlacedModel(
-                model,
-                layers,
-                self.plan,
-                self.config,
-                self.device,
-                ranks=self._ranks,
-                materialise=materialise,
-                ram_watch=self._ram_watch,
-                leaner=self._leaner,
-                submit=self._thread.submit,
-                settle=weakref.WeakMethod(self._settle),
-                undo=self._undo,
-            )
+        try:
+            with explained_shortage(begun, self.device), phase("reading", self.telemetry.peaks, self.device):
+                self._placed = PlacedModel(
+                    model,
+                    layers,
+                    self.plan,
+                    self.config,
+                    self.device,
+                    ranks=self._ranks,
+                    materialise=materialise,
+                    ram_watch=self._ram_watch,
+                    leaner=self._leaner,
+                    submit=self._thread.submit,
+                    settle=weakref.WeakMethod(self._settle),
+                    undo=self._undo,
+                )
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # the error may be kept: it must not hold what layers took
+            self._finalizer()
+            raise
         if self.plan is not begun:
             words = moved_in_words(begun, self.plan)
             message = f"the GPU was full while the engine was built: the plan is leaner ({words})"
@@ -395,12 +401,17 @@ class OffloadEngine:
                 with explained_shortage(self.plan, self.device):
                     found = run()
             except OutOfVramError as error:
-                if not self._open or isinstance(error, RepeatWindowError):
+                said = not isinstance(error.__cause__, torch.OutOfMemoryError)  # why it cannot go on, by a call within
+                if said or not self._open or isinstance(error, RepeatWindowError):
                     raise
                 traceback.clear_frames(error.__traceback__)  # what failed must not hold its activations any more
                 self._leave_vram_at_rest(error)
                 buffers.restore()
                 set_random_states(states)
+            except BaseException:
+                if self._open:
+                    self._placed.end_modules()
+                raise
             else:
                 self._vram_cap.renew("evaluation")
                 return found

@@ -21,6 +21,7 @@ from offloadkit.changes import claim, unclaimed, without_claims
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, ModelError
+from offloadkit.offload.outside import Watched
 from offloadkit.planner import placed
 from tests.models import TinyLM, tokens, train
 
@@ -245,6 +246,43 @@ def test_the_model_moves_after_a_backward_that_was_interrupted_within_a_recomput
         train(engine, tokens(1))
         with pytest.raises(RuntimeError):
             engine.backward(loss)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
+def test_after_an_interrupt_weights_may_be_read_and_written_at_once(where: str) -> None:
+    """torch runs no forward hook then: a use of a tied weight would stay with its module, and a block's parameters
+    would be those in VRAM, which the next block overwrites."""
+    found = []
+    for interrupted in (False, True):
+        torch.manual_seed(0)
+        model, runs = TinyLM(width=9, hidden=17, depth=5), list[int]()
+        model.blocks[1].up.weight = model.blocks[0].up.weight
+        inner = [model.blocks[1].up] if where == "backward" else [model.head, model.blocks[3].down]
+
+        def interrupt(*_: Any, runs: list[int] = runs) -> None:
+            runs.append(1)
+            if where != "backward" or len(runs) == 2:  # the first one is forward's
+                raise KeyboardInterrupt
+
+        with OffloadEngine(model, config(IN_RAM), device="cpu") as engine:
+            train(engine, tokens(1))
+            if where == "evaluation":
+                engine.backward(engine(tokens(1)[0]))
+            for module in inner if interrupted else []:
+                hook = module.register_forward_pre_hook(interrupt)
+                with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(where != "evaluation"):
+                    engine.backward(engine(tokens(1)[0]))
+                hook.remove()
+                assert "weight" not in module.__dict__
+                assert all(isinstance(parameter, Watched) for parameter in model.parameters())
+            if where == "evaluation":
+                engine.step()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            train(engine, tokens(2))
+            found.append({name: weight.clone() for name, weight in model.state_dict().items()})
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
 
 
 def test_a_loss_of_a_closed_engine_says_so() -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
@@ -82,8 +82,11 @@ class VramCap:
     """Keeps this process within some bytes of a GPU, the CUDA context included: torch may allocate what that leaves.
 
     The context grows while kernels are launched for the first time, since they are loaded then. `renew` follows it.
-    Until the context stays as it is, some room is held back.
+    Until the context stays as it is, some room is held back. Of several caps the lowest holds, whichever ends first.
     """
+
+    _shares: ClassVar[dict[torch.device, dict[VramCap | None, float]]] = {}
+    """By device: the shares of its memory that the caps allow, and under None what was allowed before them."""
 
     def __init__(self, limit_bytes: int | None, device: torch.device) -> None:
         """
@@ -99,7 +102,8 @@ class VramCap:
         self._device = hardware.indexed(device)
         _load_libraries(self._device)
         get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # not in torch 2.6
-        self._fraction_before: float = get_fraction(self._device)
+        if self._device not in self._shares:
+            self._shares[self._device] = {None: get_fraction(self._device)}
         self._take_account_of(hardware.vram_context_bytes(self._device))
 
     def renew(self, work: str) -> None:
@@ -121,16 +125,21 @@ class VramCap:
         self._settled.clear()
 
     def remove(self) -> None:
-        """Bring back the limit that there was before."""
-        if self._limit is not None:
-            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._device)
+        """Allow what other caps allow, or else what there was before them."""
+        if self._limit is None or self not in (shares := self._shares.get(self._device, {})):
+            return
+        del shares[self]
+        torch.cuda.set_per_process_memory_fraction(min(shares.values()), self._device)
+        if len(shares) == 1:
+            del self._shares[self._device]
 
     def _take_account_of(self, context_bytes: int) -> None:
         """Let torch allocate what a context of so many bytes leaves, and what it may grow by."""
         assert self._limit is not None
         allowed = max(0, self._limit - context_bytes - (0 if self._settled else _LOADED_LATER_BYTES))
-        share = allowed / torch.cuda.get_device_properties(self._device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(self._fraction_before, share), self._device)
+        shares = self._shares[self._device]
+        shares[self] = allowed / torch.cuda.get_device_properties(self._device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(shares.values()), self._device)
         if torch.cuda.memory_reserved(self._device) > allowed:
             torch.cuda.empty_cache()
 

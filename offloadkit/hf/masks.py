@@ -94,6 +94,7 @@ def ask_nothing(model: PreTrainedModel) -> Callable[[], None]:
     def undo() -> None:
         for hook in hooks:
             hook.remove()
+        after()  # torch ran no hook after a forward that was interrupted
 
     return undo
 

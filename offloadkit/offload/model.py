@@ -109,6 +109,9 @@ class PlacedModel:
         self._gathers = None if ranks is None else WeightGathers(ranks, device, self._waits)
         self._check_built(plan.placements)
         load = materialise if ranks is None else _with_rank_0s_numbers(ranks, materialise)
+        parameters = [view.parameter for layer in layers for view in layer.views]
+        self._given = {each: (each.device, each.dtype) for each in parameters if not each.is_meta}
+        undo.callback(self._give_back)
         shared = self._begin(layers, plan.placements, load, ram_watch, leaner)
         if ranks is not None:
             for buffer in module.buffers():
@@ -137,11 +140,14 @@ class PlacedModel:
             ranks=ranks,
         )
         undo.callback(self.gradients.remove)
-        undo.callback(TiedUses(list(layers), self.gradients.receive).remove)
+        self._tied_uses = TiedUses(list(layers), self.gradients.receive)
+        undo.callback(self._tied_uses.remove)
         other: Plan | None = None
-        while not self.is_whole:
+        while True:
             try:
                 self._arrange(shared) if other is None else self.move(other.placements, lambda _: None)
+                self._given.clear()
+                return
             except torch.OutOfMemoryError:
                 if (other := leaner()) is None:
                     raise
@@ -171,6 +177,11 @@ class PlacedModel:
                 if (plan := leaner()) is None:
                     raise
                 placements = plan.placements
+
+    def _give_back(self) -> None:
+        """If building failed, have the parameters as they were: whoever tries again trains the same numbers."""
+        while self.states and self._given:
+            self.states.pop().give_back(self._given)
 
     def _allocate(
         self,
@@ -349,7 +360,7 @@ class PlacedModel:
         """
         self._check_built(placements)
         changes = self._changes(placements)
-        if not changes:
+        if not changes and self.is_whole:
             return
         self._dismantle()
         try:
@@ -436,9 +447,14 @@ class PlacedModel:
         with self._waits.during("forward"), without_caches(self.caching), saved_tensors:
             try:
                 yield
-            except BaseException:  # after an interrupt torch runs no forward hook
-                self.outside.watch_all()
+            except BaseException:
+                self.end_modules()
                 raise
+
+    def end_modules(self) -> None:
+        """No module runs any more: after an interrupt torch calls no forward hook that would see it."""
+        self._tied_uses.end()
+        self.outside.watch_all()
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -451,6 +467,9 @@ class PlacedModel:
             with self._waits.during("backward"), self.outside.released():
                 yield
                 self.gradients.end_of_backward()
+        except BaseException:
+            self.end_modules()
+            raise
         finally:
             if self._ring is not None:
                 self._ring.in_backward = False

@@ -192,6 +192,17 @@ class LayerState:
         if self._region is not None:
             self._region.forget_pages()
 
+    def give_back(self, given: Mapping[nn.Parameter, tuple[torch.device, torch.dtype]]) -> None:
+        """Undo `take_parameters` before any update: parameters in `given` have memory of their own there again, and the
+        numbers that they had. Several ranks keep those of the working weights."""
+        self._wait_for_copies()
+        for view in self.layer.views:
+            if view.parameter in given:
+                device, dtype = given[view.parameter]
+                is_master = dtype == torch.float32 and self.shard is self.layer
+                numbers = self.master(view) if is_master else self.weights.home(view).clone()
+                view.parameter.data = numbers.to(device, dtype)
+
     def _owned(self, view: ParameterView | int) -> list[ParameterView]:
         """What of a view, or of that at an index, this rank owns: one piece or none. With one rank it is the view."""
         piece = self._pieces.get(view if isinstance(view, int) else self.layer.views.index(view))

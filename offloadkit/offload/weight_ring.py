@@ -45,6 +45,7 @@ class StreamedWeights(LayerWeights):
         self.written: Event | None = None
         self.block: StreamedBlock
         self._views: dict[int, list[torch.Tensor]] = {}
+        self._fetched_versions: list[int] = []
         nan = torch.full((1,), torch.nan, dtype=layer.dtype, device=device)
         self._unbound = [nan.expand(view.parameter.shape) for view in layer.views]
 
@@ -70,6 +71,15 @@ class StreamedWeights(LayerWeights):
         autograd would make new gradient accumulators, and add the uses of a block used twice in another order.
         """
         self.bind(self._unbound)
+
+    def fetched(self) -> None:
+        """The weights are on their way to VRAM as they are now."""
+        self._fetched_versions = self._present_versions()
+
+    def leaves_vram(self) -> None:
+        """Keep what the model itself wrote in VRAM since the weights were fetched, as layers with a max-norm do."""
+        if self._present_versions() != self._fetched_versions:
+            self.save(self.layer.views)
 
     def save(self, views: Sequence[ParameterView]) -> None:
         """Copy the parameters of `views`, which were written in VRAM, to RAM. Does nothing if they are bound to RAM."""
@@ -267,6 +277,8 @@ class WeightRing:
         if buffer is not None:
             if buffer is self._current:
                 buffer.released, self._current = record_compute(self.device), None
+            for layer in block.layers:
+                layer.leaves_vram()
             buffer.block = None
         for layer in block.layers:
             layer.bind_to_ram()
@@ -359,11 +371,13 @@ class WeightRing:
         buffer.block = block
         for layer in block.layers:
             layer.copied = buffer.arrived
+            layer.fetched()
         return buffer
 
     def _empty(self, buffer: _Buffer) -> None:
         if buffer.block is not None:
             for layer in buffer.block.layers:
+                layer.leaves_vram()
                 layer.unbind()
             buffer.block = None
 

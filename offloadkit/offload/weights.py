@@ -434,8 +434,12 @@ class TiedUses:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+        self.end()
+
+    def end(self) -> None:
+        """Have modules hold the parameters again. An interrupt leaves uses of them: torch runs no forward hook then."""
         for module, views in self._views_of.items():
-            for attribute in views:  # a KeyboardInterrupt may have left it there: torch ran no forward hook then
+            for attribute in views:
                 module.__dict__.pop(attribute, None)
 
 

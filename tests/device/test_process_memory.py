@@ -90,7 +90,7 @@ class Card:
         patch.setattr(torch.cuda, "mem_get_info", self.info)
         patch.setattr(torch.cuda, "memory_reserved", lambda _: self.reserved)
         patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=self.total))
-        patch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+        patch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: self.allowed / self.total)
         patch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: self.share(share))
         patch.setattr(torch.cuda, "empty_cache", self.empty)
         patch.setattr(process_memory, "_load_libraries", lambda _: None)
@@ -130,6 +130,26 @@ def test_a_cap_on_vram_follows_the_context_until_it_stays_as_it_is(monkeypatch: 
     cap.renew("training")
     assert card.allowed + card.context < limit
     cap.remove()
+    assert card.allowed == card.total
+
+
+@pytest.mark.parametrize("ends_first", [0, 1])
+def test_of_two_caps_the_lowest_holds_whichever_ends_first(ends_first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines are open, and each limits torch's allocator."""
+    card, device = Card(monkeypatch), torch.device("cuda", 0)
+    limits = (24 << 30, 16 << 30)
+    caps = [VramCap(limit, device) for limit in limits]
+    for _ in range(2):
+        caps[0].renew("training")
+    assert card.allowed + card.context < limits[1]
+    caps[ends_first].remove()
+    last = caps[1 - ends_first]
+    for work in ("training", "evaluation"):
+        last.renew(work)
+        last.renew(work)
+    assert card.allowed + card.context == limits[1 - ends_first]
+    last.remove()
+    last.remove()
     assert card.allowed == card.total
 
 

@@ -116,6 +116,25 @@ def test_a_loop_without_masks_and_positions_is_not_asked_whether_rows_are_packed
         assert "find_packed_sequence_indices" in asked
 
 
+@torch.no_grad()
+def test_what_an_interrupted_forward_knew_is_forgotten_when_the_engine_closes() -> None:
+    """torch runs no forward hook after an interrupt. Rows packed into one would attend to each other."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    trained = model("llama")
+    packed: dict[str, Any] = {"input_ids": torch.arange(6)[None] + 3, "use_cache": False}
+    packed["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    before = trained(**packed).logits
+    with OffloadEngine(trained, OffloadConfig(), device="cpu") as engine:
+        hook = trained.lm_head.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine(input_ids=packed["input_ids"])
+        hook.remove()
+    assert torch.equal(trained(**packed).logits, before)
+
+
 def test_a_note_is_only_made_where_masks_agree() -> None:
     def noted(*masks: Any) -> Any:
         batch = {f"{number}_attention_mask": mask for number, mask in enumerate(masks)}

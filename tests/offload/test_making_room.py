@@ -23,6 +23,7 @@ from offloadkit.errors import OffloadkitError, OutOfRamError, OutOfVramError, Re
 from offloadkit.offload import model as placed_model
 from offloadkit.offload import shortage
 from offloadkit.offload.gradients import Gradients
+from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.states import LayerState
 from offloadkit.planner import Plan
 from tests.models import Residual, TinyLM, tokens
@@ -224,8 +225,9 @@ def test_where_an_evaluation_finds_the_gpu_full_and_nothing_can_move_the_error_s
         with pytest.raises(OutOfVramError, match=under_way):  # backward needs the weights that this graph holds
             evaluated(model)
         model.engine.backward(loss)
-        with pytest.raises(OutOfVramError, match=under_way):
-            evaluated(model)
+        with pytest.raises(OutOfVramError, match=under_way) as raised:  # as a Trainer does, around the engine's own
+            model.engine.evaluates(lambda: evaluated(model))
+        assert str(raised.value).count("under way") == 1
         assert model.engine.step()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -331,6 +333,71 @@ def test_a_gpu_that_is_full_while_the_engine_is_built_makes_the_plan_leaner(
             train(engine, tokens(2))
             found.append(numbers(engine))
     assert_equal(*found, name)
+
+
+def test_a_gpu_that_is_full_again_while_the_layers_move_leaves_a_plan_that_says_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The buffers find no room, and then one layer on its way to a leaner plan."""
+    model, config = lm(), OffloadConfig()
+    plan, elsewhere, arrange = planned(model, config, IN_VRAM), PlacedModel._elsewhere, PlacedModel._arrange
+    left = {"arrange": 1, "elsewhere": 1}
+
+    def fails(real: Any, name: str) -> Any:
+        def run(*args: Any) -> Any:
+            left[name] -= 1
+            if left[name] == 0:
+                fail(torch.empty(0))
+            return real(*args)
+
+        return run
+
+    monkeypatch.setattr(PlacedModel, "_arrange", fails(arrange, "arrange"))
+    monkeypatch.setattr(PlacedModel, "_elsewhere", fails(elsewhere, "elsewhere"))
+    with pytest.warns(RuntimeWarning, match="the plan is leaner"):
+        engine = OffloadEngine(model, config, device="cpu", plan=plan)
+    with engine:
+        assert engine.plan.placements == engine._placed.placements
+        train(engine, tokens(1))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "number", "error"),
+    [
+        (LayerState, "take_parameters", 3, OffloadkitError("no RAM")),
+        (placed_model, "move_rest", 1, KeyboardInterrupt()),
+        (Gradients, "_allocate", 1, OffloadkitError("no RAM")),
+    ],
+)
+@pytest.mark.parametrize(("placement", "dtype"), [(Placement("ram", states="disk"), "bf16"), (IN_VRAM, "fp16")])
+def test_an_engine_that_cannot_be_built_leaves_the_model_as_it_was(
+    owner: Any,
+    name: str,
+    number: int,
+    error: BaseException,
+    placement: Placement,
+    dtype: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever tries again trains the same numbers. The error may be kept meanwhile, as notebooks do."""
+    config, real, calls = OffloadConfig(working_dtype=dtype), getattr(owner, name), list[int]()
+
+    def fails(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            raise error
+        return real(*args, **options)
+
+    model = lm()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    monkeypatch.setattr(owner, name, fails)
+    with pytest.raises(type(error)) as kept:
+        OffloadEngine(model, config, device="cpu", plan=planned(model, config, placement))
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert_equal(before, dict(model.state_dict()), name)
+    assert not any(value for module in model.modules() for key, value in vars(module).items() if "_hooks" in key)
+    assert kept.value is error
 
 
 @pytest.mark.parametrize("free", [1 << 40, 1 << 20])

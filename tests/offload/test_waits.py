@@ -105,7 +105,7 @@ def branches(*names: str, **options: Any) -> None:
         if options:
             patch.setattr(states, "optimizer_step", lambda *args: (time.sleep(0.2), step(*args))[1])
         else:
-            patch.setattr(update, "_norm", lambda new: (time.sleep(0.2), real(new))[1])
+            patch.setattr(update, "_norm", lambda *args: (time.sleep(0.2), real(*args))[1])
         for name in names:
             if name.isdigit() and options:
                 model.blocks[int(name)].load_state_dict(best[int(name)])

@@ -93,6 +93,19 @@ def test_a_block_used_twice(device: str) -> None:
     assert_same(lambda: lm_of(Scaled, (0, 1, 0, 2, 3, 3)), device, *ALL)
 
 
+class Bounded(Scaled):
+    """A block that bounds its weights in its own forward, as layers with a max-norm do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.matrix.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_what_a_block_writes_in_its_own_forward_counts(device: str) -> None:
+    assert_same(lambda: lm_of(Bounded), device, STREAMED, Placement("ram", activations="checkpoint"))
+
+
 def test_an_order_that_changes_from_step_to_step(device: str) -> None:
     class Shuffled(TinyLM):
         calls = 0
