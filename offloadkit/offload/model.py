@@ -44,6 +44,7 @@ from offloadkit.planner import (
     NUM_WEIGHT_BUFFERS,
     LayerShape,
     Plan,
+    is_built,
     step_buffer_bytes,
 )
 
@@ -233,7 +234,7 @@ class PlacedModel:
         Raises:
             ConfigError: there are several ranks, and a placement that they do not know yet.
         """
-        if self._ranks is not None and any(each.weights == "ram" or each.states == "disk" for each in placements):
+        if self._ranks is not None and not all(is_built(each, self._ranks.size) for each in placements):
             raise ConfigError(
                 f"weights='ram' and states='disk' with {self._ranks.size} ranks are not built yet: choose a placement "
                 "with weights='vram', and states='vram' or states='ram'"
