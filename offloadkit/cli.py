@@ -207,6 +207,7 @@ def train(
     ] = False,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the order of rows, dropout and random weights.")] = 0,
+    num_gpus: Annotated[int | None, typer.Option(help="Train on so many GPUs of this machine. Default: one.")] = None,
     input_column: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="What is input, if no known name says it.")
     ] = None,
@@ -256,6 +257,7 @@ def train(
         learning_rate=learning_rate,
         init="random" if random_weights else "pretrained",
         seed=seed,
+        num_gpus=num_gpus,
         input_column=input_column,
         target_column=target_column,
         template=template,

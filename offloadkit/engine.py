@@ -36,6 +36,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, forget_peak, phase
 from offloadkit.device.streams import record_compute
+from offloadkit.distributed import world
 from offloadkit.distributed.ranks import Ranks, joined_ranks
 from offloadkit.errors import (
     ConfigError,
@@ -74,7 +75,7 @@ from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import DTYPES, GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
 from offloadkit.outline import FirstWindow, chooses, plan_for
-from offloadkit.planner import Plan, placed
+from offloadkit.planner import LayerShape, Plan, placed
 from offloadkit.planner.plan import check_fits
 from offloadkit.telemetry import Move, Telemetry
 from offloadkit.units import format_seconds, parse_bytes
@@ -88,6 +89,29 @@ _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] 
 def is_trained(model: nn.Module) -> bool:
     """Whether an open engine trains parameters of `model`."""
     return _other(model) is not None
+
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    """
+    Raises:
+        ModelError: the model is in a wrapper that trains it on several ranks, or its weights are cut between them.
+    """
+    for module in model.modules():
+        if (name := type(module).__name__) in _WRAPPERS:
+            raise ModelError(
+                f"the model is wrapped in {name}, which is not needed: pass the module inside it (its `.module`). "
+                "The engines of all ranks add up gradients themselves. In a loop with accelerate, give the DataLoader "
+                "alone to `accelerator.prepare`"
+            )
+    for parameter_name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor":
+            raise ModelError(
+                f"the parameter {parameter_name!r} is a DTensor, cut between ranks by FSDP or tensor parallelism: pass "
+                "the model as it was before; the engines of all ranks share the states themselves"
+            )
 
 
 def _check_free(model: nn.Module, config: OffloadConfig) -> None:
@@ -164,10 +188,10 @@ class OffloadEngine:
     ) -> None:
         """Place the model. While the engine is open, models of transformers compute as `docs/design.md` says.
 
-        Where torch.distributed is initialised with more than one rank, the engines of all ranks train the model
-        together, each with micro-batches of its own. All of them must be built, called and settled alike: building,
-        backward, `step`, saving, and the first use of weights after a `step` wait for the other ranks. After
-        `synchronize` a rank may use the weights by itself.
+        Where a launcher has started several processes, or torch.distributed is initialised with more than one rank, the
+        engines of all ranks train the model together, each with micro-batches of its own. All of them must be built,
+        called and settled alike: building, backward, `step`, saving, and the first use of weights after a `step` wait
+        for the other ranks. After `synchronize` a rank may use the weights by itself.
 
         Args:
             model: any module. Its trainable parameters live where the plan says; frozen ones move to `device`.
@@ -186,7 +210,8 @@ class OffloadEngine:
                 after the other, so there is never a second copy of the model.
 
         Raises:
-            ModelError: nothing can be trained, a parameter's dtype is not supported, or the plan is another model's.
+            ModelError: nothing can be trained, a parameter's dtype is not supported, the plan is another model's, or
+                the model is wrapped for distributed training already.
             ConfigError: the plan was made with another accumulation, recomputation or placement. With several ranks: no
                 placement was chosen on a GPU, or one with weights in RAM or states on disk.
             RankError: the ranks have other models or configs.
@@ -195,7 +220,9 @@ class OffloadEngine:
             OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`). The
                 model is as it was then, but for frozen parameters and buffers.
         """
+        world.join()
         self.module, self.config = model, config or OffloadConfig()
+        _check_not_wrapped(model)
         _check_free(model, self.config)
         self.device = hardware.indexed(torch.device(device)) if device is not None else hardware.default_device()
         self.telemetry = telemetry or Telemetry()
@@ -212,6 +239,8 @@ class OffloadEngine:
         trained = {view.parameter for layer in layers for view in layer.views}
         self._first_window: FirstWindow | None = None
         plan = plan or self._planned(model, layers, example, evaluation_rows)
+        if self._ranks is not None:
+            plan = self._with_rank_0s_placements(plan, layers)
         check_plan(plan, layers, self.config)
         here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
         self.plan = within_free_vram(plan, self.device, sum(each.nbytes for each in here))
@@ -272,7 +301,13 @@ class OffloadEngine:
         )
         self._layers = layers
         self._untrained = UntrainedParameters(model, trained)
-        self._records = StepRecords(self.telemetry, self.plan, self.device, self.config.on_nonfinite)
+        self._records = StepRecords(
+            self.telemetry,
+            self.plan,
+            self.device,
+            self.config.on_nonfinite,
+            num_ranks=1 if self._ranks is None else self._ranks.size,
+        )
         has_fp16 = any(layer.dtype == torch.float16 for layer in layers)
         self.loss_scale = LossScale(self.config.loss_scale) if has_fp16 else None
         self._newest: Update | None = None
@@ -321,6 +356,19 @@ class OffloadEngine:
             made, self._first_window = first.plan, None if first.is_settled else first
         check_fits(proposing_disk(made))
         return made
+
+    def _with_rank_0s_placements(self, plan: Plan, layers: list[FlatLayer]) -> Plan:
+        """The plan with the placements that rank 0 has planned, for what this rank owns of the layers.
+
+        Whoever made the plan did not know the parameter groups, whose order moves the ranks' borders a little.
+        """
+        if self.config.placement is None:
+            placements = world.from_first("planning", lambda: plan.placements)
+            plan = placed(plan, placements)
+        shapes = tuple(layer.shape() for layer in layers)
+        if len(shapes) == len(plan.layers) and all(map(LayerShape.is_same_layer, shapes, plan.layers)):
+            plan = placed(replace(plan, layers=shapes), plan.placements)
+        return plan
 
     def _leaner(self) -> Plan | None:
         """Takes a plan with less in VRAM as the plan, and returns it; None if there is none."""
@@ -510,7 +558,7 @@ class OffloadEngine:
         elif self._first_window is not None:
             first, self._first_window = self._first_window, None
             self._move_after(first)
-        elif self._rate_watch.is_due and self._profile is None:
+        elif self._rate_watch.is_due and self._profile is None and self._ranks is None:
             self._move_for_rates()
         return True
 
@@ -995,6 +1043,8 @@ class OffloadEngine:
 
     # ---- as the module, and checks -------------------------------------------------------------------------------
 
+    ranks = property(lambda self: self._ranks, doc="Those that train the model together; None where there is one.")
+
     is_beginning = property(
         lambda self: self._first_window is not None,
         doc="Whether the placements are those to begin with: what the first window brings is planned for at its end.",
@@ -1018,5 +1068,7 @@ class OffloadEngine:
             raise forked("the engine was")
 
     def _raise_thread_error(self) -> None:
+        if isinstance(self._thread.error, RankError):
+            raise RankError(str(self._thread.error)) from self._thread.error
         if self._thread.error is not None:
             raise EngineStateError("the optimizer step failed; the weights may be half updated") from self._thread.error

@@ -52,6 +52,14 @@ What the arguments of `finetune` take:
 - `training_arguments`: anything else that `transformers.Seq2SeqTrainingArguments` takes. `save_steps` and `eval_steps`
   save and evaluate after so many steps, instead of after each epoch.
 
+Several GPUs: `num_gpus=2` trains on the first two of this machine, in a process for each. A
+function or class of the notebook or script goes there by value. Rank 0's prints and one monitor are shown here.
+An interrupt, an error and the end of this process end them all. The trained model comes back in RAM; one that was
+given gets its weights. What `callbacks` collect stays in the processes. `use_cpu=True` tries it without GPUs.
+Or start a script that calls `finetune` by `torchrun --nproc-per-node 2 script.py`, `accelerate launch` or
+the `deepspeed` launcher. `batch_size` and `gradient_accumulation` are each process's. N of them compute what one would
+with N times the `gradient_accumulation`. The first one prints, shows the monitor and writes; all return the result.
+
 Working weights, gradients and activations are bf16 on a GPU with native bf16, fp16 with a loss scale on other GPUs,
 and fp32 on the CPU. The optimizer's master weights are always fp32. `bf16=`, `fp16=` or `offload.working_dtype` changes
 the working dtype: `bf16=False` on a GPU with bf16, and `fp16=False` on one without, is fp32.
@@ -64,7 +72,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
@@ -84,6 +92,8 @@ from offloadkit.checkpoint.folder import (
 )
 from offloadkit.config import OffloadConfig, Precision
 from offloadkit.device.process_memory import phase
+from offloadkit.distributed import world
+from offloadkit.distributed.launch import is_launched
 from offloadkit.engines.baseline import measured_baseline
 from offloadkit.errors import ConfigError, errors_hold_nothing
 from offloadkit.hf.columns import ColumnWish
@@ -95,7 +105,7 @@ from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.hf.weight_files import Materialise
 from offloadkit.monitor.monitor import Monitor, can_be_drawn
-from offloadkit.offload.layers import flat_layers
+from offloadkit.offload.layers import cut_for_ranks, flat_layers
 from offloadkit.planner import Dtype, Plan
 from offloadkit.planner.phases import differing
 from offloadkit.planning import (
@@ -106,6 +116,7 @@ from offloadkit.planning import (
     shown_plan,
     with_wishes,
 )
+from offloadkit.several_gpus import TellingMonitor, check_num_gpus, on_several_gpus
 from offloadkit.starting import collector_off, is_loaded, say
 from offloadkit.telemetry import Move, Peaks, StepRecord
 
@@ -182,14 +193,31 @@ class FinetuneResult:
         )
 
 
+def _say(doing: str) -> None:
+    """`say` it, on rank 0."""
+    if world.rank() == 0:
+        say(doing)
+
+
 @contextmanager
 def _libraries() -> Iterator[None]:
     """Have what training needs loaded inside this context. It takes seconds, so a line says so."""
     if not is_loaded("datasets") or not is_loaded("transformers.trainer"):
-        say("loading transformers and datasets")
+        _say("loading transformers and datasets")
         with collector_off():
             import offloadkit.hf.trainer  # noqa: F401
     yield
+
+
+@contextmanager
+def _joined() -> Iterator[None]:
+    """Join the processes that a launcher has started with this one. Only the first one prints inside this context."""
+    world.join()
+    with ExitStack() as opened:
+        if world.rank() > 0:
+            silence = opened.enter_context(open(os.devnull, "w"))
+            opened.enter_context(redirect_stdout(silence))
+        yield
 
 
 _P = ParamSpec("_P")
@@ -227,6 +255,7 @@ def _alone() -> Iterator[None]:
         _training.release()
 
 
+@_joined()
 @_libraries()
 @_alone()
 @errors_hold_nothing()
@@ -252,6 +281,7 @@ def finetune(
     max_input_length: int | None = None,
     max_target_length: int | None = None,
     seed: int = 0,
+    num_gpus: int | None = None,
     input_column: str | None = None,
     target_column: str | None = None,
     template: str | None = None,
@@ -276,7 +306,15 @@ def finetune(
         DoesNotFitError: what the plan needs is not there; found out before anything is downloaded or loaded.
         OutOfVramError: the GPU's memory is full, and no leaner plan is left.
         NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
+        RankError: a process of `num_gpus` was killed. An error on one of them ends all and is raised here.
     """
+    if num_gpus is not None:
+        check_num_gpus(num_gpus, on_cpu=bool(training_arguments.get("use_cpu")))
+    if num_gpus is not None and num_gpus > 1:
+        given = dict(locals())
+        more, _ = given.pop("training_arguments"), given.pop("num_gpus")
+        found: FinetuneResult = on_several_gpus(finetune, num_gpus, given | more)
+        return found
     from offloadkit.hf.arguments import arguments_of_finetune, check_arguments, engine_config
 
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
@@ -289,28 +327,30 @@ def finetune(
     wish = ColumnWish(input_column, target_column, template)
     if retry_leaner:
         why = "retry_leaner has no effect and will be removed: a full GPU always makes training go on by a leaner plan"
-        warnings.warn(why, FutureWarning, stacklevel=7)
+        warnings.warn(why, FutureWarning, stacklevel=8)
     offload = with_wishes(offload, vram=vram, ram=ram, precision=precision, compile_blocks=compile_blocks)
     dtype = _working_dtype(offload, training_arguments)
     offload = with_wishes(offload, working_dtype=dtype)
     check_there(train_dataset)
     check_there(eval_dataset, "eval_dataset: ")
     in_use = (model, getattr(model, "name_or_path", None), tokenizer, train_dataset, eval_dataset)
-    earlier = earlier_run(output_dir, resume=resume, overwrite=overwrite, in_use=in_use)
-    output = writable(output_dir, resume=resume)  # not made if a file of rows, or a checkpoint to resume, is missing
+    replaces = functools.partial(earlier_run, output_dir, resume=resume, overwrite=overwrite, in_use=in_use)
+    earlier = world.from_first("checking output_dir", replaces)
+    # The folder is not made if a file of rows, or a checkpoint to resume, is missing.
+    output = world.from_first("checking output_dir", lambda: writable(output_dir, resume=resume))
     source = resolve(model, init=init)
     if source.model is None:
-        say(f"reading the config of {source.given}")
+        _say(f"reading the config of {source.given}")
         source.read_ahead()
-    checkpoint = newest_checkpoint(output) if resume else None
-    if checkpoint is not None:
-        check_readable(checkpoint)
-        check_same_model(checkpoint, source.config)
+    goes_on = functools.partial(_checkpoint_in, output, source.config)
+    checkpoint = world.from_first("looking for a checkpoint", goes_on) if resume else None
     at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
     if batch_size == "auto":
         smoothing = training_arguments.get("label_smoothing_factor") or 0.0
         where = _device(training_arguments)
-        batch_size = auto_batch_size(source, offload, **lengths, device=where, label_smoothing=smoothing)
+        fits = functools.partial(auto_batch_size, source, offload, **lengths, device=where, label_smoothing=smoothing)
+        chosen: int = world.from_first("choosing batch_size", fits)
+        batch_size = chosen
     own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
     own |= {"gradient_accumulation_steps": gradient_accumulation, "per_device_train_batch_size": batch_size}
     own |= {"learning_rate": learning_rate or LEARNING_RATES[init]}
@@ -336,14 +376,19 @@ def finetune(
         for skipped, why in skipped_checkpoints(output):
             print(f"{skipped} is skipped: it {why}", flush=True)
         print(f"going on from {checkpoint}", flush=True)
-        if warning := other_rows(checkpoint, batch_size):
+        if warning := other_rows(checkpoint, batch_size, gradient_accumulation, world.size()):
             print(warning, flush=True)
     seconds = None
     if baseline == "measure":
         step: dict[str, Any] = {"batch_size": batch_size, "accumulation": gradient_accumulation, "dtype": dtype}
         step["by_length"] = args.train_sampling_strategy == "group_by_length"
         seconds = measured_baseline(source.given, data, **step, folder=output / "baseline")
-    watch = Monitor(plan, baseline_seconds=seconds, display="auto" if monitor and can_be_drawn() else "none")
+    is_shown = monitor and can_be_drawn() and world.rank() == 0
+    watch = (
+        TellingMonitor(plan, baseline_seconds=seconds, is_drawn=monitor)
+        if is_launched()
+        else Monitor(plan, baseline_seconds=seconds, display="auto" if is_shown else "none")
+    )
     hooks: dict[str, Any] = {"callbacks": list(callbacks), "compute_metrics": compute_metrics}
     run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch, earlier, hooks)
     with ExitStack() as opened:
@@ -353,11 +398,13 @@ def finetune(
         trained: Any = trainer.model
         peaks = trainer.telemetry.peaks
         with phase("saving", peaks, args.device):
-            _save(trained, tokenizer, output / "model")  # first of all: an evaluation that fails loses nothing
+            save = functools.partial(_save, trained, tokenizer, output / "model")
+            world.from_first("saving the model", save)  # first of all: an evaluation that fails loses nothing
         samples = _evaluate(trainer, tokenizer, evaluation, metrics)
         plan = plan if trainer.engine is None else trainer.engine.plan  # an evaluation may have moved it
         steps, state = list(trainer.telemetry.records), trainer.state
-        stopped, moves = watch.stop_requested and state.global_step < state.max_steps, trainer.telemetry.moves
+        moves = trainer.telemetry.moves
+        stopped = trainer.any_rank(watch.stop_requested) and state.global_step < state.max_steps
     for sentence in _not_as_planned(plan, peaks, moves):
         print(sentence, flush=True)
     measured: dict[str, Any] = {"stopped": stopped, "peaks": peaks, "moves": moves}
@@ -365,6 +412,14 @@ def finetune(
 
 
 # -- the arguments
+
+
+def _checkpoint_in(output: Path, config: Any) -> Path:
+    """The newest checkpoint, which can be read and is of such a model. Raises as `finetune`."""
+    checkpoint = newest_checkpoint(output)
+    check_readable(checkpoint)
+    check_same_model(checkpoint, config)
+    return checkpoint
 
 
 def _check(epochs: Any, learning_rate: Any, init: Any, seed: Any, baseline: Any, **switches: Any) -> None:
@@ -378,6 +433,8 @@ def _check(epochs: Any, learning_rate: Any, init: Any, seed: Any, baseline: Any,
         raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {seed!r}")
     if baseline not in ("predict", "measure"):
         raise ConfigError(f"baseline must be 'predict' or 'measure', got {baseline!r}")
+    if baseline == "measure" and world.size() > 1:
+        raise ConfigError("baseline='measure' runs one process: leave it out where several processes train together")
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be True or False, got {value!r}")
@@ -446,12 +503,15 @@ class TrainingRun:
         from offloadkit.hf.callbacks import AfterAStep, AsksTheMonitor
 
         model, materialise = self._load(plan, checkpoint)
-        if plan.layers != tuple(layer.shape() for layer in flat_layers(model, self.offload)):
+        layers = flat_layers(model, self.offload)
+        cut_for_ranks(layers)
+        if plan.layers != tuple(layer.shape() for layer in layers):
             # The checkpoint's parameters are not those of its config: a head of its own, or fewer tied weights.
             plan = shown_plan(resolve(model, task=self.data.task), self.offload, **self.size)
         trainer = self._trainer(model, materialise, plan)
-        trainer.add_callback(AfterAStep(self.earlier.remove_checkpoints))
-        trainer.add_callback(asks := AsksTheMonitor(self.monitor))
+        if trainer.is_world_process_zero():
+            trainer.add_callback(AfterAStep(self.earlier.remove_checkpoints))
+        trainer.add_callback(asks := AsksTheMonitor(self.monitor, trainer.any_rank))
         self.monitor.plan = plan
         with closing(asks), ExitStack() as opened:
             opened.enter_context(closing(trainer))
@@ -562,7 +622,9 @@ def _evaluate(
     batch_size = trainer.args.per_device_eval_batch_size
     how: dict[str, Any] = {} if trainer.engine is None else {"evaluates": trainer.engine.evaluates}
     with phase("generation", trainer.telemetry.peaks, trainer.args.device):
-        samples = predict(trainer.model, tokenizer, evaluation, num_rows=num_rows, batch_size=batch_size, **how)
+        how |= {"num_rows": num_rows, "batch_size": batch_size}
+        write = functools.partial(predict, trainer.model, tokenizer, evaluation, **how)
+        samples = world.from_first("predicting", write)
     if evaluation.task != "causal":
         metrics["exact_match" if evaluation.task == "seq2seq" else "accuracy"] = share_correct(samples)
     print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))

@@ -23,7 +23,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.device.measure import measure
 from offloadkit.hardware import Hardware
 from offloadkit.offload.caches import caching_configs
-from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of, repeated_blocks, stays_fp32
+from offloadkit.offload.layers import FlatLayer, cut_for_ranks, flat_layers, plan_of, repeated_blocks, stays_fp32
 from offloadkit.optim.table import DTYPES
 from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage
 from offloadkit.planner.plan import why_not
@@ -101,6 +101,7 @@ def _outline(
         undo.callback(claim(caching, "use_cache", False))
     try:
         layers = flat_layers(model, config)
+        cut_for_ranks(layers)
         _take_working_dtypes(model, layers, config)
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):  # a recomputation of the model's own cannot be traced

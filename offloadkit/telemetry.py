@@ -42,7 +42,7 @@ class StepRecord:
 
     step: int
     loss: float
-    """Sum of the micro-batches' losses, each divided by their number."""
+    """Sum of the micro-batches' losses, each divided by their number; of one rank's, where there are several."""
     num_tokens: int | None
     """Input and label positions, padding included; None if the batch has neither."""
     grad_norm: float | None

@@ -32,6 +32,7 @@ ROWS = [
     {"hf"},
     {"planning"},
     {"engines"},
+    {"several_gpus"},
     {"finetuning", "deepspeed"},
     {"comparing"},
     {"demo", "doctor"},

@@ -71,6 +71,11 @@ def test_nonfinite_steps_can_be_left_out() -> None:
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
+def test_a_model_in_a_wrapper_for_several_devices() -> None:
+    with pytest.raises(ModelError, match=r"wrapped in DataParallel, which is not needed: pass the module inside"):
+        OffloadEngine(nn.DataParallel(TinyLM()), OffloadConfig())
+
+
 def test_a_model_without_trainable_parameters() -> None:
     model = TinyLM().requires_grad_(False)
     with pytest.raises(ModelError, match=r"no trainable parameters.*requires_grad_"):

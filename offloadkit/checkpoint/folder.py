@@ -234,18 +234,34 @@ def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
             )
 
 
-def other_rows(checkpoint: Path, batch_size: int) -> str | None:
-    """A warning if the checkpoint was made with another batch size, else None.
+def other_rows(checkpoint: Path, batch_size: int, accumulation: int, num_ranks: int) -> str | None:
+    """A warning if an update had another number of rows when the checkpoint was made, else None.
 
     The Trainer derives the position in the dataset from the number of steps, so it continues at another row.
     """
     before = json.loads((checkpoint / "trainer_state.json").read_text()).get("train_batch_size")
     if before in (None, batch_size):
-        return None
+        return _other_micro_batches(checkpoint, accumulation, num_ranks)
     return (
         f"batch_size is {batch_size} now and was {before}: steps are counted on, at {batch_size} rows each, so some "
         f"rows are {'seen again' if batch_size < before else 'left out'}, and the weights not those of one run; "
         f"batch_size={before} goes on exactly"
+    )
+
+
+def _other_micro_batches(checkpoint: Path, accumulation: int, num_ranks: int) -> str | None:
+    """`other_rows`, where micro-batches are as large as they were."""
+    arguments = checkpoint / "training_args.json"
+    known = json.loads(arguments.read_text()) if arguments.is_file() else {}
+    of_each, ranks = known.get("gradient_accumulation_steps"), len(list(checkpoint.glob("states-*")))
+    if of_each is None or ranks == 0 or of_each * ranks == accumulation * num_ranks:
+        return None
+    exactly = f"{of_each * ranks} in all go on exactly"
+    if of_each * ranks % num_ranks == 0:
+        exactly = f"gradient_accumulation={of_each * ranks // num_ranks} goes on exactly"
+    return (
+        f"an update has {accumulation * num_ranks} micro-batches of all ranks now and had {of_each * ranks}: steps are "
+        f"counted on, so some rows are seen again or left out, and the weights not those of one run; {exactly}"
     )
 
 

@@ -51,15 +51,18 @@ class RunNumbers:
     forget_pages: Callable[[], None]
     """Drops pages of states on disk, which were mapped to be read or written, from RAM."""
 
-    def write(self, folder: Path, **more: Any) -> None:
+    def write(self, folder: Path, rank: int = 0, num_ranks: int = 1, **more: Any) -> None:
         """Write all but weights and random states into `folder`, and `more` values beside them.
+
+        With several ranks, each writes its states, and rank 0 the values.
 
         Raises:
             ConfigError: `more` holds something that is not data.
             OSError: it could not be written.
         """
-        self.write_values(folder, **more)
-        self.write_states(folder)
+        if rank == 0:
+            self.write_values(folder, **more)
+        self.write_states(folder, rank, num_ranks)
 
     def write_values(self, folder: Path, **more: Any) -> None:
         """Write `run.json`. Raises as `write`."""
@@ -134,7 +137,7 @@ def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks | None = None, **mo
         with ranks.together("writing optimizer states"), written_to(folder):
             numbers.write_states(beside, ranks.rank, ranks.size)
             if not first:
-                write_json(beside / RANDOM_FILE_OF_RANK.format(ranks.rank), random_states())
+                write_random(beside, ranks.rank)
 
         def write(new: Path) -> None:
             numbers.write_values(new, **more)
@@ -186,8 +189,7 @@ def load_run(
     with SavedStates(folder) as saved, ArrayFile(folder / WEIGHT_FILE) as weights:
         values = numbers.check(folder, saved)
         check_weights(weights, numbers.weights)
-        own = folder / RANDOM_FILE_OF_RANK.format(rank)
-        states = read_json(own if own.is_file() else folder / RANDOM_FILE)
+        states = _random_of(folder, rank)
         if with_scheduler and values.get("scheduler") is None:
             raise ConfigError(f"{folder} holds no scheduler: it was saved without one. Leave scheduler= out")
         load_weights(weights, numbers.weights)
@@ -197,11 +199,16 @@ def load_run(
     return values
 
 
-def write_random(folder: Path) -> None:
-    """Write the present random states into a checkpoint's folder."""
-    write_json(folder / RANDOM_FILE, random_states())
+def write_random(folder: Path, rank: int = 0) -> None:
+    """Write the present random states of this rank into a checkpoint's folder."""
+    write_json(folder / (RANDOM_FILE_OF_RANK.format(rank) if rank else RANDOM_FILE), random_states())
 
 
-def read_random(folder: Path) -> None:
-    """Set the random generators to the states in a checkpoint's folder."""
-    set_random_states(read_json(folder / RANDOM_FILE))
+def read_random(folder: Path, rank: int = 0) -> None:
+    """Set the random generators to this rank's states in a checkpoint's folder; to rank 0's where it had none."""
+    set_random_states(_random_of(folder, rank))
+
+
+def _random_of(folder: Path, rank: int) -> Any:
+    own = folder / RANDOM_FILE_OF_RANK.format(rank)
+    return read_json(own if own.is_file() else folder / RANDOM_FILE)

@@ -161,7 +161,7 @@ def _sizes(device: torch.device) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     vram_free, vram_total = hardware.vram_bytes(device) if on_gpu else (ram_available, ram_total)
     return {
-        "device": str(device),
+        "device": str(device) if on_gpu else "cpu",  # accelerate numbers CPUs
         "gpu_name": torch.cuda.get_device_name(device) if on_gpu else None,
         "compute_capability": torch.cuda.get_device_capability(device) if on_gpu else None,
         "supports_bf16": hardware.supports_bf16(device),

@@ -8,14 +8,16 @@ its own. So exchanging is all there is: two operations between devices, and two 
 | `exchange`, `gather`, `broadcast` | the main thread, or autograd's while that waits in backward | the device's |
 | `agree` | the main thread | gloo, its own |
 | `sum` | the stepping thread | gloo, its own |
+| watching for ranks that end | a thread of `Watch` | gloo, its own |
 
 Every rank must ask for the same operations of a group in the same order. No two threads share a group.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from offloadkit.device.streams import CopyStream
+from offloadkit.distributed.watch import Watch
 from offloadkit.errors import RankError
 
 BROADCAST_BYTES = 64 * 2**20
@@ -45,7 +48,7 @@ class Ranks:
     """The processes of torch.distributed's default group, this one among them.
 
     An operation that another rank never joins raises `RankError` when the timeout given to `init_process_group` is
-    over, or at once where the other process has ended.
+    over, or at once where the other rank has died or failed. Ranks that hang then print the stacks of their threads.
 
     Attributes:
         rank: this process's number.
@@ -53,15 +56,19 @@ class Ranks:
         stream: where the operations between devices run.
     """
 
+    _watch: Watch | None = None
+
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
         default: Any = dist.group.WORLD
         timeout = default._get_backend(default._device_types[0]).options._timeout
         backend = "nccl" if device.type == "cuda" else "gloo"
-        with _explained("making process groups"):
+        with self._explained("making process groups"):
             self._between_devices: Any = dist.new_group(backend=backend, timeout=timeout)
             self._of_main: Any = dist.new_group(backend="gloo", timeout=timeout)
             self._of_stepping: Any = dist.new_group(backend="gloo", timeout=timeout)
+            self._of_watch: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._watch = Watch(self.rank, self.size, self._of_watch, self._abort)
         self.stream = CopyStream(device, "ranks")
 
     # ---- between devices: everything is a matter of bytes (gloo knows no bf16), and runs on the current stream -------
@@ -77,12 +84,12 @@ class Ranks:
         size = sent.element_size()
         lengths = [(end - start) * size for start, end in pairwise(cuts)]
         own = [lengths[self.rank]] * self.size
-        with _explained("exchanging gradients"):
+        with self._explained("exchanging gradients"):
             dist.all_to_all_single(_bytes(received), _bytes(sent), own, lengths, group=self._between_devices)
 
     def gather(self, flat: torch.Tensor, cuts: Sequence[int]) -> None:
         """Have all ranks' ranges in `flat`, in place. `cuts` as for `exchange`."""
-        with _explained("gathering new weights"):
+        with self._explained("gathering new weights"):
             for owner, (start, end) in enumerate(pairwise(cuts)):
                 if start < end:
                     dist.broadcast(_bytes(flat[start:end]), owner, group=self._between_devices)
@@ -94,7 +101,7 @@ class Ranks:
             return
         flat = tensor.detach().reshape(-1)
         memory = _bytes(flat)
-        with _explained("taking rank 0's weights"):
+        with self._explained("taking rank 0's weights"):
             for start in range(0, memory.numel(), BROADCAST_BYTES):
                 part = memory[start : start + BROADCAST_BYTES]
                 piece = part.to(self._device)
@@ -109,13 +116,13 @@ class Ranks:
     def agree(self, own: NDArray[np.int64]) -> NDArray[np.int64]:
         """What every rank says: int64 [size, *]. `own` is 1-D and has the same length on all ranks."""
         found = [torch.empty(len(own), dtype=torch.int64) for _ in range(self.size)]
-        with _explained("comparing notes"):
+        with self._explained("comparing notes"):
             dist.all_gather(found, torch.from_numpy(own), group=self._of_main)
         return torch.stack(found).numpy()
 
     def sum(self, numbers: NDArray[np.float64]) -> None:
         """Add all ranks' fp64 `numbers`, in place. Exact in any order where at most one rank's number is not zero."""
-        with _explained("adding up the gradient norm"):
+        with self._explained("adding up the gradient norm"):
             dist.all_reduce(torch.from_numpy(numbers), group=self._of_stepping)
 
     @contextmanager
@@ -135,28 +142,53 @@ class Ranks:
             raise RankError(f"{what} failed on rank {failed[0]}, whose error says why")
 
     def close(self) -> None:
-        """Give the groups back, which closes their connections: ranks that still wait for this one get an error."""
+        """Give the groups back, which closes their connections: ranks that still wait for this one get an error.
+
+        While an error is on its way to the caller, this rank counts as failed.
+        """
+        if self._watch is None:
+            return
+        if sys.exception() is not None:
+            self._watch.fail()
+        self._watch.leave()
         if dist.is_initialized():
             for group in (self._between_devices, self._of_main, self._of_stepping):
                 dist.destroy_process_group(group)
         self._between_devices = self._of_main = self._of_stepping = None
 
+    def _abort(self) -> None:
+        """End the device operations that wait for a rank which has ended. (gloo's end by themselves.)"""
+        if self._device.type == "cuda":
+            groups: list[Any] = [self._between_devices, dist.group.WORLD]  # a Trainer uses the default group too
+            for group in groups:
+                with suppress(RuntimeError, AttributeError):  # it is closed, or has none for GPUs
+                    group._get_backend(self._device).abort()
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """
+        Raises:
+            RankError: torch.distributed failed, or another rank has.
+        """
+        if self._watch is not None and self._watch.lost is not None:
+            raise RankError(f"{what} was not begun: rank {self._watch.lost} has {_ENDED}")
+        try:
+            yield
+        except RuntimeError as error:
+            lost = None if self._watch is None else self._watch.who_is_lost()
+            if self._watch is not None:
+                self._watch.fail()
+            raise RankError(
+                f"{what} with the other ranks failed: rank {lost} has {_ENDED}"
+                if lost is not None
+                else f"{what} with the other ranks failed: one has ended, has raised an error, or has not come here "
+                "before the timeout of init_process_group. Every rank must call the engine alike. Look at the other "
+                "ranks' errors, and go on from a checkpoint"
+            ) from error
+
+
+_ENDED = "died or raised an error: look at that, and go on from a checkpoint"
+
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """
-    Raises:
-        RankError: torch.distributed failed.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        raise RankError(
-            f"{what} with the other ranks failed: one has ended, has raised an error, or has not come here before the "
-            "timeout of init_process_group. Every rank must call the engine alike. Look at the other ranks' errors, "
-            "and go on from a checkpoint"
-        ) from error

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
+from offloadkit.distributed import world
 from offloadkit.errors import ConfigError
 from offloadkit.optim.table import trainer_names
 from offloadkit.planner import Dtype
@@ -28,8 +29,8 @@ _OWN_NAMES = ("epochs", "batch_size", "gradient_accumulation")
 _ACCELERATE = {
     "ACCELERATE_USE_FSDP": "offloadkit does the offloading",
     "ACCELERATE_USE_DEEPSPEED": _FROM_DEEPSPEED,
-    "ACCELERATE_USE_MEGATRON_LM": "offloadkit trains on one device",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "one device only, so far",
+    "ACCELERATE_USE_MEGATRON_LM": "the engines share the work between ranks",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "the engines share the work between ranks",
     "ACCELERATE_DYNAMO_BACKEND": "OffloadConfig(compile_blocks=True) compiles",
     "ACCELERATE_MIXED_PRECISION": "",
 }
@@ -170,6 +171,8 @@ def _of_the_environment(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
 def check_arguments(args: TrainingArguments) -> None:
     """Refuse everything that the engine cannot do, in one message; use one GPU if several are visible.
 
+    The engine weighs micro-batches by their targets on all ranks; the Trainer's own way of doing so is switched off.
+
     Raises:
         ConfigError: names each argument and what to do.
     """
@@ -182,7 +185,10 @@ def check_arguments(args: TrainingArguments) -> None:
         ),
         "deepspeed": (args.deepspeed, f"leave it out: {_FROM_DEEPSPEED}"),
         "fsdp": (args.fsdp, "leave it out: offloadkit does the offloading"),
-        "parallelism_config": (args.parallelism_config, "leave it out: one device only, so far"),
+        "parallelism_config": (
+            args.parallelism_config,
+            "leave it out: the engines share the work between ranks",
+        ),
         "torch_compile=True": (args.torch_compile, "leave it out: OffloadConfig(compile_blocks=True) compiles"),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "set per_device_train_batch_size"),
     }
@@ -195,10 +201,18 @@ def check_arguments(args: TrainingArguments) -> None:
     for name, (wanted, advice) in _of_the_environment(args).items():
         refused[f"{name}={os.environ.get(name)!r} (set by `accelerate launch`)"] = (wanted, advice)
     problems = [f"{name}: {advice}" for name, (given, advice) in refused.items() if given]
-    if args.world_size > 1:
-        problems.append(f"{args.world_size} processes: start one process; several are not built yet")
+    world.join()
+    if args.world_size != world.size():
+        problems.append(
+            f"world_size={args.world_size}, and torch.distributed has {world.size()} ranks: start the processes by "
+            "torchrun or `accelerate launch`, and pass use_cpu=True where there is no GPU"
+        )
+    if args.world_size > 1 and args.save_on_each_node:
+        problems.append("save_on_each_node=True: leave it out; all ranks write into one folder, which all of them see")
     if problems:
         raise ConfigError("TrainingArguments that offloadkit cannot train with:\n  " + "\n  ".join(problems))
     if args.n_gpu > 1:
         logger.warning(f"offloadkit trains on one GPU ({args.device}); the other {args.n_gpu - 1} stay idle")
         args._n_gpu = 1  # as the Trainer does for models that it must not wrap in DataParallel
+    if args.world_size > 1:
+        args.average_tokens_across_devices = False  # else the Trainer multiplies losses by the number of ranks

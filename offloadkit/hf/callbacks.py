@@ -29,13 +29,15 @@ _SHOWN = {"loss": "loss", "grad_norm": "norm", "learning_rate": "lr"}
 
 
 def show_progress(trainer: Trainer, *, monitored: bool = False) -> None:
-    """Replace the Trainer's own bar and printed dicts by `TrainingProgress`.
+    """Replace the Trainer's own bar and printed dicts by `TrainingProgress`, on rank 0.
 
     Args:
         monitored: whether a monitor shows the steps.
     """
     trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)  # another one in a notebook
     trainer.remove_callback(PrinterCallback)
+    if not trainer.is_world_process_zero():
+        return
     bar = not trainer.args.disable_tqdm and is_live()
     trainer.add_callback(TrainingProgress("monitor" if monitored else "bar" if bar else "lines"))
 
@@ -90,8 +92,9 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
         stopped: whether training ended by that request.
     """
 
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
+    def __init__(self, monitor: Monitor, any_rank: Callable[[bool], bool]) -> None:
+        """any_rank: whether something is so on any rank: an interrupt may reach one of them a step earlier."""
+        self._monitor, self._any_rank = monitor, any_rank
         self._quiet = ExitStack()
         self.stopped = False
 
@@ -106,7 +109,7 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._monitor.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not self._monitor.stop_requested or state.global_step >= state.max_steps:
+        if not self._any_rank(self._monitor.stop_requested) or state.global_step >= state.max_steps:
             return
         self.stopped = control.should_training_stop = True
         control.should_save = not float(state.epoch).is_integer()

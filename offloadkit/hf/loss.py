@@ -32,17 +32,22 @@ from offloadkit.kernels.linear_cross_entropy import Step, no_autocast, token_los
 
 def num_targets(model: Any, batch: Any) -> torch.Tensor | int:
     """Number of positions that the loss of one batch is a mean over: a scalar on the labels' device, or an int."""
+    return targets_in(batch, shifted=shifts_labels(model))
+
+
+def targets_in(batch: Any, *, shifted: bool) -> torch.Tensor | int:
+    """`num_targets`, of a model that `shifts_labels` or does not."""
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, torch.Tensor):
         return next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), 1)
     if labels.is_floating_point():
         return labels.numel()
-    if "shift_labels" not in batch and _shifts_labels(model):
+    if "shift_labels" not in batch and shifted:
         labels = labels[..., 1:]
     return (labels != IGNORED).sum()
 
 
-def _shifts_labels(model: Any) -> bool:
+def shifts_labels(model: Any) -> bool:
     """Whether the model's loss compares position i with label i + 1, as transformers' causal language models do."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False

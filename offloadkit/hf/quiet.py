@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
+from offloadkit.distributed import world
+
 
 @contextmanager
 def progress_bars(shown: bool) -> Iterator[None]:
@@ -73,7 +75,9 @@ def no_conversion_service() -> Iterator[None]:
 
 
 def is_live() -> bool:
-    """Whether a printed line can be redrawn: on a terminal and in a notebook's cell."""
+    """Whether a printed line can be redrawn: on a terminal and in a notebook's cell, by rank 0."""
+    if world.rank() > 0:
+        return False
     ipython = sys.modules.get("IPython")  # ipykernel may be imported outside of a kernel, as nbclient's users do
     shell = ipython.get_ipython() if ipython is not None else None
     return sys.stderr.isatty() or getattr(shell, "kernel", None) is not None

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.utils.data import Sampler
 
 from offloadkit.checkpoint.values import read_json, write_json
+from offloadkit.distributed import world
 
 if TYPE_CHECKING:
     from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -90,7 +91,8 @@ class PadToWidths:
 class ResumableOrder(Sampler[int]):
     """The order that HuggingFace's sampler draws from torch's random state; it can be drawn again.
 
-    HuggingFace resumes an epoch by drawing its order anew. Its sampler of equal lengths then draws another one.
+    HuggingFace resumes an epoch by drawing its order anew. Its sampler of equal lengths then draws another one. All
+    ranks have rank 0's order: their random states part as soon as one draws more than another.
     """
 
     def __init__(self, sampler: LengthGroupedSampler, *, mixed: bool) -> None:
@@ -106,12 +108,13 @@ class ResumableOrder(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         generator = None
-        if self._again is None:
-            self._drawn_from = torch.get_rng_state()
-        else:
+        drawn_from = self._again
+        if drawn_from is None:
+            drawn_from = world.from_first("drawing the order of rows", torch.get_rng_state)
+        if self._again is not None or world.rank() > 0:
             generator = torch.Generator()
-            generator.set_state(self._again)
-            self._drawn_from, self._again = self._again, None
+            generator.set_state(drawn_from)
+        self._drawn_from, self._again = drawn_from, None
         self._sampler.generator = generator
         rows, size = list(self._sampler), self._sampler.batch_size
         if not self._mixed or len(rows) <= size:

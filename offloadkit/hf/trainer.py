@@ -14,6 +14,9 @@ in chunks (`loss.py`): the logits exist whole only where somebody reads them.
 **Rows of several lengths.** With `train_sampling_strategy="group_by_length"` they come in HuggingFace's order; an epoch
 that is resumed goes on in the same one (`ragged.py`).
 
+**Several ranks.** `torchrun` or `accelerate launch` starts them; micro-batches are dealt to them (`dealing.py`), and a
+loss is weighted by the targets of all ranks. Rank 0 prints and writes; each rank writes its part of the states.
+
 **A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`), or the
 micro-batch of an evaluation (`OffloadEngine.evaluates`).
 """
@@ -29,7 +32,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.integrations.neftune import deactivate_neftune
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -48,11 +53,13 @@ from offloadkit.checkpoint.values import as_json
 from offloadkit.config import OffloadConfig
 from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, phase
+from offloadkit.distributed import world
 from offloadkit.engine import OffloadEngine, is_trained
 from offloadkit.errors import ConfigError, DataError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
+from offloadkit.hf.dealing import TARGETS, Counted, DealtBatches, GatheredRows, deal, without_targets
 from offloadkit.hf.longest import NotReadableError, evaluation_rows, is_standard, longest_batch
-from offloadkit.hf.loss import num_targets, on_device, with_a_target
+from offloadkit.hf.loss import num_targets, on_device, shifts_labels, targets_in, with_a_target
 from offloadkit.hf.masks import Noted, answering, without_note
 from offloadkit.hf.ragged import ResumableOrder
 from offloadkit.hf.saving import arguments_as_data, load_in_pieces, saved_in_pieces
@@ -88,14 +95,16 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     another Trainer's `train()` on the same model, with a warning.
 
     Raises:
-        ConfigError: the engine cannot work with the arguments (another optimizer, several processes, ...), or they
-            contradict `offload`.
+        ConfigError: the engine cannot work with the arguments (another optimizer, FSDP, ...), or they contradict
+            `offload`.
     """
 
     engine: OffloadEngine | None = None
     mixes_updates = False
     """Whether updates of rows sorted by length come in random order. HuggingFace's come as they are sorted."""
     data_collator: Any
+    gather_function: Any
+    _tr_loss: Any
 
     def __init__(
         self,
@@ -112,7 +121,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._window_targets: torch.Tensor | int = 0
         self._num_micro_batches = 1
         self._target_share: torch.Tensor | float | None = None
-        self._unfinished = self._begins = False
+        self._unfinished = self._begins = self._is_saving = False
+        self._dealt: DealtBatches | None = None
         self._window = Window()
         self._order: ResumableOrder | None = None
         self._before_the_engine = ExitStack()
@@ -206,16 +216,21 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         try:
             batch, said = longest_batch(self)
         except NotReadableError as error:
-            print(f"the longest rows are not known before training ({error}): {_BEGINS}", flush=True)
+            self._say(f"the longest rows are not known before training ({error}): {_BEGINS}")
             return None
         rows: dict[str, Any] = {"rows_option": "per_device_train_batch_size", "evaluation_rows": evaluation_rows(self)}
         plan = plan_for(self.model, config, self.args.device, batch, **rows)
         if plan is None:
-            print(f"the longest rows do not run on the meta device: {_BEGINS}", flush=True)
+            self._say(f"the longest rows do not run on the meta device: {_BEGINS}")
             return None
         check_fits(proposing_disk(plan))
-        print(f"{plan}\n  ({said})" if said else plan, flush=True)
+        self._say(f"{plan}\n  ({said})" if said else plan)
         return plan
+
+    def _say(self, text: object) -> None:
+        """Print it, on rank 0."""
+        if self.is_world_process_zero():
+            print(text, flush=True)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """The scheduler of the arguments on the engine's optimizer, or the one given to the constructor."""
@@ -237,18 +252,46 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     # -- one accumulated batch
 
     def get_train_dataloader(self) -> Any:
-        """As the Trainer; each batch says whether its attention mask masks anything, before it is on the device."""
-        own, self.data_collator = self.data_collator, Noted(self.data_collator)
+        """As the Trainer; each batch says whether its attention mask masks anything, before it is on the device.
+
+        With several ranks it also says how many targets it has. (Not in a stream, which rank 0 alone reads.)
+        """
+        own, is_shared = self.data_collator, self.args.world_size > 1
+        if not (is_shared and isinstance(self.train_dataset, IterableDataset)):
+            self.data_collator = Noted(self.data_collator)
+            if is_shared:
+                count = partial(targets_in, shifted=shifts_labels(self.model))
+                self.data_collator = Counted(self.data_collator, count)
         try:
-            return super().get_train_dataloader()
+            loader = super().get_train_dataloader()
         finally:
             self.data_collator = own
+        self._dealt = deal(loader)
+        return loader
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer; rows are dealt to ranks without adding any."""
+        return self._dealt_for_evaluation(super().get_eval_dataloader(*args, **kwargs))
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """As `get_eval_dataloader`."""
+        return self._dealt_for_evaluation(super().get_test_dataloader(*args, **kwargs))
+
+    def _dealt_for_evaluation(self, loader: Any) -> Any:
+        if not self.args.dataloader_drop_last:
+            deal(loader)
+        return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """As the Trainer; an order by length can be resumed. (Private; the dataloader has no public hook for it.)"""
+        """As the Trainer; an order by length can be resumed. (Private; the dataloader has no public hook for it.)
+
+        Windows of rows that are sorted by length hold as many updates on any number of ranks.
+        """
         sampler = super()._get_train_sampler(train_dataset)
-        by_length = isinstance(sampler, LengthGroupedSampler)
-        self._order = ResumableOrder(sampler, mixed=self.mixes_updates) if by_length else None
+        self._order = None
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.batch_size *= self.args.world_size
+            self._order = ResumableOrder(sampler, mixed=self.mixes_updates)
         return sampler if self._order is None else self._order
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
@@ -262,18 +305,42 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._show_plan_after_the_first()
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = samples[0]
-        self._num_micro_batches = len(batches)
-        self._window_targets = sum(num_targets(self.model, batch) for batch in batches)
+        if self.args.world_size > 1:
+            self._share_window(batches, num_batches)
+        else:
+            self._num_micro_batches = len(batches)
+            self._window_targets = sum(num_targets(self.model, batch) for batch in batches)
         if self._unfinished and self.engine is not None:
             self.engine.optimizer.zero_grad()
         self._window.begin(self.model)
         return samples
 
+    def _share_window(self, batches: list[Any], num_batches: int) -> None:
+        """Count the micro-batches and targets of all ranks. Where a stream has ended on one, the others leave theirs.
+
+        Args:
+            batches: this rank's; a filler is marked.
+            num_batches: how many there are at most.
+        """
+        assert self.engine is not None
+        at_the_end = self.accelerator.gradient_state.end_of_dataloader
+        if batches and at_the_end and self._dealt is not None and self._dealt.ends_with_filler:
+            batches[-1] = {**batches[-1], TARGETS: 0}
+        counts = np.full(num_batches, -1, dtype=np.int64)
+        for at, batch in enumerate(batches):
+            inputs, known = without_targets(batch)
+            counts[at] = int(num_targets(self.model, inputs)) if known is None else known
+        told = self.engine.ranks.agree(counts)
+        num = int((told >= 0).sum(1).min())
+        del batches[num:]
+        self._num_micro_batches = num * self.args.world_size
+        self._window_targets = on_device(int(told[:, :num].sum()), self.args.device)
+
     def _show_plan_after_the_first(self) -> None:
         """Print the plan that was made for the first update's micro-batches."""
         if self._begins and self.engine is not None and not self.engine.is_beginning:
             self._begins = False
-            print(self.engine.plan, flush=True)
+            self._say(self.engine.plan)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-batch.
@@ -281,7 +348,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         If the GPU's memory is full and the engine has moved to a leaner plan, the window so far is repeated.
 
         Returns:
-            This micro-batch's part of the accumulated batch's loss, a scalar on the device.
+            This micro-batch's part of the accumulated batch's loss, a scalar on the device. With several ranks it is
+            multiplied by their number, since the Trainer logs the mean over ranks.
 
         Raises:
             OutOfVramError: the GPU's memory is full, and no leaner plan is left.
@@ -296,7 +364,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self._accumulate()
         elif self.lr_scheduler is self._own_scheduler:
             self._apply_own_schedule()
-        return loss
+        return loss if self.args.world_size == 1 else loss * self.args.world_size
 
     def _repeat_window(self, model: Any) -> torch.Tensor:
         """The newest micro-batch's loss, after all micro-batches of the window so far."""
@@ -317,17 +385,18 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         engine = self.engine
         assert engine is not None
         inputs, full = without_note(inputs)
+        inputs, targets = without_targets(inputs)
         one_mask = not getattr(getattr(self.model, "config", None), "is_encoder_decoder", True)
         if not is_standard(type(self).compute_loss) or (full and not one_mask):
             full = None  # other masks than the batch's may be asked about
         share: torch.Tensor | float | None = None
         if self._num_micro_batches != 1:
             inputs, count = with_a_target(inputs, num_targets(self.model, inputs))
-            share = count / self._window_targets
+            share = count * 0.0 if targets == 0 else count / self._window_targets
         # A loss divided by this number is the micro-batch's mean, as it is if the model ignores `num_items_in_batch`.
         # `True` says that the user's compute_loss divides by the targets of the whole accumulated batch.
         if getattr(self, "loss_is_scaled_for_ga", None) is True:
-            share, num_items = None, self._window_targets
+            share, num_items = 0.0 if targets == 0 else None, self._window_targets
         else:
             num_items = num_targets(self.model, inputs)
         self._target_share = share
@@ -387,7 +456,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         with nullcontext() if checkpoint is None else self._phase("resuming"):
             if checkpoint is not None and self.engine is not None and (Path(checkpoint) / MANIFEST).is_file():
                 self.engine.drop_gradients()
-                self.lr_scheduler.load_state_dict(self.engine.load_states(Path(checkpoint))["scheduler"])
+                with self._together("resuming"):
+                    values = self.engine.load_states(Path(checkpoint))
+                self.lr_scheduler.load_state_dict(values["scheduler"])
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.lr_scheduler is self._own_scheduler:
@@ -400,45 +471,68 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As the Trainer, but older ones go when this one is whole. (Private; the loop has no public hook for it.)
 
+        With several ranks each writes its states and random states, and rank 0 all the rest.
+
         Raises:
             OutputError: the disk is full.
+            RankError: another rank has failed in it.
         """
         output, limit = Path(self._get_output_dir(trial=trial)), self.args.save_total_limit
         folder = output / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self.args.save_total_limit = None
+        if self.engine is not None:
+            self.engine.synchronize()  # on all ranks: rank 0 then reads the weights by itself
+        self.args.save_total_limit, self._is_saving = None, True
         try:
-            with self._phase("saving"), written_to(output), set_aside(folder):
-                super()._save_checkpoint(model, trial)
-                write_manifest(folder)
+            replaced = set_aside(folder) if self.args.should_save else nullcontext()
+            with self._phase("saving"), written_to(output), replaced:
+                with self._together("writing a checkpoint"):
+                    super()._save_checkpoint(model, trial)
+                with self._together("writing a checkpoint"):
+                    if self.args.should_save:
+                        write_manifest(folder)
         finally:
-            self.args.save_total_limit = limit
-        rotate_checkpoints(
-            output_dir=str(output),
-            save_total_limit=limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=True,
-        )
+            self.args.save_total_limit, self._is_saving = limit, False
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(output),
+                save_total_limit=limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _together(self, what: str) -> AbstractContextManager[None]:
+        """A context after which all ranks have done `what`, or raise an error."""
+        ranks = None if self.engine is None else self.engine.ranks
+        return nullcontext() if ranks is None else ranks.together(what)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As the Trainer, with the arguments as JSON: `training_args.bin` is a pickle. (Private, as above.)"""
+        """As the Trainer, with the arguments as JSON: `training_args.bin` is a pickle. (Private, as above.)
+
+        Other ranks than the one that writes wait for it in a checkpoint, whose folder is there then.
+        """
         folder = Path(output_dir or self.args.output_dir)
-        with saved_in_pieces(), arguments_as_data(folder, self.args), self._phase("saving"):
-            super()._save(output_dir, state_dict)
+        with self._together("writing the model") if self._is_saving else nullcontext():
+            if self.args.should_save:
+                with saved_in_pieces(), arguments_as_data(folder, self.args), self._phase("saving"):
+                    super()._save(output_dir, state_dict)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """As the Trainer, with the arguments as JSON. (Private, as above.)"""
+        if not self.is_world_process_zero():
+            return
         with arguments_as_data(Path(self.args.output_dir), self.args):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Both as data, in `run.json` and `states-*.safetensors`. (Private, as above.)"""
         assert self.engine is not None
-        self.engine.numbers().write(Path(output_dir), scheduler=self.lr_scheduler.state_dict())
+        rank, num_ranks = self.args.process_index, self.args.world_size
+        self.engine.numbers().write(Path(output_dir), rank, num_ranks, scheduler=self.lr_scheduler.state_dict())
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The random states and the order of the rows, as data. (Private, as above.)"""
-        write_random(Path(output_dir))
-        if self._order is not None:
+        write_random(Path(output_dir), self.args.process_index)
+        if self._order is not None and self.args.should_save:
             self._order.write(Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -449,7 +543,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if self._order is not None:
             self._order.begin_anew()
         if checkpoint is not None and (Path(checkpoint) / MANIFEST).is_file():
-            read_random(Path(checkpoint))
+            read_random(Path(checkpoint), self.args.process_index)
         else:
             super()._load_rng_state(checkpoint)
 
@@ -464,9 +558,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             NonFiniteGradientError: NaN or Inf gradients, unless `offload.on_nonfinite` is "skip".
         """
         if resume_from_checkpoint:
-            if resume_from_checkpoint is True:
-                resume_from_checkpoint = str(newest_checkpoint(Path(self.args.output_dir)))
-            check_readable(Path(resume_from_checkpoint))
+            given = resume_from_checkpoint
+            resume_from_checkpoint = world.from_first("looking for a checkpoint", partial(self._checkpoint, given))
         self._take_over()
         chosen = self.args.logging_nan_inf_filter
         self.args.logging_nan_inf_filter = False  # it hides NaN losses and waits for the device on each micro-batch
@@ -480,6 +573,18 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if self.engine is not None:
             self.engine.synchronize()
         return output
+
+    def _checkpoint(self, given: str | bool) -> str:
+        """The checkpoint to go on from, which can be read. Raises as `train`."""
+        found = newest_checkpoint(Path(self.args.output_dir)) if given is True else Path(str(given))
+        check_readable(found)
+        return str(found)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer; the loss since it was last logged is the mean over ranks, as the logged one. (Private.)"""
+        if self.args.world_size > 1:
+            self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
+        return super()._finalize_training(*args, **kwargs)
 
     def _remove_noise(self) -> None:
         """Remove NEFTune's hook also where training was interrupted: another run would add noise twice."""
@@ -533,14 +638,20 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """Raise `DataError`, unless every step with a loss that is not finite was skipped because fp16 overflowed."""
         assert self.engine is not None
         self.engine.synchronize()
-        if any(not record.skipped and not isfinite(record.loss) for record in self.telemetry.records):
+        found = any(not record.skipped and not isfinite(record.loss) for record in self.telemetry.records)
+        if self.any_rank(found):
             raise DataError(
                 f"the training loss is {loss} up to step {self.state.global_step} though the gradients are finite: "
                 "some batch has no target (all its labels are -100). Check the labels, and that inputs are not cut "
                 "before the targets begin"
             )
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def any_rank(self, yes: bool) -> bool:
+        """Whether it is so on any rank. All of them must ask together, while the engine is open."""
+        ranks = None if self.engine is None else self.engine.ranks
+        return yes if ranks is None else bool(ranks.agree(np.array([int(yes)])).any())
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer. Before any training, the model is first moved to the device.
 
         With a budget of VRAM that its weights would take more than half of, the engine is built and streams them. A
@@ -560,7 +671,12 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                     self._materialise = None
                 self.model.to(self.args.device)
             opened.enter_context(self._phase("evaluation"))
-            return super().evaluation_loop(*args, **kwargs)
+            if self.engine is not None and self.args.world_size > 1:
+                self.engine.synchronize()  # generating, ranks do not use the weights alike
+            if isinstance(getattr(dataloader, "batch_sampler", None), DealtBatches):
+                whole = self.gather_function == self.accelerator.gather
+                self.gather_function = GatheredRows(self.accelerator, self.args.eval_batch_size, whole)
+            return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer. If the GPU is full, the engine moves to a leaner plan, and the micro-batch is repeated."""

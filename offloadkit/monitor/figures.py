@@ -205,6 +205,28 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class RankFigures:
+    """One of several processes that train the model; None stands for what it did not measure.
+
+    Attributes:
+        name: "GPU 1"; "rank 1" without a GPU.
+        step_seconds: of its newest step.
+        vram, ram: bytes that it has.
+    """
+
+    name: str
+    step_seconds: float | None
+    vram: int | None
+    ram: int | None
+
+    @classmethod
+    def of(cls, number: int, record: StepRecord) -> Self:
+        """A rank as its newest record shows it."""
+        vram, ram = (record.bytes.get(tier, {}).get("process") for tier in ("vram", "ram"))
+        return cls(f"{'rank' if vram is None else 'GPU'} {number}", record.seconds.get("step"), vram, ram)
+
+
+@dataclass(frozen=True)
 class Slowdown:
     """How many times as long a step takes as a step with everything in VRAM.
 
@@ -238,6 +260,7 @@ class Figures:
         eta_seconds: time left, by the mean of all steps so far, evaluations and checkpoints included.
         why_no_slowdown: what is missing to compute the slowdown; "" if there is one.
         num_skipped: steps whose gradients were not finite.
+        ranks: the processes that train the model, where there are several.
     """
 
     state: State
@@ -256,6 +279,7 @@ class Figures:
     slowdown: Slowdown | None
     why_no_slowdown: str
     num_skipped: int
+    ranks: tuple[RankFigures, ...] = ()
 
 
 def figures(
@@ -266,10 +290,12 @@ def figures(
     machine: Machine | None = None,
     baseline_seconds: float | None = None,
     state: State = "running",
+    ranks: Mapping[int, StepRecord] | None = None,
 ) -> Figures:
     """What there is to show.
 
     Args:
+        ranks: the newest record of each process, where several train the model.
         machine: the machine it runs on, if the plan was made without one.
         baseline_seconds: a measured step with everything in VRAM.
     """
@@ -303,6 +329,7 @@ def figures(
         slowdown=slow,
         why_no_slowdown=why,
         num_skipped=history.num_skipped,
+        ranks=tuple(RankFigures.of(number, record) for number, record in sorted((ranks or {}).items())),
     )
 
 

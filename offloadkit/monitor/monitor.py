@@ -112,6 +112,8 @@ class Monitor:
         telemetry: the source of the records.
         plan, total_steps, baseline_seconds: may be set while it runs; None if not known.
         steps_before: steps of the run that were done before this attempt.
+        machine: what this machine has, if the plan does not know it. Set it before `start`, or that finds it out.
+        ranks: the newest record of each process, where several train the model.
     """
 
     def __init__(
@@ -141,12 +143,13 @@ class Monitor:
         self.plan, self.telemetry = plan, telemetry or Telemetry()
         self.total_steps, self.baseline_seconds = total_steps, baseline_seconds
         self.steps_before = 0
+        self.ranks: dict[int, StepRecord] = {}
         self._wanted = display
         self._display: Display | None = None
         self._stop = Stop()
         self._new: deque[StepRecord] = deque()
         self._history = History()
-        self._machine: Machine | None = None
+        self.machine: Machine | None = None
         self._lock = threading.Lock()
         self._state: State = "waiting"
         self._ended = threading.Event()
@@ -177,9 +180,9 @@ class Monitor:
         if self._thread is None and not self._ended.is_set():
             self._unsubscribe = self.telemetry.subscribe(self._new.append)  # on the thread that trains: nothing else
             self._stop.catch_interrupts()
-            if Machine.of(self.plan) is None:
+            if self.machine is None and Machine.of(self.plan) is None:
                 try:
-                    self._machine = Machine.here()
+                    self.machine = Machine.here()
                 except (OSError, RuntimeError) as error:
                     _say(f"budgets and a predicted slowdown are missing, because of {type(error).__name__}: {error}")
             self._try(self._open_display)
@@ -229,9 +232,10 @@ class Monitor:
                 self._history,
                 plan,
                 total_steps=self.total_steps,
-                machine=self._machine,
+                machine=self.machine,
                 baseline_seconds=self.baseline_seconds,
                 state=self._present_state(),
+                ranks=dict(self.ranks),
             )
 
     def _present_state(self) -> State:

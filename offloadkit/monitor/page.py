@@ -215,6 +215,7 @@ def page(figures: Figures, ident: str, note: str = "") -> str:
     """
     sections = [_head(figures), _tiles(figures)]
     sections += [_memory(tier, f"{ident}-m{number}") for number, tier in enumerate(figures.memory)]
+    sections += [f'<div class="okm-words">{escape(words.unbroken(words.rank(each)))}</div>' for each in figures.ranks]
     if figures.split:
         sections.append(_step(figures, f"{ident}-s"))
     sections.append(f'<div class="okm-words">{escape(words.unbroken(words.slowdown(figures)))}</div>')

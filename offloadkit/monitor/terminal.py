@@ -70,6 +70,7 @@ def view(figures: Figures, width: int) -> Group:
     lines = [_head(figures), *_key_figures(figures, width)]
     for tier in figures.memory:
         lines += _memory(tier, room)
+    lines += [Text(line) for each in figures.ranks for line in _wrapped(words.rank(each), min(width, 100))]
     if figures.split:
         timed = [(name, seconds, format_seconds(seconds)) for name, seconds in figures.split if seconds > 0]
         total = sum(seconds for _, seconds, _ in timed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from offloadkit.monitor.figures import Figures, Memory
+from offloadkit.monitor.figures import Figures, Memory, RankFigures
 from offloadkit.units import format_bytes, format_seconds
 
 STATES = {
@@ -93,6 +93,13 @@ def planned(tier: Memory, words: str) -> str:
     return words if tier.planned_whole else f"{words} without activations and framework"
 
 
+def rank(of: RankFigures) -> str:
+    """ "GPU 1: 5.87 GiB VRAM, 12 GiB RAM, 0.42 s a step"."""
+    words = [f"{format_bytes(size)} {tier}" for size, tier in ((of.vram, "VRAM"), (of.ram, "RAM")) if size is not None]
+    words += [] if of.step_seconds is None else [f"{format_seconds(of.step_seconds)} a step"]
+    return f"{of.name}: {', '.join(words)}"
+
+
 def line(figures: Figures) -> str:
     """One line for a log."""
     words = [progress(figures)]
@@ -118,4 +125,5 @@ def summary(figures: Figures) -> str:
         shown = [f"{name} {format_seconds(seconds)}" for name, seconds in figures.split if seconds > 0]
         lines.append("a step: " + ", ".join(shown))
     lines += [f"{tier.name}: {memory(tier)}" for tier in figures.memory]
+    lines += map(rank, figures.ranks)
     return "\n".join(lines)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from offloadkit.config import OffloadConfig, Precision
+from offloadkit.distributed import world
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.hardware import Hardware
 from offloadkit.optim.norm import NORM_BLOCK
@@ -195,6 +196,13 @@ def plan_of(
         hardware=hardware,
         assumed=assumed,
     )
+
+
+def cut_for_ranks(layers: Sequence[FlatLayer]) -> None:
+    """Share layers between the ranks of torch.distributed, if there are several, as an engine's are."""
+    if world.size() > 1:
+        for layer in layers:
+            layer.cut_for(world.rank(), world.size())
 
 
 def check_plan(plan: Plan, layers: Sequence[FlatLayer], config: OffloadConfig) -> None:

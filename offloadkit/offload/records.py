@@ -61,8 +61,12 @@ class StepRecords:
         plan: of the present placement.
     """
 
-    def __init__(self, telemetry: Telemetry, plan: Plan, device: torch.device, on_nonfinite: str) -> None:
+    def __init__(
+        self, telemetry: Telemetry, plan: Plan, device: torch.device, on_nonfinite: str, num_ranks: int = 1
+    ) -> None:
+        """num_ranks: that have as many micro-batches as this one, which makes its losses a part of the whole."""
         self._telemetry, self.plan, self._device, self._on_nonfinite = telemetry, plan, device, on_nonfinite
+        self._num_ranks = num_ranks
         self._current = _Window(time.perf_counter())
         self._ended: deque[_Window] = deque()
         """Windows without a record."""
@@ -129,7 +133,7 @@ class StepRecords:
         """
         while self._ended and _is_finished(self._ended[0]):
             window = self._ended.popleft()
-            record = _record(window, self._beside, self._memory())
+            record = _record(window, self._beside, self._memory(), self._num_ranks)
             assert window.update is not None
             self._beside = window.update.busy
             self._telemetry.add(record)
@@ -176,7 +180,9 @@ def _is_finished(window: _Window) -> bool:
     return all(end.done() for _, end in window.forwards + window.backwards) and all(b.done() for _, b in window.busy)
 
 
-def _record(window: _Window, beside: list[tuple[str, BusyTime]], memory: dict[str, dict[str, int]]) -> StepRecord:
+def _record(
+    window: _Window, beside: list[tuple[str, BusyTime]], memory: dict[str, dict[str, int]], num_ranks: int
+) -> StepRecord:
     """`beside`: of the update before, whose copies shared the bus with the window's."""
     update = window.update
     assert update is not None
@@ -201,7 +207,7 @@ def _record(window: _Window, beside: list[tuple[str, BusyTime]], memory: dict[st
             seconds["gradient_tail"] = max(seconds.get("gradient_tail", 0.0), tail)
     return StepRecord(
         step=update.number,
-        loss=sum(float(loss) for loss in window.losses),
+        loss=sum(float(loss) for loss in window.losses) * num_ranks,
         num_tokens=window.num_tokens,
         grad_norm=update.norm,
         learning_rate=window.learning_rate,

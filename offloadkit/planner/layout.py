@@ -68,6 +68,10 @@ class LayerShape:
     """Elements that this rank steps; None: all."""
     num_ranks: int = 1
 
+    def is_same_layer(self, other: LayerShape) -> bool:
+        """Whether they are of one layer, whatever part of it a rank steps."""
+        return replace(self, num_norm_blocks=other.num_norm_blocks, own=other.own, num_ranks=other.num_ranks) == other
+
     @property
     def own_numel(self) -> int:
         """Elements whose states and gradient this rank keeps."""

@@ -276,3 +276,8 @@ def test_the_memory_fraction_limits_the_vram(monkeypatch: pytest.MonkeyPatch) ->
     assert hardware.vram_bytes(device) == (62 * gib, 80 * gib)
     monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
     assert hardware.vram_bytes(device) == (62 * gib, 80 * gib)
+
+
+def test_a_cpu_with_a_number_is_a_cpu() -> None:
+    """As accelerate gives to each rank."""
+    assert measuring._sizes(torch.device("cpu", 1))["device"] == "cpu"

@@ -88,9 +88,11 @@ def test_what_accelerates_config_asks_for_is_refused(
         OffloadTrainer(model=t5(), args=args)
 
 
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_know_other_ranks_than_torch_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(ConfigError, match="2 processes"):
+    with pytest.raises(ConfigError, match="world_size=2, and torch"):
         OffloadTrainer(model=t5(), args=arguments(tmp_path))
 
 

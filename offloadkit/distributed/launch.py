@@ -1,0 +1,409 @@
+"""`launch`: a function in fresh processes of this machine, one for each rank, which all end with this one.
+
+A rank finds the environment that torchrun would give it, so `world.join` cannot tell the two apart. This process has
+the store where ranks meet, at a port that the system chose.
+
+The function and its arguments travel through a file, written by torch and dill. dill takes along what a notebook or a
+script has defined in `__main__`, and that is never run again. A socket to each rank carries words in both directions:
+what a rank tells, its error, a request to stop. When this process ends, however it does, the sockets close, and each
+rank kills itself with everything that it has started.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe, connection
+from pathlib import Path
+from typing import IO, Any, NoReturn, TypeVar
+
+import dill  # type: ignore[import-untyped, unused-ignore]
+import torch
+import torch.distributed as dist
+
+from offloadkit.errors import ConfigError, RankError
+from offloadkit.hardware import num_cores
+
+Link = connection.Connection
+
+_LOOK_SECONDS = 0.1
+_GRACE_SECONDS = 10.0
+"""So long the other ranks may take to end by themselves when one has failed."""
+_END_SECONDS = 10.0
+"""So long a rank may take to end when all is done."""
+_TAIL_LINES = 60
+"""Of a rank's output that an error shows."""
+_START = "import sys; from offloadkit.distributed.launch import _serve; _serve(*sys.argv[1:])"
+
+_T = TypeVar("_T")
+
+
+# ---- in the process that launches ------------------------------------------------------------------------------------
+
+
+def launch(
+    function: Callable[..., _T],
+    arguments: dict[str, Any],
+    num_ranks: int,
+    *,
+    folder: Path,
+    hear: Callable[[int, Any], None] = lambda rank, message: None,
+    stops: Callable[[], bool] = lambda: False,
+) -> list[_T]:
+    """What `function(**arguments)` returns on each rank. Rank 0's prints are shown here, the others' if they fail.
+
+    Args:
+        folder: on a disk with room for tensors in the arguments and the results; a folder in it is there meanwhile.
+        hear: is called here with what a rank tells (`told`).
+        stops: is asked often. Once it is true, rank 0 gets an interrupt.
+
+    Raises:
+        ConfigError: an argument cannot be sent to other processes.
+        BaseException: what the first failing rank raised, with its traceback as a note. All ranks are gone by then.
+        RankError: a rank was killed, or its error cannot be sent.
+    """
+    with ExitStack() as opened:
+        scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix=".ranks-", dir=folder)))
+        _write_work(function, arguments, scratch / "work")
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        ranks: list[_Rank] = []
+        opened.callback(_kill, ranks)
+        for number in range(num_ranks):
+            environment = _environment(number, num_ranks, store.port)
+            ranks.append(_Rank(number, environment, scratch))
+        _see_through(ranks, hear, stops)
+        values = [torch.load(scratch / f"result-{each.number}", **_HOW_TO_READ) for each in ranks]
+        for each in ranks:
+            each.end()
+    return values
+
+
+def _kill(ranks: Sequence[_Rank]) -> None:
+    for each in ranks:
+        each.kill()
+
+
+def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops: Callable[[], bool]) -> None:
+    """Wait until all ranks have returned, or raise why they have not."""
+    asked_to_stop, until = False, float("inf")
+    while not all(each.has_returned for each in ranks):
+        if not asked_to_stop and stops():
+            asked_to_stop = True
+            ranks[0].say("stop")
+        open_links = [each.link for each in ranks if each.is_heard]
+        ready = connection.wait(open_links, _LOOK_SECONDS)
+        if not open_links:
+            time.sleep(_LOOK_SECONDS)
+        for each in ranks:
+            if each.link in ready:
+                each.take(hear)
+            each.look()
+        if until == float("inf") and any(each.failure for each in ranks):
+            until = time.monotonic() + _GRACE_SECONDS
+        if until < float("inf") and (
+            all(each.failure or each.has_returned for each in ranks) or time.monotonic() > until
+        ):
+            _kill(ranks)  # their last words are then here
+            raise _first_error(ranks)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How a rank failed. `error` is None if it did not say; `is_consequence` if another rank's failure is behind it."""
+
+    error: BaseException | None
+    text: str
+    is_consequence: bool = False
+
+
+def _first_error(ranks: Sequence[_Rank]) -> BaseException:
+    """The error that began it, with what the others printed as notes."""
+    failed = [(each.failure.is_consequence, each.failed_at, each) for each in ranks if each.failure is not None]
+    first = min(failed, key=lambda one: one[:2])[2]
+    assert first.failure is not None
+    error, text = first.failure.error, first.failure.text
+    name = f"rank {first.number} of {len(ranks)}"
+    if error is None or isinstance(error, SystemExit):
+        what = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else text.rstrip(".\n")
+        error = RankError(
+            f"{name} has ended: {what}. The other ranks were ended too. Checkpoints that are in the output folder are "
+            "whole: go on from the newest (finetune: resume=True)"
+        )
+    else:
+        error.add_note(f"It was raised on {name}:\n{text}")
+    for each in ranks:
+        if each.number and each.tail.strip():
+            error.add_note(f"The end of what rank {each.number} printed:\n{each.tail}")
+    return error
+
+
+class _Rank:
+    """A process.
+
+    Attributes:
+        has_returned: whether its result is written.
+        failure: how it failed, at `failed_at`; None while it has not.
+        is_heard: whether more can come through its link.
+    """
+
+    def __init__(self, number: int, environment: dict[str, str], scratch: Path) -> None:
+        self.number = number
+        self.has_returned, self.is_heard = False, True
+        self.failure: _Failure | None = None
+        self.failed_at = 0.0
+        self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.link, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, str(theirs.fileno()), str(scratch)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT if number else subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C on a terminal is for this process alone
+                pass_fds=(theirs.fileno(),),
+            )
+        pipes = (("stdout", self._process.stdout), ("stderr", self._process.stderr))
+        self._readers = [
+            threading.Thread(target=self._read, args=(pipe, None if number else name), daemon=True)
+            for name, pipe in pipes
+            if pipe is not None
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def tail(self) -> str:
+        """The end of what it printed, as far as that came here."""
+        return "".join(self._lines)
+
+    def say(self, word: str) -> None:
+        with suppress(OSError):  # it has ended
+            self.link.send(word)
+
+    def take(self, hear: Callable[[int, Any], None]) -> None:
+        """Take the next message."""
+        try:
+            kind, *what = self.link.recv()
+        except (EOFError, OSError):
+            self.is_heard = False
+            return
+        if kind == "told":
+            hear(self.number, what[0])
+        elif kind == "returned":
+            self.has_returned = True
+        else:
+            self._fail(_Failure(_unpacked(what[0]), *what[1:]))
+
+    def look(self) -> None:
+        """Notice that the process has ended without a word."""
+        status = self._process.poll()
+        if status is None or self.has_returned or self.failure is not None:
+            return
+        if self.is_heard and self.link.poll():
+            return  # its last words come first
+        if status < 0:
+            why = " (out of RAM?)" if -status == signal.SIGKILL else ""
+            self._fail(_Failure(None, f"it was killed by {signal.Signals(-status).name}{why}"))
+        else:
+            self._fail(_Failure(None, f"its process ended with status {status}"))
+
+    def _fail(self, failure: _Failure) -> None:
+        if self.has_returned:
+            return  # an interrupt that came too late
+        self.failure, self.failed_at = failure, time.monotonic()
+
+    def end(self) -> None:
+        """Let it end, now that all is done."""
+        self.say("end")
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+
+    def kill(self) -> None:
+        """Kill what is left of it and of what it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.link.close()
+        self.is_heard = False
+        for reader in self._readers:
+            reader.join(timeout=5)
+
+    def _read(self, pipe: IO[bytes], name: str | None) -> None:
+        """Show what it prints on the stream of `sys` that has this name now; None keeps the end of it."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        line = ""
+        with pipe:
+            while data := os.read(pipe.fileno(), 2**16):
+                text = decoder.decode(data)
+                if name is None:
+                    *whole, line = (line + text).split("\n")
+                    self._lines.extend(f"{each}\n" for each in whole)
+                    continue
+                with suppress(OSError, ValueError):  # it is closed
+                    shown = getattr(sys, name)  # a live display exchanges it
+                    shown.write(text)
+                    shown.flush()
+        self._lines.append(line)
+
+
+def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """A rank's environment variables: those that torchrun sets, and where Python finds its modules."""
+    count = str(num_ranks)
+    found = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks))}
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        found["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo looks up this host's name, which not every container knows
+    found |= os.environ
+    found |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return found | {"PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path)}
+
+
+# ---- what travels ----------------------------------------------------------------------------------------------------
+
+_HOW_TO_READ: dict[str, Any] = {"pickle_module": dill, "weights_only": False, "map_location": "cpu"}
+
+
+def _write(what: Any, path: Path) -> None:
+    """Write anything; tensors as they are, and functions with those globals alone that they use."""
+    with _recursing():
+        torch.save(what, path, pickle_module=dill, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+
+
+@contextmanager
+def _recursing() -> Iterator[None]:
+    before, dill.settings["recurse"] = dill.settings["recurse"], True
+    try:
+        yield
+    finally:
+        dill.settings["recurse"] = before
+
+
+def _write_work(function: Callable[..., Any], arguments: dict[str, Any], path: Path) -> None:
+    """
+    Raises:
+        ConfigError: names the argument that cannot be sent.
+    """
+    try:
+        _write((function, arguments), path)
+    except OSError:
+        raise
+    except Exception:
+        for name, value in arguments.items():
+            try:
+                _write(value, path)
+            except Exception as error:
+                raise ConfigError(
+                    f"{name} cannot be sent to the processes of the other GPUs ({type(error).__name__}: {error}); got "
+                    f"{value!r:.200}. Pass rows, names and functions that hold no open file, lock or generator, or "
+                    "define it in a module that is imported"
+                ) from error
+        raise
+
+
+def _packed(error: BaseException) -> bytes | None:
+    """The error for another process; None if it cannot go there."""
+    try:
+        with _recursing():
+            data = dill.dumps(error.with_traceback(None))
+        dill.loads(data)
+    except Exception:
+        return None
+    return bytes(data)
+
+
+def _unpacked(data: bytes | None) -> BaseException | None:
+    error: Any = None if data is None else dill.loads(data)
+    return error if isinstance(error, BaseException) else None
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether an operation between ranks has failed, here or in what led to `error`."""
+    while error is not None:
+        if isinstance(error, RankError | dist.DistError) or "gloo/transport" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+# ---- in a rank -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Parent:
+    """The process that launched this one."""
+
+    link: Link
+    scratch: str
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    ends: threading.Event = field(default_factory=threading.Event)
+
+    def send(self, *message: Any) -> None:
+        with self.lock:
+            self.link.send(message)
+
+    def obey(self) -> None:
+        """Do what it says; end with it."""
+        try:
+            while True:
+                if self.link.recv() == "stop":
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                else:
+                    self.ends.set()
+        except (EOFError, OSError):
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            os.killpg(0, signal.SIGKILL)
+
+
+_parent: _Parent | None = None
+
+
+def is_launched() -> bool:
+    """Whether `launch` has started this process."""
+    return _parent is not None
+
+
+def told(message: Any) -> None:
+    """Have `hear` called with `message` in the process that launched this one; nothing where there is none."""
+    if _parent is not None:
+        _parent.send("told", message)
+
+
+def _serve(handle: str, scratch: str) -> NoReturn:
+    """Be a rank: do the work, hand over the result or the error, and end."""
+    global _parent
+    _parent = parent = _Parent(Link(int(handle)), scratch)
+    os.set_inheritable(int(handle), False)
+    threading.Thread(target=parent.obey, name="offloadkit-parent", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    folder, rank, status = Path(scratch), int(os.environ["RANK"]), 1
+    try:
+        function, arguments = torch.load(folder / "work", mmap=True, **_HOW_TO_READ)
+        _write(function(**arguments), folder / f"result-{rank}")
+        sys.stdout.flush()
+        parent.send("returned")
+        parent.ends.wait()  # the others may be at work yet
+        status = 0
+    except BaseException as error:
+        text = traceback.format_exc()
+        with suppress(OSError):
+            sys.stdout.flush()
+            parent.send("failed", _packed(error), text, _is_consequence(error))
+    os._exit(status)  # threads or a process group that wait for other ranks may hang an orderly exit

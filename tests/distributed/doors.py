@@ -1,0 +1,221 @@
+"""What ranks do in tests of `finetune` and of the Trainers: each runs the same call, as a launcher starts it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from offloadkit.distributed import world
+
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "user", "hello", "good", "bad"]
+
+
+@contextmanager
+def as_launched() -> Iterator[tuple[int, int]]:
+    """A context with the environment that a launcher gives this rank; (rank, ranks). One rank is started without."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if size > 1:
+            who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            for name, value in {**who, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}.items():
+                patch.setenv(name, str(value))
+        yield rank, size
+
+
+def pairs(number: int, begin: int = 0) -> list[dict[str, str]]:
+    """Rows of several lengths."""
+    sentence = [
+        " ".join(WORDS[(at * step + 1) % 14] for step in range(1, 2 + at * 5 % 9)) for at in range(begin, number)
+    ]
+    return [{"input": text, "target": " ".join(reversed(text.split()[:4]))} for text in sentence]
+
+
+def model_named(name: str) -> tuple[Any, Any]:
+    """A model without dropout, the same on all ranks, and its tokenizer."""
+    from transformers import LlamaForCausalLM, T5ForConditionalGeneration
+
+    from tests.hf.tiny import llama_config, t5_config, word_tokenizer
+
+    torch.manual_seed(0)
+    if name == "t5":
+        return T5ForConditionalGeneration(t5_config(dropout_rate=0.0)), word_tokenizer()
+    return LlamaForCausalLM(llama_config()), word_tokenizer()
+
+
+def right_tokens(prediction: Any) -> dict[str, float]:
+    """Of the rows and order that it gets, too."""
+    guessed = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    labels = prediction.label_ids
+    guessed = guessed.argmax(-1) if guessed.ndim == 3 else guessed
+    weighed = float((np.where(labels >= 0, labels, 0).sum(1) * np.arange(1, len(labels) + 1)).sum())
+    return {"labels": weighed, "rows": float(len(labels)), "guessed": float(guessed.shape[0])}
+
+
+def finetuned(
+    name: str,
+    folder: Path,
+    *,
+    accumulation: int,
+    rows: int = 11,
+    size: int = 0,
+    interrupted_at: int | None = None,
+    on_gpu: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """`finetune` with `accumulation` micro-batches of all ranks an update.
+
+    Args:
+        size: how many ranks a launcher has started; 0: those of the present group.
+        interrupted_at: the step at which the last rank, and no other one, is interrupted.
+
+    Returns:
+        "weights", "losses", "metrics", "norms", "samples", "stopped".
+    """
+    import offloadkit
+
+    with nullcontext((0, size)) if size else as_launched() as (rank, size):
+        if interrupted_at is not None and rank == size - 1:
+            options["callbacks"] = [interrupt_at(interrupted_at)]
+        model, tokenizer = model_named(name)
+        own: dict[str, Any] = {"batch_size": 2, "epochs": 2, "logging_steps": 1, "learning_rate": 1e-2}
+        result = offloadkit.finetune(
+            model,
+            pairs(rows),
+            tokenizer=tokenizer,
+            output_dir=folder,
+            gradient_accumulation=accumulation // size,
+            use_cpu=not on_gpu,
+            **(own | options),
+        )
+    return {
+        "weights": {name: parameter.detach().cpu().clone() for name, parameter in result.model.named_parameters()},
+        "losses": [entry["loss"] for entry in result.history if "loss" in entry],
+        "norms": [record.grad_norm for record in result.steps],
+        "metrics": {name: value for name, value in result.metrics.items() if name != "train_seconds"},
+        "samples": result.samples,
+        "stopped": result.stopped,
+    }
+
+
+def interrupt_at(step: int) -> Any:
+    """A callback that interrupts this process when the step is done."""
+    from transformers import TrainerCallback
+
+    class Interrupts(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == step:
+                signal.raise_signal(signal.SIGINT)
+
+    return Interrupts()
+
+
+def trained(
+    kind: str,
+    folder: Path,
+    *,
+    accumulation: int,
+    rows: int = 11,
+    streams: bool = False,
+    scales_loss: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """A Trainer's `train` and `evaluate`, with `accumulation` micro-batches of all ranks an update.
+
+    Args:
+        streams: whether the rows are an `IterableDataset`.
+        scales_loss: whether the Trainer's class divides by the targets of the whole accumulated batch itself.
+        kind: "t5", whose Seq2SeqTrainer generates, or "llama", whose Trainer has logits for its metrics.
+
+    Returns:
+        "weights", "losses", "metrics" of all evaluations, "norms", and as "samples" the best checkpoint's name.
+    """
+    from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
+    from tests.hf.training import arguments, causal_rows, llama, seq2seq_rows, t5
+
+    with as_launched() as (_, size):
+        generates = kind == "t5"
+        own: dict[str, Any] = {"max_steps": 4, "learning_rate": 1e-2, "per_device_eval_batch_size": 2}
+        own |= {"eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "constant"}
+        own |= {"predict_with_generate": generates, "generation_max_length": 6, "include_for_metrics": ["inputs"]}
+        args = arguments(folder, gradient_accumulation_steps=accumulation // size, **(own | options))
+        make = seq2seq_rows if generates else causal_rows
+
+        class Scaling(OffloadTrainer):
+            loss_is_scaled_for_ga = True
+
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any, **_: Any) -> Any:
+                logits, labels = model(input_ids=inputs["input_ids"]).logits[:, :-1], inputs["labels"][:, 1:]
+                summed = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+                return summed / num_items_in_batch
+
+        usual = OffloadSeq2SeqTrainer if generates else OffloadTrainer
+        trainer = (Scaling if scales_loss else usual)(
+            model=t5() if generates else llama(),
+            args=args,
+            train_dataset=Stream(make(rows)) if streams else make(rows),
+            eval_dataset=make(7),
+            compute_metrics=right_tokens,
+        )
+        output = trainer.train()
+        last = {} if scales_loss else trainer.evaluate()
+        history, best = trainer.state.log_history, trainer.state.best_model_checkpoint
+        weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+        trainer.close()
+    times = ("runtime", "second", "total_flos", "epoch", "step")
+    evaluations = [*(entry for entry in history if "eval_loss" in entry), last]
+    return {
+        "weights": weights,
+        "losses": [entry["loss"] for entry in history if "loss" in entry] + [output.training_loss],
+        "norms": [record.grad_norm for record in trainer.telemetry.records],
+        "metrics": {
+            f"{name} {at}": value
+            for at, entry in enumerate(evaluations)
+            for name, value in entry.items()
+            if not any(part in name for part in times)
+        },
+        "samples": None if best is None else Path(best).name,
+    }
+
+
+class Stream(IterableDataset[Any]):
+    """Rows without a length."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._rows)
+
+
+class UnsendableError(Exception):
+    """Whose copy cannot be made of its arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def fails_on_first() -> None:
+    """What rank 0 does for all raises an error that cannot be sent."""
+
+    def fails() -> None:
+        raise UnsendableError("no", "luck")
+
+    world.from_first("trying", fails)
+
+
+def error_of(call: Any, **arguments: Any) -> str:
+    """The error that a rank gets."""
+    try:
+        call(**arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"

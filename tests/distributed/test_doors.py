@@ -1,0 +1,104 @@
+"""`finetune` and the Trainers under several ranks: the numbers, files and errors of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offloadkit.checkpoint.folder import other_rows
+from tests.distributed.doors import error_of, fails_on_first, finetuned, pairs, trained
+from tests.distributed.pool import RankPool
+
+
+def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for each in found:
+        for name, weights in expected["weights"].items():
+            assert torch.equal(each["weights"][name], weights), name
+        assert each["norms"] == expected["norms"]
+        assert each["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        assert each["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
+        assert each["samples"] == expected["samples"]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_finetune_on_two_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path) -> None:
+    """Eleven rows are six micro-batches, the last one short: the third update of an epoch has a filler."""
+    options: dict[str, Any] = {"accumulation": 4, "eval_dataset": pairs(16, 11), "per_device_eval_batch_size": 2}
+    found = ranks.run(2, finetuned, name="t5", folder=tmp_path / "two", **options)
+    assert_same(found, finetuned("t5", tmp_path / "one", **options))
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == sorted(
+        path.name for path in (tmp_path / "one").iterdir()
+    )
+
+
+def test_a_used_output_folder_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    found = ranks.run(2, error_of, call=finetuned, name="t5", folder=tmp_path, accumulation=2)
+    assert all(each.startswith("ConfigError: the output folder") for each in found)
+    assert len(set(found)) == 1
+
+
+def test_an_error_that_cannot_be_sent_is_told(ranks: RankPool) -> None:
+    own, others = ranks.run(2, error_of, call=fails_on_first)
+    assert own == "UnsendableError: no luck"
+    assert others == "RankError: trying failed on rank 0: UnsendableError: no luck"
+
+
+def test_going_on_with_fewer_micro_batches_in_all_says_so(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text('{"train_batch_size": 2}')
+    (tmp_path / "training_args.json").write_text('{"gradient_accumulation_steps": 2}')
+    for rank in range(3):
+        (tmp_path / f"states-{rank}-of-3.safetensors").touch()
+    assert other_rows(tmp_path, 2, 6, 1) is other_rows(tmp_path, 2, 2, 3) is None
+    assert "3 micro-batches of all ranks now and had 6" in (warning := str(other_rows(tmp_path, 2, 1, 3)))
+    assert warning.endswith("gradient_accumulation=2 goes on exactly")
+    assert str(other_rows(tmp_path, 2, 2, 4)).endswith("6 in all go on exactly")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("kind", "size"), [("t5", 3), ("llama", 2)])
+def test_a_trainer_on_several_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path, kind: str, size: int) -> None:
+    """Losses, metrics over all rows in their order, the best checkpoint, what is kept."""
+    options: dict[str, Any] = {"kind": kind, "accumulation": 6, "save_steps": 1, "save_strategy": "steps"}
+    options |= {"save_total_limit": 1, "load_best_model_at_end": True, "eval_steps": 1, "max_steps": 3}
+    found = ranks.run(size, trained, folder=tmp_path / "several", **options)
+    assert_same(found, trained(folder=tmp_path / "one", **options))
+    kept = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("one", "several")]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("more", [{"streams": True, "rows": 8}, {"scales_loss": True}])
+def test_streams_and_losses_of_the_users_own(ranks: RankPool, tmp_path: Path, more: dict[str, Any]) -> None:
+    """accelerate deals a stream by rows of its own at the end; eight rows leave nothing over."""
+    options: dict[str, Any] = {"kind": "llama", "accumulation": 2, "eval_strategy": "no", **more}
+    found = ranks.run(2, trained, folder=tmp_path / "two", **options)
+    assert_same(found, trained(folder=tmp_path / "one", **options))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_finetune_goes_on_with_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """Thirteen micro-batches are three updates an epoch: the first leg ends in mid-epoch, the second one too.
+
+    Each is ended by an interrupt that one rank gets; all stop after the same step.
+    """
+    options: dict[str, Any] = {"accumulation": 6, "rows": 26, "max_steps": 5, "eval_dataset": pairs(7)}
+    for size, interrupted_at in ((2, 2), (1, 4), (3, None)):
+        more = {"folder": tmp_path / "legs", "resume": size != 2, "interrupted_at": interrupted_at, **options}
+        found = ranks.run(size, finetuned, name="llama", **more)
+        (checkpoint,) = (tmp_path / "legs").glob("checkpoint-*")
+        assert checkpoint.name == f"checkpoint-{interrupted_at or 5}"
+        assert len(list(checkpoint.glob("states-*"))) == len(list(checkpoint.glob("random*"))) == size
+        assert all(each["stopped"] == (interrupted_at is not None) for each in found)
+    expected = finetuned("llama", tmp_path / "whole", **options)
+    for each in found:
+        for name, weights in expected["weights"].items():
+            assert torch.equal(each["weights"][name], weights), name
+        assert each["samples"] == expected["samples"]

@@ -1,0 +1,191 @@
+"""`finetune(num_gpus=N)`: what is refused, what the ranks tell, what is shown, and what comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import T5ForConditionalGeneration
+from typer.testing import CliRunner
+
+import offloadkit
+from offloadkit import Monitor, several_gpus
+from offloadkit.cli import app
+from offloadkit.distributed import launch as launch_module
+from offloadkit.errors import ConfigError
+from offloadkit.monitor import words
+from offloadkit.monitor.figures import Figures
+from offloadkit.monitor.page import page
+from offloadkit.telemetry import StepRecord
+from tests.distributed.doors import as_launched, model_named, pairs
+from tests.distributed.pool import RankPool
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "more", "message"),
+    [
+        (0, {}, "num_gpus must be a whole number >= 1, got 0"),
+        (True, {}, "num_gpus must be a whole number >= 1, got True"),
+        (2, {}, "num_gpus=2: this machine has 0 GPUs that torch can use. .* use_cpu=True tries it"),
+        (2, {"use_cpu": True, "train_dataset": None}, "train_dataset cannot be sent to the processes"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_gpus: Any, more: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(launch_module, "_Rank", None)
+    arguments = {"train_dataset": pairs(4), **more}
+    if "train_dataset" in more:
+        arguments["train_dataset"] = (each for each in "ab")
+    with pytest.raises(ConfigError, match=message):
+        offloadkit.finetune("t5-small", output_dir=tmp_path / "out", num_gpus=num_gpus, **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_does_not_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="started this process as one of 2; leave num_gpus out"):
+        several_gpus.check_num_gpus(2, on_cpu=True)
+
+
+def test_the_command_line_takes_num_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    run = CliRunner().invoke(app, ["train", "t5-small", "rows.jsonl", "--num-gpus", "2"])
+    assert run.exit_code == 1
+    assert "num_gpus=2: this machine has 1 GPU that torch can use" in run.output
+
+
+class Heard:
+    """Stands for the process that has launched this one."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def send(self, kind: str, message: Any) -> None:
+        assert kind == "told"
+        self.messages.append(message)
+
+
+def trained(folder: Path) -> tuple[Any, dict[str, torch.Tensor], list[Any]]:
+    """What a rank hands over for a model that was given, and what it tells."""
+    model, tokenizer = model_named("t5")
+    heard = Heard()
+    options: dict[str, Any] = {"batch_size": 2, "max_steps": 2, "use_cpu": True, "monitor": False}
+    with as_launched(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_module, "_parent", heard)
+        result, weights = several_gpus._train(
+            offloadkit.finetune,
+            is_given=True,
+            model=model,
+            train_dataset=pairs(8),
+            tokenizer=tokenizer,
+            output_dir=folder,
+            **options,
+        )
+    return result, weights, heard.messages
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_ranks_tell_what_the_monitor_shows(ranks: RankPool, tmp_path: Path) -> None:
+    (result, weights, first), (nothing, none, second) = ranks.run(2, trained, folder=tmp_path / "out")
+    assert (nothing, none) == (None, {})
+    shown = several_gpus._Shown(2, is_drawn=False)
+    assert not shown.stops()
+    for rank, message in [*((0, message) for message in first[:-1]), *((1, message) for message in second)]:
+        shown.hear(rank, message)
+    monitor = shown._monitor
+    assert monitor is not None
+    assert monitor.total_steps == 2
+    assert monitor.plan is not None
+    assert monitor.plan.to_dict() == result.plan.to_dict()
+    records = list(monitor.telemetry.records)
+    assert [record.step for record in records] == [1, 2]
+    own = [message[1] for message in (*first, *second) if message[0] == "did"]
+    for record in records:
+        of_step = [each for each in own if each.step == record.step]
+        assert len(of_step) == 2
+        assert record.loss == pytest.approx(sum(each.loss for each in of_step) / 2)
+        assert record.num_tokens == sum(each.num_tokens for each in of_step)
+    assert not shown.stops()
+    monitor.request_stop()
+    assert shown.stops()
+    shown.hear(0, first[-1])
+    assert monitor.figures().state == "finished"
+    assert [each.name for each in monitor.figures().ranks] == ["rank 0", "rank 1"]
+
+    given, _ = model_named("t5")
+    held = dict(given.named_parameters())
+    several_gpus._take(given, weights)
+    saved = T5ForConditionalGeneration.from_pretrained(result.model_dir)
+    for name, parameter in given.named_parameters():
+        assert parameter is held[name]
+        assert torch.equal(parameter, saved.get_parameter(name)), name
+
+
+def test_a_row_for_each_gpu() -> None:
+    monitor = Monitor(display="none")
+    gib = 2**30
+    for number in (1, 0):
+        monitor.ranks[number] = StepRecord(
+            step=1,
+            loss=1.0,
+            num_tokens=1,
+            grad_norm=1.0,
+            learning_rate=1.0,
+            skipped=False,
+            seconds={"step": 0.5 + number},
+            bytes={"vram": {"process": (4 + number) * gib}, "ram": {"process": 9 * gib}},
+        )
+    rows = ["GPU 0: 4 GiB VRAM, 9 GiB RAM, 500 ms a step", "GPU 1: 5 GiB VRAM, 9 GiB RAM, 1.5 s a step"]
+    figures = monitor.figures()
+    assert [words.rank(each) for each in figures.ranks] == rows
+    assert words.summary(figures).splitlines()[-2:] == rows
+    drawn = page(figures, "x").replace("\N{NO-BREAK SPACE}", " ")
+    assert all(row in drawn for row in rows)
+
+
+class Watched:
+    """A display that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.ends: list[Figures] = []
+
+    def open(self, figures: Figures) -> None: ...
+
+    def update(self, figures: Figures, *, heeded: bool) -> None: ...
+
+    def close(self, figures: Figures) -> None:
+        self.ends.append(figures)
+
+
+@pytest.mark.slow
+def test_finetune_on_two_ranks_is_stopped_and_hands_the_model_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    watched, stops = Watched(), several_gpus._Shown.stops
+    monkeypatch.setattr(several_gpus, "can_be_drawn", lambda: True)
+    monkeypatch.setattr(Monitor, "_chosen_display", lambda self: watched)
+
+    def stops_after_a_step(self: Any) -> bool:
+        if self._monitor is not None and self._monitor.ranks:
+            self._monitor.request_stop()
+        return stops(self)
+
+    monkeypatch.setattr(several_gpus._Shown, "stops", stops_after_a_step)
+    model, tokenizer = model_named("t5")
+    parameter = next(model.parameters())
+    options: dict[str, Any] = {"batch_size": 2, "max_steps": 500, "use_cpu": True, "tokenizer": tokenizer}
+    result = offloadkit.finetune(model, pairs(8), output_dir=tmp_path, num_gpus=2, **options)
+    assert result.stopped
+    assert 0 < len(result.steps) < 500
+    assert f"stopped after step {len(result.steps)} of 500" in capsys.readouterr().out
+    assert result.model is model
+    assert next(model.parameters()) is parameter
+    saved = T5ForConditionalGeneration.from_pretrained(result.model_dir)
+    assert all(torch.equal(value, saved.get_parameter(name)) for name, value in model.named_parameters())
+    assert len(list((tmp_path / f"checkpoint-{len(result.steps)}").glob("states-*"))) == 2
+    assert [(each.state, len(each.ranks)) for each in watched.ends] == [("stopped", 2)]
+    assert not list(tmp_path.glob(".ranks-*"))

@@ -1,0 +1,73 @@
+"""Ranks notice that another one has failed, in whatever they are doing."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from offloadkit.config import OffloadConfig
+from offloadkit.distributed import watch as watch_module
+from offloadkit.engine import OffloadEngine
+from offloadkit.errors import RankError
+from tests.distributed.pool import RankPool
+from tests.distributed.runs import model
+from tests.models import tokens
+
+
+def last_fails() -> str:
+    """What each rank learns of the last one's error."""
+    fails = dist.get_rank() == dist.get_world_size() - 1
+    with suppress(ValueError), OffloadEngine(model(), OffloadConfig(), device="cpu") as engine:
+        if fails:
+            raise ValueError("nothing left")
+        assert engine._ranks is not None
+        assert engine._ranks._watch is not None
+        engine._ranks._watch._noticed.wait(20)  # it does something else
+        try:
+            engine.backward(engine(tokens(1)[0]))
+        except RankError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_all_ranks_learn_which_one_has_failed(ranks: RankPool) -> None:
+    *others, last = ranks.run(3, last_fails)
+    assert last == "nothing"
+    message = "rank 2 has died or raised an error: look at that, and go on from a checkpoint"
+    assert [found.partition(": ")[2] for found in others] == [message] * 2
+
+
+def first_hangs(file: Path) -> str:
+    """The error of the rank that waits in vain. The one that hangs writes to `file`."""
+    default: Any = dist.group.WORLD
+    default._get_backend(default._device_types[0]).options._timeout = timedelta(seconds=1)
+    with pytest.MonkeyPatch.context() as patch, file.open("a") as output:
+        patch.setattr(watch_module, "_GRACE_SECONDS", 0.1)
+        with OffloadEngine(model(), OffloadConfig(), device="cpu") as engine:
+            if dist.get_rank() == 0:
+                patch.setattr(sys, "stderr", output)
+                printed = threading.Event()
+                patch.setattr(engine._ranks._watch, "_give_up", printed.set)
+                assert printed.wait(20)
+                return "hung"
+            try:
+                engine.backward(engine(tokens(1)[0]))
+            except RankError as error:
+                return str(error)
+    return "nothing"
+
+
+def test_a_stuck_rank_is_an_error_and_shows_its_stacks(ranks: RankPool, tmp_path: Path) -> None:
+    file = tmp_path / "stderr"
+    hung, waited = ranks.run(2, first_hangs, file=file)
+    assert hung == "hung"
+    assert waited.startswith("exchanging gradients with the other ranks failed: one has ended")
+    assert "rank 0: rank 1 has ended, died or failed" in file.read_text()
+    assert "in first_hangs" in file.read_text()

@@ -1,0 +1,101 @@
+"""Ranks on GPUs that are started together, and come down together, over NCCL."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import offloadkit
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.distributed import world
+from offloadkit.distributed.launch import launch, told
+from offloadkit.engine import OffloadEngine
+from offloadkit.errors import RankError
+from tests.distributed.doors import model_named, pairs
+from tests.distributed.runs import RESIDENT, model
+from tests.distributed.test_launch import fail, kill
+from tests.models import tokens
+
+LIMIT = 60
+"""Seconds from the end of one rank to that of all."""
+
+
+@pytest.fixture(autouse=True)
+def _two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+
+
+def test_finetune_on_two_gpus_hands_the_model_back(tmp_path: Path) -> None:
+    given, tokenizer = model_named("t5")
+    given.cuda()
+    offload = OffloadConfig(placement=Placement(step="gpu"))
+    options: dict[str, Any] = {"batch_size": 2, "max_steps": 4, "learning_rate": 1e-2, "tokenizer": tokenizer}
+    result = offloadkit.finetune(
+        given, pairs(16), output_dir=tmp_path, num_gpus=2, offload=offload, overwrite=True, **options
+    )
+    assert result.model is given
+    assert len(result.steps) == 4
+    saved = type(given).from_pretrained(result.model_dir)
+    for name, parameter in given.named_parameters():
+        assert parameter.device.type == "cuda"
+        assert torch.equal(parameter.cpu().float(), saved.get_parameter(name).float()), name
+
+
+def one_ends(how: Any, placement: Placement) -> str:
+    """Rank 1 ends in the third step, while rank 0 goes on and waits on its GPU."""
+    world.join()
+    told((dist.get_rank(), os.getpid()))
+    config = OffloadConfig(placement=placement, working_dtype="bf16")
+    with OffloadEngine(model(), config, device=torch.device("cuda", dist.get_rank())) as engine:
+        for number, batch in enumerate(tokens(50, "cuda")):
+            if number == 2 and dist.get_rank() == 1:
+                told(("ends", time.monotonic()))
+                how()
+            engine.backward(engine(batch))
+            engine.step()
+            torch.cuda.synchronize()
+    return "nothing"
+
+
+@pytest.mark.parametrize("placement", [RESIDENT, Placement()])
+@pytest.mark.parametrize(("how", "error"), [(kill, RankError), (fail, ValueError)])
+def test_a_rank_that_ends_brings_all_down(tmp_path: Path, how: Any, error: Any, placement: Placement) -> None:
+    heard: list[Any] = []
+    with pytest.raises(error):
+        launch(
+            one_ends,
+            {"how": how, "placement": placement},
+            2,
+            folder=tmp_path,
+            hear=lambda rank, message: heard.append(message),
+        )
+    ended = next(when for what, when in heard if what == "ends")
+    assert time.monotonic() - ended < LIMIT
+    processes = [process for what, process in heard if what != "ends"]
+    assert len(processes) == 2
+    assert not any(map(psutil.pid_exists, processes))
+
+
+def the_other_learns_of_it(placement: Placement) -> str:
+    """Rank 1 raises an error; rank 0 gets one without a launcher that would kill it."""
+    try:
+        return one_ends(fail, placement)
+    except RankError:
+        return "RankError"
+    except ValueError:
+        return "ValueError"
+
+
+@pytest.mark.parametrize("placement", [RESIDENT, Placement()])
+def test_a_rank_that_waits_on_its_gpu_gets_an_error(tmp_path: Path, placement: Placement) -> None:
+    began = time.monotonic()
+    assert launch(the_other_learns_of_it, {"placement": placement}, 2, folder=tmp_path) == ["RankError", "ValueError"]
+    assert time.monotonic() - began < 2 * LIMIT
