@@ -161,7 +161,7 @@ def test_the_verdict_says_what_each_gpu_and_what_all_of_them_take() -> None:
     assert made.verdict.startswith(f"FITS on 2 GPUs: 8 of 8 GiB VRAM each, {ram} of 100 GiB RAM in all, about ")
     short = plan(2, vram="1GiB", ram="2GiB")
     assert short.verdict.startswith("DOES NOT FIT on 2 GPUs: needs ")
-    needs = 2 * short.needs()["ram"] / GIB
+    needs = rounded_up(2 * short.needs()["ram"]) / GIB
     assert f"and needs {needs:.3g} GiB of RAM, has 2 GiB" in short.verdict
     for line in short.explain().splitlines():
         if " GiB of VRAM and " in line and "would fit" in line and line[0].isdigit():
