@@ -165,7 +165,7 @@ class OffloadConfig:
     """VRAM that the process may take in all, CUDA's context included, as bytes or "8GiB"; None: what is free."""
 
     ram: int | str | None = None
-    """RAM that the process may take in all; None: what is available."""
+    """RAM that the process may take in all, or all ranks of a host together; None: what is available."""
 
     on_nonfinite: Literal["raise", "skip"] = "raise"
     """What a NaN or Inf in the gradients does. The step is never applied; "raise" ends training with an error at the

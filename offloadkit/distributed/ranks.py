@@ -6,11 +6,13 @@ its own. So exchanging is all there is: two operations between devices, and two 
 | | issued by | group |
 |---|---|---|
 | `exchange`, `gather`, `broadcast` | the main thread, or autograd's while that waits in backward | the device's |
-| `agree` | the main thread | gloo, its own |
+| `agree`, `told` | the main thread | gloo, its own |
 | `sum`, `meet` | the stepping thread | gloo, its own |
 | watching for ranks that end | a thread of `Watch` | gloo, its own |
 
 Every rank must ask for the same operations of a group in the same order. No two threads share a group.
+
+What comes from the others in `exchange`, `gather` and `agree` is counted, on the host, as the operation is issued.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +38,8 @@ from offloadkit.device.streams import CopyStream
 from offloadkit.distributed.stepped import Stepped, SteppedLayers
 from offloadkit.distributed.watch import Watch
 from offloadkit.errors import ConfigError, RankError
+
+_T = TypeVar("_T")
 
 BROADCAST_BYTES = 64 * 2**20
 """A tensor that is not on the device is broadcast in pieces of so many bytes."""
@@ -78,6 +83,12 @@ class Ranks:
             self._of_watch: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._watch = Watch(self.rank, self.size, self._of_watch, self._abort)
         self.stream = CopyStream(device, "ranks")
+        self._received: Counter[str] = Counter()
+
+    def take_received(self) -> dict[str, int]:
+        """Bytes received from the other ranks since the last call: "exchange", "gather" and "agreement"."""
+        taken, self._received = self._received, Counter()
+        return dict(taken)
 
     # ---- between devices: everything is a matter of bytes (gloo knows no bf16), and runs on the current stream -------
 
@@ -92,11 +103,13 @@ class Ranks:
         size = sent.element_size()
         lengths = [(end - start) * size for start, end in pairwise(cuts)]
         own = [lengths[self.rank]] * self.size
+        self._received["exchange"] += (self.size - 1) * lengths[self.rank]
         with self._explained("exchanging gradients"):
             dist.all_to_all_single(_bytes(received), _bytes(sent), own, lengths, group=self._between_devices)
 
     def gather(self, flat: torch.Tensor, cuts: Sequence[int]) -> None:
         """Have all ranks' ranges in `flat`, in place. `cuts` as for `exchange`."""
+        self._received["gather"] += flat.nbytes - (cuts[self.rank + 1] - cuts[self.rank]) * flat.element_size()
         with self._explained("gathering new weights"):
             for owner, (start, end) in enumerate(pairwise(cuts)):
                 if start < end:
@@ -123,10 +136,26 @@ class Ranks:
 
     def agree(self, own: NDArray[np.int64]) -> NDArray[np.int64]:
         """What every rank says: int64 [size, *]. `own` is 1-D and has the same length on all ranks."""
+        self._received["agreement"] += (self.size - 1) * own.nbytes
         found = [torch.empty(len(own), dtype=torch.int64) for _ in range(self.size)]
         with self._explained("comparing notes"):
             dist.all_gather(found, torch.from_numpy(own), group=self._of_main)
         return torch.stack(found).numpy()
+
+    def told(self, make: Callable[[], _T], *, by: int = 0) -> _T:
+        """What `make()` gives on rank `by`. It is called there alone, and what it gives is pickled for the others.
+
+        Raises:
+            RankError: it failed there. On that rank its own error is raised.
+        """
+        box: list[Any] = [None]
+        with self.together(f"what rank {by} does for all ranks"):
+            if self.rank == by:
+                box = [make()]
+        with self._explained(f"hearing from rank {by}"):
+            dist.broadcast_object_list(box, by, group=self._of_main)
+        value: _T = box[0]
+        return value
 
     def sum(self, numbers: NDArray[np.float64]) -> None:
         """Add all ranks' fp64 `numbers`, in place. Exact in any order where at most one rank's number is not zero."""

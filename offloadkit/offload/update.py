@@ -50,6 +50,7 @@ class Update:
         busy: when copies ("h2d", "d2h") and the GPU's steps ("gpu_step") ran, complete once `done` is set.
         gpu: the events at which the GPU's steps began and ended.
         cpu_bytes: memory traffic of the CPU's steps.
+        received: with several ranks, bytes of the "norm" that they added up.
         nonfinite: names of the parameters whose gradients were not finite.
     """
 
@@ -67,6 +68,7 @@ class Update:
     busy: list[tuple[str, BusyTime]] = field(default_factory=list)
     gpu: tuple[Event, Event] | None = None
     cpu_bytes: int = 0
+    received: dict[str, int] = field(default_factory=dict)
     nonfinite: list[str] = field(default_factory=list)
 
     @property
@@ -278,6 +280,7 @@ def _norm(update: Update, ranks: Ranks | None) -> float:
     if ranks is not None:
         together = np.concatenate([np.zeros(0), *sums])
         ranks.sum(together)
+        update.received["norm"] = together.nbytes
         sums = np.split(together, np.cumsum([len(part) for part in sums])[:-1])
     total = sum_in_order(sums)
     if not math.isfinite(total):

@@ -5,8 +5,10 @@ What they write to weights in RAM that they share, and read of it, is done by a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,6 +54,7 @@ class MirroredRanks(Ranks):
         self.rank, self.size, self._device = rank, size, device
         self.stream = CopyStream(device, "ranks")
         self.num_gathers = 0
+        self._received = Counter()
         self.others, self.wrote = CopyStream(device, "other ranks"), None
         self.own = dict[int, tuple[torch.Tensor, torch.Tensor]]()
         self.foreign = list[tuple[torch.Tensor, torch.Tensor]]()
@@ -82,6 +85,9 @@ class MirroredRanks(Ranks):
 
     def agree(self, own: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.stack([own] * self.size)
+
+    def told(self, make: Callable[[], Any], *, by: int = 0) -> Any:
+        return make()
 
     def sum(self, numbers: NDArray[np.float64]) -> None:
         """The others have zeros, and fetch no more. They step their weights after that."""

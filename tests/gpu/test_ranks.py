@@ -1,18 +1,31 @@
-"""Two GPUs train as one, bit for bit, over NCCL and through RAM that they share."""
+"""Two GPUs train as one, bit for bit, over NCCL and through shared RAM; they measure and plan together."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from offloadkit import hardware
+from offloadkit.config import OffloadConfig
+from offloadkit.device.measure import measure
+from offloadkit.distributed.machine import measured_together
+from offloadkit.distributed.ranks import Ranks
+from offloadkit.engine import OffloadEngine
+from offloadkit.hardware import Hardware
+from offloadkit.planner.fitted import NCCL_BYTES
+from offloadkit.telemetry import Telemetry
 from tests.distributed.doors import finetuned, pairs
+from tests.distributed.planning import all_used
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT, STREAMED, STREAMED_TO_GPU, train
 from tests.distributed.test_doors import assert_same
 from tests.distributed.test_equal import assert_equal
+from tests.models import tokens
 
 
 def two_equal_one(micro_batches: int, runs: list[dict[str, Any]], **of_one: Any) -> None:
@@ -60,3 +73,54 @@ def test_finetune_on_two_gpus_is_that_on_one(tmp_path: Path, name: str) -> None:
     finally:
         pool.close()
     assert_same(found, finetuned(name, tmp_path / "one", **options))
+
+
+def measured() -> tuple[Hardware, int]:
+    """The machine as both GPUs measure it together, and the VRAM that NCCL took for it."""
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    group = Ranks(device)
+    try:
+        measure(device, num_ranks=2)
+        before = hardware.vram_context_bytes(device)
+        found = measured_together(group, device)
+        return found, hardware.vram_context_bytes(device) - before
+    finally:
+        group.close()
+
+
+def counted(micro_batches: int) -> tuple[Any, dict[str, int], list[dict[str, int]], int]:
+    """The placements planned for an example, what a GPU receives by the plan, what it received, and how many plan."""
+    device, telemetry = torch.device("cuda", dist.get_rank()), Telemetry()
+    torch.cuda.set_device(device)
+    options: dict[str, Any] = {"gradient_accumulation": micro_batches, "exchange": "micro_batch"}
+    config = OffloadConfig(working_dtype="bf16", vram="8GiB", **options)
+    made, batches = all_used(tied=False, hidden=4000), tokens(3 * micro_batches, str(device))
+    with OffloadEngine(made, config, device=device, telemetry=telemetry, example=batches[0]) as engine:
+        for batch in batches:
+            engine.backward(engine(batch))
+            engine.step()
+        engine.synchronize()
+        plan = engine.plan
+        return plan.placements, plan.communicated, [record.received for record in telemetry.records], plan.num_gpus
+
+
+def test_two_gpus_measure_and_plan_together() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    pool = RankPool("nccl")
+    try:
+        (first, nccl), (second, _) = pool.run(2, measured)
+        assert replace(first, device=second.device) == second
+        assert first.num_ranks == 2
+        assert first.link_bytes_per_second > 2e9
+        print(f"link {first.link_bytes_per_second / 1e9:.1f} GB/s, NCCL took {nccl >> 20} MiB")
+        assert nccl <= NCCL_BYTES
+        for micro_batches in (1, 2):
+            one, other = pool.run(2, counted, micro_batches=micro_batches)
+            assert one[0] == other[0]
+            for _, planned, found, num_gpus in (one, other):
+                assert num_gpus == 2
+                assert {kind: size for kind, size in found[-1].items() if kind != "agreement"} == planned
+    finally:
+        pool.close()
