@@ -142,9 +142,7 @@ def leaner_budget(plan: Plan, device: torch.device) -> int:
     return max(1, min(planned, used) - max(planned // 8, 2 * (used - planned)))
 
 
-def _planned(
-    plan: Plan, short: Literal["vram", "ram"], budgets: Mapping[str, int], ranks: Ranks | None
-) -> Plan | None:
+def _planned(plan: Plan, short: Literal["vram", "ram"], budgets: Mapping[str, int], ranks: Ranks | None) -> Plan | None:
     """`leaner`. Several ranks ask for it together, and get what rank 0 finds within the least budgets of any."""
     if ranks is None:
         return leaner(plan, short, budgets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -14,17 +15,23 @@ from torch import nn
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import host_memory
+from offloadkit.distributed import machine
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError, RepeatWindowError
-from offloadkit.offload import shortage
+from offloadkit.hardware import Hardware
+from offloadkit.offload import rate_watch, shortage
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import flat_layers, plan_of
-from offloadkit.planner import Plan
+from offloadkit.offload.update import StepBalancer
+from offloadkit.planner import Plan, layout
 from offloadkit.planner import placed as placed_at
+from offloadkit.planner.fitted import NCCL_BYTES
 from offloadkit.planner.layout import possible
+from offloadkit.planner.seconds import StepModel
+from offloadkit.telemetry import StepRecord, Telemetry
 from tests.distributed.runs import CPU_STEP, RESIDENT, STEPS, STREAMED, model
-from tests.models import tokens
+from tests.models import TinyLM, tokens
 
 NO_ROOM = "RAM is running out here"
 
@@ -119,11 +126,9 @@ def moving(
             engine.synchronize()
         except OffloadkitError as raised:
             error = f"{type(raised).__name__}: {raised}"
-            import traceback; traceback.print_exc()
         is_open, plan = engine._open, engine.plan
         moves = [move.why for move in engine.telemetry.moves]
-        with warnings.catch_warnings():
-            engine.close()
+        engine.close()
         return {
             "weights": {name: parameter.detach().clone() for name, parameter in made.named_parameters()},
             "moves": moves,
@@ -149,10 +154,66 @@ def moves_apart(how: str) -> dict[str, Any]:
             elif how == "window":
                 engine.backward(engine(tokens(1)[0]))
                 engine.drop_gradients()
-            if rank == 0 or how != "alone":
-                engine.move(to)
+            if how == "ends":
+                engine.synchronize()
+            if rank and how == "ends":
+                raise OffloadkitError("no move here")
+            engine.move(to)
 
     return moving(after_the_first=move, begins=CPU_STEP)
+
+
+class Measured(Telemetry):
+    """Copies and the CPU's step take the seconds planned, times a factor where it is the CPU's step."""
+
+    engine: OffloadEngine
+    factor: float
+
+    def add(self, record: StepRecord) -> None:
+        plan, placements = self.engine.plan, self.engine._placed.assigned
+        assert plan.basis.work is not None
+        assert plan.basis.hardware is not None
+        rates = StepModel(plan.layers, plan.basis.work, plan.basis.hardware, plan.accumulation).rates(placements)
+        rates |= {"CPU step": rate / self.factor for name, rate in rates.items() if name == "CPU step"}
+        names = {"h2d": "H2D", "d2h": "D2H", "cpu_step": "CPU step"}
+        took = {phase: record.moved[phase] / rates[name] for phase, name in names.items() if name in rates}
+        super().add(replace(record, seconds=record.seconds | took))
+
+
+def measured(card: Hardware, slow: float) -> dict[str, Any]:
+    """Train by a plan for `card`, with which rank 1's CPU takes `slow` times the seconds planned."""
+    rates = {each.name: getattr(card, each.name) / 1e5 for each in fields(card) if each.name.endswith("_per_second")}
+    here = replace(card, **rates)  # what a tiny model moves takes as long as a large one's on the card
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        patch.setattr(machine, "measure", lambda *_, **__: here)
+        patch.setattr(machine, "is_measured", lambda *_: True)
+        patch.setattr(machine, "cores_of_rank", lambda ranks: (ranks.size, 4))
+        patch.setattr(StepBalancer, "correct", lambda *_: None)
+        patch.setattr(rate_watch, "WARM_UP", 1)
+        patch.setattr(rate_watch, "NUM_STEPS", 2)
+        patch.setattr(layout, "STEP_CHUNK", 4096)  # else a tiny layer's buffers are larger than its states
+        torch.manual_seed(0)
+        made, batches = TinyLM(width=32, hidden=255, depth=6), tokens(1)
+        del made.unused
+        telemetry = Measured()
+        vram = here.vram_context_bytes + layout.ALLOCATOR_BYTES + NCCL_BYTES + (1 << 20)
+        config = OffloadConfig(learning_rate=1e-2, vram=vram, ram="8GiB")
+        with OffloadEngine(made, config, device="cpu", example=batches[0], telemetry=telemetry) as engine:
+            telemetry.engine, telemetry.factor = engine, slow if dist.get_rank() else 1.0
+            begins = engine.plan.placements
+            for _ in range(6):
+                engine.backward(engine(batches[0]))
+                engine.step()
+            engine.synchronize()
+            return {
+                "weights": {name: parameter.detach().clone() for name, parameter in made.named_parameters()},
+                "moves": [(move.step, move.why) for move in telemetry.moves],
+                "by the CPU": [sum(where.step == "cpu" for where in each) for each in (begins, engine.plan.placements)],
+                "placements": engine.plan.placements,
+                "steps": len(telemetry.records),
+                "error": "",
+            }
 
 
 def no_memory(*_: Any) -> Any:
