@@ -174,7 +174,8 @@ class Measured(Telemetry):
         assert plan.basis.work is not None
         assert plan.basis.hardware is not None
         rates = StepModel(plan.layers, plan.basis.work, plan.basis.hardware, plan.accumulation).rates(placements)
-        rates |= {"CPU step": rate / self.factor for name, rate in rates.items() if name == "CPU step"}
+        if "CPU step" in rates:
+            rates["CPU step"] /= self.factor
         names = {"h2d": "H2D", "d2h": "D2H", "cpu_step": "CPU step"}
         took = {phase: record.moved[phase] / rates[name] for phase, name in names.items() if name in rates}
         super().add(replace(record, seconds=record.seconds | took))
