@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from offloadkit.config import OffloadConfig
+from tests.distributed.doors import trained
 from tests.distributed.moves import NO_ROOM, measured, moves_apart, moving, planned, with_less_free
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT, model
+from tests.distributed.test_doors import assert_same
 from tests.planner.machines import H200
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -110,6 +113,19 @@ def test_where_one_rank_is_slower_than_planned_all_move_once(ranks: RankPool) ->
     assert "the CPU's optimizer step runs at" in why
     before, after = found[0]["by the CPU"]
     assert after < before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["step", "micro_batch"])
+def test_trainers_repeat_the_window_together(ranks: RankPool, tmp_path: Path, exchange: str) -> None:
+    """The rank that is full does so in its second micro-batch of the second update, the other one where it learns it:
+    with one exchange a step, in the optimizer's step."""
+    options: dict[str, Any] = {"kind": "llama", "accumulation": 4, "eval_strategy": "no", "exchange": exchange}
+    expected = ranks.run(2, trained, folder=tmp_path / "room", **options)
+    found = ranks.run(2, trained, folder=tmp_path / "full", full=(1, 4), **options)
+    assert [run.pop("moves") for run in found] == [["the memory of rank 1's GPU was full"]] * 2
+    for rank in range(2):
+        assert_same(found[rank : rank + 1], expected[rank])
 
 
 def test_less_free_vram_on_one_rank_makes_the_plan_of_all_leaner(ranks: RankPool) -> None:
