@@ -171,7 +171,7 @@ class PlacedModel:
         trained = {view.parameter for layer in layers for view in layer.views}
         while True:
             try:
-                for at, where in self._changes(placements):  # with several ranks no plan is leaner
+                for at, where in self._changes(placements):  # with several ranks no plan is leaner here
                     self.states[at] = self._elsewhere(self.states[at], where)
                 shared = self._allocate(layers, placements, materialise, ram_watch)
                 move_rest(self.module, trained, self._device, self._config.working_dtype, materialise)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offloadkit import hardware
+from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import host_memory
 from offloadkit.distributed import machine
@@ -56,6 +57,7 @@ def moving(
     begins: Placement = RESIDENT,
     after_the_first: Callable[[OffloadEngine], None] | None = None,
     steps: int = STEPS,
+    device: str = "cpu",
     **config: Any,
 ) -> dict[str, Any]:
     """Train as `runs.train` does, and repeat a window that has to be repeated, as a loop of one's own would.
@@ -65,6 +67,7 @@ def moving(
         where: "forward", "backward", or "exchange": where a layer's gradient leaves.
         scarce: (rank, step), counted from 0, at which that rank is short of RAM. The plan to move to is `to` then.
         after_the_first: called after the first step.
+        device: "cuda": each rank has a GPU of its own.
 
     Returns:
         "weights", the "moves" with their reasons, the "placements" in the end, the "steps" on record, the number of
@@ -88,7 +91,10 @@ def moving(
         if where == "backward" and output.requires_grad:
             output.register_hook(lambda gradient: fail(gradient) if is_full() else None)
 
-    batches, error = tokens(steps * micro_batches * size), ""
+    on = torch.device(device, rank if device == "cuda" else None)
+    if device == "cuda":
+        torch.cuda.set_device(on)  # whose random numbers are repeated
+    batches, error = tokens(steps * micro_batches * size, str(on)), ""
     open_bucket = Gradients._open
 
     def opens(self: Gradients, *args: Any) -> None:
@@ -102,13 +108,13 @@ def moving(
         patch.setattr(Gradients, "_open", opens)
         if scarce:
             patch.setattr(shortage, "leaner", lambda plan, *_: placed_at(plan, [to] * len(plan.layers)))
-        engine = OffloadEngine(made, options, device="cpu", plan=plan)
+        engine = OffloadEngine(made, options, device=on, plan=plan)
         made.blocks[0].register_forward_hook(in_forward)
         try:
             torch.manual_seed(rank)
             step = 0
             while step < steps:
-                drawn = torch.get_rng_state()
+                drawn = random_states()
                 try:
                     for k in range(micro_batches):
                         state["begun"] += 1
@@ -118,7 +124,7 @@ def moving(
                             engine._ram_watch._poll.warning = NO_ROOM
                         engine.step()
                 except RepeatWindowError:
-                    torch.set_rng_state(drawn)
+                    set_random_states(drawn)
                     continue
                 step += 1
                 if step == 1 and after_the_first is not None:
@@ -130,7 +136,7 @@ def moving(
         moves = [move.why for move in engine.telemetry.moves]
         engine.close()
         return {
-            "weights": {name: parameter.detach().clone() for name, parameter in made.named_parameters()},
+            "weights": {name: parameter.detach().cpu().clone() for name, parameter in made.named_parameters()},
             "moves": moves,
             "placements": plan.placements,
             "steps": len(engine.telemetry.records),
