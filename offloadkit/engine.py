@@ -810,7 +810,8 @@ class OffloadEngine:
             OutOfVramError: it cannot know what the others do next.
         """
         if not has_joined:
-            self._placed.join_rest()
+            with explained_shortage(self.plan, self.device):
+                self._placed.join_rest()
         self._settle()
         if not self._exchanges_each:
             window = self.num_updates, self._num_backwards

@@ -53,7 +53,7 @@ def moving(
     full: Collection[tuple[int, int]] = (),
     where: str = "forward",
     scarce: Collection[tuple[int, int]] = (),
-    to: Placement = STREAMED,
+    to: Placement | None = None,
     begins: Placement = RESIDENT,
     after_the_first: Callable[[OffloadEngine], None] | None = None,
     steps: int = STEPS,
@@ -65,7 +65,8 @@ def moving(
     Args:
         full: (rank, micro-batch that it begins, repeated ones counted too) at which that rank's GPU is full.
         where: "forward", "backward", or "exchange": where a layer's gradient leaves.
-        scarce: (rank, step), counted from 0, at which that rank is short of RAM. The plan to move to is `to` then.
+        scarce: (rank, step), counted from 0, at which that rank is short of RAM.
+        to: the plan to move to; None: a leaner one.
         after_the_first: called after the first step.
         device: "cuda": each rank has a GPU of its own.
 
@@ -106,7 +107,7 @@ def moving(
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         patch.setattr(Gradients, "_open", opens)
-        if scarce:
+        if to is not None:
             patch.setattr(shortage, "leaner", lambda plan, *_: placed_at(plan, [to] * len(plan.layers)))
         engine = OffloadEngine(made, options, device=on, plan=plan)
         made.blocks[0].register_forward_hook(in_forward)

@@ -13,7 +13,7 @@ from offloadkit.config import OffloadConfig
 from tests.distributed.doors import trained
 from tests.distributed.moves import NO_ROOM, measured, moves_apart, moving, planned, with_less_free
 from tests.distributed.pool import RankPool
-from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT, model
+from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT, STREAMED, STREAMED_TO_GPU, model
 from tests.distributed.test_doors import assert_same
 from tests.planner.machines import H200
 
@@ -50,7 +50,6 @@ def lean(ranks: RankPool) -> Any:
         ("backward", [(1, 1)], {}),
         ("forward", [(1, 1), (0, 3)], {"micro_batches": 2}),
         ("backward", [(0, 2)], {"micro_batches": 2, "exchange": "micro_batch"}),
-        pytest.param("forward", [(1, 0), (0, 1), (1, 1)], {}, marks=pytest.mark.slow),
         pytest.param("exchange", [(0, 1)], {}, marks=pytest.mark.slow),
         pytest.param(
             "exchange", [(1, 3), (0, 4)], {"micro_batches": 2, "exchange": "micro_batch"}, marks=pytest.mark.slow
@@ -68,6 +67,23 @@ def test_where_one_rank_is_full_all_repeat_the_window_by_a_leaner_plan(
     assert found[0]["moves"]
     assert all(why.startswith("the memory of rank ") for why in found[0]["moves"])
     assert {*found[0]["placements"]} != {RESIDENT}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"micro_batches": 2, "exchange": "micro_batch"}], ids=str)
+def test_three_ranks_repeat_windows_with_weights_and_sums_in_shared_ram(
+    ranks: RankPool, options: dict[str, Any]
+) -> None:
+    expected = ranks.run(3, moving, begins=CPU_STEP, **options)
+    for where, begins, to in (
+        ("forward", CPU_STEP, STREAMED_TO_GPU),
+        ("backward", STREAMED, RESIDENT),
+        ("exchange", STREAMED_TO_GPU, CPU_STEP),
+    ):
+        full = [(2, 1), (0, 1), (1, 4)]
+        found = ranks.run(3, moving, where=where, full=full, begins=begins, to=to, **options)
+        assert_alike(found, expected)
+        assert found[0]["begun"] > expected[0]["begun"]
 
 
 def test_where_ram_is_scarce_on_one_rank_all_move_after_the_step(ranks: RankPool, lean: Any) -> None:
