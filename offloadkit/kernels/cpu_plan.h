@@ -12,7 +12,7 @@ enum { STREAMED = 1, KEEPS = 2, ON_GPU = 4, ON_DISK = 8, IN_VRAM = 16 };
 
 struct layer_cost {
     double weight_bytes, stepped_bytes, sent_bytes, gradient_bytes, state_bytes, num_chunks, cpu_step, gpu_step, bucket,
-        adding_in_vram, adding_in_ram, norm_in_ram, exchange, gather;
+        adding_in_vram, adding_in_ram, norm_in_ram, exchange, sums_exchange, summing_in_vram, gather;
 };
 
 struct stage_cost {
@@ -345,6 +345,12 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
     }
     if (is_last) {
         double done = plan_launched(&q, m->layer_launches * (double)model->num_layers * m->launch_seconds, 0.0);
+        for (int64_t at = 0; at < model->num_layers; at++) {
+            const struct layer_cost *layer = &model->layers[at];
+            if (layer->sums_exchange == 0.0 || gradients_in_ram(of->codes[at])) continue;
+            done = plan_take(&q.link, layer->sums_exchange, done);
+            done = plan_take(&q.gpu, layer->summing_in_vram, done);
+        }
         for (int64_t at = 0; at < model->num_layers; at++) {
             int64_t code = of->codes[at];
             if (steps_on_cpu(code) && !gradients_in_ram(code))
