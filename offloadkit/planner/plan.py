@@ -635,6 +635,11 @@ def replanned(
     )
 
 
+def exchanged_otherwise(plan: Plan) -> Plan:
+    """The plan made again with the other order in which several GPUs exchange gradients (`OffloadConfig.exchange`)."""
+    return replanned(plan, exchange="micro_batch" if plan.basis.config.exchange == "step" else "step")
+
+
 def nearest_fits(plan: Plan, most: int = 3) -> list[tuple[str, Plan]]:
     """Up to `most` plans that fit, each with the words for what to change. Smaller changes come first.
 
@@ -817,8 +822,8 @@ def _help_of_gpus(plan: Plan) -> Iterator[str]:
 
 def _in_the_other_order(plan: Plan) -> str:
     """A sentence on what the other order of exchange would bring: bytes of a step, and the speed."""
-    order = "micro_batch" if plan.basis.config.exchange == "step" else "step"
-    other = replanned(plan, exchange=order)
+    other = exchanged_otherwise(plan)
+    order = other.basis.config.exchange
     assert other.tokens_per_second is not None
     assert plan.tokens_per_second is not None
     if not other.fits:

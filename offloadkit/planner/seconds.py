@@ -498,7 +498,11 @@ class LayerCost:
 def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: int) -> LayerCost:
     """The costs of a layer. They do not depend on its placement."""
     vram, dram = hardware.vram_bytes_per_second * STEP_EFFICIENCY, hardware.cpu_adamw_bytes_per_second
-    gradient, bucket, received = layer.gradient_bytes(accumulation), layer.bucket_bytes(), layer.staged_bytes(accumulation)
+    gradient, bucket, received = (
+        layer.gradient_bytes(accumulation),
+        layer.bucket_bytes(),
+        layer.staged_bytes(accumulation),
+    )
     traffic, own, ranks = layer.step_bytes(accumulation), layer.own_numel, layer.num_ranks
     sums = layer.sums_whole(accumulation)
     added = layer.numel if sums else own * ranks  # by one micro-batch

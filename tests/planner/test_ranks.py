@@ -350,7 +350,10 @@ def test_a_run_grows_with_its_gpus() -> None:
     assert found[1].efficiency > 1, "less is offloaded"
     assert found[2].efficiency < 0.5, "the network bounds it"
     assert found[5].received_bytes < found[2].received_bytes
-    table = scaling_table(made, (1, 2), (1,)).splitlines()
+    assert [each.otherwise is None for each in found] == [True, True, True, True, False, False]
+    assert found[5].otherwise is not None
+    assert found[5].otherwise.basis.config.exchange == "micro_batch"
+    table = scaling_table(made, (1, 2), (1, 4)).splitlines()
     assert table[0].startswith("| GPUs | micro-batches |")
     assert table[2].startswith("| 1 | 1 | ")
     assert len({line.count("|") for line in table}) == 1
