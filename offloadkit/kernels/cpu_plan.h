@@ -308,6 +308,7 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
             seconds += layer->bucket;
             int exchanges = layer->exchange != 0.0;
             if (gradients_in_ram(code) ? exchanges && !adds : adds || exchanges) seconds += layer->adding_in_vram;
+            if (is_last && !gradients_in_ram(code)) seconds += layer->summing_in_vram;
         }
         if (fetched != 0.0) {
             num_streamed++;
@@ -330,6 +331,7 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
             const struct layer_cost *layer = &model->layers[at];
             int in_ram = gradients_in_ram(of->codes[at]);
             double complete = end;
+            if (is_last && layer->sums_exchange != 0.0 && !in_ram) plan_take(&q.link, layer->sums_exchange, end);
             if (layer->exchange != 0.0) {
                 complete = plan_take(&q.link, layer->exchange, adds ? larger(end, drained) : end);
                 memory->sent[num_sent++] = complete;
@@ -345,12 +347,7 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
     }
     if (is_last) {
         double done = plan_launched(&q, m->layer_launches * (double)model->num_layers * m->launch_seconds, 0.0);
-        for (int64_t at = 0; at < model->num_layers; at++) {
-            const struct layer_cost *layer = &model->layers[at];
-            if (layer->sums_exchange == 0.0 || gradients_in_ram(of->codes[at])) continue;
-            done = plan_take(&q.link, layer->sums_exchange, done);
-            done = plan_take(&q.gpu, layer->summing_in_vram, done);
-        }
+        done = larger(done, q.link);
         for (int64_t at = 0; at < model->num_layers; at++) {
             int64_t code = of->codes[at];
             if (steps_on_cpu(code) && !gradients_in_ram(code))

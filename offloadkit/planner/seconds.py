@@ -9,7 +9,7 @@ A step has two phases. They do not overlap, because clipping needs the whole nor
 
 With several ranks a step is that of one rank, beside the others. Backward's gradients are exchanged layer by layer over
 the link, which forward's new weights are gathered over. Both have one order, so each waits for the one before it. Sums
-that are exchanged once a step wait for the end of the last backward, and those in RAM are added before the norm.
+that are exchanged once a step go in the last backward, and those in RAM are added before the norm.
 
 Each resource works through its own queue. A layer's work starts once its inputs have arrived and a buffer is free.
 
@@ -353,6 +353,8 @@ class StepModel:
                 seconds += layer.bucket
                 if (adds or layer.exchange) if where.gradients == "vram" else (layer.exchange and not adds):
                     seconds += layer.adding_in_vram
+                if is_last and where.gradients == "vram":
+                    seconds += layer.summing_in_vram
             if fetched:
                 num_streamed += 1
                 if num_streamed > NUM_WEIGHT_BUFFERS:  # else still in VRAM since forward
@@ -372,6 +374,8 @@ class StepModel:
                 ends.append(end)
             for layer in unit.layers:
                 in_ram, complete = placements[layer.index].gradients == "ram", end
+                if is_last and layer.sums_exchange and not in_ram:
+                    queues.take("link", layer.sums_exchange, end)
                 if layer.exchange:  # what was received, or its sum, leaves the device before the next one's comes
                     complete = queues.take("link", layer.exchange, max(end, drained) if adds else end)
                     sent.append(complete)
@@ -387,10 +391,7 @@ class StepModel:
                         added.append(queues.take("CPU step", layer.adding_in_ram, drained))
         if is_last:
             done = queues.launched(LAYER_LAUNCHES * len(placements) * self._hardware.launch_seconds, 0.0)
-            for layer in self.layers:
-                if layer.sums_exchange and placements[layer.index].gradients == "vram":
-                    done = queues.take("link", layer.sums_exchange, done)
-                    done = queues.take("GPU", layer.summing_in_vram, done, "backward")
+            done = max(done, queues.free["link"])
             for layer in self.layers:  # whose gradients stayed in VRAM until now, and which the CPU steps
                 where = placements[layer.index]
                 if where.step == "cpu" and where.gradients == "vram":

@@ -115,8 +115,8 @@ def test_an_exchange_and_a_gather_take_what_the_link_takes(where: Placement) -> 
 
 
 @pytest.mark.parametrize("where", [IN_VRAM, LATE, Placement(gradients="vram", step="gpu")])
-def test_sums_in_vram_are_exchanged_once_when_backward_is_over(where: Placement) -> None:
-    """Each of three receives two other sums of its third, in fp32, and adds them in turn with receiving."""
+def test_sums_in_vram_are_exchanged_once_in_the_last_backward(where: Placement) -> None:
+    """Each of three receives two other sums of its third, in fp32. The last layer's exchange and adding are left."""
     rates = {"link_bytes_per_second": 1e9, "vram_bytes_per_second": 1e11, "bf16_flops_per_second": 1e12}
     own = layers_of(3)[0].own_numel
     exchange = 4 * (2 * 4 * own / 1e9 + EXCHANGE_SECONDS)
@@ -126,7 +126,7 @@ def test_sums_in_vram_are_exchanged_once_when_backward_is_over(where: Placement)
         alone = seconds(1, where, accumulation, flops=10**12, **rates)
         gather = 4 * (2 * (N - own) / 1e9 + EXCHANGE_SECONDS)
         assert made.busy["link"] == pytest.approx(exchange + gather)
-        assert made.backward_phase - alone.backward_phase == pytest.approx(exchange + adding, rel=1e-3)
+        assert made.backward_phase - alone.backward_phase == pytest.approx(exchange / 4 + adding, rel=1e-3)
     once, each = (seconds(3, where, once=value, **rates) for value in (True, False))
     assert once == each, "one micro-batch is exchanged as it is"
 
