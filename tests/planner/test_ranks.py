@@ -23,6 +23,7 @@ from offloadkit.planner.fitted import (
     STEP_EFFICIENCY,
 )
 from offloadkit.planner.layout import communicated_bytes
+from offloadkit.planner.phases import moved_bytes
 from offloadkit.planner.plan import of_rank, replanned
 from offloadkit.planner.ranks import NETWORK_BYTES_PER_SECOND, for_ranks
 from offloadkit.planner.scaling import grown, scaling_table
@@ -285,14 +286,14 @@ def test_weights_that_no_vram_holds_are_in_ram_once_a_host(options: dict[str, An
     streamed = [layer for layer, where in zip(made.layers, made.placements, strict=True) if where.weights == "ram"]
     assert made.fits
     assert streamed
-    of_all = 3 * made.tiers["ram"]["working weights"]
+    of_all = 3 * made.tiers["ram"]["working weights"]  # of resident weights, copies of what the CPU steps
     assert sum(layer.weight_bytes() for layer in streamed) <= of_all <= 20 * (made.layers[0].weight_bytes() + 3 * 512)
+    resident, living = made.layers[:2]
+    moved = moved_bytes([resident, living], [IN_VRAM, Placement("ram")], frozen=7)
+    assert moved == 7 + resident.weight_bytes() + living.stepped_bytes(), "each rank gets its own of what was in VRAM"
     assert made.communicated["gather"] == sum(
         layer.gathered_bytes(where) for layer, where in zip(made.layers, made.placements, strict=True)
     )
-    closing = next(phase for phase in made.phases if phase.name == "closing")
-    resident = 20 - len(streamed)
-    assert closing.ram >= sum(layer.stepped_bytes() for layer in streamed) + resident * streamed[0].weight_bytes()
 
 
 def test_states_are_on_disk_where_the_ram_of_a_host_has_no_room() -> None:
