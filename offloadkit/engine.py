@@ -332,7 +332,7 @@ class OffloadEngine:
             self._ranks.take_received()  # it was no step's
         self.num_updates = self._num_backwards = 0
         self._stepped = self._overflow_known = self._open = True
-        self._has_graph = False
+        self._has_graph = self._in_last = False
         self.telemetry.plan = self.plan
         _open_engines[model] = weakref.ref(self)
 
@@ -476,7 +476,8 @@ class OffloadEngine:
                 not, all micro-batches of all ranks are simply added.
 
         Raises:
-            EngineStateError: it was called again before `step()`, without gradient accumulation.
+            EngineStateError: it was called again before `step()`, without gradient accumulation; or, on several ranks,
+                more than `gradient_accumulation` times.
             OutOfVramError: the GPU's memory is full. It is a `RepeatWindowError` if the engine has moved to a leaner
                 plan.
             ValueError: the loss is not a scalar.
@@ -488,15 +489,22 @@ class OffloadEngine:
                 "backward() was called twice before step(), but gradient_accumulation is 1: "
                 "call step() after each backward(), or set OffloadConfig(gradient_accumulation=...)"
             )
+        if self._placed.gradients.window_is_full:
+            raise EngineStateError(
+                f"backward() was called more than gradient_accumulation={accumulation} times in a window: the ranks "
+                "exchange their sums in the last one. Call step(boundary=True) before it, or set "
+                "OffloadConfig(gradient_accumulation=...)"
+            )
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a scalar loss, got a tensor of shape {tuple(loss.shape)}")
+        if self._exchanges_last and self._num_backwards + 1 == accumulation:
+            self._check_whole(loss)
+            self._in_last = True
         with self.makes_room():
             num_added = accumulation if self._ranks is None else accumulation * self._ranks.size
             self._backward(loss, num_added if scale_by_accumulation else 1)
-        if self._ranks is not None and self._exchanges_each:
-            full = self._ranks.agree(np.array([0]))[:, 0].astype(bool)
-            if full.any():
-                raise self._repeat_together(full)
+        if self._exchanges_each:
+            self._check_whole()
         self._num_backwards += 1
         self._stepped = self._has_graph = False
 
@@ -504,6 +512,7 @@ class OffloadEngine:
         given = loss
         if divisor > 1:
             loss = loss / divisor
+        self._placed.gradients.ends_window = self._num_backwards + 1 == self.config.gradient_accumulation
         with self._records.backward(loss):
             self._update_loss_scale()
             try:
@@ -566,6 +575,7 @@ class OffloadEngine:
                 raise
         self.num_updates += 1
         self._newest, self._overflow_known, self._stepped, self._num_backwards = update, False, True, 0
+        self._in_last = False
         received = {} if self._ranks is None else self._ranks.take_received()
         self._records.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy(), received)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
@@ -590,6 +600,8 @@ class OffloadEngine:
             OutOfVramError: so it was, and all stay where they are.
             EngineStateError: the ranks have gone apart.
         """
+        if self._exchanges_last and not self._in_last:
+            self._check_whole()
         window = self.num_updates, self._num_backwards
         try:
             wished, order = self._placed.agree(ranks, window, (False, is_scarce, self._rates_are_due))
@@ -680,7 +692,7 @@ class OffloadEngine:
         self._check_open()
         self._placed.gradients.drop()
         self._records.drop_window()
-        self._num_backwards, self._stepped, self._has_graph = 0, True, False
+        self._num_backwards, self._stepped, self._has_graph, self._in_last = 0, True, False, False
 
     def _settle(self) -> None:
         if self._newest is not None:
@@ -798,7 +810,32 @@ class OffloadEngine:
     @property
     def _exchanges_each(self) -> bool:
         """Whether several ranks exchange gradients in each of a window's micro-batches: they agree after each then."""
-        return self.config.exchange == "micro_batch" and self.config.gradient_accumulation > 1
+        return self._accumulates_on_ranks and self.config.exchange == "micro_batch"
+
+    @property
+    def _exchanges_last(self) -> bool:
+        """Whether they do in the last one only: they agree before it, or where the window ends sooner."""
+        return self._accumulates_on_ranks and self.config.exchange == "step"
+
+    @property
+    def _accumulates_on_ranks(self) -> bool:
+        return self._ranks is not None and self.config.gradient_accumulation > 1
+
+    def _check_whole(self, loss: torch.Tensor | None = None) -> None:
+        """Several ranks come here together, and know then whether one of them is full and waits here.
+
+        loss: of a micro-batch that no backward follows if one is.
+
+        Raises:
+            OutOfVramError: one is; a `RepeatWindowError` if all have moved to a leaner plan.
+        """
+        assert self._ranks is not None
+        full = self._ranks.agree(np.array([0]))[:, 0].astype(bool)
+        if full.any():
+            if loss is not None:
+                with suppress(RuntimeError):  # a view of a larger tensor
+                    loss.detach_()
+            raise self._repeat_together(full)
 
     def _void_window(self, ranks: Ranks, error: OutOfVramError, *, has_joined: bool) -> NDArray[np.bool_]:
         """This rank cannot finish the window: wait until all ranks know that. Returns which of them cannot.
@@ -810,9 +847,12 @@ class OffloadEngine:
             OutOfVramError: it cannot know what the others do next.
         """
         if not has_joined:
+            self._placed.gradients.ends_window = self._in_last
             with explained_shortage(self.plan, self.device):
                 self._placed.join_rest()
         self._settle()
+        if self._exchanges_last and not self._in_last:
+            return ranks.agree(np.array([1]))[:, 0].astype(bool)
         if not self._exchanges_each:
             window = self.num_updates, self._num_backwards
             return self._placed.agree(ranks, window, (True, False, False))[0][:, 0].astype(bool)
