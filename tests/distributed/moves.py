@@ -189,8 +189,10 @@ class Measured(Telemetry):
 
 
 def measured(card: Hardware, slow: float) -> dict[str, Any]:
-    """Train by a plan for `card`, with which rank 1's CPU takes `slow` times the seconds planned. The plan that is said to
-    be faster is one by which the GPU steps all layers."""
+    """Train by a plan for `card`, with which rank 1's CPU takes `slow` times the seconds planned.
+
+    The plan that is said to be faster is one by which the GPU steps all layers.
+    """
     rates = {each.name: getattr(card, each.name) / 1e5 for each in fields(card) if each.name.endswith("_per_second")}
     here = replace(card, **rates)  # what a tiny model moves takes as long as a large one's on the card
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
