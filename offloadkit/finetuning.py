@@ -347,7 +347,8 @@ def finetune(
     replaces = functools.partial(earlier_run, output_dir, resume=resume, overwrite=overwrite, in_use=in_use)
     earlier = world.from_first("checking output_dir", replaces)
     # The folder is not made if a file of rows, or a checkpoint to resume, is missing.
-    output = world.from_first("checking output_dir", lambda: writable(output_dir, resume=resume))
+    own_files = resume and engine == "offloadkit"
+    output = world.from_first("checking output_dir", lambda: writable(output_dir, resume=own_files))
     source = resolve(model, init=init)
     if source.model is None:
         _say(f"reading the config of {source.given}")

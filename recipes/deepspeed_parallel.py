@@ -178,13 +178,13 @@ TRAINS = {"one": train_on_one, "pipeline": train_as_pipeline, "tensor": train_wi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("how", choices=TRAINS)
+    parser.add_argument("how", nargs="+", choices=TRAINS, help="one after the other")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
-    if args.how != "one":
+    if together := args.how != ["one"]:
         os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")  # no extension is compiled here
         if not on_gpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -193,10 +193,11 @@ def main() -> None:
         if on_gpu:
             torch.cuda.set_device(device)
         deepspeed.init_distributed("nccl" if on_gpu else "gloo")
-    losses = TRAINS[args.how](args.updates, args.dtype, device)
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(json.dumps({"how": args.how, "dtype": args.dtype, "losses": losses}))
-    if args.how != "one":
+    for how in args.how:
+        losses = TRAINS[how](args.updates, args.dtype, device)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(json.dumps({"how": how, "dtype": args.dtype, "losses": losses}), flush=True)
+    if together:
         torch.distributed.destroy_process_group()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,9 @@ from offloadkit.optim.table import DTYPES, trainer_names
 from offloadkit.planner import Dtype, Plan
 
 _Arguments = TypeVar("_Arguments", bound=TrainingArguments)
+_NAMES = {field.name for field in fields(TrainingArguments)}
+_RECOMPUTATION = "activation_checkpointing" if "activation_checkpointing" in _NAMES else "gradient_checkpointing"
+"""Its name among the arguments changed in transformers 5.17."""
 
 
 def deepspeed_arguments(
@@ -62,6 +65,10 @@ def deepspeed_arguments(
     }
     if problems := [f"{name}: {advice}" for name, (given, advice) in refused.items() if given]:
         raise ConfigError("TrainingArguments that DeepSpeed is not trained with here:\n  " + "\n  ".join(problems))
+    if args.world_size > 1 and not torch.cuda.is_available():
+        raise ConfigError(
+            f"{args.world_size} processes on the CPU: accelerate runs DeepSpeed on several GPUs only. Start one process"
+        )
     zero = zero_for(offload, plan, logits=logits, num_ranks=args.world_size)
     if plan is not None and args.process_index == 0:
         print(forecast_line(zero, plan, logits=logits, num_ranks=args.world_size), flush=True)
@@ -71,7 +78,7 @@ def deepspeed_arguments(
     config = ds_config(zero, offload, _dtype(args), **sizes, pinned=torch.cuda.is_available())
     changes: dict[str, Any] = {"deepspeed": config, "use_cpu": False}  # which accelerate takes for "no DeepSpeed"
     if zero.recomputed:
-        changes |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        changes |= {f"{_RECOMPUTATION}": True, f"{_RECOMPUTATION}_kwargs": {"use_reentrant": False}}
     return replace(args, **changes)
 
 
