@@ -134,6 +134,7 @@ if TYPE_CHECKING:
         PreTrainedTokenizerBase,
         Seq2SeqTrainingArguments,
         TrainerCallback,
+        TrainingArguments,
     )
 
     from offloadkit.engines.zero_training import ZeroTrainer
@@ -644,7 +645,8 @@ def _num_logits(source: ModelSource, plan: Plan) -> int:
     rows = plan.rows
     if rows is None or source.task == "classification":
         return 0
-    return rows.batch_size * (rows.target_length or rows.input_length) * source.config.get_text_config().vocab_size
+    vocabulary: int = source.config.get_text_config().vocab_size
+    return rows.batch_size * (rows.target_length or rows.input_length) * vocabulary
 
 
 def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
@@ -704,7 +706,7 @@ def _predicted(
     tokenizer: Any,
     evaluation: PreparedData,
     metrics: dict[str, float],
-    args: Seq2SeqTrainingArguments,
+    args: TrainingArguments,
     peaks: Peaks,
     **how: Any,
 ) -> list[Sample]:

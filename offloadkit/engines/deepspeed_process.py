@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -111,9 +112,10 @@ def left_as_it_was() -> Iterator[None]:
         yield
     finally:
         from accelerate.state import AcceleratorState
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+        from transformers.integrations import deepspeed as of_transformers
 
-        unset_hf_deepspeed_config()
+        untyped: Any = of_transformers
+        untyped.unset_hf_deepspeed_config()
         AcceleratorState._reset_state(reset_partial_state=True)
         if not had_group and dist.is_initialized():
             import deepspeed

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import Seq2SeqTrainer, TrainingArguments
-from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+from transformers.integrations import deepspeed as of_transformers
 
 from offloadkit.checkpoint.folder import put_in_place
 from offloadkit.config import OffloadConfig
@@ -150,9 +150,10 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
 
     def close(self) -> None:
         """End the engine, and with it its memory. The model is of no use after it."""
-        if getattr(self, "deepspeed", None) is not None:
-            self.deepspeed.destroy()
-        self.model = self.model_wrapped = self.deepspeed = self.optimizer = self.lr_scheduler = None
+        if (engine := getattr(self, "deepspeed", None)) is not None:
+            engine.destroy()
+        for name in ("model", "model_wrapped", "deepspeed", "optimizer", "lr_scheduler"):
+            setattr(self, name, None)
         self.accelerator.free_memory()
         if self.args.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -163,16 +164,18 @@ def model_of_its_own(source: ModelSource, config: OffloadConfig, args: TrainingA
 
     Attention is that of offloadkit's training without its kernels: T5's own default gave NaN gradients.
     """
-    dtype, at_stage_3 = DTYPES[_dtype(args)], args.hf_deepspeed_config.is_zero3()
-    device = torch.device("cpu") if at_stage_3 else args.device
-    unset_hf_deepspeed_config()  # else transformers would cut the weights while they are read
+    settings: Any = of_transformers
+    dtype, ours = DTYPES[_dtype(args)], args.hf_deepspeed_config
+    device = torch.device("cpu") if ours.is_zero3() else args.device
+    settings.unset_hf_deepspeed_config()  # else transformers would cut the weights while they are read
     try:
-        if source.model is not None:
-            model: Any = copy.deepcopy(source.model).to(device=device, dtype=dtype)
+        given: Any = source.model
+        if given is not None:
+            model: Any = copy.deepcopy(given).to(device=device, dtype=dtype)
         else:
             model = source.load(dtype=dtype, device=device)
     finally:
-        set_hf_deepspeed_config(args.hf_deepspeed_config)
+        settings.set_hf_deepspeed_config(ours)
     if config.attention == "ours":
         for own in (own for own in configs_of(model) if hasattr(own, "model_type")):
             choose_attention(own)
