@@ -14,6 +14,7 @@ import torch
 import offloadkit
 from offloadkit import DynamicLossScale, OffloadConfig, Placement
 from offloadkit.engines import deepspeed_process
+from offloadkit.engines import zero as zero_module
 from offloadkit.engines.deepspeed_process import GROUP_VARIABLES, left_as_it_was
 from offloadkit.engines.zero import LADDER, Zero, ds_config, forecast_line, zero_for, zero_needs
 from offloadkit.errors import ConfigError, DoesNotFitError
@@ -104,6 +105,24 @@ def test_the_ram_of_zero_is_what_was_measured() -> None:
         assert zero_needs(zero, plan)["ram"] == pytest.approx(int(row["ram_peak_bytes"]), rel=0.015), row["case"]
         found.add((row["engine"], row["model"]))
     assert len(found) >= 5
+
+
+@pytest.mark.parametrize(
+    ("size", "activations", "logits", "recomputed", "allocated"),
+    [
+        (2851598336, 17852540928, 8 * 128 * 32128, False, 30723766272),
+        (3212749824, 28000138240, 8 * 1024 * 128256, False, 50180065792),
+        (3212749824, 10774914048, 32 * 1024 * 128256, True, 64157268480),
+    ],
+)
+def test_the_vram_of_zero_is_what_was_measured(
+    size: int, activations: int, logits: int, recomputed: bool, allocated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W1, W6 and W7 of benchmarks/results.csv, which had DeepSpeed's own buckets; activations as planned there."""
+    monkeypatch.setattr(zero_module, "_activations", lambda *_, **__: activations)
+    monkeypatch.setattr(zero_module, "BUCKET_ELEMENTS", 500_000_000)
+    needs = zero_needs(Zero(recomputed=recomputed), a_plan(size), logits=logits)
+    assert 0.99 < needs["vram"] / allocated < 1.12
 
 
 def test_the_fastest_way_that_fits_is_taken() -> None:
