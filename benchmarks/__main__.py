@@ -1,11 +1,11 @@
-"""The command line: `python -m benchmarks list | run | start | merge | plans | replan | report`."""
+"""The command line: `python -m benchmarks list | run | start | merge | plans | replan | scaling | report`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import plans, report, run, start, table
+from benchmarks import plans, report, run, scaling, start, table
 from benchmarks.cases import CASES, ENGINES
 
 
@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     merging = commands.add_parser("merge", help="append the rows of another table, which ran elsewhere")
     merging.add_argument("table", type=Path)
     commands.add_parser("replan", help="print all planned steps beside what was measured, planned again as of today")
+    commands.add_parser("scaling", help="plan for up to 64 GPUs; writes the tables of docs/several-gpus.md")
     commands.add_parser("report", help="write docs/results.md, the README's marked parts and the chart")
     for command in (measuring, planning, merging):
         command.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
@@ -56,6 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
         table.write([*rows, *(row for row in table.read(options["table"]) if row not in rows)], options["out"])
     elif chosen == "plans":
         plans.plan_cases(options.pop("case"), **options)
+    elif chosen == "scaling":
+        scaling.PAGE.write_text(scaling.page())
     elif chosen == "replan":
         print(*plans.replanned(table.read(), report.WITHIN), sep="\n")
     else:

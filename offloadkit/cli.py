@@ -143,12 +143,16 @@ def plan(
     gpu: Annotated[
         str | None, typer.Option(metavar="CARD", help="Plan for a card that is not here, e.g. 'RTX 4090', t4, a100.")
     ] = None,
+    num_gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs that train together; they need not be here. Eight make a host.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show how much memory training MODEL needs, where it is placed and how long a step takes.
 
     Exits with 1 if it does not fit. No weights are read. --gpu plans for a card that is not here. On a machine without
-    a GPU, --vram alone plans for an assumed card of that size.
+    a GPU, --vram alone plans for an assumed card of that size. With --num-gpus, --vram is that of each GPU and --ram
+    that of a host.
     """
     from offloadkit.config import OffloadConfig
     from offloadkit.planning import plan as plan_model
@@ -162,6 +166,7 @@ def plan(
         max_target_length=max_target_length,
         offload=OffloadConfig(**config),
         gpu=gpu,
+        num_gpus=num_gpus,
     )
     texts = [str(planned), *([planned.details()] if verbose else []), planned.explain()]
     typer.echo(json.dumps(planned.to_dict(), indent=2) if as_json else "\n".join(filter(None, texts)))

@@ -124,6 +124,11 @@ class OffloadConfig:
     gradient_accumulation: int = 1
     """Micro-batches whose gradients are added, in fp32, before each update."""
 
+    exchange: Literal["step", "micro_batch"] = "step"
+    """When several ranks that accumulate exchange gradients. "step": each adds up its micro-batches, and the fp32 sums
+    are exchanged once an update. "micro_batch": each micro-batch's are exchanged in their own dtype, so a rank keeps
+    fp32 sums of what it owns only. The two add in different orders, so their last bits differ."""
+
     precision: Precision = "exact"
     """Precision of the moments: "exact" keeps them in fp32, "compact" in stochastically rounded bf16, "tiny" in 8 bits
     with a scale for each block of 256. Master weights are fp32 in all three."""
@@ -160,7 +165,7 @@ class OffloadConfig:
     """VRAM that the process may take in all, CUDA's context included, as bytes or "8GiB"; None: what is free."""
 
     ram: int | str | None = None
-    """RAM that the process may take in all; None: what is available."""
+    """RAM that the process may take in all, or all ranks of a host together; None: what is available."""
 
     on_nonfinite: Literal["raise", "skip"] = "raise"
     """What a NaN or Inf in the gradients does. The step is never applied; "raise" ends training with an error at the

@@ -18,7 +18,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -37,9 +37,9 @@ from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, forget_peak, phase
 from offloadkit.device.streams import record_compute
 from offloadkit.distributed import world
+from offloadkit.distributed.machine import shared_cores
 from offloadkit.distributed.ranks import Ranks, joined_ranks
 from offloadkit.errors import (
-    ConfigError,
     EngineStateError,
     ModelError,
     NonFiniteGradientError,
@@ -75,8 +75,8 @@ from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import DTYPES, GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
 from offloadkit.outline import FirstWindow, chooses, plan_for
-from offloadkit.planner import LayerShape, Plan, placed
-from offloadkit.planner.plan import check_fits
+from offloadkit.planner import Plan, placed
+from offloadkit.planner.plan import check_fits, of_rank
 from offloadkit.telemetry import Move, Telemetry
 from offloadkit.units import format_seconds, parse_bytes
 
@@ -190,8 +190,9 @@ class OffloadEngine:
 
         Where a launcher has started several processes, or torch.distributed is initialised with more than one rank, the
         engines of all ranks train the model together, each with micro-batches of its own. All of them must be built,
-        called and settled alike: building, backward, `step`, saving, and the first use of weights after a `step` wait
-        for the other ranks. After `synchronize` a rank may use the weights by itself.
+        called and settled alike: building, backward, `step`, saving, moving, and the first use of weights after a
+        `step` wait for the other ranks. After `synchronize` a rank may use the weights by itself. What is written to
+        weights must be written on all ranks.
 
         Args:
             model: any module. Its trainable parameters live where the plan says; frozen ones move to `device`.
@@ -212,9 +213,9 @@ class OffloadEngine:
         Raises:
             ModelError: nothing can be trained, a parameter's dtype is not supported, the plan is another model's, or
                 the model is wrapped for distributed training already.
-            ConfigError: the plan was made with another accumulation, recomputation or placement. With several ranks: no
-                placement was chosen on a GPU, or one with weights in RAM or states on disk.
-            RankError: the ranks have other models or configs.
+            ConfigError: the plan was made with another accumulation, recomputation or placement. With several ranks:
+                some have weights in RAM that others have in VRAM, or weights are in RAM and the ranks on several hosts.
+            RankError: the ranks have other models or configs, only some of them plan, or they cannot share memory.
             EngineStateError: another engine that is still open trains this model, or parameters of it.
             DoesNotFitError: the plan made here needs more than there is, or than the config's `vram` or `ram`.
             OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`). The
@@ -235,13 +236,14 @@ class OffloadEngine:
         self._ranks = joined_ranks(self.device)
         if self._ranks is not None:
             self._undo.callback(self._ranks.close)
-            self._join(self._ranks, layers)
+            planning = None if plan is not None else (chooses(self.config, self.device), example is None)
+            self._join(self._ranks, layers, planning)
+            self._undo.enter_context(shared_cores(self._ranks))
         trained = {view.parameter for layer in layers for view in layer.views}
         self._first_window: FirstWindow | None = None
         plan = plan or self._planned(model, layers, example, evaluation_rows)
-        if self._ranks is not None:
-            plan = self._with_rank_0s_placements(plan, layers)
         check_plan(plan, layers, self.config)
+        plan = self._own(plan, layers)
         here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
         self.plan = within_free_vram(plan, self.device, sum(each.nbytes for each in here))
         if self.plan is not plan:
@@ -312,24 +314,30 @@ class OffloadEngine:
         self.loss_scale = LossScale(self.config.loss_scale) if has_fp16 else None
         self._newest: Update | None = None
         self._profile: Profile | None = None
+        if self._ranks is not None:
+            self._ranks.take_received()  # it was no step's
         self.num_updates = self._num_backwards = 0
         self._stepped = self._overflow_known = self._open = True
         self._has_graph = False
         self.telemetry.plan = self.plan
         _open_engines[model] = weakref.ref(self)
 
-    def _join(self, ranks: Ranks, layers: list[FlatLayer]) -> None:
+    def _join(self, ranks: Ranks, layers: list[FlatLayer], planning: tuple[bool, bool] | None) -> None:
         """Share the layers between the ranks.
 
+        Args:
+            planning: whether there are placements to choose, and no example to plan for; None if there is a plan.
+
         Raises:
-            RankError: the ranks have other models or configs.
+            RankError: the ranks have other models or configs, or only some of them plan.
         """
         run = replace(self.config, placement=None, vram=None, ram=None, disk=None)
-        facts = repr(([layer.shape() for layer in layers], run)).encode()
+        facts = repr(([layer.shape() for layer in layers], run, planning)).encode()
         if len({*ranks.agree(np.array([zlib.crc32(facts)])).flat}) > 1:
             raise RankError(
                 "the ranks build engines for other models, dtypes, parameter groups or configs: build the same on all "
-                "ranks; only placement, vram, ram and disk may differ"
+                "ranks; only placement, vram, ram and disk may differ, and a plan, an example and something to choose "
+                "are there on all ranks or on none"
             )
         for layer in layers:
             layer.cut_for(ranks.rank, ranks.size)
@@ -339,36 +347,22 @@ class OffloadEngine:
 
         Raises:
             DoesNotFitError: it does not fit.
-            ConfigError: several ranks have to choose.
         """
-        if self._ranks is not None and chooses(self.config, self.device):
-            raise ConfigError(
-                f"planning for {self._ranks.size} ranks is not built yet: choose OffloadConfig(placement=...), with "
-                "weights='vram', and states='vram' or states='ram'"
-            )
         made = None
         if example is not None:
-            made = plan_for(model, self.config, self.device, example, evaluation_rows=evaluation_rows)
+            more: Any = {"evaluation_rows": evaluation_rows, "ranks": self._ranks}
+            made = plan_for(model, self.config, self.device, example, **more)
         if made is None and not chooses(self.config, self.device):
             return plan_of(model, layers, self.config)
         if made is None:
-            first = FirstWindow(model, layers, self.config, self.device, evaluation_rows)
+            first = FirstWindow(model, layers, self.config, self.device, evaluation_rows, self._ranks)
             made, self._first_window = first.plan, None if first.is_settled else first
         check_fits(proposing_disk(made))
         return made
 
-    def _with_rank_0s_placements(self, plan: Plan, layers: list[FlatLayer]) -> Plan:
-        """The plan with the placements that rank 0 has planned, for what this rank owns of the layers.
-
-        Whoever made the plan did not know the parameter groups, whose order moves the ranks' borders a little.
-        """
-        if self.config.placement is None:
-            placements = world.from_first("planning", lambda: plan.placements)
-            plan = placed(plan, placements)
-        shapes = tuple(layer.shape() for layer in layers)
-        if len(shapes) == len(plan.layers) and all(map(LayerShape.is_same_layer, shapes, plan.layers)):
-            plan = placed(replace(plan, layers=shapes), plan.placements)
-        return plan
+    def _own(self, plan: Plan, layers: list[FlatLayer]) -> Plan:
+        """`plan`, with what this rank has of each layer."""
+        return plan if self._ranks is None else of_rank(plan, [layer.shape() for layer in layers])
 
     def _leaner(self) -> Plan | None:
         """Takes a plan with less in VRAM as the plan, and returns it; None if there is none."""
@@ -549,7 +543,8 @@ class OffloadEngine:
                 raise
         self.num_updates += 1
         self._newest, self._overflow_known, self._stepped, self._num_backwards = update, False, True, 0
-        self._records.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy())
+        received = {} if self._ranks is None else self._ranks.take_received()
+        self._records.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy(), received)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
         if self._profile is not None and self._profile.step(self._settle, self._records.read, self.telemetry):
             self._profile = None
@@ -685,7 +680,7 @@ class OffloadEngine:
 
     def _move(self, plan: Plan, why: str) -> None:
         """`move` where no gradients are gathered."""
-        began, before = time.perf_counter(), self.plan
+        began, before, plan = time.perf_counter(), self.plan, self._own(plan, self._layers)
         self._settle()
         self._thread.settle()
         self._placed.take_over_outside_writes()
@@ -792,6 +787,8 @@ class OffloadEngine:
 
     def _move_after(self, first: FirstWindow) -> None:
         """Move to the plan for what the first window brought. Training goes on as it began if that cannot be."""
+        if self._ranks is not None:
+            self._settle()  # the stepping thread talks to the other ranks until then
         plan = first.plan_now()
         if plan is None:
             return
@@ -944,12 +941,14 @@ class OffloadEngine:
             self._placed.take_over_outside_writes(keep_remainder=True)
 
         # Released: watched weights are copied before each piece is written, for remainders that are loaded anyway.
+        # Weights in RAM that ranks share are written by all of them, with the same numbers, while nobody reads them.
         with (
             phase("resuming", self.telemetry.peaks, self.device),
             self._placed.outside.released(),
-            nullcontext() if self._ranks is None else self._ranks.together("resuming"),
+            self._together("resuming"),
         ):
-            numbers, rank = self.numbers(), 0 if self._ranks is None else self._ranks.rank
+            with self._together("beginning to resume"):
+                numbers, rank = self.numbers(), 0 if self._ranks is None else self._ranks.rank
             values = load_run(
                 folder, numbers, with_scheduler=scheduler is not None, took_weights=took_weights, rank=rank
             )
@@ -957,6 +956,9 @@ class OffloadEngine:
         if scheduler is not None:
             scheduler.load_state_dict(values["scheduler"])
         return values.get("position")
+
+    def _together(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else self._ranks.together(what)
 
     def load_states(self, folder: Path) -> dict[str, Any]:
         """Load the states of a checkpoint whose weights the module has; returns the values in its `run.json`.

@@ -110,7 +110,7 @@ from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.hf.weight_files import Materialise
 from offloadkit.monitor.monitor import Monitor, can_be_drawn
-from offloadkit.offload.layers import cut_for_ranks, flat_layers
+from offloadkit.offload.layers import flat_layers, is_of
 from offloadkit.planner import Dtype, Plan
 from offloadkit.planner.phases import differing
 from offloadkit.planning import (
@@ -536,9 +536,7 @@ class TrainingRun:
         from offloadkit.hf.callbacks import AfterAStep, AsksTheMonitor
 
         model, materialise = self._load(plan, checkpoint)
-        layers = flat_layers(model, self.offload)
-        cut_for_ranks(layers)
-        if plan.layers != tuple(layer.shape() for layer in layers):
+        if not is_of(plan, flat_layers(model, self.offload)):
             # The checkpoint's parameters are not those of its config: a head of its own, or fewer tied weights.
             plan = shown_plan(resolve(model, task=self.data.task), self.offload, **self.size)
         trainer = self._trainer(model, materialise, plan)

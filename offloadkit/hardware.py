@@ -83,6 +83,14 @@ class Hardware:
     fp16_flops_per_second: float
     fp32_flops_per_second: float
 
+    num_ranks: int = 1
+    """Ranks on this host that work at once. The cores, and the rates of processor, RAM and bus, are those that each has
+    then; RAM in bytes is the whole host's."""
+    link_bytes_per_second: float = 0.0
+    """What a rank receives from the others while all of them exchange. 0: there is one rank, or nobody knows."""
+    network_bytes_per_second: float = 0.0
+    """What it receives from other hosts then, where the link is only that of one host's ranks; else 0."""
+
     disk_folder: str | None = None
     """The folder in which the disk was measured. None: it was not, and the next three are zero."""
     disk_free_bytes: int = 0
@@ -90,7 +98,9 @@ class Hardware:
     disk_write_bytes_per_second: float = 0.0
 
     assumed: str = ""
-    """What of this was not measured, in a sentence. "": everything was."""
+    """What of this was not measured, in a sentence. "": everything was, but for the link."""
+    link_assumed: str = ""
+    """How several ranks are taken to be linked, in a sentence. "": that was measured, or there is one rank."""
 
 
 CPU_STEP_RATES: dict[Precision, str] = {

@@ -11,9 +11,11 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import CellType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -21,9 +23,11 @@ from torch.utils._pytree import tree_map_only
 from offloadkit.changes import changed, claim
 from offloadkit.config import OffloadConfig
 from offloadkit.device.measure import measure
+from offloadkit.distributed.machine import measured_together, planning_ranks
+from offloadkit.distributed.ranks import Ranks
 from offloadkit.hardware import Hardware
 from offloadkit.offload.caches import caching_configs
-from offloadkit.offload.layers import FlatLayer, cut_for_ranks, flat_layers, plan_of, repeated_blocks, stays_fp32
+from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of, repeated_blocks, stays_fp32
 from offloadkit.optim.table import DTYPES
 from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage
 from offloadkit.planner.plan import why_not
@@ -49,6 +53,8 @@ class Outline:
     """Whether the machine's rates are assumed, not measured."""
     held_bytes: int = 0
     """RAM that the model itself takes until the engine has taken all of it over."""
+    num_ranks: int = 1
+    """Ranks that share the layers. The machine is as one of them has it."""
 
     def work(
         self, batch: Any, rows: Rows | None = None, loss_of: Callable[[Any], torch.Tensor] | None = None
@@ -76,7 +82,8 @@ class Outline:
     def plan(self, work: MicroBatch | None, **changes: Any) -> Plan:
         """The plan for a micro-batch that was traced, with `changes` in the config."""
         config = replace(self.config, **changes)
-        made = plan_of(self.model, self.layers, config, work=work, hardware=self.machine, assumed=self.assumed)
+        of: Any = {"work": work, "hardware": self.machine, "assumed": self.assumed, "num_ranks": self.num_ranks}
+        made = plan_of(self.model, self.layers, config, **of)
         return replace(made, basis=replace(made.basis, held_bytes=self.held_bytes))
 
 
@@ -101,7 +108,6 @@ def _outline(
         undo.callback(claim(caching, "use_cache", False))
     try:
         layers = flat_layers(model, config)
-        cut_for_ranks(layers)
         _take_working_dtypes(model, layers, config)
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):  # a recomputation of the model's own cannot be traced
@@ -167,13 +173,17 @@ def plan_for(
     *,
     rows_option: str = "",
     evaluation_rows: int = 0,
+    ranks: Ranks | None = None,
 ) -> Plan | None:
     """The plan of a module in memory for micro-batches like `example`. The module is not changed.
+
+    Several ranks call it together, and all get the plan of the one whose example has the most elements.
 
     Args:
         example: what `trace_micro_batch` takes; only shapes and dtypes matter.
         rows_option: the user's name for the number of rows. A plan that does not fit proposes fewer of them.
         evaluation_rows: of the largest micro-batch of evaluation, which is planned for too where `example` has fewer.
+        ranks: those that train together; None: those of torch.distributed, if it has several.
 
     Returns:
         None if the module, or this example, cannot run on the meta device.
@@ -181,7 +191,22 @@ def plan_for(
     Raises:
         ModelError, ConfigError: as `OffloadEngine`.
     """
-    outline = _outline_of_copy(model, config, device)
+    if ranks is None:
+        with planning_ranks(device) as found:
+            if found is not None:
+                options: Any = {"rows_option": rows_option, "evaluation_rows": evaluation_rows}
+                return plan_for(model, config, device, example, **options, ranks=found)
+    outline = _outline_of_copy(model, config, device, ranks)
+    make = partial(_plan_for, outline, example, rows_option, evaluation_rows)
+    return make() if ranks is None else _of_the_largest(ranks, _num_elements(example), make)
+
+
+def _of_the_largest(ranks: Ranks, number: int, make: Callable[[], Plan | None]) -> Plan | None:
+    """What the rank with the largest `number` makes; the first of several."""
+    return ranks.told(make, by=int(ranks.agree(np.array([number]))[:, 0].argmax()))
+
+
+def _plan_for(outline: Outline | None, example: Any, rows_option: str, evaluation_rows: int) -> Plan | None:
     work = None if outline is None else _work(outline, example, evaluation_rows)
     if outline is None or work is None:
         return None
@@ -209,6 +234,11 @@ def _num_rows(example: Any) -> int:
     return next((each.shape[0] for each in found if isinstance(each, torch.Tensor) and each.dim()), 0)
 
 
+def _num_elements(example: Any) -> int:
+    """Of all tensors of a micro-batch."""
+    return sum(tensor.numel() for tensor in Call.of(example).tensors())
+
+
 def _with_rows(example: Any, number: int) -> Call:
     """A micro-batch without memory like `example`, of another number of rows."""
     rows = _num_rows(example)
@@ -221,15 +251,19 @@ def _with_rows(example: Any, number: int) -> Call:
     return Call(args, kwargs)
 
 
-def _outline_of_copy(model: nn.Module, config: OffloadConfig, device: torch.device) -> Outline | None:
-    """The outline of a copy of `model`; None if it cannot be copied."""
-    machine = _with_room_of(model, measure(device, folder=config.disk))
+def _outline_of_copy(
+    model: nn.Module, config: OffloadConfig, device: torch.device, ranks: Ranks | None
+) -> Outline | None:
+    """The outline of a copy of `model`; None if it cannot be copied. Several ranks measure the machine together."""
+    machine = measure(device, folder=config.disk) if ranks is None else measured_together(ranks, device, config.disk)
+    machine = _with_room_of(model, machine)
     try:
         copied = without_memory(model)
     except Exception as error:
         logger.warning(f"this model cannot be planned, since it cannot be copied: {type(error).__name__}: {error}")
         return None
-    return replace(_outline(copied, config, machine)[0], held_bytes=held_in_ram(model))
+    size = 1 if ranks is None else ranks.size
+    return replace(_outline(copied, config, machine)[0], held_bytes=held_in_ram(model), num_ranks=size)
 
 
 def held_in_ram(model: nn.Module) -> int:
@@ -251,7 +285,7 @@ def _with_room_of(model: nn.Module, machine: Hardware) -> Hardware:
         machine,
         vram_context_bytes=machine.vram_context_bytes + others,
         vram_free_bytes=machine.vram_free_bytes + in_vram,
-        ram_available_bytes=machine.ram_available_bytes + held_in_ram(model),
+        ram_available_bytes=machine.ram_available_bytes + machine.num_ranks * held_in_ram(model),
     )
 
 
@@ -280,18 +314,23 @@ class FirstWindow:
         config: OffloadConfig,
         device: torch.device,
         evaluation_rows: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         """
         Args:
             model: it has its weights still.
             layers: its flat layers.
             evaluation_rows: as for `plan_for`.
+            ranks: those that train together, or None where there is one.
         """
-        self._evaluation_rows = evaluation_rows
-        self._outline = _outline_of_copy(model, config, device)
+        self._evaluation_rows, self._ranks = evaluation_rows, ranks
+        self._outline = _outline_of_copy(model, config, device, ranks)
         self._example: Call | None = None
         self._example_elements = -1
-        self.plan = self._lean() if self._outline else plan_of(model, layers, config)
+        if self._outline is None:
+            self.plan = plan_of(model, layers, config)
+        else:
+            self.plan = self._lean() if ranks is None else ranks.told(self._lean)
 
     @property
     def is_settled(self) -> bool:
@@ -301,12 +340,17 @@ class FirstWindow:
     def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A micro-batch of the first window. The largest one's shapes are kept."""
         call = Call(args, kwargs)
-        elements = sum(tensor.numel() for tensor in call.tensors())
+        elements = _num_elements(call)
         if elements > self._example_elements:
             self._example, self._example_elements = call.without_memory(), elements
 
     def plan_now(self) -> Plan | None:
-        """The plan for what was seen; None if there is none that fits, or nothing can be traced."""
+        """The plan for what was seen; None if there is none that fits, or nothing can be traced. All ranks call it."""
+        if self._ranks is not None:
+            return _of_the_largest(self._ranks, self._example_elements, self._plan_now)
+        return self._plan_now()
+
+    def _plan_now(self) -> Plan | None:
         if self._outline is None or self._example is None:
             return None
         work = _work(self._outline, self._example, self._evaluation_rows)

@@ -19,6 +19,8 @@ from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Precision
 from offloadkit.device.assumed_disk import proposing_disk, with_disk
 from offloadkit.device.measure import host_rates, measure
+from offloadkit.distributed.machine import known_link, measured_together, planning_ranks
+from offloadkit.distributed.ranks import Ranks
 from offloadkit.errors import ConfigError
 from offloadkit.hardware import Hardware
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length, num_positions
@@ -29,6 +31,7 @@ from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
 from offloadkit.planner.cards import CARDS, card_named
 from offloadkit.planner.layout import activations
 from offloadkit.planner.plan import check_fits
+from offloadkit.planner.ranks import for_ranks
 from offloadkit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -84,13 +87,16 @@ def plan(
     offload: OffloadConfig | None = None,
     device: torch.device | None = None,
     gpu: str | None = None,
+    num_gpus: int | None = None,
 ) -> Plan:
     """How much memory training `model` needs, where it is placed and how long a step takes. Only its config is read.
 
+    Where torch.distributed is initialised, all ranks call it together, and all get rank 0's plan.
+
     Args:
         model: a preset ("t5-3b"; needs no network), folder, hub name, or a model.
-        vram, ram: what the process may use ("8GiB"); None: what is free here. Without a GPU and without `device`,
-            `vram` plans for a card of that size, whose rates are assumed.
+        vram, ram: what may be used ("8GiB"): VRAM of each GPU, RAM in all; None: what is free here. Without a GPU and
+            without `device`, `vram` plans for a card of that size, whose rates are assumed.
         precision: of the optimizer states; None: the config's.
         batch_size: rows of a micro-batch; "auto": see `BATCH_SIZES`. It is chosen before the placements.
         max_input_length, max_target_length: tokens of a row; None: as in `finetune`.
@@ -100,16 +106,20 @@ def plan(
         device: where training runs; None: the GPU if there is one.
         gpu: a card to plan for that is not here ("RTX 4090"), by its data sheet: see `planner.cards.CARDS`. The CPU
             and RAM are this machine's, or assumed if they were never measured. `vram` is then a part of the card.
+        num_gpus: how many such GPUs train together, each with micro-batches of its own; eight of them to a host. They
+            need not be here. None: as many as there are ranks.
 
     Raises:
-        ConfigError: a wish has no meaning, no such card is known, or `vram` is more than it has.
+        ConfigError: a wish has no meaning, no such card is known, `vram` is more than it has, or there is another
+            number of ranks.
         OutputError: the folder for states on disk does not exist, or is full.
         ModelError, ModelNotFoundError, ModelAccessError: as in `finetune`.
     """
     source = resolve(model, init="random", task=task)
     config = with_wishes(offload, vram=vram, ram=ram, precision=precision, gradient_accumulation=gradient_accumulation)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    return plan_source(source, config, batch_size=batch_size, **lengths, device=device, gpu=gpu)
+    where: dict[str, Any] = {"device": device, "gpu": gpu, "num_gpus": num_gpus}
+    return plan_source(source, config, batch_size=batch_size, **lengths, **where)
 
 
 def plan_source(
@@ -121,6 +131,7 @@ def plan_source(
     max_target_length: int | None,
     device: torch.device | None,
     gpu: str | None = None,
+    num_gpus: int | None = None,
     eval_batch_size: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Plan:
@@ -133,24 +144,50 @@ def plan_source(
     Raises:
         ConfigError: as `plan`; also if rows are longer than the model's table of positions.
     """
-    check_whole_numbers(batch_size=batch_size, max_input_length=max_input_length, max_target_length=max_target_length)
     lengths = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    check_whole_numbers(batch_size=batch_size, num_gpus=num_gpus, **lengths)
     for name, length in lengths.items():
         if length and (limit := num_positions(source.config)) and length > limit:
             raise ConfigError(
                 f"rows of {length} tokens are too long: {source.config.model_type} has {limit} positions. Pass {name}="
                 f"{limit}, which cuts texts; rows that are tokenized already must be cut before"
             )
-    machine, assumed = machine_for(config, device) if gpu is None else (machine_with(gpu, config), True)
-    config = _with_dtype(config, machine)
-    with _outline(source, config, machine, assumed=assumed, label_smoothing=label_smoothing) as outline:
-        rows = outline.rows(batch_size, max_input_length, max_target_length)
-        outline = replace(outline, eval_batch_size=eval_batch_size or 0)
-        made = outline.outline.plan(outline.work(rows))
-        if made.fits:
-            return made
-        basis = replace(made.basis, chosen=f"batch_size={rows.batch_size}", smaller=tuple(outline.smaller(rows)))
-        return proposing_disk(replace(made, basis=basis))
+    with planning_ranks(device or hardware.default_device()) as ranks:
+        if ranks is not None and num_gpus not in (None, ranks.size):
+            raise ConfigError(f"num_gpus={num_gpus}, but torch.distributed has {ranks.size} ranks: leave num_gpus out")
+        number = num_gpus or 1 if ranks is None else ranks.size
+        machine, assumed = _machine(config, device, gpu, number, ranks)
+
+        def make() -> Plan:
+            decided = _with_dtype(config, machine)
+            with _outline(source, decided, machine, assumed=assumed, label_smoothing=label_smoothing) as found:
+                rows = found.rows(batch_size, max_input_length, max_target_length)
+                outline = replace(
+                    found, outline=replace(found.outline, num_ranks=number), eval_batch_size=eval_batch_size or 0
+                )
+                made = outline.outline.plan(outline.work(rows))
+                if made.fits:
+                    return made
+                smaller = tuple(outline.smaller(rows))
+                basis = replace(made.basis, chosen=f"batch_size={rows.batch_size}", smaller=smaller)
+                return proposing_disk(replace(made, basis=basis))
+
+        return make() if ranks is None else ranks.told(make)
+
+
+def _machine(
+    config: OffloadConfig, device: torch.device | None, gpu: str | None, number: int, ranks: Ranks | None
+) -> tuple[Hardware, bool]:
+    """The machine to plan for as each of `number` ranks has it, and whether its rates are assumed. If it is this one,
+    `ranks` measure it together."""
+    if gpu is not None:
+        found, assumed = machine_with(gpu, config), True
+    elif ranks is not None and not _assumes_card(config, device):
+        return measured_together(ranks, device or hardware.default_device(), config.disk), False
+    else:
+        found, assumed = machine_for(config, device)
+    link = 0.0 if assumed or number == 1 else known_link(torch.device(found.device), number)
+    return for_ranks(found, number, link=link), assumed
 
 
 def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
@@ -249,14 +286,19 @@ def check_whole_numbers(**wishes: Any) -> None:
 
 def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Hardware, bool]:
     """The machine to plan for, and whether its rates are assumed: this GPU, this CPU, or a card of the given size."""
-    if device is None and config.vram is not None and hardware.default_device().type == "cpu":
-        vram, ram = parse_bytes(config.vram), hardware.ram_available_bytes()
+    if _assumes_card(config, device):
+        vram, ram = parse_bytes(config.vram or 0), hardware.ram_available_bytes()
         names = ", ".join(card.name for card in CARDS)
         assumed = f"Planned for an assumed card of {format_bytes(vram)}. Name yours by gpu= or --gpu: {names}."
         card = replace(ASSUMED_CARD, vram_total_bytes=vram, vram_free_bytes=vram, assumed=assumed)
         card = replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram)
         return (card if config.disk is None else with_disk(card, config.disk)), True
     return measure(device, folder=config.disk), False
+
+
+def _assumes_card(config: OffloadConfig, device: torch.device | None) -> bool:
+    """Whether the plan is for a card of the given size, since no GPU is here."""
+    return device is None and config.vram is not None and hardware.default_device().type == "cpu"
 
 
 def machine_with(gpu: str, config: OffloadConfig) -> Hardware:

@@ -54,6 +54,9 @@ class StepRecord:
     """By tier ("vram", "ram") and category. Categories that begin with "process" are measured."""
     moved: dict[str, int] = field(default_factory=dict)
     """Bytes that were copied in the seconds of "h2d" and "d2h", and the memory traffic of "cpu_step"."""
+    received: dict[str, int] = field(default_factory=dict)
+    """Bytes that this rank received from the others, by kind: "exchange" of gradients, "gather" of the last update's
+    new weights, sums of the "norm", and "agreement". {} with one rank."""
 
     def without_waits(self, phase: str) -> float:
         """Seconds of "forward" or "backward" without those in which the device waited."""

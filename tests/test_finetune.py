@@ -370,7 +370,6 @@ def test_fp16_trains_with_master_weights_in_fp32() -> None:
         ({"offload": OffloadConfig(max_grad_norm=3.0)}, "max_grad_norm"),
         ({"offload": {"vram": "8GiB"}}, "offload must be an OffloadConfig"),
         ({"resume_from_checkpoint": True}, r"does not take resume_from_checkpoint: resume=True \(--resume\) goes on"),
-        ({"deepspeed": "x.json"}, "does not take deepspeed: offloadkit does the offloading"),
         ({"eval_strategy": "epoch"}, "eval_strategy needs eval_dataset: pass rows, or a share"),
         ({"eval_dataset": 0.5, "per_device_eval_batch_size": 0}, "per_device_eval_batch_size must be a whole number"),
         ({"report_to": ["ledger"]}, "report_to: ledger is not known, or the package for it is not installed"),

@@ -284,6 +284,21 @@ def test_the_command_refuses_in_one_line(arguments: tuple[str, str], message: st
     assert "Traceback" not in done.output
 
 
+def test_several_gpus_are_planned_for_without_any() -> None:
+    wishes: dict[str, Any] = {"vram": "8GiB", "ram": "8GiB", "batch_size": 1}
+    made, alone = offloadkit.plan("t5-small", num_gpus=2, **wishes), offloadkit.plan("t5-small", **wishes)
+    assert re.match(r"FITS on 2 GPUs: \S+ of 8 GiB VRAM each, \S+ of 8 GiB RAM in all, about ", made.verdict)
+    assert "2 GPUs x 1 x (512+128) tokens a step" in str(made)
+    assert "2 GPUs are taken to be linked by their buses alone" in " ".join(str(made).split())
+    assert (made.num_tokens, made.num_parameters) == (2 * (alone.num_tokens or 0), alone.num_parameters)
+    assert offloadkit.plan("t5-small", num_gpus=1, **wishes) == alone
+    with pytest.raises(ConfigError, match="num_gpus must be a whole number >= 1, got 0"):
+        offloadkit.plan("t5-small", num_gpus=0, **wishes)
+    facts = json.loads(run("t5-small", "--gpu", "H200", "--num-gpus", "16", "--json").stdout)
+    assert (facts["num_gpus"], facts["communicated_bytes"].keys()) == (16, {"exchange", "gather", "norm"})
+    assert "NVLink" in facts["assumed"]
+
+
 def test_notebooks_get_a_table() -> None:
     html = offloadkit.plan("t5-small", vram="8GiB", ram="16GiB", batch_size=2)._repr_html_()
     assert html.count("<tr>") >= 6

@@ -44,7 +44,7 @@ _RATES = {
     field.name
     for field in fields(Hardware)
     if field.name.endswith("_per_second") or field.name in ("can_pin", "launch_seconds", "vram_context_bytes")
-} - _DISK_RATES
+} - {*_DISK_RATES, "link_bytes_per_second", "network_bytes_per_second"}
 _DRAM_RATES = ("dram_bytes_per_second", "cpu_and_bus_bytes_per_second")
 _of_this_process: dict[str, Any] = {}
 """Rates that were measured on a busy machine, by key: they spare this process another measurement."""
@@ -56,7 +56,11 @@ _DRIVER = Path("/sys/module/nvidia/version")
 
 
 def measure(
-    device: torch.device | str | None = None, *, folder: str | Path | None = None, fresh: bool = False
+    device: torch.device | str | None = None,
+    *,
+    folder: str | Path | None = None,
+    fresh: bool = False,
+    num_ranks: int = 1,
 ) -> Hardware:
     """Measure this machine, in under two seconds. Rates are cached on disk; sizes are always read anew.
 
@@ -64,6 +68,7 @@ def measure(
         device: the device to measure. None: the current CUDA device if there is one, else the CPU.
         folder: where to measure the disk, by writing and reading at most 64 MiB. None: the disk is not measured.
         fresh: whether to measure again what is cached.
+        num_ranks: processes of this host that measure at the same time. What each finds then is cached for itself.
 
     Raises:
         OutputError: `folder` is not a folder, or cannot be written.
@@ -74,10 +79,10 @@ def measure(
         if not folder.is_dir():
             raise OutputError(f"{folder} is no folder: the disk's rate is measured in a folder that exists")
     cached = {} if fresh else _of_this_process | _read_cache()
-    key = _machine_key(device)
+    key = _machine_key(device, num_ranks)
     rates = cached.get(key, {})
     if rates.keys() != _RATES:
-        rates = _found(key, lambda: machine_rates(device))
+        rates = _found(key, lambda: machine_rates(device), num_ranks)
     disk: dict[str, Any] = {}
     if folder is not None:
         disk_key = f"{key} | {folder}"
@@ -89,8 +94,14 @@ def measure(
     return Hardware(**_sizes(device), **rates, **disk)
 
 
+def is_measured(device: torch.device, num_ranks: int) -> bool:
+    """Whether `measure` has the rates already that each of so many ranks of this host has."""
+    rates: dict[str, Any] = (_of_this_process | _read_cache()).get(_machine_key(device, num_ranks), {})
+    return rates.keys() == _RATES
+
+
 def kept(
-    device: torch.device, what: str, names: set[str], measured: Callable[[], dict[str, float]]
+    device: torch.device, what: str, names: set[str], measured: Callable[[], dict[str, float]], *, num_ranks: int = 1
 ) -> dict[str, float]:
     """Figures of something on `device`, by name: cached as the rates are, or else `measured` now.
 
@@ -98,17 +109,18 @@ def kept(
         what: the thing that is measured, in a few words.
         names: of the figures.
         measured: gives the figures, or {} if there are none, which is not cached.
+        num_ranks: as for `measure`.
     """
     key = f"{_machine_key(device)} | {what}"
     cached: dict[str, float] = (_of_this_process | _read_cache()).get(key, {})
-    return cached if cached.keys() == names else _found(key, measured)
+    return cached if cached.keys() == names else _found(key, measured, num_ranks)
 
 
-def _found(key: str, measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _found(key: str, measured: Callable[[], dict[str, Any]], num_ranks: int = 1) -> dict[str, Any]:
     """What `measured` gives now, cached on disk, or in this process if others disturbed it."""
     began = time.perf_counter(), _seconds_of_others()
     found = measured()
-    if found and _disturbed(*began):
+    if found and _disturbed(*began, num_ranks):
         _of_this_process[key] = found
     elif found:
         _store(key, found)
@@ -149,9 +161,12 @@ def _seconds_of_others() -> float:
     return sum(getattr(core, use, 0.0) for core in _own_cores() for use in uses) - time.process_time()
 
 
-def _disturbed(started: float, others: float) -> bool:
-    """Whether others kept the cores busy since `started`, when `_seconds_of_others` was `others`."""
-    share = _BUSY * len(_own_cores()) * (time.perf_counter() - started)
+def _disturbed(started: float, others: float, num_ranks: int = 1) -> bool:
+    """Whether others kept the cores busy since `started`, when `_seconds_of_others` was `others`.
+
+    The other ranks that measure at the same time may have their share.
+    """
+    share = (_BUSY + 1 - 1 / num_ranks) * len(_own_cores()) * (time.perf_counter() - started)
     return _seconds_of_others() - others > share + _COUNTING_SECONDS
 
 
@@ -174,14 +189,15 @@ def _sizes(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _machine_key(device: torch.device) -> str:
+def _machine_key(device: torch.device, num_ranks: int = 1) -> str:
     gpu = "no GPU"
     if device.type == "cuda":
         driver = hardware.text_of(_DRIVER) or "unknown"
         gpu = f"{device} {torch.cuda.get_device_name(device)}, driver {driver}"
     kernel = ",".join(cpu.cpu_levels()) or "no C kernel"
     processor = f"{hardware.cpu_name()}, {hardware.num_cores()} cores, {kernel}"
-    return f"{platform.node()} | {processor} | {gpu} | torch {torch.__version__} | {_VERSION}"
+    together = f" | {num_ranks} ranks at once" if num_ranks > 1 else ""
+    return f"{platform.node()} | {processor} | {gpu} | torch {torch.__version__} | {_VERSION}{together}"
 
 
 def cache_file() -> Path:

@@ -6,29 +6,40 @@ its own. So exchanging is all there is: two operations between devices, and two 
 | | issued by | group |
 |---|---|---|
 | `exchange`, `gather`, `broadcast` | the main thread, or autograd's while that waits in backward | the device's |
-| `agree` | the main thread | gloo, its own |
-| `sum` | the stepping thread | gloo, its own |
+| `agree`, `told` | the main thread | gloo, its own |
+| `sum`, `meet` | the stepping thread | gloo, its own |
 | watching for ranks that end | a thread of `Watch` | gloo, its own |
 
 Every rank must ask for the same operations of a group in the same order. No two threads share a group.
+
+What comes from the others in `exchange`, `gather` and `agree` is counted, on the host, as the operation is issued.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from offloadkit.device.host_memory import file_in_ram
 from offloadkit.device.streams import CopyStream
+from offloadkit.distributed.stepped import Stepped, SteppedLayers
 from offloadkit.distributed.watch import Watch
-from offloadkit.errors import RankError
+from offloadkit.errors import ConfigError, RankError
+
+_T = TypeVar("_T")
 
 BROADCAST_BYTES = 64 * 2**20
 """A tensor that is not on the device is broadcast in pieces of so many bytes."""
@@ -57,11 +68,13 @@ class Ranks:
     """
 
     _watch: Watch | None = None
+    _stepped: SteppedLayers | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
         default: Any = dist.group.WORLD
-        timeout = default._get_backend(default._device_types[0]).options._timeout
+        self._timeout: timedelta = default._get_backend(default._device_types[0]).options._timeout
+        timeout = self._timeout
         backend = "nccl" if device.type == "cuda" else "gloo"
         with self._explained("making process groups"):
             self._between_devices: Any = dist.new_group(backend=backend, timeout=timeout)
@@ -70,6 +83,12 @@ class Ranks:
             self._of_watch: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._watch = Watch(self.rank, self.size, self._of_watch, self._abort)
         self.stream = CopyStream(device, "ranks")
+        self._received: Counter[str] = Counter()
+
+    def take_received(self) -> dict[str, int]:
+        """Bytes received from the other ranks since the last call: "exchange", "gather" and "agreement"."""
+        taken, self._received = self._received, Counter()
+        return dict(taken)
 
     # ---- between devices: everything is a matter of bytes (gloo knows no bf16), and runs on the current stream -------
 
@@ -84,11 +103,13 @@ class Ranks:
         size = sent.element_size()
         lengths = [(end - start) * size for start, end in pairwise(cuts)]
         own = [lengths[self.rank]] * self.size
+        self._received["exchange"] += (self.size - 1) * lengths[self.rank]
         with self._explained("exchanging gradients"):
             dist.all_to_all_single(_bytes(received), _bytes(sent), own, lengths, group=self._between_devices)
 
     def gather(self, flat: torch.Tensor, cuts: Sequence[int]) -> None:
         """Have all ranks' ranges in `flat`, in place. `cuts` as for `exchange`."""
+        self._received["gather"] += flat.nbytes - (cuts[self.rank + 1] - cuts[self.rank]) * flat.element_size()
         with self._explained("gathering new weights"):
             for owner, (start, end) in enumerate(pairwise(cuts)):
                 if start < end:
@@ -115,15 +136,69 @@ class Ranks:
 
     def agree(self, own: NDArray[np.int64]) -> NDArray[np.int64]:
         """What every rank says: int64 [size, *]. `own` is 1-D and has the same length on all ranks."""
+        self._received["agreement"] += (self.size - 1) * own.nbytes
         found = [torch.empty(len(own), dtype=torch.int64) for _ in range(self.size)]
         with self._explained("comparing notes"):
             dist.all_gather(found, torch.from_numpy(own), group=self._of_main)
         return torch.stack(found).numpy()
 
+    def told(self, make: Callable[[], _T], *, by: int = 0) -> _T:
+        """What `make()` gives on rank `by`. It is called there alone, and what it gives is pickled for the others.
+
+        Raises:
+            RankError: it failed there. On that rank its own error is raised.
+        """
+        box: list[Any] = [None]
+        with self.together(f"what rank {by} does for all ranks"):
+            if self.rank == by:
+                box = [make()]
+        with self._explained(f"hearing from rank {by}"):
+            dist.broadcast_object_list(box, by, group=self._of_main)
+        value: _T = box[0]
+        return value
+
     def sum(self, numbers: NDArray[np.float64]) -> None:
         """Add all ranks' fp64 `numbers`, in place. Exact in any order where at most one rank's number is not zero."""
         with self._explained("adding up the gradient norm"):
             dist.all_reduce(torch.from_numpy(numbers), group=self._of_stepping)
+
+    def meet(self) -> None:
+        """Block the stepping thread until those of all ranks have come here: then their sums in RAM are whole."""
+        with self._explained("adding up gradients"):
+            dist.all_reduce(torch.zeros(1), group=self._of_stepping)
+
+    # ---- RAM that the ranks share, where all are on one host; the main thread asks for it ---------------------------
+
+    def share(self, sizes: Sequence[int]) -> list[int]:
+        """Descriptors of files in RAM, one of each of `sizes` bytes, the same for all ranks. The caller closes them.
+
+        Raises:
+            ConfigError: the ranks are on several hosts.
+            RankError: this process may not open what is rank 0's, or another rank failed.
+        """
+        made = [file_in_ram(size) if self.rank == 0 else -1 for size in sizes]
+        names = [os.fstat(file).st_ino if self.rank == 0 else 0 for file in made]
+        told = self.agree(np.array([_host(), os.getpid(), *made, *names]))
+        if len({*told[:, 0].tolist()}) > 1:
+            for file in filter(lambda file: file >= 0, made):
+                os.close(file)
+            raise ConfigError(
+                "the ranks are on several hosts, and sharing RAM is built for one: choose a placement with "
+                "weights='vram', and with gradients='vram' or exchange='micro_batch' where you accumulate"
+            )
+        process, (files, expected) = int(told[0, 1]), told[0, 2:].reshape(2, -1).tolist()
+        with self.together("opening memory that the ranks share"):
+            return made if self.rank == 0 else _opened(process, files, expected)
+
+    def stepped(self, num_layers: int) -> list[Stepped]:
+        """For each of so many layers, what tells which ranks have stepped it. It may be called once."""
+        (file,) = self.share([8 * self.size * (num_layers + 1)])
+        seconds = self._timeout.total_seconds()
+        self._stepped = SteppedLayers(file, self.rank, self.size, num_layers, seconds, self._lost)
+        return self._stepped.layers
+
+    def _lost(self) -> int | None:
+        return None if self._watch is None else self._watch.lost
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -146,6 +221,8 @@ class Ranks:
 
         While an error is on its way to the caller, this rank counts as failed.
         """
+        if self._stepped is not None:
+            self._stepped.end()
         if self._watch is None:
             return
         if sys.exception() is not None:
@@ -188,6 +265,34 @@ class Ranks:
 
 
 _ENDED = "died or raised an error: look at that, and go on from a checkpoint"
+
+
+def _host() -> int:
+    """A number that the processes of one running system have in common."""
+    return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
+
+
+def _opened(process: int, files: Sequence[int], expected: Sequence[int]) -> list[int]:
+    """Descriptors for `files` of another process, whose inodes are `expected`.
+
+    Raises:
+        RankError: they cannot be opened, or are others.
+    """
+    found: list[int] = []
+    try:
+        for file, name in zip(files, expected, strict=True):
+            found.append(os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC))
+            if os.fstat(found[-1]).st_ino != name:
+                raise OSError(f"process {process} is another one here")
+    except OSError as error:
+        for each in found:
+            os.close(each)
+        raise RankError(
+            f"the ranks of a host share weights and sums in RAM, and rank 0's memory cannot be opened: {error}. "
+            "Start all ranks as one user and in one container, or choose a placement with weights='vram', and with "
+            "gradients='vram' or exchange='micro_batch' where you accumulate"
+        ) from error
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,11 +35,6 @@ _ACCELERATE = {
     "ACCELERATE_MIXED_PRECISION": "",
 }
 """What accelerate's config may ask for by these variables, and why the engine refuses it."""
-_NOT_IN_FINETUNE = {
-    "resume_from_checkpoint": "resume=True (--resume) goes on from the newest checkpoint in output_dir",
-    "deepspeed": "offloadkit does the offloading",
-}
-"""Training arguments that `finetune` refuses before transformers looks at them, and why."""
 _RECOMPUTATION = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
 """Keys of gradient_checkpointing_kwargs, and the one value that the engine supports."""
 
@@ -76,9 +71,9 @@ def arguments_of_finetune(
         if name in signature(Trainer.__init__).parameters:
             raise ConfigError(f"finetune has no {name}: offloadkit.OffloadTrainer and OffloadSeq2SeqTrainer take it")
         raise ConfigError(f"no argument {name!r}{did_you_mean(name, [*known, *_OWN_NAMES])}")
-    for name, why in _NOT_IN_FINETUNE.items():
-        if given.get(name):
-            raise ConfigError(f"finetune does not take {name}: {why}")
+    if given.get("resume_from_checkpoint"):  # the Trainer itself ignores it
+        why = "resume=True (--resume) goes on from the newest checkpoint in output_dir"
+        raise ConfigError(f"finetune does not take resume_from_checkpoint: {why}")
     on_gpu = hardware.default_device().type == "cuda"
     defaults = {
         "bf16": dtype == "bf16",

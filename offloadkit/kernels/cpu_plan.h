@@ -11,8 +11,8 @@
 enum { STREAMED = 1, KEEPS = 2, ON_GPU = 4, ON_DISK = 8, IN_VRAM = 16 };
 
 struct layer_cost {
-    double weight_bytes, bucket_bytes, gradient_bytes, state_bytes, num_chunks, cpu_step, gpu_step, bucket,
-        adding_in_vram, adding_in_ram, norm_in_ram;
+    double weight_bytes, stepped_bytes, sent_bytes, gradient_bytes, state_bytes, num_chunks, cpu_step, gpu_step, bucket,
+        adding_in_vram, adding_in_ram, norm_in_ram, exchange, gather;
 };
 
 struct stage_cost {
@@ -27,6 +27,7 @@ struct plan_machine {
     double num_weight_buffers, num_gradient_buckets, num_staging, num_step_buffers;
     double shares_cores; /* whether Python and the CPU's step share the cores */
     double accumulation;
+    double agreeing; /* seconds of an update that several ranks take to agree */
 };
 
 struct plan_model {
@@ -50,7 +51,7 @@ struct candidate {
 };
 
 struct queues {
-    double gpu, cores, h2d, d2h, disk, launches;
+    double gpu, cores, h2d, d2h, disk, launches, link;
     double busy_forward, busy_cores;
     int shares_cores;
 };
@@ -77,7 +78,7 @@ static inline double plan_cores(struct queues *q, double seconds, double ready) 
 
 static inline double plan_last(const struct queues *q) {
     double last = larger(larger(q->gpu, q->cores), larger(q->h2d, q->d2h));
-    return larger(last, larger(q->disk, q->launches));
+    return larger(last, larger(larger(q->disk, q->launches), q->link));
 }
 
 static inline int states_in_vram(int64_t code) { return code == IN_VRAM; }
@@ -94,7 +95,7 @@ static inline int plan_offloads(const struct plan_model *model, const struct can
 }
 
 static inline void plan_transfer(const struct layer_cost *layer, int64_t code, double *there, double *back) {
-    *back = layer->state_bytes + (weights_in_ram(code) ? layer->weight_bytes : 0.0);
+    *back = layer->state_bytes + (weights_in_ram(code) ? layer->stepped_bytes : 0.0);
     *there = *back + (gradients_in_ram(code) ? layer->gradient_bytes : 0.0);
 }
 
@@ -127,7 +128,10 @@ static struct plan_bus plan_bus_in_update(const struct plan_model *model, const 
                 h2d_bytes += there;
                 d2h_bytes += back;
             }
-            if (steps_on_cpu(code) || weights_in_ram(code)) h2d_bytes += layer->weight_bytes;
+            if (weights_in_ram(code))
+                h2d_bytes += layer->weight_bytes;
+            else if (steps_on_cpu(code))
+                h2d_bytes += layer->stepped_bytes;
             offloads |= plan_offloads(model, of, at);
         }
         if (offloads) d2h_bytes += model->stages[stage].input_bytes;
@@ -202,15 +206,15 @@ static struct queues plan_forward(const struct plan_model *model, const struct c
             if (gradients_in_ram(of->codes[at])) norm += model->layers[at].norm_in_ram;
         plan_cores(&q, norm, 0.0);
     }
-    double before = 0.0;
+    double before = 0.0, resident = 0.0;
     for (int64_t stage = 0, at = 0; stage < model->num_stages; stage++) {
         const struct stage_cost *unit = &model->stages[stage];
-        double ready = 0.0, on_gpu = 0.0, cpu_done = 0.0, num_streamed = 0.0;
+        double ready = 0.0, on_gpu = 0.0, cpu_done = 0.0, gathered = 0.0, num_streamed = 0.0;
         int recomputes = 0, offloads = 0;
         for (; at < model->ends[stage]; at++) {
             const struct layer_cost *layer = &model->layers[at];
             int64_t code = of->codes[at];
-            double stepped = 0.0;
+            double stepped = 0.0, on_device = 0.0;
             if (plan_recomputes(model, of, at)) {
                 recomputes = 1;
                 offloads = plan_offloads(model, of, at);
@@ -228,28 +232,35 @@ static struct queues plan_forward(const struct plan_model *model, const struct c
                 plan_transfer(layer, code, &there, &back);
                 plan_take(plan_python(&q), m->chunk_launches * layer->num_chunks * m->launch_seconds, 0.0);
                 plan_take(&q.gpu, layer->gpu_step, 0.0);
-                double on_device = plan_ring_step(&ring, memory, there / bus.h2d, back / bus.d2h, layer->gpu_step,
-                                                  layer->num_chunks, m->num_step_buffers, &stepped);
+                on_device = plan_ring_step(&ring, memory, there / bus.h2d, back / bus.d2h, layer->gpu_step,
+                                           layer->num_chunks, m->num_step_buffers, &stepped);
                 ready = larger(ready, on_device);
             } else if (updates) {
                 on_gpu += layer->gpu_step;
+                resident += layer->gpu_step;
+                on_device = resident;
             }
-            double fetched = layer->weight_bytes / bus.h2d, is_free = 0.0;
-            if (weights_in_ram(code)) {
+            int in_ram = weights_in_ram(code);
+            double fetched = (in_ram ? layer->weight_bytes : layer->stepped_bytes) / bus.h2d, is_free = 0.0;
+            if (in_ram) {
                 num_streamed += 1.0;
                 if (!updates && num_ends < num_buffers) continue;
                 is_free = larger(before, num_ends >= num_buffers ? memory->ends[num_ends - num_buffers] : 0.0);
             } else if (!(updates && steps_on_cpu(code))) {
+                if (updates && layer->gather != 0.0)
+                    gathered = larger(gathered, plan_take(&q.link, layer->gather, on_device));
                 continue;
             }
             double arrived = plan_take(&q.h2d, fetched, larger(stepped, is_free));
             memory->starts[ring.num_others] = arrived - fetched;
             memory->seconds[ring.num_others++] = fetched;
             ready = larger(ready, arrived);
+            if (!in_ram && layer->gather != 0.0)
+                gathered = larger(gathered, plan_take(&q.link, layer->gather, arrived));
         }
-        before = larger(q.gpu, ready);
+        before = larger(larger(q.gpu, ready), gathered);
         plan_take(&q.gpu, on_gpu, ready);
-        plan_take(&q.gpu, unit->forward, ready);
+        plan_take(&q.gpu, unit->forward, larger(ready, gathered));
         q.busy_forward += unit->forward;
         double launches = unit->forward_launches;
         launches += recomputes * m->recomputed_forward * unit->operation_launches;
@@ -274,7 +285,7 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
         sends |= gradients_in_ram(of->codes[at]);
     }
     double share = fetches && sends ? smaller(1.0, m->both / (m->h2d + m->d2h)) : 1.0;
-    double h2d = m->h2d * share, d2h = m->d2h * share, before = 0.0;
+    double h2d = m->h2d * share, d2h = m->d2h * share, before = 0.0, drained = 0.0;
     int64_t num_buffers = (int64_t)m->num_weight_buffers, num_buckets = (int64_t)m->num_gradient_buckets;
     int64_t num_staging = (int64_t)m->num_staging, num_streamed = 0, num_ends = 0, num_sent = 0, num_added = 0;
     for (int64_t stage = model->num_stages - 1; stage >= 0; stage--) {
@@ -295,7 +306,8 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
                 offloads = plan_offloads(model, of, at);
             }
             seconds += layer->bucket;
-            if (adds && !gradients_in_ram(code)) seconds += layer->adding_in_vram;
+            int exchanges = layer->exchange != 0.0;
+            if (gradients_in_ram(code) ? exchanges && !adds : adds || exchanges) seconds += layer->adding_in_vram;
         }
         if (fetched != 0.0) {
             num_streamed++;
@@ -316,12 +328,19 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
         if (fetched != 0.0) memory->ends[num_ends++] = end;
         for (int64_t at = first; at < model->ends[stage]; at++) {
             const struct layer_cost *layer = &model->layers[at];
-            if (!gradients_in_ram(of->codes[at])) continue;
+            int in_ram = gradients_in_ram(of->codes[at]);
+            double complete = end;
+            if (layer->exchange != 0.0) {
+                complete = plan_take(&q.link, layer->exchange, adds ? larger(end, drained) : end);
+                memory->sent[num_sent++] = complete;
+                if (in_ram && !adds) complete = q.link = larger(complete, drained);
+            }
+            if (!in_ram) continue;
             double *python = plan_python(&q);
             if (num_added >= num_staging) *python = larger(*python, memory->added[num_added - num_staging]);
-            memory->sent[num_sent] = plan_take(&q.d2h, layer->bucket_bytes / d2h, larger(end, *python));
-            if (adds) memory->added[num_added++] = plan_cores(&q, layer->adding_in_ram, memory->sent[num_sent]);
-            num_sent++;
+            drained = plan_take(&q.d2h, layer->sent_bytes / d2h, larger(complete, *python));
+            if (layer->exchange == 0.0) memory->sent[num_sent++] = drained;
+            if (adds) memory->added[num_added++] = plan_cores(&q, layer->adding_in_ram, drained);
         }
     }
     if (is_last) {
@@ -340,7 +359,7 @@ static void plan_seconds(const struct plan_model *model, const struct candidate 
                          double out[4]) {
     double others = model->machine->accumulation - 1.0;
     struct queues first = plan_forward(model, of, memory, 1), last = plan_backward(model, of, memory, 1);
-    out[0] = plan_last(&first);
+    out[0] = plan_last(&first) + model->machine->agreeing;
     out[1] = plan_last(&last);
     out[2] = first.busy_forward + last.busy_forward;
     out[3] = first.busy_cores + last.busy_cores;

@@ -261,6 +261,7 @@ class Figures:
         why_no_slowdown: what is missing to compute the slowdown; "" if there is one.
         num_skipped: steps whose gradients were not finite.
         ranks: the processes that train the model, where there are several.
+        received: bytes that came from other ranks in the newest step, by kind; empty with one rank.
     """
 
     state: State
@@ -280,6 +281,7 @@ class Figures:
     why_no_slowdown: str
     num_skipped: int
     ranks: tuple[RankFigures, ...] = ()
+    received: Mapping[str, int] = field(default_factory=dict)
 
 
 def figures(
@@ -330,6 +332,7 @@ def figures(
         why_no_slowdown=why,
         num_skipped=history.num_skipped,
         ranks=tuple(RankFigures.of(number, record) for number, record in sorted((ranks or {}).items())),
+        received=newest.received if newest else {},
     )
 
 

@@ -218,7 +218,8 @@ def page(figures: Figures, ident: str, note: str = "") -> str:
     sections += [f'<div class="okm-words">{escape(words.unbroken(words.rank(each)))}</div>' for each in figures.ranks]
     if figures.split:
         sections.append(_step(figures, f"{ident}-s"))
-    sections.append(f'<div class="okm-words">{escape(words.unbroken(words.slowdown(figures)))}</div>')
+    for said in filter(None, (words.slowdown(figures), words.received(figures))):
+        sections.append(f'<div class="okm-words">{escape(words.unbroken(said))}</div>')
     if len(figures.loss_curve) > 1:
         newest = "" if figures.loss is None else f"{figures.loss:.4g}"
         what = ", running mean in bold" if figures.loss_trend else " by step"

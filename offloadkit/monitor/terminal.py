@@ -79,7 +79,8 @@ def view(figures: Figures, width: int) -> Group:
         lines += [_named("" if number else "busy", line) for number, line in enumerate(_in_lines(busy, room))]
     if len(figures.loss_curve) > 1:
         lines.append(_named("loss", Text(sparks([loss for _, loss in figures.loss_curve], room), style="bright_blue")))
-    lines += [Text(line) for line in _wrapped(words.slowdown(figures), min(width, 100))]
+    for said in (words.slowdown(figures), words.received(figures)):
+        lines += [Text(line) for line in _wrapped(said, min(width, 100))]
     return Group(*lines)
 
 

@@ -75,6 +75,12 @@ def slowdown(figures: Figures) -> str:
     return f"{here} a step, {slow.factor:.2f}× the {there} without offloading ({basis}). The difference: {more}."
 
 
+def received(figures: Figures) -> str:
+    """What a step receives from other ranks; "" with one rank."""
+    parts = [f"{name} {format_bytes(size)}" for name, size in figures.received.items() if size]
+    return f"From the other GPUs in a step: {', '.join(parts)}." if parts else ""
+
+
 def _signed(seconds: float) -> str:
     return ("+" if seconds >= 0 else "−") + format_seconds(abs(seconds))
 
@@ -126,4 +132,5 @@ def summary(figures: Figures) -> str:
         lines.append("a step: " + ", ".join(shown))
     lines += [f"{tier.name}: {memory(tier)}" for tier in figures.memory]
     lines += map(rank, figures.ranks)
+    lines += filter(None, [received(figures)])
     return "\n".join(lines)

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from offloadkit.config import OffloadConfig, Precision
-from offloadkit.distributed import world
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.hardware import Hardware
 from offloadkit.optim.norm import NORM_BLOCK
@@ -81,6 +80,10 @@ class FlatLayer:
     precision: Precision = "exact"
     """How the moments are stored."""
     optimizer: str = "adamw"
+    exchange: str = "step"
+    """As in `OffloadConfig`."""
+    rank: int = 0
+    """This one, of those that share the layer."""
     cuts: tuple[int, ...] = ()
     """Where the ranks' ranges begin, and the end of the last one; () where there is one rank."""
     begin: int = 0
@@ -111,6 +114,7 @@ class FlatLayer:
         So block sums, random bits and 8-bit blocks are those of the whole layer. A small layer's range may be empty.
         """
         ends = [view.start + at for view in self.views for at in range(0, view.numel, NORM_BLOCK)] + [self.numel]
+        self.rank = rank
         self.cuts = (0, *(_nearest(ends, self.numel * k / num_ranks) for k in range(1, num_ranks)), self.numel)
         start, end = self.cuts[rank], self.cuts[rank + 1]
         inside = [at for at, view in enumerate(self.views) if view.start < end and view.start + view.numel > start]
@@ -127,19 +131,27 @@ class FlatLayer:
     def shape(self) -> LayerShape:
         """What the plan needs to know of the layer."""
         shard = self.shard
+        is_cut = shard is not self
         return LayerShape(
             self.name,
             num_parameters=sum(view.numel for view in self.views),
             numel=self.numel,
             dtype=DTYPE_NAMES[self.dtype],
-            num_norm_blocks=sum(-(-view.numel // NORM_BLOCK) for view in shard.views),
+            num_norm_blocks=shard.num_norm_blocks,
             shared=self.shared,
             in_block=self.block is not None,
             precision=self.precision,
             optimizer=self.optimizer,
-            own=None if shard is self else shard.numel,
+            own=shard.numel if is_cut else None,
             num_ranks=max(len(self.cuts) - 1, 1),
+            exchanges_sums=self.exchange == "step",
+            norm_blocks_of_all=self.num_norm_blocks if is_cut else None,
         )
+
+    @property
+    def num_norm_blocks(self) -> int:
+        """Block sums of the norm."""
+        return sum(-(-view.numel // NORM_BLOCK) for view in self.views)
 
     @property
     def states(self) -> StateTable:
@@ -170,7 +182,7 @@ def flat_layers(
     groups = group_indices(model, param_groups)
     layers = cut(model, groups, _working_dtypes(model, groups, config.working_dtype))
     for layer in layers:
-        layer.optimizer, layer.precision = config.optimizer, config.precision
+        layer.optimizer, layer.precision, layer.exchange = config.optimizer, config.precision, config.exchange
         state_table(layer.optimizer, layer.precision, layer.dtype)  # raises for what does not go together
     return layers
 
@@ -183,12 +195,16 @@ def plan_of(
     work: MicroBatch | None = None,
     hardware: Hardware | None = None,
     assumed: bool = False,
+    num_ranks: int = 1,
 ) -> Plan:
-    """The plan of `model` as cut into `layers`. The model may be on the meta device. For the rest see `make_plan`."""
+    """The plan of `model` as cut into `layers`. The model may be on the meta device. For the rest see `make_plan`.
+
+    num_ranks: among which the layers are shared, if they are not cut for ranks yet.
+    """
     trained = {view.parameter for layer in layers for view in layer.views}
     frozen = [parameter for parameter in model.parameters() if parameter not in trained]
     return make_plan(
-        [layer.shape() for layer in layers],
+        [layer.shape() if num_ranks == 1 else layer.shape().shared_by(num_ranks) for layer in layers],
         config,
         frozen=sum(parameter.numel() for parameter in frozen),
         frozen_bytes=sum(tensor.nbytes for tensor in (*frozen, *model.buffers())),
@@ -198,13 +214,6 @@ def plan_of(
     )
 
 
-def cut_for_ranks(layers: Sequence[FlatLayer]) -> None:
-    """Share layers between the ranks of torch.distributed, if there are several, as an engine's are."""
-    if world.size() > 1:
-        for layer in layers:
-            layer.cut_for(world.rank(), world.size())
-
-
 def check_plan(plan: Plan, layers: Sequence[FlatLayer], config: OffloadConfig) -> None:
     """Check that the plan was made for these `layers` and this `config`.
 
@@ -212,7 +221,7 @@ def check_plan(plan: Plan, layers: Sequence[FlatLayer], config: OffloadConfig) -
         ModelError: it was made for other layers.
         ConfigError: it was made for another accumulation, recomputation or placement than the config's.
     """
-    if list(plan.layers) != [layer.shape() for layer in layers]:
+    if not is_of(plan, layers):
         raise ModelError(
             "the plan was made for another model, other parameter groups, or another optimizer, precision or working "
             "dtype"
@@ -230,6 +239,11 @@ def check_plan(plan: Plan, layers: Sequence[FlatLayer], config: OffloadConfig) -
             "the plan was made for another config; plan again with this one, or train with that of the plan:\n  "
             + "\n  ".join(differing)
         )
+
+
+def is_of(plan: Plan, layers: Sequence[FlatLayer]) -> bool:
+    """Whether the plan was made for these layers, among however many ranks they are shared."""
+    return [shape.shared_by(1) for shape in plan.layers] == [layer.shape().shared_by(1) for layer in layers]
 
 
 def listed_groups(param_groups: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -42,6 +42,7 @@ class RateWatch:
         """The run goes on by `plan`: what was measured before counts no more."""
         basis = plan.basis
         searched = basis.work is not None and basis.config.placement is None and not plan.on_cpu
+        searched = searched and plan.num_gpus == 1  # what one rank measures is not the others'
         self._machine: Hardware | None = basis.hardware if searched else None
         self._plan, self._warming_up = plan, WARM_UP
         self._records: list[StepRecord] = []

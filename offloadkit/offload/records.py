@@ -37,6 +37,7 @@ class _Window:
         losses: a scalar in RAM for each micro-batch.
         other_seconds: wall seconds between a backward and the next forward.
         busy: waits and copies of the compute stream, by name.
+        received: bytes from other ranks, by kind, but for the norm's.
     """
 
     began: float
@@ -48,6 +49,7 @@ class _Window:
     last_backward: float | None = None
     ended: float = 0.0
     busy: list[tuple[str, BusyTime]] = field(default_factory=list)
+    received: dict[str, int] = field(default_factory=dict)
     learning_rate: float = 0.0
     update: Update | None = None
 
@@ -110,10 +112,17 @@ class StepRecords:
             self._current.losses.clear()
             self._current.num_tokens = None
 
-    def end_window(self, update: Update, learning_rate: float, busy: list[tuple[str, BusyTime]]) -> None:
-        """The window ends, and `update` starts. `busy`: waits and copies since the last window, by name."""
+    def end_window(
+        self, update: Update, learning_rate: float, busy: list[tuple[str, BusyTime]], received: dict[str, int]
+    ) -> None:
+        """The window ends, and `update` starts.
+
+        Args:
+            busy: waits and copies since the last window, by name.
+            received: bytes that came from other ranks since the last window, by kind.
+        """
         now = self._current
-        now.update, now.learning_rate, now.busy = update, learning_rate, busy
+        now.update, now.learning_rate, now.busy, now.received = update, learning_rate, busy, received
         now.ended = time.perf_counter()
         self._ended.append(now)
         self._unreported.append(update)
@@ -215,6 +224,7 @@ def _record(
         seconds=seconds,
         bytes=memory,
         moved=moved,
+        received=window.received | update.received,
     )
 
 

@@ -2,8 +2,8 @@
 
 `work`: what a micro-batch computes, as `tracing` counts it. `layout`: bytes of a layer and of a run. `seconds`: the
 time of a step. `phases`: what reading, saving and closing take. `search`: the fastest placements. `plan`: all of it as
-one `Plan`, and in words. `leaner`: another one for a run that is short of memory. `faster`: another one for a machine
-whose rates are not those that were planned with.
+one `Plan`, and in words. `ranks`: one machine, as each of several ranks has it. `leaner`: another one for a run that is
+short of memory. `faster`: another one for a machine whose rates are not those that were planned with.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from offloadkit.planner.layout import (
     chunk_numel,
     cpu_can_step,
     gpu_can_step,
+    is_built,
     is_small,
     possible,
     step_buffer_bytes,
@@ -44,6 +45,7 @@ __all__ = [
     "chunk_numel",
     "cpu_can_step",
     "gpu_can_step",
+    "is_built",
     "is_small",
     "leaner",
     "make_plan",

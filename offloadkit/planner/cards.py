@@ -15,6 +15,7 @@ from offloadkit.planner.fitted import (
     BUS_EFFICIENCY,
     FP32_EFFICIENCY,
     HALF_EFFICIENCY,
+    LINK_EFFICIENCY,
     VRAM_EFFICIENCY,
 )
 
@@ -42,11 +43,17 @@ class Card:
     pcie: int
     """Generation. All have 16 lanes."""
     source: str
+    nvlink_gb_per_second: float = 0.0
+    """NVLink to all others of a host, in one direction; 0 if it has none. Bridges that join two cards do not count."""
 
     @property
     def supports_bf16(self) -> bool:
         """Whether bf16 is native."""
         return self.capability >= NATIVE_BF16
+
+    def link_bytes_per_second(self) -> float:
+        """What it receives from others of its host by NVLink while all of them exchange; 0 if it has none."""
+        return LINK_EFFICIENCY * self.nvlink_gb_per_second * 1e9
 
     def rates(self) -> dict[str, float]:
         """The fields of `Hardware` that are the card's, and its bus's."""
@@ -64,6 +71,7 @@ class Card:
 
 _A100 = "NVIDIA A100 Tensor Core GPU data sheet, PCIe (SXM's 80 GB: 2039 GB/s)"
 _H100 = "NVIDIA H100 Tensor Core GPU data sheet, half of its FLOPS with sparsity"
+_H200 = "NVIDIA H200 data sheet, half of its FLOPS with sparsity"
 
 CARDS = (
     Card("T4", (7, 5), 16, 14.56, 320, 65, 8.1, 3, "NVIDIA T4 Tensor Core GPU data sheet"),
@@ -74,9 +82,9 @@ CARDS = (
     Card("RTX 5090", (12, 0), 32, 31.36, 1792, 209.5, 104.8, 5, "NVIDIA RTX Blackwell GPU architecture whitepaper"),
     Card("A100 40GB", (8, 0), 40, 39.39, 1555, 312, 19.5, 4, _A100),
     Card("A100", (8, 0), 80, 79.15, 1935, 312, 19.5, 4, _A100),
-    Card("H100", (9, 0), 80, 79.10, 3350, 989, 67, 5, f"{_H100}, SXM"),
+    Card("H100", (9, 0), 80, 79.10, 3350, 989, 67, 5, f"{_H100}, SXM", 450),
     Card("H100 PCIe", (9, 0), 80, 79.10, 2000, 756, 51, 5, f"{_H100}, PCIe"),
-    Card("H200", (9, 0), 141, 139.80, 4800, 989, 67, 5, "NVIDIA H200 data sheet, half of its FLOPS with sparsity"),
+    Card("H200", (9, 0), 141, 139.80, 4800, 989, 67, 5, _H200, 450),
 )
 _SAYS_NO_MORE = re.compile(r"nvidia|geforce|tesla|rtx|sxm\d?|hbm\d?e?|[^a-z0-9]")
 

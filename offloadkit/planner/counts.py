@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from offloadkit.config import Placement
 from offloadkit.planner.layout import (
-    ALLOCATOR_BYTES,
     FRAMEWORK_RAM_BYTES,
     NUM_GRADIENT_BUCKETS,
     NUM_STAGING,
@@ -28,6 +27,8 @@ from offloadkit.planner.layout import (
     activations,
     choices,
     gpu_can_step,
+    is_built,
+    library_bytes,
 )
 from offloadkit.planner.phases import forward_bytes, ram_peak, staged_bytes
 from offloadkit.planner.seconds import IN_VRAM
@@ -120,9 +121,10 @@ class Spread:
         number = {name: index for index, name in enumerate(self.blocks)}
         self.block_of = np.array([number.get(layer.name, -1) for layer in layers])
         self._shared = np.array([layer.shared for layer in layers])
-        self._may_stream = (self.block_of >= 0) & ~self._shared
+        self._exchanges = layers[0].num_ranks > 1
+        self._may_stream = (self.block_of >= 0) & ~self._shared & is_built(Placement("ram"), layers[0].num_ranks)
         self._columns = np.arange(len(layers))
-        self._fixed_vram = frozen_bytes + context_bytes + ALLOCATOR_BYTES
+        self._fixed_vram = frozen_bytes + context_bytes + library_bytes(layers)
         self._all_weights = frozen_bytes + sum(layer.weight_bytes() for layer in layers)
         self._staged, self._forward = staged_bytes(layers), forward_bytes(work)
         self._activations = cache(self._activations_of)
@@ -148,6 +150,11 @@ class Spread:
         tables = np.array([by_code(replace(layer, name="")) for layer in layers], dtype=np.int64)
         self._vram, self._ram, self._disk, self._passing = (tables[:, :, kind] for kind in range(4))
         self._bucket = np.array([layer.bucket_bytes() for layer in layers], dtype=np.int64)
+        self._received = np.array([layer.received_bytes(accumulation) for layer in layers], dtype=np.int64)
+        self._sums_whole = np.array([layer.sums_whole(accumulation) for layer in layers])
+        self._on_the_way = np.array([layer.staged_bytes(accumulation) for layer in layers], dtype=np.int64)
+        summed = self._exchanges and accumulation == 1
+        self._summed = np.array([layer.gradient_bytes(accumulation) * summed for layer in layers], dtype=np.int64)
         self._weights = np.array([layer.weight_bytes() for layer in layers], dtype=np.int64)
         self._same_name = np.array([[one.name == other.name for other in layers] for one in layers], dtype=np.int64)
 
@@ -210,7 +217,7 @@ class Spread:
     def _buffer_bytes(self, codes: Codes) -> tuple[Ints, Ints, Ints]:
         """`layout.buffer_bytes`: VRAM in all, RAM in all, and the VRAM of gradients."""
         through_ram = each(codes, lambda where: where.gradients == "ram")
-        has_bucket = np.ones_like(through_ram) if self._accumulation > 1 else through_ram
+        has_bucket = np.ones_like(through_ram) if self._accumulation > 1 or self._exchanges else through_ram
         sizes = np.where(has_bucket & ~self._shared, self._bucket, 0)
         largest = sizes.max(1)
         small = sizes * SMALL_BUCKET <= largest[:, None]
@@ -218,12 +225,15 @@ class Spread:
         own = np.where(has_bucket & self._shared, self._bucket, 0).sum(1)
         autograds = np.where(self._shared, 0, self._bucket).max()
         gradients = autograds + pooled * largest + own + np.where(small, sizes, 0).sum(1)
+        if self._exchanges:
+            received = np.where(through_ram & self._sums_whole, 0, self._received).max(1)
+            gradients = gradients + received + np.where(through_ram, self._summed, 0).max(1)
         streamed = np.where(each(codes, lambda where: where.weights == "ram"), self._weights, 0) @ self._same_name
         passes = _any(codes, lambda where: where.states == "ram" and where.step == "gpu")
         passing = self._passing[self._columns, codes].max(1) * passes
         vram = gradients + NUM_WEIGHT_BUFFERS * streamed.max(1) + NUM_STEP_BUFFERS * passing
         adds = NUM_STAGING * (self._accumulation > 1)
-        ram = adds * np.where(through_ram, self._bucket, 0).max(1)
+        ram = adds * np.where(through_ram, self._on_the_way, 0).max(1)
         return vram, ram + NUM_STATE_BUFFERS * self._disk[self._columns, codes].max(1), gradients
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from offloadkit.config import Placement
 from offloadkit.hardware import CPU_STEP_RATES, Hardware
 from offloadkit.optim.table import DTYPES
-from offloadkit.planner.plan import Plan, replanned
+from offloadkit.planner.plan import Plan, replanned, wishes
 from offloadkit.planner.seconds import FEW_CORES, StepModel
 from offloadkit.telemetry import StepRecord
 
@@ -115,8 +115,7 @@ def faster(plan: Plan, machine: Hardware, placements: Sequence[Placement], budge
         budgets: bytes that the plan may take, of "vram" and "ram".
     """
     now = _model(plan, machine).seconds(placements).step
-    wishes: dict[str, Any] = dict(budgets)
-    other = replanned(plan, hardware=machine, **wishes)
+    other = replanned(plan, hardware=machine, **wishes(plan, budgets))
     assert other.seconds is not None
     return other if other.fits and other.seconds.step < (1 - MIN_GAIN) * now else None
 

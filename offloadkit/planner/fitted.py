@@ -23,6 +23,10 @@ BUS_EFFICIENCY = 0.87
 BOTH_WAYS_EFFICIENCY = 0.78
 """Of PCIe's bytes per second in both directions together. Rates: 97.9 of 126 GB/s."""
 
+LINK_EFFICIENCY = 0.67
+"""Of NVLink's bytes per second in one direction, in an exchange between all ranks. Not measured: it is the
+300 of 450 GB/s that the exchange was designed with. Where the ranks are, their link is measured."""
+
 # ---- what the GPU reaches of the measured rates --------------------------------------------------------------------
 
 ELEMENTWISE_EFFICIENCY = 0.7
@@ -50,6 +54,18 @@ NORM_EFFICIENCY = 0.48
 """Rate at which the norm of gradients in RAM is computed, in fp64, as a fraction of the CPU step's rate. Steps."""
 DISK_OVERLAP = 0.8
 """Time to read and write states at once, as a fraction of reading them and then writing them. Row "disk"."""
+
+# ---- several ranks --------------------------------------------------------------------------------------------------
+
+NCCL_BYTES = 512 << 20
+"""VRAM of NCCL's buffers and kernels. Not measured: NCCL has up to 32 channels, with a buffer of 4 MiB (its
+NCCL_BUFFSIZE) in each direction, for a ring and for the other ranks: 256 MiB each."""
+AGREE_SECONDS = 3e-4
+"""Seconds of a gather or a sum of some thousand numbers by gloo, for each rank but the first. Two processes of a host
+with two cores took 0.26 to 0.33 ms at the least for the sum of 3,000 to 43,000 numbers, and 0.18 to 0.32 ms to gather
+them. Gloo's ring has as many more steps as there are more ranks."""
+EXCHANGE_SECONDS = 3e-5
+"""Seconds of an exchange or a gather of no bytes: NCCL starts a kernel on each rank, and they meet. Not measured."""
 
 # ---- Python's time, in launches of a bare kernel -------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from offloadkit.config import Placement, Precision
 from offloadkit.optim.table import DTYPES, MASTER_WEIGHTS, MOMENTS, Dtype, StateTable, aligned, state_table
+from offloadkit.planner.fitted import NCCL_BYTES
 from offloadkit.planner.work import MicroBatch
 
 NUM_GRADIENT_BUCKETS = 2
@@ -67,10 +68,22 @@ class LayerShape:
     own: int | None = None
     """Elements that this rank steps; None: all."""
     num_ranks: int = 1
+    exchanges_sums: bool = False
+    """Whether several ranks exchange sums of several micro-batches, not each micro-batch."""
+    norm_blocks_of_all: int | None = None
+    """Of the elements that all ranks step; None: there is one rank."""
 
-    def is_same_layer(self, other: LayerShape) -> bool:
-        """Whether they are of one layer, whatever part of it a rank steps."""
-        return replace(self, num_norm_blocks=other.num_norm_blocks, own=other.own, num_ranks=other.num_ranks) == other
+    def shared_by(self, num_ranks: int) -> LayerShape:
+        """The shape of an equal part of the layer, to plan by where nobody has cut it (`FlatLayer.cut_for` does).
+
+        Real parts end where blocks of the norm do: they are larger or smaller by less than a block.
+        """
+        blocks = self.num_norm_blocks if self.norm_blocks_of_all is None else self.norm_blocks_of_all
+        if num_ranks == 1:
+            return replace(self, own=None, num_norm_blocks=blocks, num_ranks=1, norm_blocks_of_all=None)
+        own = -(-self.numel // (_PART * num_ranks)) * _PART
+        part = -(-blocks // num_ranks)
+        return replace(self, own=own, num_norm_blocks=part, num_ranks=num_ranks, norm_blocks_of_all=blocks)
 
     @property
     def own_numel(self) -> int:
@@ -86,9 +99,35 @@ class LayerShape:
         """One micro-batch's gradient."""
         return self.numel * (4 if self.shared else DTYPES[self.dtype].itemsize)
 
-    def received_bytes(self) -> int:
-        """What is added to the window for one micro-batch: with several ranks, each one's gradient of the own range."""
-        return self.bucket_bytes() // self.numel * self.own_numel * self.num_ranks
+    def sums_whole(self, accumulation: int) -> bool:
+        """Whether each of several ranks adds up the whole layer's gradient, before they exchange it."""
+        return self.exchanges_sums and self.num_ranks > 1 and accumulation > 1
+
+    def received_bytes(self, accumulation: int) -> int:
+        """With several ranks, what an exchange brings: each one's gradient of the own range."""
+        each = 4 if self.sums_whole(accumulation) else self.bucket_bytes() // self.numel
+        return each * self.own_numel * self.num_ranks
+
+    def staged_bytes(self, accumulation: int) -> int:
+        """What is added to the window in RAM for one micro-batch."""
+        return self.bucket_bytes() if self.sums_whole(accumulation) else self.received_bytes(accumulation)
+
+    def window_bytes(self, accumulation: int) -> int:
+        """A window's gradient while it is gathered."""
+        return 4 * self.numel if self.sums_whole(accumulation) else self.gradient_bytes(accumulation)
+
+    def exchanged_bytes(self, placement: Placement, accumulation: int) -> int:
+        """What the other ranks send over the link in an update; sums in RAM are added there."""
+        sums = self.sums_whole(accumulation)
+        if sums and placement.gradients == "ram":
+            return 0
+        return (
+            self.received_bytes(accumulation) // self.num_ranks * (self.num_ranks - 1) * (1 if sums else accumulation)
+        )
+
+    def gathered_bytes(self, placement: Placement) -> int:
+        """New weights that the other ranks send for an update."""
+        return self.weight_bytes() - self.stepped_bytes() if placement.weights == "vram" else 0
 
     def gradient_bytes(self, accumulation: int) -> int:
         """The gradient that the step reads: fp32 when it is a sum of several, else the layer's dtype."""
@@ -130,7 +169,8 @@ class LayerShape:
         parts = {"gradients": self.sums_bytes()}
         on_cpu = cpu_can_step(placement)
         if on_cpu:
-            parts["gradients"] += self.gradient_bytes(accumulation)
+            in_ram = placement.gradients == "ram"
+            parts["gradients"] += self.window_bytes(accumulation) if in_ram else self.gradient_bytes(accumulation)
         if on_cpu or placement.weights == "ram":  # a copy of resident weights, or the only ones
             parts["working weights"] = self.stepped_bytes()
         if placement.states == "ram":
@@ -145,8 +185,31 @@ class LayerShape:
         if placement.states == "vram":
             parts |= self.state_bytes()
         if placement.gradients == "vram":
-            parts["gradients"] += self.gradient_bytes(accumulation)
+            parts["gradients"] += self.window_bytes(accumulation)
         return parts
+
+
+def communicated_bytes(
+    layers: Sequence[LayerShape], placements: Sequence[Placement], accumulation: int
+) -> dict[str, int]:
+    """Bytes that a rank receives in an optimizer step, by kind, where every parameter gets a gradient; {} of one rank.
+
+    "exchange": gradients of the other ranks. "gather": new weights of the other ranks. "norm": block sums, added up.
+    `Ranks` counts the same.
+    """
+    if layers[0].num_ranks == 1:
+        return {}
+    placed = list(zip(layers, placements, strict=True))
+    return {
+        "exchange": sum(layer.exchanged_bytes(where, accumulation) for layer, where in placed),
+        "gather": sum(layer.gathered_bytes(where) for layer, where in placed),
+        "norm": 8 * sum(layer.norm_blocks_of_all or 0 for layer in layers),
+    }
+
+
+def is_built(placement: Placement, num_ranks: int) -> bool:
+    """Whether the search takes such a placement for so many ranks; it knows no seconds of others."""
+    return num_ranks == 1 or (placement.weights == "vram" and placement.states != "disk")
 
 
 def cpu_can_step(placement: Placement) -> bool:
@@ -200,7 +263,8 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
     A tied weight's bucket is taken until the end of backward, and small layers have their own; the others share one of
     the largest one's size. Beside it autograd has the gradients of one layer, whoever steps it. Where the GPU steps a
     layer whose states are in RAM, the step buffers are wide enough for every layer that it might step too. With several
-    ranks all gradients pass through buckets, and one buffer receives what the others send.
+    ranks all gradients pass through buckets, and one buffer receives what the others send, but for sums of several
+    micro-batches that wait in RAM.
     """
     through_ram = [layer for layer, where in placed if where.gradients == "ram"]
     exchanged = [layer for layer, _ in placed if layer.num_ranks > 1]
@@ -216,8 +280,13 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
         if where.weights == "ram":
             streamed[layer.name] += layer.weight_bytes()
     on_disk = [sum(layer.state_bytes().values()) for layer, where in placed if where.states == "disk"]
-    staging = max((layer.received_bytes() for layer in through_ram), default=0) if accumulation > 1 else 0
-    received = max((layer.received_bytes() for layer in exchanged), default=0)
+    staging = max((layer.staged_bytes(accumulation) for layer in through_ram), default=0) if accumulation > 1 else 0
+    in_vram = [
+        layer
+        for layer, where in placed
+        if layer.num_ranks > 1 and not (layer.sums_whole(accumulation) and where.gradients == "ram")
+    ]
+    received = max((layer.received_bytes(accumulation) for layer in in_vram), default=0)
     summed = [layer.gradient_bytes(accumulation) for layer in through_ram] if exchanged and accumulation == 1 else []
     return {
         "vram": {
@@ -242,11 +311,18 @@ def step_buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulati
 
 
 MIB = 1 << 20
+_PART = 256
+"""A part of a layer is a multiple of so many elements, as the starts of parameters are."""
 ALLOCATOR_BYTES = 256 * MIB
 """cuBLAS's workspaces, small tensors, and what torch's allocator reserves beyond the peak of what is allocated, with
 segments that grow (18 cases of benchmarks/results.csv: 52 to 374 MiB)."""
 FRAMEWORK_RAM_BYTES = {"cuda": 1700 * MIB, "cpu": 600 * MIB}
 """Python, torch and transformers, with and without CUDA's libraries (resident, measured)."""
+
+
+def library_bytes(layers: Sequence[LayerShape]) -> int:
+    """VRAM that libraries take besides the CUDA context: torch's allocator, and NCCL where there are several ranks."""
+    return ALLOCATOR_BYTES + (NCCL_BYTES if layers[0].num_ranks > 1 else 0)
 
 
 @dataclass(frozen=True)
@@ -310,7 +386,7 @@ def run_bytes(
         tiers["ram"]["activations"] = held.ram
         tiers["ram"]["framework"] = FRAMEWORK_RAM_BYTES[device_type]
         if device_type != "cpu":
-            tiers["vram"]["framework"] = context_bytes + ALLOCATOR_BYTES
+            tiers["vram"]["framework"] = context_bytes + library_bytes(layers)
     return {
         tier: {category: parts[category] for category in CATEGORIES if parts.get(category)}
         for tier, parts in tiers.items()

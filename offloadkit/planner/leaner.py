@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from offloadkit.config import Placement
-from offloadkit.planner.layout import possible, tier_bytes
-from offloadkit.planner.plan import TIERS, Plan, placed, replanned
+from offloadkit.planner.layout import is_built, possible, tier_bytes
+from offloadkit.planner.plan import TIERS, Plan, placed, replanned, wishes
 from offloadkit.planner.seconds import IN_VRAM
 
 _SMALLER = 7 / 8
@@ -39,15 +39,15 @@ def leaner(plan: Plan, short: Literal["vram", "ram"], budgets: Mapping[str, int]
 
 
 def _searched(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan | None:
-    wishes: dict[str, Any] = {tier: budgets[tier] for tier in ("vram", "ram")}
-    while wishes[short] > 1:
-        other = replanned(plan, **wishes)
+    least = {tier: budgets[tier] for tier in ("vram", "ram")}
+    while least[short] > 1:
+        other = replanned(plan, **wishes(plan, least))
         is_leaner = other.total_bytes(short) < plan.total_bytes(short)
         if is_leaner and other.lacking().keys() <= {short}:
             return other
         if not other.fits:
             return None
-        wishes[short] = int(_SMALLER * wishes[short])
+        least[short] = int(_SMALLER * least[short])
     return None
 
 
@@ -61,7 +61,8 @@ def _down_the_rungs(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan 
     for rung in _rungs(short, on_disk=plan.basis.config.disk is not None):
         before = list(where)
         for at in reversed(range(len(where))):
-            old, where[at] = where[at], possible(rung(where[at]), plan.layers[at])
+            old, new = where[at], possible(rung(where[at]), plan.layers[at])
+            where[at] = new if is_built(new, plan.num_gpus) else old
             found = _totals(plan, where)
             if too_much(found):
                 where[at] = old

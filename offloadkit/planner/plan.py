@@ -15,8 +15,17 @@ from offloadkit.config import OffloadConfig, Placement, Precision
 from offloadkit.errors import DoesNotFitError
 from offloadkit.hardware import Hardware
 from offloadkit.optim.table import MOMENTS, optimizer_named
-from offloadkit.planner.layout import LayerShape, activations, choices, possible, run_bytes
+from offloadkit.planner.layout import (
+    LayerShape,
+    activations,
+    choices,
+    communicated_bytes,
+    is_built,
+    possible,
+    run_bytes,
+)
 from offloadkit.planner.phases import Phase, phases_of
+from offloadkit.planner.ranks import GPUS_PER_HOST, for_ranks
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import FEW_CORES, Seconds, StepModel, cpu_step_rate
 from offloadkit.planner.work import MicroBatch, Rows
@@ -55,13 +64,15 @@ class Basis:
 class Plan:
     """The memory of a run and the seconds of its steps, computed from shapes alone.
 
+    With several GPUs all bytes are those of one rank, and of its equal share in the host's RAM.
+
     Attributes:
         tiers: a training step's bytes by tier ("vram", "ram", "disk") and category. Without a micro-batch to plan for,
             activations and the framework's own memory are not included.
-        budgets: bytes that may be used, by tier; {} if nothing is known of the machine.
+        budgets: bytes that may be used, by tier; {} if nothing is known of the machine. RAM is this rank's share.
         seconds: the predicted step. None without a micro-batch or a machine to plan for.
         large_gpu_seconds: seconds of a step on a GPU that holds everything and is otherwise the same, or None.
-        num_tokens: positions of one step, padding included.
+        num_tokens: positions of one step, padding included; with several GPUs, those of all.
         checkpoint_bytes: size of one checkpoint on disk.
         checkpoint_peak_bytes: most that is on disk at once: two checkpoints, since the old one goes after the new one
             is written, and the trained model.
@@ -124,6 +135,22 @@ class Plan:
         return self.basis.hardware is not None and self.basis.hardware.device == "cpu"
 
     @property
+    def num_gpus(self) -> int:
+        """How many train together. A run on the CPU counts its ranks."""
+        return self.layers[0].num_ranks
+
+    @property
+    def num_on_host(self) -> int:
+        """How many of them share a host's RAM."""
+        return self.basis.hardware.num_ranks if self.basis.hardware else self.num_gpus
+
+    @cached_property
+    def communicated(self) -> dict[str, int]:
+        """Bytes that a GPU receives from the others in an optimizer step, by kind: "exchange" of gradients, "gather" of
+        new weights, and "norm". {} with one GPU."""
+        return communicated_bytes(self.layers, self.placements, self.accumulation)
+
+    @property
     def rows(self) -> Rows | None:
         """Batch size and lengths of a micro-batch; None without one to plan for."""
         return self.basis.work.rows if self.basis.work else None
@@ -144,10 +171,8 @@ class Plan:
         if not self.fits:
             return why_not(self).replace("does not fit", "DOES NOT FIT", 1)
         said = "AT LEAST" if self.num_tokens is None else "FITS" if self.budgets else "NEEDS"
-        takes = [_of_budget(tier, need, self.budgets.get(tier)) for tier, need in _tiers_to_say(self).items()]
-        if self.seconds is not None:
-            takes.append(f"about {format_seconds(self.seconds.step, digits=2)} a step")
-        return f"{said}: {', '.join([*takes, *_speed(self)])}"
+        on = f" on {self.num_gpus} GPUs" if self.num_gpus > 1 else ""
+        return f"{said}{on}: {', '.join(_takes(self))}"
 
     def explain(self) -> str:
         """In sentences with numbers: what limits the step and what would help; or what would fit, if this does not."""
@@ -177,13 +202,15 @@ class Plan:
             "checkpoint_bytes": self.checkpoint_bytes,
             "checkpoint_peak_bytes": self.checkpoint_peak_bytes,
             "num_tokens": self.num_tokens,
+            "num_gpus": self.num_gpus,
+            "communicated_bytes": self.communicated,
             "step_seconds": seconds.step if seconds else None,
             "busy_seconds": dict(seconds.busy) if seconds else None,
             "exposed_seconds": seconds.exposed if seconds else None,
             "tokens_per_second": self.tokens_per_second,
             "slowdown": self.slowdown,
             "rates_are_assumed": self.basis.assumed,
-            "assumed": self.basis.hardware.assumed if self.basis.hardware else "",
+            "assumed": " ".join(_assumed(self)),
             "layers": [
                 {"name": layer.name, "num_parameters": layer.num_parameters, **vars(where)}
                 for layer, where in zip(self.layers, self.placements, strict=True)
@@ -244,7 +271,7 @@ def make_plan(
     hardware: Hardware | None = None,
     assumed: bool = False,
 ) -> Plan:
-    """The plan of a model cut into `layers`.
+    """The plan of a model cut into `layers`. With several ranks, `layers` and `hardware` are one rank's.
 
     If the config names a placement, every layer has it, as far as the layer can. Else, with `work` and a GPU in
     `hardware`, the placements are those with the fastest predicted step within the budgets. Else every layer has its
@@ -253,13 +280,23 @@ def make_plan(
     """
     layers = tuple(replace(layer, precision=config.precision, optimizer=config.optimizer) for layer in layers)
     basis = Basis(config, frozen, frozen_bytes, work, hardware, assumed)
-    budgets = _budgets(config, hardware)
+    budgets = _budgets(config, hardware, layers[0].num_ranks)
     return _plan(layers, basis, budgets, _placements(layers, basis, budgets))
 
 
 def placed(plan: Plan, placements: Sequence[Placement]) -> Plan:
     """`plan` with each layer where `placements` says: its bytes and seconds are those of these placements."""
     return _plan(plan.layers, plan.basis, plan.budgets, tuple(placements))
+
+
+def of_rank(plan: Plan, layers: Sequence[LayerShape]) -> Plan:
+    """`plan`, which all ranks have in common, with what one of them has of each layer."""
+    return _plan(tuple(layers), plan.basis, plan.budgets, plan.placements)
+
+
+def wishes(plan: Plan, budgets: Mapping[str, float]) -> dict[str, Any]:
+    """`vram` and `ram` of a config that gives each rank of `plan` so many bytes."""
+    return {tier: int(size * (plan.num_on_host if tier == "ram" else 1)) for tier, size in budgets.items()}
 
 
 def _plan(
@@ -300,13 +337,13 @@ def _plan(
         budgets,
         model.seconds(placements) if model else None,
         model.on_large_gpu() if model else None,
-        config.gradient_accumulation * work.num_tokens if work else None,
+        layers[0].num_ranks * config.gradient_accumulation * work.num_tokens if work else None,
         basis,
     )
 
 
-def _budgets(config: OffloadConfig, hardware: Hardware | None) -> dict[str, int]:
-    """Bytes that may be used, by tier: the config's, or else what is free.
+def _budgets(config: OffloadConfig, hardware: Hardware | None, num_ranks: int) -> dict[str, int]:
+    """Bytes that may be used, by tier: the config's, or else what is free. Ranks of one host share its RAM evenly.
 
     The VRAM of this process's CUDA context is part of the budget, since the plan counts it as needed.
     """
@@ -318,13 +355,14 @@ def _budgets(config: OffloadConfig, hardware: Hardware | None) -> dict[str, int]
     for tier, wish in (("vram", config.vram), ("ram", config.ram)):
         if wish is not None:
             found[tier] = parse_bytes(wish)
-    return found
+    on_host = hardware.num_ranks if hardware is not None else num_ranks
+    return found | {tier: found[tier] // on_host for tier in ("ram", "disk") if tier in found}
 
 
 def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, int]) -> tuple[Placement, ...]:
     config, work, hardware = basis.config, basis.work, basis.hardware
     if config.placement is None and work is not None and hardware is not None and hardware.device != "cpu":
-        return _search(tuple(layers), basis, work, hardware).best(*_room(budgets, hardware))
+        return _search(tuple(layers), basis, work, hardware).best(*_room(layers, budgets, hardware))
     placement = config.placement or Placement()
     if config.activation_checkpointing and placement.activations == "keep":
         placement = replace(placement, activations="checkpoint")
@@ -352,9 +390,10 @@ def _kept_search(
     return Search(layers, work, hardware, accumulation, frozen_bytes=frozen_bytes, **options)
 
 
-def _room(budgets: Mapping[str, int], hardware: Hardware) -> tuple[int, int, int]:
+def _room(layers: Sequence[LayerShape], budgets: Mapping[str, int], hardware: Hardware) -> tuple[int, int, int]:
     """Bytes of VRAM, RAM and disk that may be used."""
-    return budgets["vram"], budgets["ram"], budgets["disk"] if hardware.disk_read_bytes_per_second else 0
+    with_disk = hardware.disk_read_bytes_per_second and is_built(Placement(states="disk"), layers[0].num_ranks)
+    return budgets["vram"], budgets["ram"], budgets["disk"] if with_disk else 0
 
 
 # ---- a plan in words -----------------------------------------------------------------------------
@@ -384,7 +423,15 @@ def does_not_fit(lacking: Mapping[str, tuple[int, int]], *, at_least: bool = Fal
 
 def why_not(plan: Plan) -> str:
     """ "does not fit: needs 38 GiB of VRAM, has 11 GiB", of a plan that does not. What it needs is rounded up."""
-    return does_not_fit({tier: (rounded_up(plan.needs()[tier]), plan.budgets[tier]) for tier in plan.lacking()})
+    needs = {tier: rounded_up(size) for tier, size in _of_all(plan, plan.needs()).items()}
+    has = _of_all(plan, plan.budgets)
+    why = does_not_fit({tier: (needs[tier], has[tier]) for tier in plan.lacking()})
+    return why if plan.num_gpus == 1 else why.replace("fit", f"fit on {plan.num_gpus} GPUs", 1)
+
+
+def _of_all(plan: Plan, num_bytes: Mapping[str, int]) -> dict[str, int]:
+    """A rank's bytes by tier, as they are said: VRAM for each GPU, all else for all ranks of a host together."""
+    return {tier: size * (1 if tier == "vram" else plan.num_on_host) for tier, size in num_bytes.items()}
 
 
 def _tiers_to_say(plan: Plan) -> dict[str, int]:
@@ -393,11 +440,16 @@ def _tiers_to_say(plan: Plan) -> dict[str, int]:
     return {tier: need for tier, need in said.items() if tier != "vram" or not plan.on_cpu or "vram" in plan.budgets}
 
 
-def _of_budget(tier: str, need: int, budget: int | None) -> str:
+def _of_budget(plan: Plan, tier: str, need: int) -> str:
     """ "7.9 of 8 GiB VRAM": both rounded alike, so that what fits never looks larger than what there is."""
+    need = _of_all(plan, {tier: need})[tier]
+    budget = _of_all(plan, plan.budgets).get(tier)
+    whose = "" if plan.num_gpus == 1 else " each" if tier == "vram" else " in all"
+    if whose == " in all" and plan.num_on_host < plan.num_gpus:
+        whose = " a host"
     unit, size = ("GiB", 1 << 30) if max(need, budget or 0) >= 1 << 30 else ("MiB", 1 << 20)
     of = "" if budget is None else f" of {rounded(budget / size, 2)}"
-    return f"{rounded(need / size, 2)}{of} {unit} {TIERS[tier]}"
+    return f"{rounded(need / size, 2)}{of} {unit} {TIERS[tier]}{whose}"
 
 
 def _speed(plan: Plan) -> list[str]:
@@ -408,13 +460,18 @@ def _speed(plan: Plan) -> list[str]:
 
 def _about(plan: Plan) -> list[str]:
     """Lines on the machine that is assumed, on what is trained, and on what the figures leave out."""
-    machine = plan.basis.hardware
-    lines = [*(_wrapped(machine.assumed) if machine else []), _trained(plan)]
+    lines = [*(line for sentence in _assumed(plan) for line in _wrapped(sentence)), _trained(plan)]
     if plan.num_tokens is None:
         lines.append("(activations and the framework's own memory come on top)")
     if plan.on_cpu:
         lines.append("(without a GPU, VRAM is RAM too)")
     return lines
+
+
+def _assumed(plan: Plan) -> list[str]:
+    """Sentences on what of the machine was not measured."""
+    machine = plan.basis.hardware
+    return [] if machine is None else [each for each in (machine.assumed, machine.link_assumed) if each]
 
 
 def _trained(plan: Plan) -> str:
@@ -433,10 +490,12 @@ def _optimizer(plan: Plan) -> str:
 
 
 def _tokens(plan: Plan) -> list[str]:
-    """ "8 x (512+128) tokens a step", if known; with accumulation "4 x 8 x (512+128) tokens a step"."""
+    """ "8 x (512+128) tokens a step", if known; with accumulation "4 x 8 x (512+128) tokens a step", with several GPUs
+    "2 GPUs x 4 x 8 x (512+128) tokens a step"."""
     if plan.rows is None:
         return []
-    several = f"{plan.accumulation} x " if plan.accumulation > 1 else ""
+    several = f"{plan.num_gpus} GPUs x " if plan.num_gpus > 1 else ""
+    several += f"{plan.accumulation} x " if plan.accumulation > 1 else ""
     return [f"{several}{plan.rows} tokens a step"]
 
 
@@ -471,7 +530,7 @@ def _placed(plan: Plan) -> list[str]:
 
 def _rows(plan: Plan) -> list[list[str]]:
     tiers = [tier for tier in TIERS if plan.total_bytes(tier) or tier != "disk"]
-    rows = [["", *(TIERS[tier] for tier in tiers)]]
+    rows = [["" if plan.num_gpus == 1 else "of each GPU", *(TIERS[tier] for tier in tiers)]]
     for category in dict.fromkeys(category for tier in tiers for category in plan.tiers[tier]):
         cells = [plan.tiers[tier].get(category, 0) for tier in tiers]
         if any(cells):
@@ -493,6 +552,10 @@ def _times(plan: Plan) -> list[str]:
         busy = {_busy(plan, name): number for name, number in plan.seconds.busy.items() if number}
         each = (f"{name} {format_seconds(number)}".replace(" ", _KEPT) for name, number in busy.items())
         lines += [line.replace(_KEPT, " ") for line in _wrapped("busy: " + ", ".join(each))]
+    if plan.communicated:
+        parts = (f"{name} {format_bytes(size)}".replace(" ", _KEPT) for name, size in plan.communicated.items())
+        told = "each GPU receives from the others a step: " + ", ".join(parts)
+        lines += [line.replace(_KEPT, " ") for line in _wrapped(told)]
     if plan.basis.assumed:
         lines += _wrapped(f"(not measured: seconds are those of an assumed {_rates(plan.basis.hardware)})")
     return lines
@@ -501,7 +564,8 @@ def _times(plan: Plan) -> list[str]:
 def _busy(plan: Plan, name: str) -> str:
     """A resource of `Seconds.busy` in users' words."""
     steps = {"GPU step": f"{_optimizer(plan)} on the GPU", "CPU step": f"{_optimizer(plan)} on the CPU"}
-    return (steps | {"H2D": _TO_GPU, "D2H": _TO_RAM, "launches": "starting operations"}).get(name, name)
+    others = {"H2D": _TO_GPU, "D2H": _TO_RAM, "launches": "starting operations", "link": "GPU <-> GPU"}
+    return (steps | others).get(name, name)
 
 
 def _rates(machine: Hardware | None) -> str:
@@ -530,10 +594,13 @@ _LIMITS = {
     "D2H": f"the bus ({_TO_RAM})",
     "disk": "the disk",
     "launches": "starting the GPU's operations, one after the other, from Python",
+    "link": "the link between the GPUs",
 }
 _BOTH_WAYS = "the bus in both directions"
 _LARGER_BUDGETS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Larger budgets to try, as multiples of the present one."""
+_MORE_MICRO_BATCHES = 4
+"""By how many times as many an accumulation is compared."""
 _MIN_SPEEDUP = 1.05
 """A change is named only if it makes the step at least this many times faster."""
 _MAX_LACKING = 0.9
@@ -544,12 +611,21 @@ _DRAM_BOUND = 0.6
 """A CPU step above this fraction of the triad's bytes per second is bound by RAM, below it by arithmetic."""
 
 
-def replanned(plan: Plan, *, work: Any = None, hardware: Hardware | None = None, **changes: Any) -> Plan:
-    """The plan made again, with `changes` in its config (vram, ram, precision, ...), another micro-batch or machine."""
-    basis = plan.basis
+def replanned(
+    plan: Plan, *, work: Any = None, hardware: Hardware | None = None, num_gpus: int | None = None, **changes: Any
+) -> Plan:
+    """The plan made again, with `changes` in its config (vram, ram, precision, ...), another micro-batch or machine.
+
+    Args:
+        num_gpus: of the same kind and with as much VRAM each, and with all that the host has of RAM.
+    """
+    basis, layers = plan.basis, plan.layers
     config = replace(basis.config, **changes)
+    if num_gpus is not None:
+        layers = tuple(layer.shared_by(num_gpus) for layer in layers)
+        hardware = basis.hardware and for_ranks(basis.hardware, num_gpus)
     return make_plan(
-        plan.layers,
+        layers,
         config,
         frozen=basis.frozen,
         frozen_bytes=basis.frozen_bytes,
@@ -624,7 +700,7 @@ def _smaller(plan: Plan, **changes: Any) -> Iterator[tuple[str, Plan]]:
 
 def _larger(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """The plan with what it needs, rounded up as it is written. A plan that does not fit is already the leanest one."""
-    needs, hardware = plan.needs(), plan.basis.hardware
+    needs, hardware = _of_all(plan, plan.needs()), plan.basis.hardware
     lacking: dict[str, Any] = {tier: rounded_up(needs[tier]) for tier in plan.lacking()}
     budgets = {tier: size for tier, size in lacking.items() if tier != "disk"}
     if "disk" in lacking and hardware is not None:
@@ -639,9 +715,13 @@ def _would_fit(plan: Plan) -> Iterator[str]:
     if "vram" in plan.lacking() and by_name["evaluation"].vram > by_name["training"].vram:
         yield "evaluation takes the most VRAM: a smaller per_device_eval_batch_size takes less"
     for words, other in nearest_fits(plan):
-        memory = of_tiers({tier: other.needs()[tier] for tier in _tiers_to_name(plan, other)})
+        needs = _of_all(other, other.needs())
+        memory = of_tiers({tier: needs[tier] for tier in _tiers_to_name(plan, other)})
         takes = [*([memory] if memory else []), *_speed(other)]
         yield f"{words} would fit" + (f": {', '.join(takes)}" if takes else "")
+    more = _with_another_gpu(plan)
+    if more is not None and more.fits:
+        yield f"{more.num_gpus} such GPUs would fit: {', '.join(_takes(more))}"
 
 
 def _tiers_to_name(plan: Plan, other: Plan) -> list[str]:
@@ -655,7 +735,7 @@ def _limit(plan: Plan) -> Iterator[str]:
         return
     busy, step = plan.seconds.busy, plan.seconds.step
     seconds = {"GPU": busy["forward"] + busy["backward"] + busy["GPU step"]}
-    seconds |= {name: busy[name] for name in ("CPU step", "H2D", "D2H", "disk", "launches")}
+    seconds |= {name: busy[name] for name in ("CPU step", "H2D", "D2H", "disk", "launches", "link") if name in busy}
     shares = sorted(((name, number / step) for name, number in seconds.items()), key=lambda item: -item[1])
     longest = shares[0][1]
     together = {name: share for name, share in shares if share > _AS_BUSY * longest}
@@ -691,13 +771,13 @@ def _help(plan: Plan) -> Iterator[str]:
     step = plan.seconds.step
     for tier in ("vram", "ram"):
         for factor in _LARGER_BUDGETS:
-            larger: dict[str, Any] = {tier: int(plan.budgets[tier] * factor)}
-            other = replanned(plan, **larger)
+            other = replanned(plan, **wishes(plan, {tier: plan.budgets[tier] * factor}))
             assert other.seconds is not None
             speedup = step / other.seconds.step
             if other.fits and speedup >= _MIN_SPEEDUP:
-                more = format_bytes(other.total_bytes(tier) - plan.total_bytes(tier))
-                yield f"{more} more {TIERS[tier]} would {_changed(plan, other)}: {_faster(other, speedup)}"
+                more = format_bytes(_of_all(plan, {tier: other.total_bytes(tier) - plan.total_bytes(tier)})[tier])
+                on_each = " on each GPU" if tier == "vram" and plan.num_gpus > 1 else ""
+                yield f"{more} more {TIERS[tier]}{on_each} would {_changed(plan, other)}: {_faster(other, speedup)}"
                 break
             if tier == "ram" and not _is_short_of_ram(other):
                 break  # the larger ones lead to the same plan
@@ -706,9 +786,46 @@ def _help(plan: Plan) -> Iterator[str]:
         assert other.seconds is not None
         if other.fits and step / other.seconds.step >= _MIN_SPEEDUP:
             tier = "disk" if plan.total_bytes("disk") else "ram"
-            saved = format_bytes(max(0, plan.total_bytes(tier) - other.total_bytes(tier)))
+            less = max(0, plan.total_bytes(tier) - other.total_bytes(tier))
+            saved = format_bytes(_of_all(plan, {tier: less})[tier])
             faster = _faster(other, step / other.seconds.step)
             yield f"precision='compact' would save {saved} of {TIERS[tier]}: {faster}"
+    yield from _help_of_gpus(plan)
+
+
+def _help_of_gpus(plan: Plan) -> Iterator[str]:
+    """Sentences on what another GPU would bring, and on what fewer exchanges would save."""
+    if plan.seconds is None or plan.tokens_per_second is None:
+        return
+    other = _with_another_gpu(plan)
+    speedup = (other.tokens_per_second or 0.0) / plan.tokens_per_second if other else 0.0
+    if other is not None and other.fits and speedup >= _MIN_SPEEDUP:
+        faster = _faster(other, speedup)
+        takes = ", ".join(_takes(other)[:-1])
+        yield f"{other.num_gpus} such GPUs would train {faster} ({takes})"
+    if not plan.communicated:
+        return
+    number = _MORE_MICRO_BATCHES * plan.accumulation
+    rarely = replanned(plan, gradient_accumulation=number)
+    if rarely.fits and rarely.tokens_per_second is not None:
+        now, then = (format_bytes(sum(each.communicated.values()) // each.accumulation) for each in (plan, rarely))
+        faster = _faster(rarely, rarely.tokens_per_second / plan.tokens_per_second)
+        yield f"gradient_accumulation={number} would communicate {then} a micro-batch instead of {now}: {faster}"
+
+
+def _with_another_gpu(plan: Plan) -> Plan | None:
+    """The plan with one GPU more of the same kind, or with one host more; None where nothing is known of the GPU."""
+    if plan.on_cpu or plan.basis.hardware is None or plan.basis.work is None:
+        return None
+    more = 1 if plan.num_gpus < GPUS_PER_HOST else GPUS_PER_HOST
+    return replanned(plan, num_gpus=plan.num_gpus + more)
+
+
+def _takes(plan: Plan) -> list[str]:
+    """ "11.2 of 24 GiB VRAM each", "40 of 120 GiB RAM in all", "about 0.31 s a step" and the speed, if known."""
+    takes = [_of_budget(plan, tier, need) for tier, need in _tiers_to_say(plan).items()]
+    seconds = [] if plan.seconds is None else [f"about {format_seconds(plan.seconds.step, digits=2)} a step"]
+    return [*takes, *seconds, *_speed(plan)]
 
 
 def _faster(other: Plan, speedup: float) -> str:
@@ -724,14 +841,14 @@ def _is_short_of_ram(plan: Plan) -> bool:
     if plan.basis.config.placement is not None:
         return False
     search = _search(plan.layers, plan.basis, work, hardware)
-    return search.is_short_of_ram(*_room(plan.budgets, hardware))
+    return search.is_short_of_ram(*_room(plan.layers, plan.budgets, hardware))
 
 
 def _by_phase(plan: Plan) -> Iterator[str]:
     """A small table of the phases' peaks. One line stands for neighbours with the same figures."""
     if plan.num_tokens is None or not plan.fits:
         return
-    yield "peaks by phase:"
+    yield "peaks by phase:" if plan.num_gpus == 1 else "peaks by phase, of each GPU and its process:"
     for cells, some in groupby(plan.phases, lambda phase: (phase.vram, phase.ram)):
         tiers = {"ram": cells[1]} if plan.on_cpu else {"vram": cells[0], "ram": cells[1]}
         first, *more = _wrapped(f"{of_tiers(tiers)}: {', '.join(phase.name for phase in some)}")

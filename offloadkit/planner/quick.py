@@ -40,7 +40,7 @@ class QuickSeconds:
             *(fitted.CHUNK_LAUNCHES, fitted.DISK_OVERLAP, *fitted.RECOMPUTED_LAUNCHES, *fitted.STREAMED_LAUNCHES),
             *(fitted.LAYER_LAUNCHES, fitted.THREAD_SLOWS),
             *(NUM_WEIGHT_BUFFERS, NUM_GRADIENT_BUCKETS, NUM_STAGING, NUM_STEP_BUFFERS),
-            *(hardware.num_cores <= FEW_CORES, accumulation),
+            *(hardware.num_cores <= FEW_CORES, accumulation, model.agreeing),
         )
         rates = (
             *(hardware.h2d_bytes_per_second, hardware.d2h_bytes_per_second, hardware.both_bytes_per_second),
@@ -56,8 +56,9 @@ class QuickSeconds:
         ]
         layers = [
             (
-                *(of.weight_bytes, of.bucket_bytes, of.gradient_bytes, of.state_bytes, of.num_chunks, of.cpu_step),
-                *(of.gpu_step, of.bucket, of.adding_in_vram, of.adding_in_ram, of.norm_in_ram),
+                *(of.weight_bytes, of.stepped_bytes, of.sent_bytes, of.gradient_bytes, of.state_bytes, of.num_chunks),
+                *(of.cpu_step, of.gpu_step, of.bucket, of.adding_in_vram, of.adding_in_ram, of.norm_in_ram),
+                *(of.exchange, of.gather),
             )
             for of in model.layers
         ]

@@ -13,12 +13,13 @@ from offloadkit.config import Placement
 from offloadkit.hardware import Hardware
 from offloadkit.planner.counts import Counts, InVram, Spread
 from offloadkit.planner.layout import (
-    ALLOCATOR_BYTES,
     FRAMEWORK_RAM_BYTES,
     LayerShape,
     activations,
     buffer_bytes,
     choices,
+    is_built,
+    library_bytes,
 )
 from offloadkit.planner.phases import forward_bytes, moved_bytes, ram_peak, staged_bytes
 from offloadkit.planner.quick import Phases, QuickSeconds
@@ -120,6 +121,7 @@ class Search:
         self._spread = Spread(layers, work, accumulation, **memory)
         self._quick = QuickSeconds(self.model, self._spread, hardware, accumulation)
         self._num_blocks = len(self._spread.blocks)
+        self._num_streamed = self._num_blocks if is_built(Placement("ram"), layers[0].num_ranks) else 0
         self._needs: dict[Counts, _Room] = {}
         self._phases: dict[Counts, Phases] = {}
         self.placements, self.best = cache(self._spread.placements), cache(self._best)
@@ -140,7 +142,7 @@ class Search:
             disk += sum(layer.state_bytes().values()) if where.states == "disk" else 0
         buffers = buffer_bytes(placed, self._accumulation)
         held = activations(self._work, choices(self._layers, placements, self._work))
-        vram += sum(buffers["vram"].values()) + self._hardware.vram_context_bytes + ALLOCATOR_BYTES
+        vram += sum(buffers["vram"].values()) + self._hardware.vram_context_bytes + library_bytes(self._layers)
         vram = max(vram + held.vram, vram - buffers["vram"]["gradients"] + forward_bytes(self._work))
         slabs, moved = ram + sum(buffers["ram"].values()), moved_bytes(self._all_weights, placements)
         return vram, FRAMEWORK_RAM_BYTES["cuda"] + ram_peak(slabs, held.ram, staged_bytes(self._layers), moved), disk
@@ -228,7 +230,7 @@ class Search:
             Counts(again, offloaded, streamed, 0, gradients_in_vram=in_vram)
             for again, offloaded in [*recomputed, *((num_blocks, number) for number in more)]
             for in_vram in options
-            for streamed in numbers
+            for streamed in _grid(self._num_streamed)
         ]
         for counts, most in zip(corners, self._most_states(corners, room), strict=True):
             states = [number for number in _grid(len(self._layers)) if number < most]
@@ -270,7 +272,7 @@ class Search:
 
     def _near(self, counts: Counts) -> Iterator[Counts]:
         num_blocks, num_layers = self._num_blocks, len(self._layers)
-        most = dict.fromkeys(("recomputed", "offloaded", "streamed"), num_blocks)
+        most = dict.fromkeys(("recomputed", "offloaded"), num_blocks) | {"streamed": self._num_streamed}
         most |= dict.fromkeys(("states_in_vram", "gpu_steps"), num_layers)
         least = {"recomputed": num_blocks} if self._all_recomputed else {}
         for change in _WITH_GPU if counts.gpu_steps else _CHANGES:
@@ -320,7 +322,7 @@ class Search:
         extremes = [
             Counts(num_blocks, offloaded, streamed, 0, on_disk)
             for offloaded in (0, num_blocks)
-            for streamed in _grid(num_blocks)
+            for streamed in _grid(self._num_streamed)
         ]
         numbers = self._most_states(extremes, room)
         filled = [replace(counts, states_in_vram=max(0, most)) for counts, most in zip(extremes, numbers, strict=True)]

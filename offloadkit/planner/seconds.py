@@ -7,6 +7,9 @@ A step has two phases. They do not overlap, because clipping needs the whole nor
   update goes in forward order, and forward waits layer by layer;
 - backward, beside the copies of gradients to RAM.
 
+With several ranks a step is that of one rank, beside the others. Backward's gradients are exchanged layer by layer over
+the link, which forward's new weights are gathered over. Both have one order, so each waits for the one before it.
+
 Each resource works through its own queue. A layer's work starts once its inputs have arrived and a buffer is free.
 
 The constants are those of `fitted`. Steps planned and measured: docs/results.md.
@@ -23,6 +26,7 @@ from offloadkit.config import Placement, Precision
 from offloadkit.hardware import CPU_STEP_RATES, Hardware
 from offloadkit.planner.fitted import (
     ADD_EFFICIENCY,
+    AGREE_SECONDS,
     ATTENTION_EFFICIENCY,
     ATTENTION_LAUNCHES,
     BACKWARD_LAUNCHES,
@@ -33,6 +37,7 @@ from offloadkit.planner.fitted import (
     DISK_OVERLAP,
     ELEMENTWISE_EFFICIENCY,
     ENGINE_LAUNCHES,
+    EXCHANGE_SECONDS,
     FORWARD_LAUNCHES,
     KERNEL_SECONDS,
     LAYER_LAUNCHES,
@@ -67,7 +72,7 @@ class Seconds:
     Attributes:
         update_phase: forward and the update. With `backward_phase` it adds up to `step`.
         busy: seconds of each resource: "forward", "backward" and "GPU step" (which share the GPU), "CPU step", "H2D",
-            "D2H", "disk", and "launches" (Python, starting kernels).
+            "D2H", "disk", "launches" (Python, starting kernels), and with several ranks "link".
     """
 
     step: float
@@ -111,6 +116,7 @@ class StepModel:
         stages: the costs of each stage, in forward order.
         layers: the costs of each flat layer, in the same order.
         cpu_rate: bytes per second of the CPU's step.
+        agreeing: seconds in which an update waits for the other ranks to say what they have.
     """
 
     def __init__(
@@ -148,6 +154,9 @@ class StepModel:
             )
             self.stages.append(cost)
         self.layers = [layer for stage in self.stages for layer in stage.layers]
+        others = layers[0].num_ranks - 1
+        self.agreeing = 2 * others * AGREE_SECONDS  # what gradients there are, and the norm
+        self._resources = (*RESOURCES, "link") if others else RESOURCES
 
     def on_large_gpu(self) -> float:
         """Seconds of a step with everything in VRAM and nothing recomputed."""
@@ -158,7 +167,7 @@ class StepModel:
 
         While the CPU steps its layers, the bus copies its stepped weights and the states of the GPU's layers.
         """
-        weights = sum(layer.weight_bytes for layer in self.layers)
+        weights = sum(layer.stepped_bytes for layer in self.layers)
         states = sum(layer.state_bytes for layer in self.layers)
         h2d, _ = both_ways(states, states, self._hardware)
         cpu = max(0.0, sum(layer.cpu_step for layer in self.layers) - weights / h2d)
@@ -168,15 +177,15 @@ class StepModel:
         """The step with these placements, one for each layer."""
         others = self._accumulation - 1
         first, last = self._forward(placements, updates=True), self._backward(placements, is_last=True)
-        update, backward = max(first.free.values()), max(last.free.values())
-        busy = {name: first.busy[name] + last.busy[name] for name in RESOURCES}
+        update, backward = max(first.free.values()) + self.agreeing, max(last.free.values())
+        busy = {name: first.busy[name] + last.busy[name] for name in self._resources}
         if others:
             forward, before = self._forward(placements, updates=False), self._backward(placements, is_last=False)
             between = max(forward.free.values())
             adding = before.free.pop("CPU step", 0.0)  # gradients are still added beside the next forward
             update += others * between
             backward += others * max(*before.free.values(), adding - between)
-            for name in RESOURCES:
+            for name in self._resources:
                 busy[name] += others * (forward.busy[name] + before.busy[name])
         return Seconds(update + backward, update, backward, busy)
 
@@ -216,13 +225,13 @@ class StepModel:
             for layer in self.layers:
                 norm += layer.norm_in_ram if placements[layer.index].gradients == "ram" else 0.0
             queues.take("CPU step", norm, 0.0)
-        before = 0.0
+        before = resident = 0.0
         ends: list[float] = []
         for unit in self.stages:
-            ready = on_gpu = cpu_done = 0.0
+            ready = on_gpu = cpu_done = gathered = 0.0
             recomputes, offloads, num_streamed = False, False, 0
             for layer in unit.layers:
-                where, stepped = placements[layer.index], 0.0
+                where, stepped, on_device = placements[layer.index], 0.0, 0.0
                 if where.activations != "keep":
                     recomputes, offloads = True, where.activations == "offload"
                 if updates and where.step == "cpu":
@@ -233,20 +242,27 @@ class StepModel:
                     ready = max(ready, on_device)
                 elif updates:
                     on_gpu += layer.gpu_step
-                fetched, free = layer.weight_bytes / bus.h2d, 0.0
-                if where.weights == "ram":
+                    resident += layer.gpu_step
+                    on_device = resident  # these steps go before all else on the GPU
+                in_ram, free = where.weights == "ram", 0.0
+                fetched = (layer.weight_bytes if in_ram else layer.stepped_bytes) / bus.h2d
+                if in_ram:
                     num_streamed += 1
                     if not updates and len(ends) < NUM_WEIGHT_BUFFERS:  # still in VRAM since backward
                         continue
                     free = max(before, ends[-NUM_WEIGHT_BUFFERS] if len(ends) >= NUM_WEIGHT_BUFFERS else 0.0)
                 elif not (updates and where.step == "cpu"):
+                    if updates and layer.gather:
+                        gathered = max(gathered, queues.take("link", layer.gather, on_device))
                     continue
                 arrived = queues.take("H2D", fetched, max(stepped, free))
                 ring.give_way(arrived, fetched)
                 ready = max(ready, arrived)
-            before = max(queues.free["GPU"], ready)
+                if not in_ram and layer.gather:
+                    gathered = max(gathered, queues.take("link", layer.gather, arrived))
+            before = max(queues.free["GPU"], ready, gathered)
             queues.take("GPU", on_gpu, ready, "GPU step")
-            queues.take("GPU", unit.forward, ready, "forward")
+            queues.take("GPU", unit.forward, max(ready, gathered), "forward")
             launches = unit.forward_launches
             launches += recomputes * RECOMPUTED_LAUNCHES[0] * unit.operation_launches
             launches += num_streamed * STREAMED_LAUNCHES[0] * self._hardware.launch_seconds
@@ -303,8 +319,10 @@ class StepModel:
                 elif where.states == "ram":
                     there, back = layer.transfer_bytes(where)
                     h2d_bytes, d2h_bytes = h2d_bytes + there, d2h_bytes + back
-                if where.step == "cpu" or where.weights == "ram":
+                if where.weights == "ram":
                     h2d_bytes += layer.weight_bytes
+                elif where.step == "cpu":
+                    h2d_bytes += layer.stepped_bytes
             if any(placements[layer.index].activations == "offload" for layer in unit.layers):
                 d2h_bytes += unit.input_bytes
         h2d, d2h = both_ways(h2d_bytes, d2h_bytes, machine)
@@ -317,7 +335,7 @@ class StepModel:
         queues, adds = Queues(self._hardware.num_cores), self._accumulation > 1
         python = queues.python
         h2d, d2h = self._bus(placements)
-        before, num_streamed = 0.0, 0
+        before, drained, num_streamed = 0.0, 0.0, 0
         ends: list[float] = []
         sent: list[float] = []
         added: list[float] = []
@@ -331,7 +349,7 @@ class StepModel:
                 if where.activations != "keep":
                     recomputes, offloads = True, where.activations == "offload"
                 seconds += layer.bucket
-                if adds and where.gradients == "vram":
+                if (adds or layer.exchange) if where.gradients == "vram" else (layer.exchange and not adds):
                     seconds += layer.adding_in_vram
             if fetched:
                 num_streamed += 1
@@ -351,12 +369,20 @@ class StepModel:
             if fetched:
                 ends.append(end)
             for layer in unit.layers:
-                if placements[layer.index].gradients == "ram":
+                in_ram, complete = placements[layer.index].gradients == "ram", end
+                if layer.exchange:  # what was received, or its sum, leaves the device before the next one's comes
+                    complete = queues.take("link", layer.exchange, max(end, drained) if adds else end)
+                    sent.append(complete)
+                    if in_ram and not adds:
+                        complete = queues.free["link"] = max(complete, drained)
+                if in_ram:
                     if len(added) >= NUM_STAGING:  # Python waits until a staging buffer is free
                         queues.free[python] = max(queues.free[python], added[-NUM_STAGING])
-                    sent.append(queues.take("D2H", layer.bucket_bytes / d2h, max(end, queues.free[python])))
+                    drained = queues.take("D2H", layer.sent_bytes / d2h, max(complete, queues.free[python]))
+                    if not layer.exchange:
+                        sent.append(drained)
                     if adds:
-                        added.append(queues.take("CPU step", layer.adding_in_ram, sent[-1]))
+                        added.append(queues.take("CPU step", layer.adding_in_ram, drained))
         if is_last:
             done = queues.launched(LAYER_LAUNCHES * len(placements) * self._hardware.launch_seconds, 0.0)
             for layer in self.layers:  # whose gradients stayed in VRAM until now, and which the CPU steps
@@ -424,7 +450,10 @@ class LayerCost:
 
     index: int
     weight_bytes: int
-    bucket_bytes: int
+    stepped_bytes: int
+    """The weights that this rank steps."""
+    sent_bytes: int
+    """What goes to RAM for one micro-batch, where the gradient does."""
     gradient_bytes: int
     state_bytes: int
     step_bytes: int
@@ -441,26 +470,34 @@ class LayerCost:
     """Adding a gradient to the fp32 sum in RAM, after the copy wrote the gradient there."""
     norm_in_ram: float
     """Computing the norm of the sum in RAM, which is never in VRAM."""
+    exchange: float
+    """Receiving all ranks' gradients of one micro-batch; 0 with one rank."""
+    gather: float
+    """Receiving the new weights that the other ranks have stepped."""
 
     def transfer_bytes(self, where: Placement) -> tuple[int, int]:
         """Bytes to VRAM and back, where the GPU steps the layer and its states are in RAM.
 
         Weights and gradient count if they are in RAM too. The gradient is not copied back.
         """
-        back = self.state_bytes + (self.weight_bytes if where.weights == "ram" else 0)
+        back = self.state_bytes + (self.stepped_bytes if where.weights == "ram" else 0)
         return back + (self.gradient_bytes if where.gradients == "ram" else 0), back
 
 
 def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: int) -> LayerCost:
     """The costs of a layer. They do not depend on its placement."""
     vram, dram = hardware.vram_bytes_per_second * STEP_EFFICIENCY, hardware.cpu_adamw_bytes_per_second
-    gradient, bucket = layer.gradient_bytes(accumulation), layer.bucket_bytes()
-    traffic = layer.step_bytes(accumulation)
-    num_chunks = -(-layer.numel // STEP_CHUNK)
+    gradient, bucket, received = layer.gradient_bytes(accumulation), layer.bucket_bytes(), layer.received_bytes(1)
+    traffic, own, ranks = layer.step_bytes(accumulation), layer.own_numel, layer.num_ranks
+    num_chunks = max(1, -(-own // STEP_CHUNK))
+    link = link_rate(hardware, ranks)
+    exchanged = received // layer.num_ranks * (layer.num_ranks - 1)  # of one micro-batch
+    gathered = layer.weight_bytes() - layer.stepped_bytes()
     return LayerCost(
         index=index,
         weight_bytes=layer.weight_bytes(),
-        bucket_bytes=bucket,
+        stepped_bytes=layer.stepped_bytes(),
+        sent_bytes=gradient if ranks > 1 and accumulation == 1 else received,
         gradient_bytes=gradient,
         state_bytes=sum(layer.state_bytes().values()),
         step_bytes=traffic,
@@ -468,10 +505,21 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
         cpu_step=traffic / cpu_step_rate(layer.precision, hardware) + STEP_LAUNCHES * hardware.launch_seconds,
         gpu_step=traffic / vram + KERNEL_SECONDS,
         bucket=3 * bucket / vram,
-        adding_in_vram=(8 * layer.numel + bucket) / vram,
-        adding_in_ram=(8 * layer.numel + 2 * bucket) / (dram * ADD_EFFICIENCY),
+        adding_in_vram=(8 * own * ranks + received) / vram,
+        adding_in_ram=(8 * own * ranks + 2 * received) / (dram * ADD_EFFICIENCY),
         norm_in_ram=gradient / (dram * NORM_EFFICIENCY) if accumulation > 1 else 0.0,
+        exchange=exchanged / link + EXCHANGE_SECONDS if ranks > 1 else 0.0,
+        gather=gathered / link + EXCHANGE_SECONDS if ranks > 1 else 0.0,
     )
+
+
+def link_rate(hardware: Hardware, num_ranks: int) -> float:
+    """Bytes per second that a rank receives, an equal part from each of the others."""
+    link, network = hardware.link_bytes_per_second or hardware.h2d_bytes_per_second, hardware.network_bytes_per_second
+    elsewhere = num_ranks - hardware.num_ranks
+    if elsewhere <= 0 or not network:
+        return link
+    return (num_ranks - 1) / ((hardware.num_ranks - 1) / link + elsewhere / network)
 
 
 def both_ways(h2d_bytes: float, d2h_bytes: float, hardware: Hardware) -> tuple[float, float]:

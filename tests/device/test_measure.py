@@ -50,6 +50,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 def test_everything_is_measured(tmp_path: Path) -> None:
     machine = measuring.measure("cpu", folder=tmp_path, fresh=True)
     numbers = {name: value for name, value in asdict(machine).items() if name.endswith("_per_second")}
+    assert numbers.pop("link_bytes_per_second") == numbers.pop("network_bytes_per_second") == 0, "there is one rank"
     assert all(1e6 < number < 1e16 for number in numbers.values()), numbers
     assert 1e-8 < machine.launch_seconds < 1e-2
     assert (machine.gpu_name, machine.compute_capability, machine.can_pin) == (None, None, False)
@@ -168,6 +169,7 @@ def test_a_tenth_of_the_cores_disturbs(monkeypatch: pytest.MonkeyPatch, others: 
     monkeypatch.setattr(measuring, "_seconds_of_others", lambda: 100 + others)
     monkeypatch.setattr(measuring, "_own_cores", lambda: [None, None])
     assert measuring._disturbed(time.perf_counter() - 1, 100) is disturbed
+    assert not measuring._disturbed(time.perf_counter() - 1, 100, 2), "another rank that measures takes half of them"
 
 
 @pytest.mark.skipif(cpu.default_num_threads() < 2, reason="one core")

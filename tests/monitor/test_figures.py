@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from offloadkit.config import OffloadConfig, Placement
+from offloadkit.monitor import words
 from offloadkit.monitor.figures import (
     MAX_POINTS,
     NUM_RECENT,
+    Figures,
     History,
     LossCurve,
     Machine,
@@ -22,6 +25,8 @@ from offloadkit.monitor.figures import (
     recomputed_share,
     split,
 )
+from offloadkit.monitor.page import page
+from offloadkit.monitor.terminal import view
 from offloadkit.planner import MicroBatch, Plan, make_plan
 from tests.monitor.records import BYTES, GIB, SECONDS, record
 from tests.planner.machines import H200, shape, stage
@@ -257,6 +262,21 @@ def test_a_loss_curve_has_few_points_and_keeps_the_extremes(number: int) -> None
     assert (min(values), max(values)) == (min(losses.values()), max(losses.values()))
     if number > 40:
         assert curve.trend()[-1][1] == pytest.approx(1.5, abs=0.4)
+
+
+def test_what_comes_from_other_ranks_is_shown_where_there_are_some() -> None:
+    alone = figures(history(record(1)))
+    together = figures(history(replace(record(1), received={"exchange": 3 << 30, "gather": 0, "norm": 1 << 10})))
+    assert words.received(alone) == ""
+    assert words.received(together) == "From the other GPUs in a step: exchange 3 GiB, norm 1 KiB."
+    displays: list[Callable[[Figures], str]] = [
+        words.summary,
+        lambda found: page(found, "m"),
+        lambda found: " ".join(line.plain for line in view(found, 90).renderables),  # type: ignore[union-attr]
+    ]
+    for shown in displays:
+        assert "From the other GPUs in a step: exchange" in shown(together)
+        assert "other GPUs" not in shown(alone)
 
 
 def test_losses_that_are_not_finite_are_left_out_and_skipped_steps_counted() -> None:

@@ -50,10 +50,13 @@ def some_counts(number: int) -> list[Counts]:
     return [Counts(0, 0, 0, 0), Counts(10, 10, 10, 14), *(one() for _ in range(number))]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("machine", [WITH_DISK, replace(WITH_DISK, num_cores=16)], ids=["2 cores", "16 cores"])
-def test_many_at_once_are_as_one_by_one(machine: Any, accumulation: int) -> None:
-    search, counts = Search(*unlike_layers(), machine, accumulation, frozen_bytes=123), some_counts(120)
+def test_many_at_once_are_as_one_by_one(machine: Any, accumulation: int, num_ranks: int) -> None:
+    layers, work = unlike_layers()
+    layers, machine = [layer.shared_by(num_ranks) for layer in layers], replace(machine, link_bytes_per_second=2e10)
+    search, counts = Search(layers, work, machine, accumulation, frozen_bytes=123), some_counts(60)
     search.learn(counts)
     search.simulate(counts)
     for each in counts:

@@ -1,0 +1,127 @@
+"""The machine as each of several ranks has it: all measure it while all of them work, and the slowest counts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from offloadkit import hardware
+from offloadkit.device.measure import is_measured, kept, measure
+from offloadkit.distributed.ranks import Ranks, joined_ranks
+from offloadkit.hardware import Hardware
+from offloadkit.kernels import cpu
+
+_PIECE_BYTES = {"cuda": 32 << 20, "cpu": 1 << 20}
+"""What each rank sends to each other one to measure the link: about what a large layer's gradient is cut into."""
+_LINK = "link_bytes_per_second"
+_NUM_EXCHANGES = 4
+"""The fastest one counts: the first ones open connections."""
+
+
+@contextmanager
+def planning_ranks(device: torch.device) -> Iterator[Ranks | None]:
+    """The ranks, for as long as they plan together; None where there is one. All ranks must come here."""
+    ranks = joined_ranks(device)
+    try:
+        yield ranks
+    finally:
+        if ranks is not None:
+            ranks.close()
+
+
+def cores_of_rank(ranks: Ranks) -> tuple[int, int]:
+    """How many ranks are on this host, and how many cores each has.
+
+    Ranks that may run on the same cores share them evenly; a rank that was bound to cores of its own has these.
+    """
+    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    own = [zlib.crc32(socket.gethostname().encode()), zlib.crc32(repr(affinity).encode())]
+    told = ranks.agree(np.array(own))
+    on_host = told[told[:, 0] == own[0]]
+    sharing = int((on_host[:, 1] == own[1]).sum())
+    return len(on_host), max(1, hardware.num_cores() // sharing)
+
+
+@contextmanager
+def shared_cores(ranks: Ranks) -> Iterator[None]:
+    """While it is open, the C kernels of this process take its share of the host's cores."""
+    before = cpu.num_threads()
+    cpu.set_num_threads(cpu.default_num_threads(cores_of_rank(ranks)[1]))
+    try:
+        yield
+    finally:
+        cpu.set_num_threads(before)
+
+
+def measured_together(ranks: Ranks, device: torch.device, folder: str | Path | None = None) -> Hardware:
+    """The machine of one of the ranks while all of them work, the same on all ranks but for the names of its parts.
+
+    Rates and sizes are the slowest and the smallest of any rank: all of them wait for it. The link is measured by an
+    exchange between all ranks.
+
+    Args:
+        folder: as for `measure`.
+    """
+    num_ranks, num_cores = cores_of_rank(ranks)
+    with shared_cores(ranks):
+        all_know = ranks.agree(np.array([is_measured(device, num_ranks)], dtype=np.int64)).all()
+        own = measure(device, folder=folder, fresh=not all_know, num_ranks=num_ranks)
+    link = _link(ranks, device, num_ranks)
+    own = replace(own, num_ranks=num_ranks, num_cores=num_cores, link_bytes_per_second=link)
+    names = [field.name for field in fields(Hardware) if type(getattr(own, field.name)) in (int, float)]
+    told = _of_all(ranks, [getattr(own, name) for name in names])
+    least, most = told.min(0).tolist(), told.max(0).tolist()
+    agreed: dict[str, Any] = {}
+    for name, low, high in zip(names, least, most, strict=True):
+        is_cost = name in ("launch_seconds", "vram_context_bytes", "num_ranks")
+        agreed[name] = type(getattr(own, name))(high if is_cost else low)
+    return replace(own, **agreed)
+
+
+def _of_all(ranks: Ranks, own: Sequence[float]) -> NDArray[np.float64]:
+    """The numbers of all ranks: fp64 [ranks, numbers]."""
+    return ranks.agree(np.array(own, dtype=np.float64).view(np.int64)).view(np.float64)
+
+
+def known_link(device: torch.device, num_ranks: int) -> float:
+    """What `measured_together` found before for so many ranks with GPUs like `device`; 0 if nothing."""
+    return kept(device, _link_of(num_ranks), {_LINK}, dict).get(_LINK, 0.0)
+
+
+def _link_of(num_ranks: int) -> str:
+    return f"link of {num_ranks} ranks"
+
+
+def _link(ranks: Ranks, device: torch.device, num_ranks: int) -> float:
+    """Bytes per second that the slowest rank receives while all of them exchange."""
+    known = known_link(device, ranks.size)
+    if not ranks.agree(np.array([known > 0], dtype=np.int64)).all():
+        known = float(_of_all(ranks, [_exchange_rate(ranks, device)]).min())
+        kept(device, _link_of(ranks.size), {_LINK}, lambda: {_LINK: known}, num_ranks=num_ranks)
+    return known
+
+
+def _exchange_rate(ranks: Ranks, device: torch.device) -> float:
+    piece = _PIECE_BYTES[device.type]
+    sent = torch.zeros(ranks.size * piece, dtype=torch.uint8, device=device)
+    received, cuts = torch.empty_like(sent), [at * piece for at in range(ranks.size + 1)]
+    best = float("inf")
+    for _ in range(_NUM_EXCHANGES):
+        ranks.agree(np.array([0]))  # they begin together
+        began = time.perf_counter()
+        ranks.exchange(received, sent, cuts)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return (ranks.size - 1) * piece / best

@@ -1,0 +1,73 @@
+"""How a run grows with its GPUs: one plan made again for more of them, for more micro-batches and for slower links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from offloadkit.planner.plan import Plan, replanned
+from offloadkit.planner.ranks import NETWORK_BYTES_PER_SECOND, for_ranks
+from offloadkit.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A plan for more GPUs.
+
+    Attributes:
+        efficiency: tokens/s, divided by those of one GPU with as many micro-batches, times the number of GPUs. More
+            than 1 means that less is offloaded.
+    """
+
+    plan: Plan
+    efficiency: float
+
+    @property
+    def received_bytes(self) -> int:
+        """What a GPU receives for each micro-batch."""
+        return sum(self.plan.communicated.values()) // self.plan.accumulation
+
+
+def grown(
+    plan: Plan, numbers: Sequence[int], accumulations: Sequence[int], network: float = NETWORK_BYTES_PER_SECOND
+) -> Iterator[Grown]:
+    """`plan`, which is for one GPU, made for so many GPUs with so many micro-batches each.
+
+    Args:
+        network: bytes per second that a GPU receives from other hosts.
+    """
+    machine = plan.basis.hardware
+    assert machine is not None
+    for accumulation in accumulations:
+        alone = replanned(plan, gradient_accumulation=accumulation).tokens_per_second
+        for number in numbers:
+            share = for_ranks(machine, number, network=network)
+            layers = tuple(layer.shared_by(number) for layer in plan.layers)
+            other = replanned(replace(plan, layers=layers), hardware=share, gradient_accumulation=accumulation)
+            assert alone is not None
+            assert other.tokens_per_second is not None
+            yield Grown(other, other.tokens_per_second / (number * alone))
+
+
+def scaling_table(
+    plan: Plan, numbers: Sequence[int], accumulations: Sequence[int], network: float = NETWORK_BYTES_PER_SECOND
+) -> str:
+    """`grown` as a table in Markdown."""
+    head = ("GPUs", "micro-batches", "VRAM each", "RAM a host", "received a micro-batch", "step", "tokens/s", "scaling")
+    rows = [head, ("---:",) * len(head)]
+    for each in grown(plan, numbers, accumulations, network):
+        made, needs = each.plan, each.plan.needs()
+        assert made.seconds is not None
+        rows.append(
+            (
+                f"{made.num_gpus}",
+                f"{made.accumulation}",
+                format_bytes(needs["vram"]),
+                format_bytes(needs["ram"] * made.num_on_host),
+                format_bytes(each.received_bytes) if each.received_bytes else "-",
+                format_seconds(made.seconds.step, digits=3),
+                f"{made.tokens_per_second:,.0f}",
+                f"{each.efficiency:.2f}",
+            )
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,0 +1,128 @@
+"""What ranks do in the tests of their plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.device import measure as measuring
+from offloadkit.distributed import machine
+from offloadkit.distributed.ranks import Ranks
+from offloadkit.engine import OffloadEngine
+from offloadkit.errors import OffloadkitError
+from offloadkit.hardware import Hardware
+from offloadkit.kernels import cpu
+from offloadkit.telemetry import Telemetry
+from tests.distributed.runs import model
+from tests.models import TinyLM, tokens
+
+CPU = torch.device("cpu")
+
+
+def unlike(card: Hardware, *_: Any, **__: Any) -> Hardware:
+    """`card`, but rank 1's copies are slow, and all else is slow on rank 0."""
+    slow = {"h2d_bytes_per_second": 5e9} if dist.get_rank() else {"vram_bytes_per_second": 4e11, "launch_seconds": 1e-5}
+    return replace(card, **slow, vram_free_bytes=card.vram_free_bytes >> dist.get_rank())  # type: ignore[arg-type]
+
+
+def all_used(**options: Any) -> TinyLM:
+    """A model whose every parameter gets a gradient."""
+    made = TinyLM(**options)
+    del made.unused
+    return made
+
+
+def counted(
+    micro_batches: int, placement: Placement, exchange: str, **options: Any
+) -> tuple[dict[str, int], list[dict[str, int]]]:
+    """What a rank's plan says that it receives in a step, and what it received in three steps."""
+    telemetry = Telemetry()
+    run: dict[str, Any] = {"placement": placement, "gradient_accumulation": micro_batches, "exchange": exchange}
+    config = OffloadConfig(working_dtype="bf16", **run)
+    with OffloadEngine(all_used(**options), config, device="cpu", telemetry=telemetry) as engine:
+        for batch in tokens(3 * micro_batches):
+            engine.backward(engine(batch))
+            engine.step()
+        engine.synchronize()
+        return engine.plan.communicated, [record.received for record in telemetry.records]
+
+
+def planned_together(card: Hardware, *, long: int = 0, **wishes: Any) -> dict[str, Any]:
+    """What a rank plans and does. Rank 1's micro-batches are `long` times as long, if that is given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "measure", partial(unlike, card))
+        patch.setattr(machine, "is_measured", lambda *_: True)
+        batches = tokens(2)
+        if long and dist.get_rank():
+            batches = [batch.repeat(1, long) for batch in batches]
+        example = None if long else batches[0]
+        with OffloadEngine(model(tied=False), OffloadConfig(**wishes), device="cpu", example=example) as engine:
+            threads = cpu.num_threads()
+            for batch in batches:
+                engine.backward(engine(batch))
+                engine.step()
+            engine.synchronize()
+            plan = engine.plan
+            assert list(plan.layers) == [state.layer.shape() for state in engine._placed.states]
+    return {
+        "machine": plan.basis.hardware,
+        "placements": plan.placements,
+        "moves": [move.why for move in engine.telemetry.moves],
+        "activations": plan.tiers["vram"].get("activations"),
+        "num_gpus": plan.num_gpus,
+        "ram": plan.budgets["ram"],
+        "threads": (threads, cpu.num_threads()),
+    }
+
+
+def apart() -> str:
+    """Only rank 1 has something to choose."""
+    wishes: Any = {"vram": "40GiB"} if dist.get_rank() else {}
+    try:
+        OffloadEngine(model(), OffloadConfig(**wishes), device="cpu").close()
+    except OffloadkitError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def told() -> list[Any]:
+    """What rank 1 tells, and the error of what fails there."""
+    group = Ranks(CPU)
+    try:
+        found: list[Any] = [group.told(lambda: dist.get_rank(), by=1)]
+        try:
+            group.told(lambda: 1 // 0, by=1)
+        except Exception as error:
+            found.append(type(error).__name__)
+        return found
+    finally:
+        group.close()
+
+
+def measured(card: Hardware) -> tuple[Hardware, int, list[str]]:
+    """The machine, measured together where one rank knows its rates, and what was measured when asked again."""
+    with pytest.MonkeyPatch.context() as patch:
+        asked: list[str] = []
+        rates = {name: getattr(card, name) for name in measuring._RATES}
+        patch.setattr(measuring, "machine_rates", lambda device: asked.append(str(device)) or rates)
+        patch.setattr(measuring, "_of_this_process", {})
+        patch.setattr(measuring, "_read_cache", dict)
+        patch.setattr(measuring, "_store", lambda key, found: measuring._of_this_process.update({key: found}))
+        group = Ranks(CPU)
+        try:
+            if dist.get_rank():
+                measuring.measure(CPU, num_ranks=2)
+                asked.clear()
+            found = [machine.measured_together(group, CPU) for _ in range(2)]
+        finally:
+            group.close()
+        assert found[0].link_bytes_per_second == found[1].link_bytes_per_second == machine.known_link(CPU, 2)
+        assert not measuring.is_measured(CPU, 1), "one rank alone has other rates"
+        return found[0], int(np.log2(found[0].link_bytes_per_second)), asked

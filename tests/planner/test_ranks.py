@@ -1,0 +1,246 @@
+"""The plan of several GPUs: what they share, what they send each other, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.hardware import Hardware
+from offloadkit.planner import LayerShape, MicroBatch, Pass, Plan, is_built, make_plan
+from offloadkit.planner.cards import card_named
+from offloadkit.planner.fitted import AGREE_SECONDS, EXCHANGE_SECONDS, LINK_EFFICIENCY, NCCL_BYTES
+from offloadkit.planner.layout import communicated_bytes
+from offloadkit.planner.plan import of_rank, replanned
+from offloadkit.planner.ranks import NETWORK_BYTES_PER_SECOND, for_ranks
+from offloadkit.planner.scaling import grown, scaling_table
+from offloadkit.planner.search import Search
+from offloadkit.planner.seconds import IN_VRAM, Seconds, StepModel, link_rate
+from offloadkit.units import rounded_up
+from tests.planner.machines import GIB, H200, shape, stage
+
+N = 1 << 24
+LARGE = 1e18
+LATE = Placement(gradients="vram", step="cpu")
+
+
+def layers_of(num_ranks: int, number: int = 4, numel: int = N, **changes: Any) -> list[LayerShape]:
+    blocks = {"num_norm_blocks": numel >> 16, **changes}
+    return [shape(f"block.{index}", numel, **blocks).shared_by(num_ranks) for index in range(number)]
+
+
+def machine(**rates: float) -> Hardware:
+    """Nothing takes time but what is named."""
+    names = [name for name in vars(H200) if name.endswith("_per_second")]
+    every: dict[str, Any] = dict.fromkeys(names, LARGE) | {"launch_seconds": 0.0, "network_bytes_per_second": 0.0}
+    return replace(H200, **every | rates)
+
+
+def seconds(num_ranks: int, where: Placement, accumulation: int = 1, flops: int = 0, **rates: float) -> Seconds:
+    """Of a step of four equal blocks. Without `flops` nothing is computed."""
+    layers, work = layers_of(num_ranks), Pass(flops=flops)
+    stages = tuple(stage(layer.name, forward=work, backward=work) for layer in layers)
+    made = StepModel(layers, MicroBatch(stages, 640), machine(**rates), accumulation)
+    return made.seconds([where] * len(layers))
+
+
+def plan(num_gpus: int = 1, hardware: Hardware = H200, numel: int = 1 << 26, **options: Any) -> Plan:
+    layers = layers_of(num_gpus, 20, numel)
+    work = Pass(flops=10**12)
+    stages = tuple(stage(layer.name, kept=1 << 20, forward=work, backward=work) for layer in layers)
+    hardware = for_ranks(hardware, num_gpus)
+    return make_plan(layers, OffloadConfig(**options), work=MicroBatch(stages, 640), hardware=hardware)
+
+
+def test_ranks_share_cores_and_dram_and_each_has_a_bus() -> None:
+    two = for_ranks(H200, 2)
+    assert (two.num_ranks, two.num_cores) == (2, 8)
+    for name in ("dram", "cpu_adamw", "cpu_compact", "cpu_tiny", "cpu_and_bus"):
+        assert getattr(two, f"{name}_bytes_per_second") == getattr(H200, f"{name}_bytes_per_second") / 2
+    assert (two.h2d_bytes_per_second, two.both_bytes_per_second) == (55e9, 99e9)
+    four = for_ranks(two, 4)
+    assert four == replace(for_ranks(H200, 4), link_assumed=two.link_assumed)
+    assert four.both_bytes_per_second == H200.cpu_and_bus_bytes_per_second / 4, "DRAM serves the copies of all of them"
+    assert two.ram_available_bytes == H200.ram_available_bytes
+    assert for_ranks(H200, 1) is H200
+
+
+def test_the_link_is_the_sheets_or_the_bus_and_says_so() -> None:
+    sheet = for_ranks(H200, 2)
+    assert sheet.link_bytes_per_second == LINK_EFFICIENCY * 450e9 == card_named("H200").link_bytes_per_second()
+    assert "2 GPUs are taken to be linked by NVLink with 302 GB/s, by the card's data sheet." in sheet.link_assumed
+    by_bus = for_ranks(replace(H200, gpu_name="NVIDIA GeForce RTX 4090"), 2)
+    assert by_bus.link_bytes_per_second == H200.both_bytes_per_second / 2
+    assert "by their buses alone, with 49.5 GB/s" in by_bus.link_assumed
+    known = for_ranks(H200, 2, link=123e9)
+    assert (known.link_bytes_per_second, known.link_assumed) == (123e9, "")
+
+
+def test_more_than_eight_are_on_several_hosts() -> None:
+    made = for_ranks(H200, 16)
+    assert (made.num_ranks, made.num_cores) == (8, 2)
+    assert "between hosts of 8 by a network with 40 GB/s for each" in made.link_assumed
+    took = 7 / made.link_bytes_per_second + 8 / NETWORK_BYTES_PER_SECOND
+    assert link_rate(made, 16) == pytest.approx(15 / took)
+    assert link_rate(made, 8) == made.link_bytes_per_second
+
+
+@pytest.mark.parametrize("where", [IN_VRAM, Placement(), LATE])
+def test_an_exchange_and_a_gather_take_what_the_link_takes(where: Placement) -> None:
+    """Each of three receives two other gradients of its third, and two thirds of the new weights."""
+    rate = 1e9
+    made = seconds(3, where, link_bytes_per_second=rate)
+    exchange = 4 * (2 * 2 * layers_of(3)[0].own_numel / rate + EXCHANGE_SECONDS)
+    gather = 4 * (2 * (N - layers_of(3)[0].own_numel) / rate + EXCHANGE_SECONDS)
+    assert made.busy["link"] == pytest.approx(exchange + gather)
+    assert made.backward_phase == pytest.approx(exchange, rel=1e-3)
+    assert made.update_phase == pytest.approx(gather + 2 * 2 * AGREE_SECONDS, rel=1e-3)
+    more = seconds(3, where, accumulation=3, link_bytes_per_second=rate)
+    assert more.busy["link"] == pytest.approx(3 * exchange + gather), "gradients of each micro-batch, weights once"
+    assert "link" not in seconds(1, where).busy
+
+
+def test_the_link_works_beside_computing() -> None:
+    """The last layer's exchange and the first one's gather are what is left."""
+    flops = 10**12
+    computing = {"bf16_flops_per_second": 1e12, "link_bytes_per_second": 1e9}
+    made = seconds(2, IN_VRAM, flops=flops, **computing)
+    one = N / 1e9 + EXCHANGE_SECONDS
+    assert made.backward_phase == pytest.approx(4 + one, rel=1e-3)
+    assert made.update_phase == pytest.approx(4 + one, rel=1e-3)
+
+
+def test_the_bus_and_the_cores_have_a_ranks_part_to_move() -> None:
+    """Of the fp32 sum, states and stepped weights, half; received gradients of one micro-batch go to RAM whole."""
+    d2h = seconds(2, Placement(), d2h_bytes_per_second=1e9).busy["D2H"]
+    assert d2h == pytest.approx(4 * 4 * N / 2 / 1e9)
+    added = seconds(2, Placement(), accumulation=2, d2h_bytes_per_second=1e9).busy["D2H"]
+    assert added == pytest.approx(2 * 4 * 2 * N / 1e9)
+    h2d = seconds(2, Placement(), h2d_bytes_per_second=1e9).busy["H2D"]
+    assert h2d == pytest.approx(4 * 2 * N / 2 / 1e9)
+    through = Placement(gradients="vram", step="gpu")
+    assert seconds(2, through, h2d_bytes_per_second=1e9).busy["H2D"] == pytest.approx(4 * 10 * N / 2 / 1e9)
+
+
+def test_what_a_gpu_receives_is_said_by_kind() -> None:
+    made = plan(3, gradient_accumulation=4)
+    layers = made.layers
+    own = sum(layer.own_numel for layer in layers)
+    exchange, gather, norm = 4 * 2 * 2 * own, 2 * (sum(layer.numel for layer in layers) - own), 8 * 20 * (1 << 10)
+    assert made.communicated == {"exchange": exchange, "gather": gather, "norm": norm}
+    assert made.to_dict()["communicated_bytes"] == made.communicated
+    told = " ".join(made.details().split())
+    assert "each GPU receives from the others a step: exchange 6.67 GiB, gather 1.67 GiB, norm 160 KiB" in told
+    assert max(map(len, made.details().splitlines())) <= 80
+    alone = plan()
+    assert (alone.communicated, alone.num_gpus) == ({}, 1)
+    assert "receives" not in alone.details()
+    streamed = [replace(where, weights="ram", gradients="ram", states="ram") for where in made.placements]
+    assert communicated_bytes(layers, streamed, 1)["gather"] == 0, "weights in RAM are all ranks' together"
+
+
+def test_an_equal_part_is_a_part_of_the_whole() -> None:
+    whole = shape("block", 3 * 65536 + 256, num_norm_blocks=4)
+    for number in (2, 3, 64):
+        part = whole.shared_by(number)
+        assert whole.numel <= number * part.own_numel < whole.numel + 256 * number
+        assert part.own_numel % 256 == 0
+        assert part.shared_by(5) == whole.shared_by(5)
+        assert part.shared_by(1) == whole
+
+
+def test_the_verdict_says_what_each_gpu_and_what_all_of_them_take() -> None:
+    made = plan(2, vram="8GiB", ram="100GiB")
+    assert made.seconds is not None
+    assert made.budgets["ram"] == 50 * GIB
+    assert made.num_tokens == 2 * 640
+    assert made.tokens_per_second == 2 * 640 / made.seconds.step
+    ram = f"{2 * made.needs()['ram'] / GIB:.2g}"
+    assert made.verdict.startswith(f"FITS on 2 GPUs: 8 of 8 GiB VRAM each, {ram} of 100 GiB RAM in all, about ")
+    short = plan(2, vram="1GiB", ram="2GiB")
+    assert short.verdict.startswith("DOES NOT FIT on 2 GPUs: needs ")
+    needs = rounded_up(2 * short.needs()["ram"]) / GIB
+    assert f"and needs {needs:.3g} GiB of RAM, has 2 GiB" in short.verdict
+    for line in short.explain().splitlines():
+        if " GiB of VRAM and " in line and "would fit" in line and line[0].isdigit():
+            return
+    pytest.fail(f"no larger budget is named: {short.explain()}")
+
+
+def test_a_larger_budget_that_is_named_fits() -> None:
+    short = plan(2, vram="8GiB", ram="4GiB", numel=1 << 28)
+    assert short.lacking().keys() >= {"ram"}
+    needs = {"vram": short.needs()["vram"], "ram": 2 * short.needs()["ram"]}
+    assert replanned(short, **needs).fits
+    assert not replanned(short, **needs | {"ram": needs["ram"] - 4}).fits
+
+
+def test_what_another_gpu_and_more_micro_batches_would_bring_is_said() -> None:
+    made = plan(2, replace(H200, gpu_name=None, both_bytes_per_second=10e9), vram="6GiB", ram="100GiB")
+    third = replanned(made, num_gpus=3)
+    assert third.num_gpus == third.num_on_host == 3
+    assert third.budgets["ram"] == 100 * GIB // 3
+    rarely = replanned(made, gradient_accumulation=4)
+    said = made.explain()
+    assert third.tokens_per_second is not None
+    assert f"3 such GPUs would train {third.tokens_per_second:,.0f} tokens/s, " in said
+    assert rarely.tokens_per_second is not None
+    assert "gradient_accumulation=4 would communicate 1.56 GiB a micro-batch instead of 2.5 GiB: " in said
+    assert f"{rarely.tokens_per_second:,.0f} tokens/s" in said
+    alone = plan(vram="5GiB", ram="100GiB").explain()
+    assert "2 such GPUs would train " in alone
+    assert "communicate" not in alone
+
+
+def test_another_gpu_is_named_where_it_makes_a_plan_fit() -> None:
+    """The first GPU lacks RAM for the states, which two have in VRAM."""
+    short = plan(vram="13GiB", ram="6GiB")
+    assert not short.fits
+    (line,) = [line for line in short.explain().splitlines() if "such GPUs would fit" in line]
+    assert line.startswith("2 such GPUs would fit: ")
+    assert line.endswith(" tokens/s")
+    assert replanned(short, num_gpus=2).fits
+
+
+def test_a_search_takes_what_the_engine_has_for_several_ranks() -> None:
+    made = plan(3, replace(H200, disk_read_bytes_per_second=1e9, disk_free_bytes=999 * GIB), vram="5GiB", ram="8GiB")
+    assert all(is_built(where, 3) for where in made.placements)
+    alone = plan(vram="3GiB", ram="100GiB")
+    assert any(not is_built(where, 3) for where in alone.placements)
+
+
+def test_nccl_has_its_vram() -> None:
+    one, two = (make_plan(layers_of(number), OffloadConfig(), work=None) for number in (1, 2))
+    assert "framework" not in one.tiers["vram"]
+    work = MicroBatch(tuple(stage(layer.name) for layer in one.layers), 640)
+    made = [make_plan(each.layers, OffloadConfig(), work=work, hardware=H200) for each in (one, two)]
+    assert made[1].tiers["vram"]["framework"] - made[0].tiers["vram"]["framework"] == NCCL_BYTES
+    for each in made:
+        assert Search(each.layers, work, H200, 1).bytes(each.placements)[0] == each.needs()["vram"]
+
+
+def test_a_rank_has_its_own_part_of_the_plan_of_all() -> None:
+    made = plan(2)
+    own = [replace(layer, own=layer.own_numel + 65536) for layer in made.layers]
+    found = of_rank(made, own)
+    assert list(found.layers) == own
+    assert (found.placements, found.budgets, found.basis) == (made.placements, made.budgets, made.basis)
+    assert found.total_bytes("vram") > made.total_bytes("vram")
+
+
+def test_a_run_grows_with_its_gpus() -> None:
+    made = plan(vram="14GiB", ram="100GiB")
+    found = list(grown(made, (1, 2, 16), (1, 4), network=1e8))
+    assert [(each.plan.num_gpus, each.plan.accumulation) for each in found] == [
+        (number, accumulation) for accumulation in (1, 4) for number in (1, 2, 16)
+    ]
+    assert [each.efficiency for each in found if each.plan.num_gpus == 1] == [1.0, 1.0]
+    assert found[1].efficiency > 1, "less is offloaded"
+    assert found[2].efficiency < 0.5, "the network bounds it"
+    assert found[5].received_bytes < found[2].received_bytes
+    table = scaling_table(made, (1, 2), (1,)).splitlines()
+    assert table[0].startswith("| GPUs | micro-batches |")
+    assert table[2].startswith("| 1 | 1 | ")
+    assert len({line.count("|") for line in table}) == 1
