@@ -207,7 +207,8 @@ def test_deepspeed_trains_what_offloadkit_trains(tmp_path: Path, one_thread: Non
         assert result.samples == own.samples
         saved = type(result.model).from_pretrained(result.model_dir).state_dict()
         assert all(torch.equal(saved[name], each) for name, each in weights.items())
-    schedule = {"lr_scheduler_type": "constant", "warmup_steps": 0, "save_steps": 2, "engine": "deepspeed"}
+    schedule: dict[str, Any] = {"lr_scheduler_type": "constant", "warmup_steps": 0, "save_steps": 2}
+    schedule |= {"engine": "deepspeed", "gradient_accumulation": 1}
     through, _ = trained(tmp_path / "through", **schedule)
     trained(tmp_path / "stopped", **schedule, max_steps=2)
     resumed, _ = trained(tmp_path / "stopped", **schedule, resume=True)
