@@ -124,6 +124,11 @@ class OffloadConfig:
     gradient_accumulation: int = 1
     """Micro-batches whose gradients are added, in fp32, before each update."""
 
+    exchange: Literal["step", "micro_batch"] = "step"
+    """When several ranks that accumulate exchange gradients. "step": each adds up its micro-batches, and the fp32 sums
+    are exchanged once an update. "micro_batch": each micro-batch's are exchanged in their own dtype, so a rank keeps
+    fp32 sums of what it owns only. The two add in different orders, so their last bits differ."""
+
     precision: Precision = "exact"
     """Precision of the moments: "exact" keeps them in fp32, "compact" in stochastically rounded bf16, "tiny" in 8 bits
     with a scale for each block of 256. Master weights are fp32 in all three."""

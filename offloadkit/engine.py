@@ -18,7 +18,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -190,8 +190,9 @@ class OffloadEngine:
 
         Where a launcher has started several processes, or torch.distributed is initialised with more than one rank, the
         engines of all ranks train the model together, each with micro-batches of its own. All of them must be built,
-        called and settled alike: building, backward, `step`, saving, and the first use of weights after a `step` wait
-        for the other ranks. After `synchronize` a rank may use the weights by itself.
+        called and settled alike: building, backward, `step`, saving, moving, and the first use of weights after a
+        `step` wait for the other ranks. After `synchronize` a rank may use the weights by itself. What is written to
+        weights must be written on all ranks.
 
         Args:
             model: any module. Its trainable parameters live where the plan says; frozen ones move to `device`.
@@ -212,9 +213,9 @@ class OffloadEngine:
         Raises:
             ModelError: nothing can be trained, a parameter's dtype is not supported, the plan is another model's, or
                 the model is wrapped for distributed training already.
-            ConfigError: the plan was made with another accumulation, recomputation or placement. With several ranks: a
-                placement with weights in RAM or states on disk was chosen.
-            RankError: the ranks have other models or configs, or only some of them plan.
+            ConfigError: the plan was made with another accumulation, recomputation or placement. With several ranks:
+                some have weights in RAM that others have in VRAM, or weights are in RAM and the ranks on several hosts.
+            RankError: the ranks have other models or configs, only some of them plan, or they cannot share memory.
             EngineStateError: another engine that is still open trains this model, or parameters of it.
             DoesNotFitError: the plan made here needs more than there is, or than the config's `vram` or `ram`.
             OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`). The
@@ -942,12 +943,14 @@ class OffloadEngine:
             self._placed.take_over_outside_writes(keep_remainder=True)
 
         # Released: watched weights are copied before each piece is written, for remainders that are loaded anyway.
+        # Weights in RAM that ranks share are written by all of them, with the same numbers, while nobody reads them.
         with (
             phase("resuming", self.telemetry.peaks, self.device),
             self._placed.outside.released(),
-            nullcontext() if self._ranks is None else self._ranks.together("resuming"),
+            self._together("resuming"),
         ):
-            numbers, rank = self.numbers(), 0 if self._ranks is None else self._ranks.rank
+            with self._together("beginning to resume"):
+                numbers, rank = self.numbers(), 0 if self._ranks is None else self._ranks.rank
             values = load_run(
                 folder, numbers, with_scheduler=scheduler is not None, took_weights=took_weights, rank=rank
             )
@@ -955,6 +958,9 @@ class OffloadEngine:
         if scheduler is not None:
             scheduler.load_state_dict(values["scheduler"])
         return values.get("position")
+
+    def _together(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else self._ranks.together(what)
 
     def load_states(self, folder: Path) -> dict[str, Any]:
         """Load the states of a checkpoint whose weights the module has; returns the values in its `run.json`.

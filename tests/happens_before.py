@@ -315,7 +315,8 @@ class Watched:
                 for name in names:
                     patch.setattr(owner, name, self._learns(getattr(owner, name)))
             patch.setattr(queue, "SimpleQueue", self._queue())
-            patch.setattr(host_memory, "allocate", self._slab(host_memory.allocate))
+            for name in ("allocate", "allocate_shared"):
+                patch.setattr(host_memory, name, self._slab(getattr(host_memory, name)))
             for module in (states, state_ring):
                 step = self._kernel(module.optimizer_step, lambda state, gradient, *_: (gradient, state))
                 patch.setattr(module, "optimizer_step", step)

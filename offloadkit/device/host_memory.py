@@ -3,7 +3,7 @@
 torch's pinned allocator rounds sizes up to powers of two, and pins with one thread. A `HostSlab` is an anonymous
 mapping of exactly the requested bytes. It uses huge pages if the kernel gives them, is populated by all cores and is
 registered with CUDA. Forked DataLoader workers do not inherit it. It is freed with the last tensor cut from it, or
-becomes ordinary memory before (`make_ordinary`).
+becomes ordinary memory before (`make_ordinary`). Several processes of a host may map one `SharedSlab`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from offloadkit.optim.table import aligned
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _NUM_PINNING_THREADS = 8
+_MAP_FIXED = 0x10
 
 
 class HostSlab:
@@ -47,9 +48,10 @@ class HostSlab:
             with suppress(OSError):  # older kernels refuse it: that costs time or memory only
                 self._mapping.madvise(getattr(mmap, advice))
 
-    def populate(self) -> None:
-        """Back every page with RAM now, filled with zeros."""
-        cpu.populate(self.address, self.num_bytes)
+    def populate(self, part: int = 0, num_parts: int = 1) -> None:
+        """Back every page with RAM now, or those of one of so many equal parts. What the slab holds stays."""
+        first, end = (self.num_bytes * at // num_parts for at in (part, part + 1))
+        cpu.populate(self.address + first, end - first)
 
     def pin(self) -> bool:
         """Register the slab with CUDA. Returns False if the system refuses (the limit of locked memory)."""
@@ -88,6 +90,81 @@ class HostSlab:
         return torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=offset)
 
 
+class SharedSlab(HostSlab):
+    """A slab that other processes map too: what one of them writes, all of them see.
+
+    Attributes:
+        parted: whether this process has a copy of its own instead, at the same address. It is not pinned, and takes RAM
+            for the pages that are written.
+    """
+
+    def __init__(self, file: int, num_bytes: int) -> None:
+        """file: descriptor of a `file_in_ram` of this size, which the slab closes."""
+        super().__init__(num_bytes)
+        self.parted, self._pins_again = False, False
+        self._file, self._closing = file, weakref.finalize(self._buffer, os.close, file)
+        self._closing.atexit = False
+        self._map(mmap.MAP_SHARED)
+
+    def _map(self, kind: int) -> None:
+        """Map the file where the slab is, in place of what was mapped there."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        libc.mmap.restype = ctypes.c_void_p
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        found = libc.mmap(self.address, self.num_bytes, access, kind | _MAP_FIXED, self._file, 0)
+        if found != self.address:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{self.num_bytes} bytes of shared memory could not be mapped: {os.strerror(number)}")
+        self._advise("MADV_HUGEPAGE")
+        self._advise("MADV_DONTFORK")
+
+    def part(self) -> None:
+        """Go on with a copy of its own: what this process writes from here on, the others do not see.
+
+        No copy to or from the slab may be under way.
+        """
+        if not self.parted:
+            self._pins_again = self.pinned
+            self._let_go()
+
+    def publish(self, part: torch.Tensor) -> None:
+        """Give the others the numbers of `part`, a contiguous tensor in this slab, which has `parted`."""
+        at, end = part.data_ptr() - self.address, part.data_ptr() - self.address + part.nbytes
+        memory = memoryview(self._buffer).cast("B")
+        while at < end:
+            at += os.pwrite(self._file, memory[at:end], at)
+
+    def rejoin(self) -> None:
+        """Drop the copy, and go on with what all have."""
+        if self.parted:
+            self._map(mmap.MAP_SHARED)
+            self.parted = False
+            if self._pins_again:
+                self.pin()
+
+    def make_ordinary(self) -> None:
+        """As for a `HostSlab`; this process keeps the slab for itself."""
+        if not self.parted:
+            self._let_go()
+        self._advise("MADV_DOFORK")
+        self._closing()
+
+    def _let_go(self) -> None:
+        if self.pinned:
+            self._unpin()
+            self.pinned = False
+        self._map(mmap.MAP_PRIVATE)
+        self.parted = True
+
+
+def file_in_ram(num_bytes: int) -> int:
+    """A new file without a name for a `SharedSlab` of so many bytes. It takes RAM when it is written."""
+    file = os.memfd_create("offloadkit")
+    os.truncate(file, -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE)
+    return file
+
+
 def _unpin(address: int, owner: int) -> None:
     if os.getpid() == owner and _cuda.is_initialized():
         _cuda.cudart().cudaHostUnregister(address)
@@ -99,17 +176,41 @@ def allocate(sizes: Sequence[int], device: torch.device, what: str) -> list[Host
     Raises:
         OffloadkitError: the slabs need more RAM than is available. Nothing is allocated then.
     """
-    needed, available = sum(sizes), ram_available_bytes()
+    _check_available(sum(sizes), what)
+    slabs = [HostSlab(size) for size in sizes]
+    _back_with_ram(slabs, device, (0, 1))
+    return slabs
+
+
+def allocate_shared(
+    files: Sequence[int], sizes: Sequence[int], device: torch.device, what: str, part: tuple[int, int]
+) -> list[SharedSlab]:
+    """As `allocate`, in `files` that other processes map too; the slabs close them.
+
+    Args:
+        part: which of how many equal parts of each slab this process backs with RAM: near its own cores, if it can be.
+    """
+    slabs = [SharedSlab(file, size) for file, size in zip(files, sizes, strict=True)]
+    _check_available(sum(sizes) // part[1], what)
+    _back_with_ram(slabs, device, part)
+    return slabs
+
+
+def _check_available(needed: int, what: str) -> None:
+    available = ram_available_bytes()
     if needed > available:
         raise OffloadkitError(
             f"{what} need {needed / 2**30:.2f} GiB of RAM, {available / 2**30:.2f} GiB are available: "
             "free RAM, train a smaller model, or freeze part of this one"
         )
-    slabs = [HostSlab(size) for size in sizes]
+
+
+def _back_with_ram(slabs: Sequence[HostSlab], device: torch.device, part: tuple[int, int]) -> None:
+    """Populate a part of each slab, and pin all of it if `device` is a GPU."""
     if device.type != "cuda":
         for slab in slabs:
-            slab.populate()
-        return slabs
+            slab.populate(*part)
+        return
     _cuda.init()
 
     def pin(slab: HostSlab) -> bool:
@@ -119,13 +220,12 @@ def allocate(sizes: Sequence[int], device: torch.device, what: str) -> list[Host
     with ThreadPoolExecutor(_NUM_PINNING_THREADS, "offloadkit-pin") as pool:
         pins = []
         for slab in slabs:
-            slab.populate()
+            slab.populate(*part)
             pins.append(pool.submit(pin, slab))
         num_refused = sum(not pinned.result() for pinned in pins)
     if num_refused:
         warnings.warn(
             f"{num_refused} of {len(slabs)} blocks of RAM could not be pinned (see `ulimit -l`): "
             "copies to and from the GPU will be several times slower",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return slabs

@@ -120,6 +120,8 @@ class StateFile:
         """
         size, _, mapping, start = self._regions[index]
         count = size - offset if numel is None else numel
+        if count == 0:
+            return torch.empty(0, dtype=dtype)
         return torch.frombuffer(mapping.memory, dtype=dtype, count=count, offset=start + offset)
 
     def forget_pages(self, index: int | None = None) -> None:

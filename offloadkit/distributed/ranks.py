@@ -7,7 +7,7 @@ its own. So exchanging is all there is: two operations between devices, and two 
 |---|---|---|
 | `exchange`, `gather`, `broadcast` | the main thread, or autograd's while that waits in backward | the device's |
 | `agree`, `told` | the main thread | gloo, its own |
-| `sum` | the stepping thread | gloo, its own |
+| `sum`, `meet` | the stepping thread | gloo, its own |
 | watching for ranks that end | a thread of `Watch` | gloo, its own |
 
 Every rank must ask for the same operations of a group in the same order. No two threads share a group.
@@ -17,11 +17,15 @@ What comes from the others in `exchange`, `gather` and `agree` is counted, on th
 
 from __future__ import annotations
 
+import os
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,9 +33,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from offloadkit.device.host_memory import file_in_ram
 from offloadkit.device.streams import CopyStream
+from offloadkit.distributed.stepped import Stepped, SteppedLayers
 from offloadkit.distributed.watch import Watch
-from offloadkit.errors import RankError
+from offloadkit.errors import ConfigError, RankError
 
 _T = TypeVar("_T")
 
@@ -62,11 +68,13 @@ class Ranks:
     """
 
     _watch: Watch | None = None
+    _stepped: SteppedLayers | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
         default: Any = dist.group.WORLD
-        timeout = default._get_backend(default._device_types[0]).options._timeout
+        self._timeout: timedelta = default._get_backend(default._device_types[0]).options._timeout
+        timeout = self._timeout
         backend = "nccl" if device.type == "cuda" else "gloo"
         with self._explained("making process groups"):
             self._between_devices: Any = dist.new_group(backend=backend, timeout=timeout)
@@ -154,6 +162,44 @@ class Ranks:
         with self._explained("adding up the gradient norm"):
             dist.all_reduce(torch.from_numpy(numbers), group=self._of_stepping)
 
+    def meet(self) -> None:
+        """Block the stepping thread until those of all ranks have come here: then their sums in RAM are whole."""
+        with self._explained("adding up gradients"):
+            dist.all_reduce(torch.zeros(1), group=self._of_stepping)
+
+    # ---- RAM that the ranks share, where all are on one host; the main thread asks for it ---------------------------
+
+    def share(self, sizes: Sequence[int]) -> list[int]:
+        """Descriptors of files in RAM, one of each of `sizes` bytes, the same for all ranks. The caller closes them.
+
+        Raises:
+            ConfigError: the ranks are on several hosts.
+            RankError: this process may not open what is rank 0's, or another rank failed.
+        """
+        made = [file_in_ram(size) if self.rank == 0 else -1 for size in sizes]
+        names = [os.fstat(file).st_ino if self.rank == 0 else 0 for file in made]
+        told = self.agree(np.array([_host(), os.getpid(), *made, *names]))
+        if len({*told[:, 0].tolist()}) > 1:
+            for file in filter(lambda file: file >= 0, made):
+                os.close(file)
+            raise ConfigError(
+                "the ranks are on several hosts, and sharing RAM is built for one: choose a placement with "
+                "weights='vram', and with gradients='vram' or exchange='micro_batch' where you accumulate"
+            )
+        process, (files, expected) = int(told[0, 1]), told[0, 2:].reshape(2, -1).tolist()
+        with self.together("opening memory that the ranks share"):
+            return made if self.rank == 0 else _opened(process, files, expected)
+
+    def stepped(self, num_layers: int) -> list[Stepped]:
+        """For each of so many layers, what tells which ranks have stepped it. It may be called once."""
+        (file,) = self.share([8 * self.size * (num_layers + 1)])
+        seconds = self._timeout.total_seconds()
+        self._stepped = SteppedLayers(file, self.rank, self.size, num_layers, seconds, self._lost)
+        return self._stepped.layers
+
+    def _lost(self) -> int | None:
+        return None if self._watch is None else self._watch.lost
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """A context after which all ranks have done `what`.
@@ -175,6 +221,8 @@ class Ranks:
 
         While an error is on its way to the caller, this rank counts as failed.
         """
+        if self._stepped is not None:
+            self._stepped.end()
         if self._watch is None:
             return
         if sys.exception() is not None:
@@ -217,6 +265,34 @@ class Ranks:
 
 
 _ENDED = "died or raised an error: look at that, and go on from a checkpoint"
+
+
+def _host() -> int:
+    """A number that the processes of one running system have in common."""
+    return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
+
+
+def _opened(process: int, files: Sequence[int], expected: Sequence[int]) -> list[int]:
+    """Descriptors for `files` of another process, whose inodes are `expected`.
+
+    Raises:
+        RankError: they cannot be opened, or are others.
+    """
+    found: list[int] = []
+    try:
+        for file, name in zip(files, expected, strict=True):
+            found.append(os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC))
+            if os.fstat(found[-1]).st_ino != name:
+                raise OSError(f"process {process} is another one here")
+    except OSError as error:
+        for each in found:
+            os.close(each)
+        raise RankError(
+            f"the ranks of a host share weights and sums in RAM, and rank 0's memory cannot be opened: {error}. "
+            "Start all ranks as one user and in one container, or choose a placement with weights='vram', and with "
+            "gradients='vram' or exchange='micro_batch' where you accumulate"
+        ) from error
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,15 @@ from which the norm is computed):
 | one micro-batch | sums on the device, D2H on the copy stream | bucket stays; sums and D2H at the boundary |
 | several | D2H, then the stepping thread adds into fp32 in RAM | added into fp32 on the device; D2H at the boundary |
 
-With several ranks a bucket is exchanged first, and all of the above happens to what this rank owns of the layer: each
-micro-batch brings one gradient from each rank, and they are added in fp32 in the ranks' order. Ranks exchange layers in
-one order: that in which rank 0 had their gradients in the last step. What is not there when backward ends is exchanged
-then. A parameter without a gradient here counts as -0.0, which changes no sum.
+Several ranks with one micro-batch each, or with `exchange="micro_batch"`, exchange a bucket first, and all of the above
+happens to what this rank owns of the layer: each micro-batch brings one gradient from each rank, and they are added in
+fp32 in the ranks' order. Ranks exchange layers in one order: that in which rank 0 had their gradients in the last step.
+What is not there when backward ends is exchanged then. A parameter without a gradient here counts as -0.0, which
+changes no sum.
+
+With several micro-batches and `exchange="step"` each rank adds up its own, as if it were alone, for whole layers. Then
+each gets all ranks' sums of its range, and adds them in the ranks' order. Sums in VRAM are exchanged at the boundary.
+Sums in RAM lie in memory that the ranks share, and the stepping thread adds them before the norm.
 
 Sums computed on the device go to RAM at the boundary, with one copy for all layers. They are equal on the CPU and the
 GPU (`optim.norm`). Gradients of an accumulation window are added in the order of its micro-batches.
@@ -23,6 +28,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -88,10 +94,23 @@ class LayerGradient:
         complete: whether the layer was sent, or added to the window, in this backward.
         at_end_only: whether it waits for the end of backward, since a view may get more than one gradient.
         is_begun: with several ranks, whether a micro-batch of this window was exchanged.
+        missing: with several ranks, indices of the views of the window that got none on this rank.
+        exchanges_sums: with several ranks, whether each adds up the whole layer's gradient before they exchange it.
+        all_sums: such sums in RAM that the ranks share, by rank: fp32, 1-D. This rank's range of its own is `host`.
     """
 
-    def __init__(self, weights: LayerWeights, host: torch.Tensor | None, *, on_device: bool) -> None:
+    def __init__(
+        self,
+        weights: LayerWeights,
+        host: torch.Tensor | None,
+        *,
+        on_device: bool,
+        exchanges_sums: bool = False,
+        all_sums: Sequence[torch.Tensor] = (),
+    ) -> None:
         self.weights, self.on_device = weights, on_device
+        self.exchanges_sums, self.all_sums = exchanges_sums, all_sums
+        self.missing = set[int]()
         self.layer: FlatLayer = weights.layer
         self.host, self.sums = host, torch.empty(0)
         self.bucket_dtype = torch.float32 if self.layer.shared else self.layer.dtype
@@ -138,7 +157,38 @@ class LayerGradient:
     @property
     def kept(self) -> torch.Tensor:
         """The window's gradient in VRAM, for the GPU's step: 1-D, fp32 if accumulated."""
-        return self.bucket if self.accumulated is None else self.accumulated
+        if self.accumulated is None:
+            return self.bucket
+        return self.accumulated[self._own] if self.exchanges_sums else self.accumulated
+
+    @property
+    def _own(self) -> slice:
+        """What this rank owns of the layer."""
+        return slice(self.shard.begin, self.shard.begin + self.shard.numel)
+
+    @property
+    def window_numel(self) -> int:
+        """Elements that are added up during a window."""
+        return self.layer.numel if self.exchanges_sums else self.shard.numel
+
+    @property
+    def window_in_ram(self) -> torch.Tensor:
+        """Where micro-batches are added up in RAM."""
+        assert self.host is not None
+        return self.all_sums[self.layer.rank] if self.all_sums else self.host
+
+    def forget_missing(self, missing: set[int]) -> None:
+        """Have the views `missing` add nothing to what is summed in RAM."""
+        for index in missing:
+            self.window_in_ram[self.layer.views[index].elements].numpy().fill(-0.0)
+
+    def add_all_sums(self) -> None:
+        """Add up what all ranks have in RAM of this one's range, in rank order. Nobody else reads or writes that."""
+        first, *others = [each[self._own] for each in self.all_sums]
+        for other in others:
+            cpu.accumulate(first, other, add=True)
+        if self.layer.rank:
+            cpu.accumulate(self.window_in_ram[self._own], first, add=False)
 
     def places(self) -> list[torch.Tensor]:
         """Every view's part of the bucket, in its parameter's shape."""
@@ -246,11 +296,15 @@ class Gradients:
         return self._accumulation > 1 or self._ranks is not None
 
     def _new_exchange(self, ranks: Ranks) -> GradientExchange:
-        received = [ranks.size * layer.shard.numel * layer.bucket_dtype.itemsize for layer in self.layers]
+        received = [
+            ranks.size * layer.shard.numel * (4 if layer.exchanges_sums else layer.bucket_dtype.itemsize)
+            for layer in self.layers
+            if not layer.all_sums
+        ]
         leaving = [4 * layer.shard.numel for layer in self.layers if not layer.on_device and self._accumulation == 1]
         if not self.order:  # backward runs from the end, and uses of tied weights are collected until it is over
             self.order = sorted(range(len(self.layers)), key=lambda at: (self.layers[at].layer.shared, -at))
-        return GradientExchange(ranks, self._device, max(received), max(leaving, default=0))
+        return GradientExchange(ranks, self._device, max(received, default=0), max(leaving, default=0))
 
     def forget_buffers(self) -> None:
         """Let go of all buffers, before layers move. No gradient may be gathered, and no job may be under way."""
@@ -283,14 +337,17 @@ class Gradients:
                 start, end = end, end + len(layer.host_blocks)
                 layer.sums, layer.device_sums = self._host_sums[start:end], self._device_sums[start:end]
             if dtype is not None:
-                starts = list(accumulate((layer.shard.numel for layer in group), initial=0))
+                starts = list(accumulate((layer.window_numel for layer in group), initial=0))
                 flat = torch.zeros(starts[-1], dtype=dtype, device=self._device)
                 for layer, (start, stop) in zip(group, pairwise(starts), strict=True):
                     if self._is_sum:
                         layer.accumulated = flat[start:stop]
                     else:
                         layer.own_buffer = flat[start:stop].view(torch.uint8)
-                moved = [layer.host_blocks + torch.tensor([at, 0]) for layer, at in zip(group, starts, strict=False)]
+                owned = [
+                    at + layer.shard.begin * layer.exchanges_sums for layer, at in zip(group, starts, strict=False)
+                ]
+                moved = [layer.host_blocks + torch.tensor([at, 0]) for layer, at in zip(group, owned, strict=True)]
                 self._in_vram.append((flat, torch.cat(moved).to(self._device), self._device_sums[first:end]))
 
     def _gradient_hook(self, view: ParameterView) -> Callable[[torch.Tensor], None]:
@@ -365,29 +422,32 @@ class Gradients:
     def end_of_backward(self) -> None:
         """Finish the layers that still wait for gradients: this micro-batch does not use all of their views.
 
-        Several ranks finish all layers, in their order: another rank may have gradients.
+        Several ranks that exchange each micro-batch finish all layers, in their order: another rank may have gradients.
         """
-        at_end = self.layers if self._ranks is None else [self.layers[at] for at in self.order]
-        for layer in at_end:
-            if (layer.received or self._ranks is not None) and not layer.complete:
+        in_order = self._ranks is not None and not self._exchanges_sums
+        for layer in [self.layers[at] for at in self.order] if in_order else self.layers:
+            if (layer.received or in_order) and not layer.complete:
                 self._finish(layer)
-        self.completed, self._completing, self._num_exchanged = self._completing, [], 0
+        self.completed = self._completing if in_order else self.order
+        self._completing, self._num_exchanged = [], 0
         for layer in self.layers:
             layer.received.clear()
             layer.complete = False
 
     def end_of_window(self) -> None:
         """Send the gradients that stayed on the device, and the sums of all layers, to RAM."""
-        if self._exchange is not None:
-            self._waits.delay(self._exchange.stream.record())
-        window = [layer for layer in self.layers if layer.window]
-        if any(layer.on_device for layer in window):
-            for flat, blocks, sums in self._in_vram:  # the sums of layers without a gradient are meaningless
-                block_sums(flat, blocks, sums)
         for layer in self.layers:
             # The sums in RAM are overwritten below. The last update's norm was computed from them before its weights
             # arrived, so wait for these, also where no forward has used the layer.
             layer.weights.wait()
+        window = [layer for layer in self.layers if layer.window]
+        if self._exchange is not None:
+            if self._exchanges_sums:
+                self._exchange_window(self._exchange)
+            self._waits.delay(self._exchange.stream.record())
+        if any(layer.on_device for layer in window):
+            for flat, blocks, sums in self._in_vram:  # the sums of layers without a gradient are meaningless
+                block_sums(flat, blocks, sums)
         self.d2h.wait(record_compute(self._device))
         for layer in window:
             if layer.on_device and layer.host is not None:
@@ -398,6 +458,27 @@ class Gradients:
             layer.is_begun = False
         for layer in window:
             layer.sent = arrived
+
+    @property
+    def _exchanges_sums(self) -> bool:
+        return any(layer.exchanges_sums for layer in self.layers)
+
+    def _exchange_window(self, exchange: GradientExchange) -> None:
+        """Bring this rank's sums to the ranks that own them, and add up what this one owns, in VRAM.
+
+        Sums in RAM are added by the stepping thread (`StepThread`), for which what is missing is filled in.
+        """
+        for layer in (self.layers[at] for at in self.order):
+            if not layer.window:
+                continue
+            if layer.all_sums:
+                layer.sums_on_host = True
+                self._submit(partial(layer.forget_missing, layer.missing))
+                continue
+            assert layer.accumulated is not None
+            for index in layer.missing:
+                layer.accumulated[layer.layer.views[index].elements].fill_(-0.0)
+            exchange.add(exchange.receive(layer.accumulated, layer.layer), layer.kept, begins=True)
 
     def drop(self) -> None:
         """Forget the gradients of this window."""
@@ -428,7 +509,7 @@ class Gradients:
         layer.known |= layer.received
         first, again = layer.received - layer.window, layer.received & layer.window
         layer.window |= layer.received
-        if self._exchange is not None:
+        if self._exchange is not None and not layer.exchanges_sums:
             self._completing.append(self.layers.index(layer))
             self._exchange_in_order(self._exchange)
         elif self._accumulation == 1:
@@ -512,8 +593,7 @@ class Gradients:
         source: torch.Tensor,
         ranges: Sequence[tuple[int, int, int, bool]],
     ) -> Event:
-        assert layer.host is not None
-        host, piece = layer.host, staged[0][: source.nbytes].view(source.dtype)
+        host, piece = layer.window_in_ram, staged[0][: source.nbytes].view(source.dtype)
         arrived = self.d2h.copy_all([(piece, source)], layer.layer.name)
         layer.sums_on_host = True
 
@@ -559,7 +639,7 @@ class Gradients:
 
     def _reopen(self, layer: LayerGradient) -> None:
         """A gradient came after its layer was sent: the layer is used twice. Send it at the end of backward instead."""
-        if self._exchange is not None:
+        if self._exchange is not None and not layer.exchanges_sums:
             raise EngineStateError(
                 f"a parameter of {layer.layer.name!r} got a second gradient after the layer's were sent to the other "
                 "ranks: blocks that torch recomputes and that are used twice are trained on one GPU only. Use "

@@ -80,6 +80,10 @@ class FlatLayer:
     precision: Precision = "exact"
     """How the moments are stored."""
     optimizer: str = "adamw"
+    exchange: str = "step"
+    """As in `OffloadConfig`."""
+    rank: int = 0
+    """This one, of those that share the layer."""
     cuts: tuple[int, ...] = ()
     """Where the ranks' ranges begin, and the end of the last one; () where there is one rank."""
     begin: int = 0
@@ -110,6 +114,7 @@ class FlatLayer:
         So block sums, random bits and 8-bit blocks are those of the whole layer. A small layer's range may be empty.
         """
         ends = [view.start + at for view in self.views for at in range(0, view.numel, NORM_BLOCK)] + [self.numel]
+        self.rank = rank
         self.cuts = (0, *(_nearest(ends, self.numel * k / num_ranks) for k in range(1, num_ranks)), self.numel)
         start, end = self.cuts[rank], self.cuts[rank + 1]
         inside = [at for at, view in enumerate(self.views) if view.start < end and view.start + view.numel > start]
@@ -139,6 +144,7 @@ class FlatLayer:
             optimizer=self.optimizer,
             own=shard.numel if is_cut else None,
             num_ranks=max(len(self.cuts) - 1, 1),
+            exchanges_sums=self.exchange == "step",
             norm_blocks_of_all=self.num_norm_blocks if is_cut else None,
         )
 
@@ -176,7 +182,7 @@ def flat_layers(
     groups = group_indices(model, param_groups)
     layers = cut(model, groups, _working_dtypes(model, groups, config.working_dtype))
     for layer in layers:
-        layer.optimizer, layer.precision = config.optimizer, config.precision
+        layer.optimizer, layer.precision, layer.exchange = config.optimizer, config.precision, config.exchange
         state_table(layer.optimizer, layer.precision, layer.dtype)  # raises for what does not go together
     return layers
 

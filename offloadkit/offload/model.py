@@ -7,13 +7,14 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from offloadkit.config import OffloadConfig, Placement
@@ -23,6 +24,7 @@ from offloadkit.device.process_memory import let_segments_grow
 from offloadkit.device.state_file import DiskStates, Region, StateFile
 from offloadkit.device.streams import BusyTime, Waits
 from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import ConfigError, EngineStateError
 from offloadkit.hardware import trim_heap
 from offloadkit.offload.caches import caching_configs, without_caches
@@ -34,7 +36,7 @@ from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint
 from offloadkit.offload.shards import WeightGathers
 from offloadkit.offload.shortage import RamWatch
 from offloadkit.offload.state_ring import StateRing
-from offloadkit.offload.states import LayerState, Materialise
+from offloadkit.offload.states import LayerState, Materialise, exchanges_sums
 from offloadkit.offload.weight_ring import StreamedWeights, WeightRing
 from offloadkit.offload.weights import ForwardHooks, LayerWeights, PendingUpdate, TiedUses, move_rest
 from offloadkit.planner import (
@@ -44,7 +46,6 @@ from offloadkit.planner import (
     NUM_WEIGHT_BUFFERS,
     LayerShape,
     Plan,
-    is_built,
     step_buffer_bytes,
 )
 
@@ -95,7 +96,8 @@ class PlacedModel:
         Raises:
             OffloadkitError: not enough RAM, or a disk that will not do.
             torch.OutOfMemoryError: the GPU is full, and no plan is leaner.
-            ConfigError: checkpointing of a model without repeated blocks, or a placement not built for several ranks.
+            ConfigError: checkpointing of a model without repeated blocks, or ranks whose weights are in different
+                places, or on several hosts and in RAM.
         """
         self.module, self._device, self._config = module, device, config
         self._shapes, self._accumulation = plan.layers, config.gradient_accumulation
@@ -103,11 +105,13 @@ class PlacedModel:
         self.is_whole = False
         self._disk: DiskStates | None = None
         self._regions: dict[FlatLayer, Region] = {}
+        self._layers = tuple(layers)
         self._ring: WeightRing | None = None
         let_segments_grow(device)
         self._waits, self._ranks = Waits(device), ranks
         self._gathers = None if ranks is None else WeightGathers(ranks, device, self._waits)
-        self._check_built(plan.placements)
+        self._stepped: dict[FlatLayer, Stepped] = {}
+        self._check_alike(plan.placements)
         load = materialise if ranks is None else _with_rank_0s_numbers(ranks, materialise)
         parameters = [view.parameter for layer in layers for view in layer.views]
         self._given = {each: (each.device, each.dtype) for each in parameters if not each.is_meta}
@@ -167,7 +171,7 @@ class PlacedModel:
         trained = {view.parameter for layer in layers for view in layer.views}
         while True:
             try:
-                for at, where in self._changes(placements):
+                for at, where in self._changes(placements):  # with several ranks no plan is leaner
                     self.states[at] = self._elsewhere(self.states[at], where)
                 shared = self._allocate(layers, placements, materialise, ram_watch)
                 move_rest(self.module, trained, self._device, self._config.working_dtype, materialise)
@@ -194,13 +198,16 @@ class PlacedModel:
         placed = list(zip(layers, self._shapes, placements, strict=True))[len(self.states) :]
         sizes = [self._own_bytes(shape, where) for _, shape, where in placed]
         shared = self._shared_sizes(placements)
-        in_ram = [self._weight_bytes(shape, where) for _, shape, where in placed]
         started = time.perf_counter()
         gc.collect()  # an engine that an exception left behind may be held by cycles only
-        needed = [*sizes, *shared, *filter(None, in_ram)]
-        slabs = iter(host_memory.allocate(needed, self._device, "the optimizer states"))
-        self.pinning_seconds = time.perf_counter() - started
+        in_ram = [(layer, shape) for layer, shape, where in placed if where.weights == "ram"]
+        of_weights = [] if self._ranks is not None else [shape.weight_bytes() for _, shape in in_ram]
+        slabs = iter(host_memory.allocate([*sizes, *shared, *of_weights], self._device, "the optimizer states"))
         own, buffers = list(islice(slabs, len(sizes))), list(islice(slabs, len(shared)))
+        weights_slabs = dict(zip((layer for layer, _ in in_ram), slabs, strict=False))
+        weights_slabs |= self._share([(layer, shape.weight_bytes()) for layer, shape in in_ram], "weights")
+        sums_slabs = self._share_sums([(layer, shape) for layer, shape, where in placed if where.gradients == "ram"])
+        self.pinning_seconds = time.perf_counter() - started
         self._take_disk([(layer, shape) for layer, shape, placement in placed if placement.states == "disk"])
         together = _read_together(
             [layer for layer, _, _ in placed], _READ_AHEAD_BYTES if self._device.type == "cuda" else 0
@@ -208,8 +215,6 @@ class PlacedModel:
         for index, ((layer, _, placement), slab) in enumerate(zip(placed, own, strict=True)):
             if materialise is not None and index in together:
                 materialise(together[index])
-            region = self._regions.get(layer)
-            weights_slab = next(slabs) if placement.weights == "ram" else None
             state = LayerState(
                 layer,
                 placement,
@@ -217,9 +222,11 @@ class PlacedModel:
                 self._config,
                 self._device,
                 self._waits,
-                region=region,
-                weights_slab=weights_slab,
-                bring=None if self._gathers is None else self._gathers.bring,
+                region=self._regions.get(layer),
+                weights_slab=weights_slabs.get(layer),
+                bring=self._bring,
+                stepped=self._stepped.get(layer),
+                sums_slab=sums_slabs.get(layer),
             )
             state.take_parameters()
             trim_heap()  # else holes of the size of matrices stay, which the next layer's do not fit into
@@ -229,21 +236,58 @@ class PlacedModel:
             torch.cuda.empty_cache()
         return buffers
 
-    def _check_built(self, placements: Sequence[Placement]) -> None:
+    def _check_alike(self, placements: Sequence[Placement]) -> None:
         """
         Raises:
-            ConfigError: there are several ranks, and a placement that they do not know yet.
+            ConfigError: a layer's weights are in VRAM on some ranks, and in RAM on others; or sums that are exchanged.
         """
-        if self._ranks is not None and not all(is_built(each, self._ranks.size) for each in placements):
-            raise ConfigError(
-                f"weights='ram' and states='disk' with {self._ranks.size} ranks are not built yet: choose a placement "
-                "with weights='vram', and states='vram' or states='ram'"
-            )
+        if self._ranks is None:
+            return
+        exchanged = [layer for layer in self._layers if exchanges_sums(layer, self._config)]
+        for what in ("weights", *(["gradients"] if exchanged else [])):
+            told = self._ranks.agree(np.array([getattr(where, what) == "ram" for where in placements], dtype=np.int64))
+            for at in np.flatnonzero(told.min(axis=0) != told.max(axis=0)):
+                where = ", ".join(f"{('VRAM', 'RAM')[each]} on rank {rank}" for rank, each in enumerate(told[:, at]))
+                raise ConfigError(
+                    f"the {what} of {self._shapes[at].name!r} are in different places ({where}): choose the same "
+                    f"Placement.{what} on all ranks"
+                )
+
+    @property
+    def _bring(self) -> Callable[[LayerWeights], None] | None:
+        """With several ranks, brings what the others step of weights in VRAM."""
+        return None if self._gathers is None else self._gathers.bring
+
+    def _share(self, sizes: Sequence[tuple[FlatLayer, int]], what: str) -> dict[FlatLayer, HostSlab]:
+        """With several ranks: RAM that they share, of so many bytes for each layer; all must ask for the same."""
+        if self._ranks is None or not sizes:
+            return {}
+        if not self._stepped:
+            self._stepped = dict(zip(self._layers, self._ranks.stepped(len(self._layers)), strict=True))
+        num_bytes = [size for _, size in sizes]
+        files, part = self._ranks.share(num_bytes), (self._ranks.rank, self._ranks.size)
+        with self._ranks.together(f"taking RAM for {what}"):  # also: nobody writes to it before all have populated it
+            slabs = host_memory.allocate_shared(files, num_bytes, self._device, f"the {what} in RAM", part)
+        return dict(zip((layer for layer, _ in sizes), slabs, strict=True))
+
+    def _share_sums(self, layers: Sequence[tuple[FlatLayer, LayerShape]]) -> dict[FlatLayer, HostSlab]:
+        """RAM for the sums of `layers` of all ranks, if these exchange them there."""
+        return self._share(
+            [
+                (layer, shape.num_ranks * shape.window_bytes(self._accumulation))
+                for layer, shape in layers
+                if shape.sums_whole(self._accumulation)
+            ],
+            "sums of gradients",
+        )
 
     def _own_bytes(self, shape: LayerShape, placement: Placement) -> int:
-        """RAM of a layer alone; the norm's sums have a place of their own, and so have weights that live in RAM."""
-        total = sum(shape.ram_bytes(placement, self._accumulation).values())
-        return total - shape.sums_bytes() - self._weight_bytes(shape, placement)
+        """RAM of a layer alone. The norm's sums, weights that live in RAM and sums that ranks exchange there have slabs
+        of their own."""
+        total = sum(shape.ram_bytes(placement, self._accumulation).values()) - shape.sums_bytes()
+        if shape.sums_whole(self._accumulation) and placement.gradients == "ram":
+            total -= shape.window_bytes(self._accumulation)
+        return total - (shape.stepped_bytes() if placement.weights == "ram" else 0)
 
     @staticmethod
     def _weight_bytes(shape: LayerShape, placement: Placement) -> int:
@@ -254,7 +298,9 @@ class PlacedModel:
         """Bytes of the buffers in RAM that layers share: those of states on disk, then those for accumulation."""
         placed = list(zip(self._shapes, placements, strict=True))
         on_disk = [sum(shape.state_bytes().values()) for shape, placement in placed if placement.states == "disk"]
-        through_ram = [shape.received_bytes() for shape, placement in placed if placement.gradients == "ram"]
+        through_ram = [
+            shape.staged_bytes(self._accumulation) for shape, placement in placed if placement.gradients == "ram"
+        ]
         num_staging = NUM_STAGING if self._accumulation > 1 and through_ram else 0
         return [max(on_disk, default=0)] * (NUM_STATE_BUFFERS if on_disk else 0) + [
             max(through_ram, default=0)
@@ -358,15 +404,16 @@ class PlacedModel:
         Args:
             moved: called with each layer's new state, while the old one still exists.
         """
-        self._check_built(placements)
+        self._check_alike(placements)
         changes = self._changes(placements)
+        shared, sums = self._shared_in(placements)
         if not changes and self.is_whole:
             return
         self._dismantle()
         try:
             with unwatched():
                 for at, where in changes:
-                    self._move_layer(at, where, moved)
+                    self._move_layer(at, where, moved, shared, sums)
         finally:
             trim_heap()
             if self._device.type == "cuda":
@@ -393,26 +440,76 @@ class PlacedModel:
         self._take_disk([(self.states[at].layer, self._shapes[at]) for at, where in found if where.states == "disk"])
         return sorted(found, key=taken)
 
-    def _move_layer(self, at: int, placement: Placement, moved: Callable[[LayerState], None]) -> None:
+    def _shared_in(
+        self, placements: Sequence[Placement]
+    ) -> tuple[dict[FlatLayer, HostSlab], dict[FlatLayer, HostSlab]]:
+        """With several ranks: RAM that they share for weights, and for sums, that come to RAM. What is there stays."""
+        new = list(zip(self._layers, self._shapes, self.placements, placements, strict=True))
+        weights = [
+            (layer, shape.weight_bytes())
+            for layer, shape, old, where in new
+            if (old.weights, where.weights) == ("vram", "ram")
+        ]
+        sums = [
+            (layer, shape) for layer, shape, old, where in new if (old.gradients, where.gradients) == ("vram", "ram")
+        ]
+        return self._share(weights, "weights"), self._share_sums(sums)
+
+    def _move_layer(
+        self,
+        at: int,
+        placement: Placement,
+        moved: Callable[[LayerState], None],
+        shared: Mapping[FlatLayer, HostSlab],
+        sums: Mapping[FlatLayer, HostSlab],
+    ) -> None:
         old = self.states[at]
-        new = self._elsewhere(old, placement)
+        new = self._elsewhere(old, placement, shared.get(old.layer), sums.get(old.layer))
         if new is not old:
             self.forward_hooks.exchange(old.weights, new.weights)
             self.outside.moved(new)
             moved(new)
             self.states[at] = new
 
-    def _elsewhere(self, old: LayerState, placement: Placement) -> LayerState:
+    def _elsewhere(
+        self,
+        old: LayerState,
+        placement: Placement,
+        shared: HostSlab | None = None,
+        sums: HostSlab | None = None,
+    ) -> LayerState:
         """The layer in another placement. If an error is raised, `old` is as it was; else it is only used if it is what
-        comes back."""
+        comes back.
+
+        Args:
+            shared: with several ranks, RAM for weights that come from VRAM. They stay where they are in RAM.
+            sums: the same for the sums of gradients.
+        """
         if _stays(old, placement):
             old.placement = placement
             return old
         shape = self._shapes[self.states.index(old)]
-        sizes = [self._own_bytes(shape, placement), self._weight_bytes(shape, placement)]
-        slab, weights_slab = host_memory.allocate(sizes, self._device, "a layer's states")
-        region = self._regions[old.layer] if placement.states == "disk" else None
-        return old.moved(placement, slab, region=region, weights_slab=weights_slab if sizes[1] else None)
+        sizes = [self._own_bytes(shape, placement)]
+        if self._ranks is None:
+            sizes.append(self._weight_bytes(shape, placement))
+        slab, *of_weights = host_memory.allocate(sizes, self._device, "a layer's states")
+        weights_slab = None
+        if placement.weights == "ram":
+            weights_slab = shared or old.weights_slab if self._ranks is not None else of_weights[0]
+            assert weights_slab is not None
+            weights_slab.clear()
+        sums_slab = (sums or old.sums_slab) if placement.gradients == "ram" else None
+        if sums_slab is not None:
+            sums_slab.clear()
+        return old.moved(
+            placement,
+            slab,
+            region=self._regions[old.layer] if placement.states == "disk" else None,
+            weights_slab=weights_slab,
+            bring=self._bring,
+            stepped=self._stepped.get(old.layer),
+            sums_slab=sums_slab,
+        )
 
     def _recompute_blocks(self) -> None:
         """Have backward recompute the blocks whose placement says so."""
@@ -515,7 +612,7 @@ class PlacedModel:
                 layers.append((state, views, state.weights.start_update(views)))
                 state.gradient.window.clear()
         if self._gathers is not None:
-            self._gathers.begin([state.weights for state, _, _ in layers])
+            self._gathers.begin([state.weights for state, _, _ in layers if state.placement.weights == "vram"])
         return layers
 
     def _agree(self, ranks: Ranks, order: list[LayerState], window: tuple[int, int]) -> list[LayerState]:
@@ -530,7 +627,8 @@ class PlacedModel:
         starts = [0, *np.cumsum(counts).tolist()]
         for start, state in zip(starts, self.states, strict=False):
             got[[start + index for index in state.gradient.window]] = 1
-        own = [*window, *(at[state] for state in order), *self.gradients.completed]
+        parted = [isinstance(state.weights, StreamedWeights) and state.weights.is_parted for state in self.states]
+        own = [*window, *(at[state] for state in order), *self.gradients.completed, *parted]
         told = ranks.agree(np.concatenate([np.array(own, dtype=np.int64), got]))
         windows = [tuple(each) for each in told[:, :2].tolist()]
         if len(set(windows)) > 1:
@@ -539,11 +637,37 @@ class PlacedModel:
                 f"the ranks have gone apart in their micro-batches ({listed}): every rank must call backward() and "
                 "step() equally often. Give all of them the same number of batches"
             )
-        by_any = told[:, 2 + 2 * num :].max(axis=0)
+        self._share_writes(ranks, told[:, 2 + 2 * num : 2 + 3 * num])
+        by_any = told[:, 2 + 3 * num :].max(axis=0)
         for start, state, count in zip(starts, self.states, counts, strict=False):
-            state.gradient.window = set(np.flatnonzero(by_any[start : start + count]).tolist())
+            by_ranks = set(np.flatnonzero(by_any[start : start + count]).tolist())
+            state.gradient.missing = by_ranks - state.gradient.window
+            state.gradient.window = by_ranks
         self.gradients.order = told[0, 2 + num : 2 + 2 * num].tolist()
         return [self.states[index] for index in told[0, 2 : 2 + num].tolist()]
+
+    def _share_writes(self, ranks: Ranks, parted: NDArray[np.int64]) -> None:
+        """Weights in RAM that all ranks have written since the last boundary, each in a copy of its own, are shared.
+
+        parted: [ranks, layers], which these are. All ranks are between their backward and their step.
+
+        Raises:
+            EngineStateError: a rank has not written what another one has.
+        """
+        for at in np.flatnonzero(parted.min(axis=0) != parted.max(axis=0)):
+            wrote = ", ".join(map(str, np.flatnonzero(parted[:, at])))
+            raise EngineStateError(
+                f"weights of {self.states[at].layer.name!r} were written or loaded on rank {wrote}, and not on the "
+                "others: between steps every rank must write the same weights"
+            )
+        if not parted.any():
+            return
+        streamed = [state.weights for state in self.states if isinstance(state.weights, StreamedWeights)]
+        with ranks.together("sharing weights that were written"):
+            for weights in streamed:
+                weights.publish()
+        for weights in streamed:
+            weights.rejoin()
 
     def forget_pending(self) -> None:
         """Let forward wait for no update."""

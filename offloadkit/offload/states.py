@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.device.host_memory import HostSlab
+from offloadkit.device.host_memory import HostSlab, SharedSlab
 from offloadkit.device.state_file import Region
 from offloadkit.device.streams import CopyStream, Event, Waits
+from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import ModelError
 from offloadkit.kernels.dispatch import optimizer_step
 from offloadkit.offload.gradients import LayerGradient, runs
 from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.outside import unwatched
 from offloadkit.offload.state_ring import PassingStates, StateRing
-from offloadkit.offload.weight_ring import StreamedWeights
+from offloadkit.offload.weight_ring import SharedRam, StreamedWeights
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim.moments import random_key
 from offloadkit.optim.reference import join_master, split_master
@@ -33,6 +35,29 @@ def _scalars(optimizer: Optimizer, options: GroupOptions, step: int) -> tuple[fl
 
 Materialise = Callable[[Sequence[nn.Parameter]], None]
 """Makes parameters without memory real, in RAM and in their dtype; they stay the same objects."""
+
+
+def exchanges_sums(layer: FlatLayer, config: OffloadConfig) -> bool:
+    """Whether several ranks each add up a window of the whole layer, and then exchange it."""
+    return bool(layer.cuts) and config.exchange == "step" and config.gradient_accumulation > 1
+
+
+class Posting(NamedTuple):
+    """New weights of a layer on their way from the GPU to RAM that the ranks share."""
+
+    stepped: Stepped
+    drained: Event | None
+    """The end of the copy; None where this rank owns nothing of the layer."""
+
+    def done(self) -> bool:
+        """Whether they are there."""
+        return self.drained is None or self.drained.done()
+
+    def post(self) -> None:
+        """Tell the other ranks, once they are there."""
+        if self.drained is not None:
+            self.drained.synchronize()
+        self.stepped.post()
 
 
 _SPLIT, _SPLIT_IN_VRAM = 1 << 18, 1 << 22
@@ -71,6 +96,8 @@ class LayerState:
         resident: LayerWeights | None = None,
         weights_slab: HostSlab | None = None,
         bring: Callable[[LayerWeights], None] | None = None,
+        stepped: Stepped | None = None,
+        sums_slab: HostSlab | None = None,
     ) -> None:
         """
         Args:
@@ -79,13 +106,15 @@ class LayerState:
             region: disk for the states, where `placement` puts them there.
             resident: weights that stay in VRAM as they are; None makes new ones.
             bring: with several ranks, as for `LayerWeights`.
+            stepped: with several ranks and a `weights_slab`, which they share: who has stepped the layer.
+            sums_slab: with several ranks, RAM that they share for the sums that they exchange there.
         """
         self.shard = shard = layer.shard
         self._pieces = {shard.first_view + at: piece for at, piece in enumerate(shard.views)}
         """What of a view (by index) this rank owns."""
         self.layer, self.placement, self._region = layer, placement, region
         self._config, self._device, self._waits = config, device, waits
-        self.weights_slab = weights_slab
+        self.weights_slab, self.sums_slab = weights_slab, sums_slab
 
         def in_vram(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(numel, dtype=dtype, device=device)
@@ -94,16 +123,29 @@ class LayerState:
         self.weights: LayerWeights
         self._streamed: StreamedWeights | None = None
         if weights_slab is not None:
-            weights = weights_slab.cut(layer.numel, layer.dtype)
-            self.weights = self._streamed = StreamedWeights(layer, weights, device, waits)
+            shared = SharedRam(weights_slab, stepped) if isinstance(weights_slab, SharedSlab) and stepped else None
+            flat = weights_slab.cut(layer.numel, layer.dtype)
+            self.weights = self._streamed = StreamedWeights(layer, flat, device, waits, shared)
+            weights = self.weights.own
         else:
             self.weights = resident or LayerWeights(layer, in_vram(layer.numel, layer.dtype), device, waits, bring)
             weights = slab.cut(shard.numel, layer.dtype) if by_cpu else self.weights.own
         states = slab.cut if region is None else region.cutter()
         self.flat = FlatState.cut(layer.states, weights, in_vram if placement.states == "vram" else states)
         is_sum = config.gradient_accumulation > 1 or layer.shared or shard is not layer
-        host = slab.cut(shard.numel, torch.float32 if is_sum else layer.dtype) if by_cpu else None
-        self.gradient = LayerGradient(self.weights, host, on_device=placement.gradients == "vram")
+        all_sums: list[torch.Tensor] = []
+        if sums_slab is not None:
+            all_sums = [sums_slab.cut(layer.numel, torch.float32) for _ in layer.cuts[1:]]
+            host: torch.Tensor | None = all_sums[layer.rank][shard.begin : shard.begin + shard.numel]
+        else:
+            host = slab.cut(shard.numel, torch.float32 if is_sum else layer.dtype) if by_cpu else None
+        self.gradient = LayerGradient(
+            self.weights,
+            host,
+            on_device=placement.gradients == "vram",
+            exchanges_sums=exchanges_sums(layer, config),
+            all_sums=all_sums,
+        )
         self.ring: StateRing | None = None
         self._passing: PassingStates | None = None
         self.on_gpu, self.switchable = placement.step == "gpu", False
@@ -132,24 +174,42 @@ class LayerState:
         self.on_gpu = self.switchable = False
 
     def moved(
-        self, placement: Placement, slab: HostSlab, *, region: Region | None, weights_slab: HostSlab | None
+        self,
+        placement: Placement,
+        slab: HostSlab,
+        *,
+        region: Region | None,
+        weights_slab: HostSlab | None,
+        bring: Callable[[LayerWeights], None] | None,
+        stepped: Stepped | None,
+        sums_slab: HostSlab | None,
     ) -> LayerState:
         """The layer, which has left its ring, in another placement. This object must not be used any more.
 
         If an error is raised (there is no room), this one is as it was. Weights that are in VRAM before and after stay
-        where they are: nobody who shares their memory is parted from them.
+        where they are: nobody who shares their memory is parted from them. With several ranks all write the same whole
+        weights to RAM that they share, so none has to wait for another one.
 
-        Args: as for a new one.
+        Args: as for a new one. `weights_slab` and `sums_slab` may be those that the layer has.
         """
         resident = self.weights if self._streamed is None and placement.weights == "vram" else None
         args = self.layer, placement, slab, self._config, self._device, self._waits
-        new = LayerState(*args, region=region, resident=resident, weights_slab=weights_slab)
-        if new.flat.weights is not self.weights.own:
+        new = LayerState(
+            *args,
+            region=region,
+            resident=resident,
+            weights_slab=weights_slab,
+            bring=bring,
+            stepped=stepped,
+            sums_slab=sums_slab,
+        )
+        stays = weights_slab is not None and weights_slab is self.weights_slab
+        if new.flat.weights is not self.weights.own and not stays:
             new.flat.weights.copy_(self.weights.own)
         for array in self.layer.states.arrays:
             new.flat[array.name].copy_(self.flat[array.name])
         if resident is None:
-            if new._streamed is None and new.weights.own is not new.flat.weights:
+            if not stays and (self.shard is not self.layer or new.weights.own is not new.flat.weights):
                 new.weights.flat.copy_(self.weights.flat)
             self.weights.retire()
             new.weights.start()
@@ -244,6 +304,7 @@ class LayerState:
         if split and self._keeps_copy:
             self._refresh_copy()
         self._wait_for_copies()
+        self.weights.begin_write()
         with unwatched():
             version = view.parameter._version
         if version == self.weights.known_version(view):
@@ -340,6 +401,8 @@ class LayerState:
         """
         segments = self._segments(views, options)
         self.weights.stepped_on_gpu = self.on_gpu
+        if self._stepped is not None:
+            self._stepped.begin()
         if self.on_gpu:
             self._step_on_gpu(segments, grad_scale, stream)
             return
@@ -354,6 +417,24 @@ class LayerState:
                 optimizer_step(flat, self.gradient.host, segments, grad_scale)
         if self._streamed is None:
             self.uploaded = stream.copy_all([(self.weights.own, self.flat.weights)], self.layer.name)
+        elif self._stepped is not None:
+            self._stepped.post()
+
+    @property
+    def _stepped(self) -> Stepped | None:
+        """With several ranks and weights in RAM: which ranks have stepped the layer."""
+        return None if self._streamed is None or self._streamed.shared is None else self._streamed.shared.stepped
+
+    def finish_reading(self) -> None:
+        """With several ranks: wait for copies of weights to VRAM. The other ranks may step the layer after that."""
+        if self._streamed is not None:
+            self._streamed.finish_reading()
+
+    def posting(self) -> Posting | None:
+        """After a step on the GPU, with several ranks and weights in RAM: what the others wait for."""
+        if self._stepped is None:
+            return None
+        return Posting(self._stepped, None if self._passing is None else self._passing.drained)
 
     def _step_on_gpu(self, segments: Sequence[Segment], grad_scale: float, stream: CopyStream) -> None:
         if self.uploaded is not None:

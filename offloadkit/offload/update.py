@@ -24,8 +24,8 @@ import torch
 from offloadkit.device import trace
 from offloadkit.device.streams import BusyTime, CopyStream, Event
 from offloadkit.distributed.ranks import Ranks
-from offloadkit.offload.gradients import compute_host_sums
-from offloadkit.offload.states import LayerState
+from offloadkit.offload.gradients import LayerGradient, compute_host_sums
+from offloadkit.offload.states import LayerState, Posting
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.norm import sum_in_order
 from offloadkit.optim.table import GroupOptions
@@ -180,6 +180,8 @@ class StepThread:
         for state, _, _ in update.layers:
             assert state.gradient.sent is not None
             state.gradient.sent.synchronize()
+            state.finish_reading()  # nobody steps before all ranks have the norm
+        self._add_all_sums([state.gradient for state, _, _ in update.layers if state.gradient.all_sums])
         arrived = time.perf_counter()
         with trace.host("norm", "norm"):
             update.norm = _norm(update, self._ranks) / update.loss_scale
@@ -192,6 +194,17 @@ class StepThread:
         update.busy.append(("h2d", self.h2d.take_busy()))
         for ring in rings:
             update.busy += [("h2d", ring.h2d.take_busy()), ("d2h", ring.d2h.take_busy())]
+
+    def _add_all_sums(self, layers: Sequence[LayerGradient]) -> None:
+        """With several ranks, add up what they have in RAM of the layers. All have the same ones.
+
+        The norm is known when all have done so; then a rank may write to its sums again.
+        """
+        if layers:
+            assert self._ranks is not None
+            self._ranks.meet()
+            for layer in layers:
+                layer.add_all_sums()
 
     def _step(self, update: Update) -> None:
         """Step the CPU's and the GPU's layers at the same time, each in forward order."""
@@ -225,7 +238,11 @@ class StepThread:
             pending.record(state.uploaded)
 
     def _queue_on_gpu(self, update: Update, layers: Sequence[LayerUpdate], queued: threading.Event) -> None:
-        """Queue the GPU's steps. Layers whose states are in VRAM come first: they wait for no copy."""
+        """Queue the GPU's steps. Layers whose states are in VRAM come first: they wait for no copy.
+
+        With several ranks and weights in RAM, tell the others which are there.
+        """
+        coming: deque[Posting] = deque()
         try:
             self.kernels.wait(update.compute_done)
             scale, began = update.grad_scale(), self.kernels.record(timing=True)
@@ -233,12 +250,18 @@ class StepThread:
                 with self.kernels.traced(state.layer.name):
                     state.step(views, update.options, scale, self.kernels)
                 pending.record(state.uploaded)
+                if (posting := state.posting()) is not None:
+                    coming.append(posting)
+                while coming and coming[0].done():
+                    coming.popleft().post()
             update.gpu = began, self.kernels.record(timing=True)
             busy = BusyTime()
             busy.add(*update.gpu)
             update.busy.append(("gpu_step", busy))
         finally:
             queued.set()
+        for posting in coming:
+            posting.post()
 
 
 def _norm(update: Update, ranks: Ranks | None) -> float:

@@ -4,6 +4,11 @@ A block is fetched when it is used: by its forward, by a recomputation, or by ba
 autograd saved. Using it again while it is in VRAM costs nothing, so the order of hooks does not matter. The ring
 remembers which block followed which, in forward and in backward, and fetches that block ahead.
 
+The ranks of a host share the RAM, and each fetches from it when it wants. It waits until the ranks have said that they
+have stepped a layer; and no rank steps before all have their gradients' norm, before which each waits for its fetches.
+What a program writes between steps goes to a copy of this rank's own. `step()` gives the others what this one owns of
+it, as all ranks write the same.
+
 Autograd never keeps a view of a buffer. A saved weight is packed as its place in the block, and looked up again in
 backward. Tensors of a recomputation are not packed: their views live until the block's own backward is done, and no
 other block is used before that.
@@ -15,17 +20,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
+from offloadkit.device.host_memory import SharedSlab
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
+from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.outside import unwatched
 from offloadkit.offload.recompute import changed_in_place
 from offloadkit.offload.weights import LayerWeights, PendingUpdate
+
+
+class SharedRam(NamedTuple):
+    """RAM of one layer's weights that the ranks of a host share."""
+
+    slab: SharedSlab
+    stepped: Stepped
+    """Which ranks have stepped it."""
 
 
 class StreamedWeights(LayerWeights):
@@ -36,10 +51,20 @@ class StreamedWeights(LayerWeights):
         block: the layers that come and go with this one, set by its `StreamedBlock`.
         copied: the end of the newest copy out of `flat`. Nobody writes to `flat` before it.
         written: the end of the newest copy into `flat`, if the GPU steps the layer.
+        shared: what the ranks share, or None where there is one.
     """
 
-    def __init__(self, layer: FlatLayer, flat: torch.Tensor, device: torch.device, waits: Waits) -> None:
+    def __init__(
+        self,
+        layer: FlatLayer,
+        flat: torch.Tensor,
+        device: torch.device,
+        waits: Waits,
+        shared: SharedRam | None = None,
+    ) -> None:
+        """shared: with several ranks, where `flat` is."""
         super().__init__(layer, flat, device, waits)
+        self.shared = shared
         self.flat_bytes = flat.view(torch.uint8)
         self.copied: Event | None = None
         self.written: Event | None = None
@@ -85,9 +110,11 @@ class StreamedWeights(LayerWeights):
         """Copy the parameters of `views`, which were written in VRAM, to RAM. Does nothing if they are bound to RAM."""
         if self._bound is self._home or self._bound is self._unbound:
             return
+        self.begin_write()
         with unwatched():
             for view in views:
                 self.flat[view.elements].copy_(view.parameter.data.reshape(-1))
+        self.fetched()  # RAM has them: leaving VRAM writes nothing more, not even where ranks have begun to step
 
     def bind_to_vram(self, memory: torch.Tensor) -> None:
         """Bind the parameters to `memory`: uint8, the layer's part of one of the ring's buffers."""
@@ -99,6 +126,44 @@ class StreamedWeights(LayerWeights):
 
     def use(self) -> None:
         self.block.use()
+
+    def _wait_for_ranks(self) -> None:
+        if not self.is_stepped_by_others():
+            assert self.shared is not None
+            with self._waits.blocking():
+                self.shared.stepped.wait()
+
+    def is_stepped_by_others(self) -> bool:
+        """Whether what other ranks step is in RAM, once this one steps the layer or has skipped it."""
+        return self.shared is None or self.shared.stepped.reached()
+
+    def finish_reading(self) -> None:
+        """With several ranks: wait for copies out of `flat`. The others may write it after that."""
+        if self.shared is not None and self.copied is not None:
+            self.copied.synchronize()
+
+    @property
+    def is_parted(self) -> bool:
+        """Whether somebody has written to this rank's own copy since the last boundary."""
+        return self.shared is not None and self.shared.slab.parted
+
+    def begin_write(self) -> None:
+        if self.shared is not None and not self.is_parted:
+            if self.copied is not None:
+                self.copied.synchronize()
+            self.shared.slab.part()
+
+    def publish(self) -> None:
+        """Give the other ranks what was written to this one's range; all have come to the boundary."""
+        if self.is_parted:
+            assert self.shared is not None
+            self.shared.slab.publish(self.own)
+
+    def rejoin(self) -> None:
+        """Drop this rank's own copy: all ranks have published what they own."""
+        if self.is_parted:
+            assert self.shared is not None
+            self.shared.slab.rejoin()
 
     def settle(self) -> None:
         self.wait()
@@ -172,7 +237,10 @@ class StreamedBlock:
 
     def ready(self) -> bool:
         """Whether the newest weights are in RAM."""
-        return all(layer.pending is None or layer.pending.recorded.is_set() for layer in self.layers)
+        return all(
+            layer.pending is None or (layer.pending.recorded.is_set() and layer.is_stepped_by_others())
+            for layer in self.layers
+        )
 
 
 @dataclass(eq=False)

@@ -145,9 +145,13 @@ class LayerWeights:
         if not pending.recorded.is_set():
             with self._waits.blocking():
                 pending.recorded.wait()
+        self._wait_for_ranks()
         if pending.arrived is not None:
             self._waits.delay(pending.arrived, "gpu_step_wait" if self.stepped_on_gpu else "bus_wait")
         self.pending = None
+
+    def _wait_for_ranks(self) -> None:
+        """Block until what other ranks step is there; in VRAM the gathers bring it."""
 
     def use(self) -> None:
         """Have the newest weights in VRAM for the compute stream's next work."""
@@ -164,6 +168,9 @@ class LayerWeights:
             EngineStateError: the weights may not be moved now.
         """
         self.wait()
+
+    def begin_write(self) -> None:
+        """Somebody writes weights next, where they live. Their update is done."""
 
     def changed(self) -> None:
         """Somebody wrote weights: backward through what they computed before fails."""
@@ -333,6 +340,7 @@ class ForwardHooks:
         def load(module: nn.Module, *args: Any) -> None:
             wait(module)
             for weight in self._layers_of.get(module, ()):
+                weight.begin_write()
                 self._outside.release(weight.layer)
 
         def watch(module: nn.Module, *args: Any) -> None:

@@ -150,7 +150,9 @@ class Spread:
         tables = np.array([by_code(replace(layer, name="")) for layer in layers], dtype=np.int64)
         self._vram, self._ram, self._disk, self._passing = (tables[:, :, kind] for kind in range(4))
         self._bucket = np.array([layer.bucket_bytes() for layer in layers], dtype=np.int64)
-        self._received = np.array([layer.received_bytes() for layer in layers], dtype=np.int64)
+        self._received = np.array([layer.received_bytes(accumulation) for layer in layers], dtype=np.int64)
+        self._sums_whole = np.array([layer.sums_whole(accumulation) for layer in layers])
+        self._on_the_way = np.array([layer.staged_bytes(accumulation) for layer in layers], dtype=np.int64)
         summed = self._exchanges and accumulation == 1
         self._summed = np.array([layer.gradient_bytes(accumulation) * summed for layer in layers], dtype=np.int64)
         self._weights = np.array([layer.weight_bytes() for layer in layers], dtype=np.int64)
@@ -224,13 +226,14 @@ class Spread:
         autograds = np.where(self._shared, 0, self._bucket).max()
         gradients = autograds + pooled * largest + own + np.where(small, sizes, 0).sum(1)
         if self._exchanges:
-            gradients = gradients + self._received.max() + np.where(through_ram, self._summed, 0).max(1)
+            received = np.where(through_ram & self._sums_whole, 0, self._received).max(1)
+            gradients = gradients + received + np.where(through_ram, self._summed, 0).max(1)
         streamed = np.where(each(codes, lambda where: where.weights == "ram"), self._weights, 0) @ self._same_name
         passes = _any(codes, lambda where: where.states == "ram" and where.step == "gpu")
         passing = self._passing[self._columns, codes].max(1) * passes
         vram = gradients + NUM_WEIGHT_BUFFERS * streamed.max(1) + NUM_STEP_BUFFERS * passing
         adds = NUM_STAGING * (self._accumulation > 1)
-        ram = adds * np.where(through_ram, self._received, 0).max(1)
+        ram = adds * np.where(through_ram, self._on_the_way, 0).max(1)
         return vram, ram + NUM_STATE_BUFFERS * self._disk[self._columns, codes].max(1), gradients
 
 

@@ -68,6 +68,8 @@ class LayerShape:
     own: int | None = None
     """Elements that this rank steps; None: all."""
     num_ranks: int = 1
+    exchanges_sums: bool = False
+    """Whether several ranks exchange sums of several micro-batches, not each micro-batch."""
     norm_blocks_of_all: int | None = None
     """Of the elements that all ranks step; None: there is one rank."""
 
@@ -97,13 +99,31 @@ class LayerShape:
         """One micro-batch's gradient."""
         return self.numel * (4 if self.shared else DTYPES[self.dtype].itemsize)
 
-    def received_bytes(self) -> int:
-        """What is added to the window for one micro-batch: with several ranks, each one's gradient of the own range."""
-        return self.bucket_bytes() // self.numel * self.own_numel * self.num_ranks
+    def sums_whole(self, accumulation: int) -> bool:
+        """Whether each of several ranks adds up the whole layer's gradient, before they exchange it."""
+        return self.exchanges_sums and self.num_ranks > 1 and accumulation > 1
 
-    def exchanged_bytes(self) -> int:
-        """What the other ranks send for one micro-batch."""
-        return self.received_bytes() // self.num_ranks * (self.num_ranks - 1)
+    def received_bytes(self, accumulation: int) -> int:
+        """With several ranks, what an exchange brings: each one's gradient of the own range."""
+        each = 4 if self.sums_whole(accumulation) else self.bucket_bytes() // self.numel
+        return each * self.own_numel * self.num_ranks
+
+    def staged_bytes(self, accumulation: int) -> int:
+        """What is added to the window in RAM for one micro-batch."""
+        return self.bucket_bytes() if self.sums_whole(accumulation) else self.received_bytes(accumulation)
+
+    def window_bytes(self, accumulation: int) -> int:
+        """A window's gradient while it is gathered."""
+        return 4 * self.numel if self.sums_whole(accumulation) else self.gradient_bytes(accumulation)
+
+    def exchanged_bytes(self, placement: Placement, accumulation: int) -> int:
+        """What the other ranks send over the link in an update; sums in RAM are added there."""
+        sums = self.sums_whole(accumulation)
+        if sums and placement.gradients == "ram":
+            return 0
+        return (
+            self.received_bytes(accumulation) // self.num_ranks * (self.num_ranks - 1) * (1 if sums else accumulation)
+        )
 
     def gathered_bytes(self, placement: Placement) -> int:
         """New weights that the other ranks send for an update."""
@@ -149,7 +169,8 @@ class LayerShape:
         parts = {"gradients": self.sums_bytes()}
         on_cpu = cpu_can_step(placement)
         if on_cpu:
-            parts["gradients"] += self.gradient_bytes(accumulation)
+            in_ram = placement.gradients == "ram"
+            parts["gradients"] += self.window_bytes(accumulation) if in_ram else self.gradient_bytes(accumulation)
         if on_cpu or placement.weights == "ram":  # a copy of resident weights, or the only ones
             parts["working weights"] = self.stepped_bytes()
         if placement.states == "ram":
@@ -164,7 +185,7 @@ class LayerShape:
         if placement.states == "vram":
             parts |= self.state_bytes()
         if placement.gradients == "vram":
-            parts["gradients"] += self.gradient_bytes(accumulation)
+            parts["gradients"] += self.window_bytes(accumulation)
         return parts
 
 
@@ -178,16 +199,16 @@ def communicated_bytes(
     """
     if layers[0].num_ranks == 1:
         return {}
-    placed = zip(layers, placements, strict=True)
+    placed = list(zip(layers, placements, strict=True))
     return {
-        "exchange": accumulation * sum(layer.exchanged_bytes() for layer in layers),
+        "exchange": sum(layer.exchanged_bytes(where, accumulation) for layer, where in placed),
         "gather": sum(layer.gathered_bytes(where) for layer, where in placed),
         "norm": 8 * sum(layer.norm_blocks_of_all or 0 for layer in layers),
     }
 
 
 def is_built(placement: Placement, num_ranks: int) -> bool:
-    """Whether the engine has such a placement for so many ranks. The search takes no other."""
+    """Whether the search takes such a placement for so many ranks; it knows no seconds of others."""
     return num_ranks == 1 or (placement.weights == "vram" and placement.states != "disk")
 
 
@@ -242,7 +263,8 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
     A tied weight's bucket is taken until the end of backward, and small layers have their own; the others share one of
     the largest one's size. Beside it autograd has the gradients of one layer, whoever steps it. Where the GPU steps a
     layer whose states are in RAM, the step buffers are wide enough for every layer that it might step too. With several
-    ranks all gradients pass through buckets, and one buffer receives what the others send.
+    ranks all gradients pass through buckets, and one buffer receives what the others send, but for sums of several
+    micro-batches that wait in RAM.
     """
     through_ram = [layer for layer, where in placed if where.gradients == "ram"]
     exchanged = [layer for layer, _ in placed if layer.num_ranks > 1]
@@ -258,8 +280,13 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
         if where.weights == "ram":
             streamed[layer.name] += layer.weight_bytes()
     on_disk = [sum(layer.state_bytes().values()) for layer, where in placed if where.states == "disk"]
-    staging = max((layer.received_bytes() for layer in through_ram), default=0) if accumulation > 1 else 0
-    received = max((layer.received_bytes() for layer in exchanged), default=0)
+    staging = max((layer.staged_bytes(accumulation) for layer in through_ram), default=0) if accumulation > 1 else 0
+    in_vram = [
+        layer
+        for layer, where in placed
+        if layer.num_ranks > 1 and not (layer.sums_whole(accumulation) and where.gradients == "ram")
+    ]
+    received = max((layer.received_bytes(accumulation) for layer in in_vram), default=0)
     summed = [layer.gradient_bytes(accumulation) for layer in through_ram] if exchanged and accumulation == 1 else []
     return {
         "vram": {

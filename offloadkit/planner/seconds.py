@@ -487,11 +487,12 @@ class LayerCost:
 def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: int) -> LayerCost:
     """The costs of a layer. They do not depend on its placement."""
     vram, dram = hardware.vram_bytes_per_second * STEP_EFFICIENCY, hardware.cpu_adamw_bytes_per_second
-    gradient, bucket, received = layer.gradient_bytes(accumulation), layer.bucket_bytes(), layer.received_bytes()
+    gradient, bucket, received = layer.gradient_bytes(accumulation), layer.bucket_bytes(), layer.received_bytes(1)
     traffic, own, ranks = layer.step_bytes(accumulation), layer.own_numel, layer.num_ranks
     num_chunks = max(1, -(-own // STEP_CHUNK))
     link = link_rate(hardware, ranks)
-    exchanged, gathered = layer.exchanged_bytes(), layer.weight_bytes() - layer.stepped_bytes()
+    exchanged = received // layer.num_ranks * (layer.num_ranks - 1)  # of one micro-batch
+    gathered = layer.weight_bytes() - layer.stepped_bytes()
     return LayerCost(
         index=index,
         weight_bytes=layer.weight_bytes(),

@@ -87,6 +87,7 @@ def finetuned(
             options["callbacks"] = [interrupt_at(interrupted_at)]
         model, tokenizer = model_named(name)
         own: dict[str, Any] = {"batch_size": 2, "epochs": 2, "logging_steps": 1, "learning_rate": 1e-2}
+        own["offload"] = offloadkit.OffloadConfig(exchange="micro_batch")
         result = offloadkit.finetune(
             model,
             pairs(rows),
@@ -138,6 +139,7 @@ def trained(
     Returns:
         "weights", "losses", "metrics" of all evaluations, "norms", and as "samples" the best checkpoint's name.
     """
+    from offloadkit.config import OffloadConfig
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
     from tests.hf.training import arguments, causal_rows, llama, seq2seq_rows, t5
 
@@ -164,6 +166,7 @@ def trained(
             train_dataset=Stream(make(rows)) if streams else make(rows),
             eval_dataset=make(7),
             compute_metrics=right_tokens,
+            offload=OffloadConfig(exchange="micro_batch"),
         )
         output = trainer.train()
         last = {} if scales_loss else trainer.evaluate()

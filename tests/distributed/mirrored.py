@@ -1,17 +1,42 @@
-"""Ranks without other processes: the others have the same gradients as this one, and step nothing."""
+"""Ranks without other processes: the others have the same gradients as this one, and their weights stay as they are.
+
+What they write to weights in RAM that they share, and read of it, is done by a stream.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from offloadkit.device.streams import CopyStream
+from offloadkit.device.host_memory import file_in_ram
+from offloadkit.device.streams import CopyStream, Event
 from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.stepped import Stepped, SteppedLayers
+
+
+class MirroredStepped(Stepped):
+    """The others have stepped what they own since all know the norm."""
+
+    ranks: MirroredRanks
+    index: int
+
+    def post(self) -> None:
+        self._words[:] = self._expected
+        own, scratch = self.ranks.own.get(self.index, (torch.empty(0),) * 2)
+        self.ranks.others.copy(scratch, own)
+
+    def reached(self) -> bool:
+        return self.ranks.wrote is None or self.ranks.wrote.done()
+
+    def wait(self) -> None:
+        assert self.ranks.wrote is not None
+        self.ranks.wrote.synchronize()
 
 
 class MirroredRanks(Ranks):
@@ -19,6 +44,10 @@ class MirroredRanks(Ranks):
 
     Attributes:
         num_gathers: layers whose new weights were gathered.
+        own: by index of a layer: what this rank owns of weights in RAM, and memory of that size.
+        foreign: what the others own, and copies of it.
+        others: what the others do, as a stream.
+        wrote: the end of what they wrote last.
     """
 
     def __init__(self, device: torch.device, rank: int = 0, size: int = 2) -> None:
@@ -26,6 +55,20 @@ class MirroredRanks(Ranks):
         self.stream = CopyStream(device, "ranks")
         self.num_gathers = 0
         self._received = Counter()
+        self.others, self.wrote = CopyStream(device, "other ranks"), None
+        self.own = dict[int, tuple[torch.Tensor, torch.Tensor]]()
+        self.foreign = list[tuple[torch.Tensor, torch.Tensor]]()
+
+    wrote: Event | None
+
+    def watch(self, layers: Sequence[tuple[int, torch.Tensor, Sequence[int]]]) -> None:
+        """Have the others use weights in RAM: (index, the whole layer's, cuts)."""
+        self.own, self.foreign = {}, []
+        for index, flat, cuts in layers:
+            parts = [flat[start:end] for start, end in pairwise(cuts)]
+            own = parts.pop(self.rank)
+            self.own[index] = own, torch.empty_like(own)
+            self.foreign += [(part, part.clone()) for part in parts]
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, cuts: Sequence[int]) -> None:
         own = sent[cuts[self.rank] : cuts[self.rank + 1]]
@@ -47,7 +90,25 @@ class MirroredRanks(Ranks):
         return make()
 
     def sum(self, numbers: NDArray[np.float64]) -> None:
-        """The others have zeros."""
+        """The others have zeros, and fetch no more. They step their weights after that."""
+        self.others.record().synchronize()
+        for part, copy in self.foreign:
+            self.others.copy(part, copy)
+        self.wrote = self.others.record()
+
+    def meet(self) -> None:
+        """The others are there."""
+
+    def share(self, sizes: Sequence[int]) -> list[int]:
+        return [file_in_ram(size) for size in sizes]
+
+    def stepped(self, num_layers: int) -> list[Stepped]:
+        (file,) = self.share([8 * self.size * (num_layers + 1)])
+        layers = SteppedLayers(file, self.rank, self.size, num_layers, 60.0, lambda: None).layers
+        for index, layer in enumerate(layers):
+            layer.__class__ = MirroredStepped
+            layer.ranks, layer.index = self, index
+        return layers
 
     def close(self) -> None:
         """There is nothing to close."""

@@ -39,10 +39,13 @@ def all_used(**options: Any) -> TinyLM:
     return made
 
 
-def counted(micro_batches: int, placement: Placement, **options: Any) -> tuple[dict[str, int], list[dict[str, int]]]:
+def counted(
+    micro_batches: int, placement: Placement, exchange: str, **options: Any
+) -> tuple[dict[str, int], list[dict[str, int]]]:
     """What a rank's plan says that it receives in a step, and what it received in three steps."""
     telemetry = Telemetry()
-    config = OffloadConfig(placement=placement, gradient_accumulation=micro_batches, working_dtype="bf16")
+    run: dict[str, Any] = {"placement": placement, "gradient_accumulation": micro_batches, "exchange": exchange}
+    config = OffloadConfig(working_dtype="bf16", **run)
     with OffloadEngine(all_used(**options), config, device="cpu", telemetry=telemetry) as engine:
         for batch in tokens(3 * micro_batches):
             engine.backward(engine(batch))

@@ -44,6 +44,10 @@ CPU_STEP = Placement()
 GPU_STEP = Placement(step="gpu")
 LATE_GRADIENTS = Placement(gradients="vram", step="cpu")
 GPU_ALONE = Placement(gradients="vram", step="gpu")
+STREAMED = Placement(weights="ram")
+STREAMED_TO_GPU = Placement(weights="ram", gradients="vram", step="gpu")
+ON_DISK = Placement(states="disk")
+LEAST = Placement(weights="ram", states="disk", activations="offload")
 
 STEPS = 3
 
@@ -79,6 +83,8 @@ def train(
     late: int | None = None,
     move_to: Placement | None = None,
     halves: bool = False,
+    clamps: bool = False,
+    simulate_ranks: int | None = None,
     loss_factor: float = 1.0,
     device: str = "cpu",
     **config: Any,
@@ -92,6 +98,8 @@ def train(
         late: seed of streams that do their work late, other ones on each rank.
         move_to: the placement after the first step.
         loss_factor: what losses are multiplied by.
+        simulate_ranks: add up as so many ranks with `exchange="step"` do, each with its share of `micro_batches`.
+        clamps: whether a block writes its weights in its forward.
         halves: whether all ranks write their weights after the first step.
         device: "cuda": each rank has a GPU of its own.
 
@@ -120,15 +128,23 @@ def train(
         if late is not None:
             assert engine._placed._gathers is not None
             engine._placed._gathers.looks_ahead = True
+        if clamps:
+            made.blocks[0].register_forward_pre_hook(clamp)
         if resume is not None:
             engine.load_checkpoint(resume)
         per_step = micro_batches * size
         batches = tokens((first_step + steps) * per_step, str(where))
         for step in range(first_step, first_step + steps):
+            shares = Shares(engine)
             for k in range(micro_batches):
                 at = step * per_step + k * size + rank
+                if simulate_ranks is not None:
+                    of_rank, of_micro_batch = divmod(k, micro_batches // simulate_ranks)
+                    at = step * per_step + of_micro_batch * simulate_ranks + of_rank
                 loss = engine(batches[at])
                 engine.backward(loss * (float("nan") if at == nan_in else loss_factor))
+                if simulate_ranks is not None and (k + 1) % (micro_batches // simulate_ranks) == 0:
+                    shares.end_of_rank(last=k + 1 == micro_batches)
                 engine.step()
             if step == 0 and halves:
                 with torch.no_grad():
@@ -155,6 +171,34 @@ def train(
         }
 
 
+@torch.no_grad()
+def clamp(block: nn.Module, args: Any) -> None:
+    for parameter in block.parameters():
+        parameter.clamp_(-0.03, 0.03)
+
+
+class Shares:
+    """The sums of a window's micro-batches, rank by rank, where one rank has all of them and adds them in VRAM."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._layers = engine._placed.gradients.layers
+        self._sums: dict[tuple[int, int], torch.Tensor] = {}
+
+    def end_of_rank(self, *, last: bool) -> None:
+        """A simulated rank has had its micro-batches: the next one begins anew; the last one has the sum of all."""
+        for at, layer in enumerate(self._layers):
+            assert layer.accumulated is not None
+            for index in layer.window:
+                own = layer.accumulated[layer.layer.views[index].elements]
+                self._sums[at, index] = self._sums[at, index] + own if (at, index) in self._sums else own.clone()
+            layer.window.clear()
+        for (at, index), total in self._sums.items() if last else ():
+            layer = self._layers[at]
+            assert layer.accumulated is not None
+            layer.accumulated[layer.layer.views[index].elements] = total
+            layer.window.add(index)
+
+
 def logged(name: str, operation: Callable[..., None], log: list[tuple[str, int]]) -> Callable[..., None]:
     def run(self: Ranks, *args: Any) -> None:
         log.append((name, args[-2].nbytes))
@@ -179,7 +223,9 @@ def joined(runs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def traced(folder: Path) -> tuple[list[dict[str, int]], list[str]]:
     """Two steps' trace in `folder`; what was received in each of them, and the layers' names."""
     telemetry = Telemetry()
-    with OffloadEngine(model(), OffloadConfig(working_dtype="bf16"), device="cpu", telemetry=telemetry) as engine:
+    made, config = TinyLM(tied=False), OffloadConfig(working_dtype="bf16")
+    del made.unused
+    with OffloadEngine(made, config, device="cpu", telemetry=telemetry) as engine:
         engine.profile(steps=2, path=folder / "trace.json")
         for batch in tokens(5):
             engine.backward(engine(batch))

@@ -29,6 +29,7 @@ CONFIG: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "fp16": {"enabled": True, "initial_scale_power": 8},
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "offloadkit": {"exchange": "micro_batch"},
 }
 WINDOWS = 4
 
@@ -39,7 +40,9 @@ def script(
     """Micro-batch k of rank r is number k * N + r of all. The third update overflows, on one rank only."""
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # ranks take rank 0's weights
     model = nn.Sequential(nn.Linear(6, 300), nn.Sequential(Residual(300, 7), Residual(300, 7)), nn.Linear(300, 2))
-    config = CONFIG if placement is None else CONFIG | {"offloadkit": {"placement": placement}}
+    config = (
+        CONFIG if placement is None else CONFIG | {"offloadkit": {"exchange": "micro_batch", "placement": placement}}
+    )
     with pytest.MonkeyPatch.context() as patch:
         if not on_gpu:
             patch.setattr(torch.cuda, "is_available", lambda: False)

@@ -10,7 +10,19 @@ import torch
 
 from offloadkit.config import Placement
 from tests.distributed.pool import RankPool
-from tests.distributed.runs import CPU_STEP, GPU_ALONE, GPU_STEP, LATE_GRADIENTS, RESIDENT, joined, train
+from tests.distributed.runs import (
+    CPU_STEP,
+    GPU_ALONE,
+    GPU_STEP,
+    LATE_GRADIENTS,
+    LEAST,
+    ON_DISK,
+    RESIDENT,
+    STREAMED,
+    STREAMED_TO_GPU,
+    joined,
+    train,
+)
 
 
 def assert_equal(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -28,25 +40,41 @@ def assert_equal(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         assert torch.equal(values, states[name]), name
 
 
+EACH = {"exchange": "micro_batch"}
 QUICK: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"placement": RESIDENT, "working_dtype": "bf16", "groups": True}),
     (3, 1, {"placement": CPU_STEP}),
-    (3, 2, {"placement": GPU_STEP, "working_dtype": "bf16", "precision": "tiny"}),
-    (2, 2, {"placement": LATE_GRADIENTS, "working_dtype": "fp16", "loss_scale": 2.0**10}),
+    (3, 2, {**EACH, "placement": GPU_STEP, "working_dtype": "bf16", "precision": "tiny"}),
+    (2, 2, {**EACH, "placement": LATE_GRADIENTS, "working_dtype": "fp16", "loss_scale": 2.0**10}),
+    (2, 1, {"placement": STREAMED_TO_GPU, "working_dtype": "bf16", "move_to": ON_DISK, "steps": 2}),
 ]
 SLOW: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"placement": GPU_ALONE, "precision": "compact", "max_grad_norm": None}),
-    (3, 2, {"placement": RESIDENT, "model_options": {"frozen": True, "tied": False}}),
+    (3, 2, {**EACH, "placement": RESIDENT, "model_options": {"frozen": True, "tied": False}}),
     (4, 1, {"placement": CPU_STEP, "working_dtype": "bf16", "precision": "compact", "groups": True}),
-    (3, 3, {"placement": CPU_STEP, "working_dtype": "bf16"}),
+    (3, 3, {**EACH, "placement": CPU_STEP, "working_dtype": "bf16"}),
     (2, 1, {"placement": CPU_STEP, "working_dtype": "fp16", "loss_factor": 1e4, "steps": 6}),
     (3, 1, {"placements": [CPU_STEP, RESIDENT, GPU_STEP], "working_dtype": "bf16", "activation_checkpointing": True}),
-    (4, 2, {"placement": RESIDENT, "optimizer": "lion"}),
+    (4, 2, {**EACH, "placement": RESIDENT, "optimizer": "lion"}),
     (3, 1, {"placement": RESIDENT, "late": 1, "working_dtype": "bf16", "steps": 4}),
-    (2, 2, {"placement": GPU_STEP, "late": 2, "working_dtype": "bf16", "steps": 4}),
+    (2, 2, {**EACH, "placement": GPU_STEP, "late": 2, "working_dtype": "bf16", "steps": 4}),
     (3, 1, {"placement": CPU_STEP, "late": 3, "working_dtype": "bf16", "steps": 4}),
     (2, 1, {"placement": GPU_STEP, "move_to": RESIDENT, "working_dtype": "bf16", "halves": True}),
-    (3, 2, {"placement": RESIDENT, "move_to": CPU_STEP, "working_dtype": "fp16", "halves": True}),
+    (
+        3,
+        2,
+        {
+            **EACH,
+            "placement": RESIDENT,
+            "move_to": CPU_STEP,
+            "working_dtype": "fp16",
+            "halves": True,
+        },
+    ),
+    (3, 1, {"placement": RESIDENT, "working_dtype": "bf16", "move_to": STREAMED_TO_GPU, "halves": True}),
+    (2, 1, {"placement": STREAMED, "clamps": True, "steps": 2}),
+    (4, 1, {"placement": STREAMED, "late": 4, "working_dtype": "bf16", "precision": "tiny"}),
+    (3, 1, {"placements": [STREAMED, LEAST, STREAMED_TO_GPU], "groups": True, "activation_checkpointing": True}),
 ]
 
 
@@ -61,3 +89,28 @@ def test_ranks_equal_one_rank_with_all_their_micro_batches(
     if "loss_factor" in options:  # so much overflows in fp16
         assert not all(map(isfinite, found[0]["norms"]))
     assert_equal(found, train(micro_batches=size * micro_batches, **{**options, **placed}))
+
+
+STEP_QUICK: list[tuple[int, int, dict[str, Any]]] = [
+    (3, 2, {"placement": STREAMED, "working_dtype": "bf16", "halves": True, "steps": 2}),
+    (3, 2, {"placement": RESIDENT, "working_dtype": "bf16", "steps": 2}),
+]
+STEP_SLOW: list[tuple[int, int, dict[str, Any]]] = [
+    (3, 3, {"placement": STREAMED, "working_dtype": "bf16", "precision": "tiny", "groups": True, "late": 6}),
+    (2, 2, {"placement": LATE_GRADIENTS, "working_dtype": "fp16", "loss_factor": 1e4, "late": 7, "steps": 4}),
+    (2, 2, {"placement": GPU_STEP, "model_options": {"frozen": True, "tied": False}, "halves": True, "steps": 2}),
+    (3, 2, {"placement": STREAMED_TO_GPU, "move_to": LEAST, "working_dtype": "bf16", "steps": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "micro_batches", "options"),
+    [*STEP_QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in STEP_SLOW)],
+)
+def test_sums_that_are_exchanged_once_a_step_are_added_rank_by_rank(
+    ranks: RankPool, one_thread: None, size: int, micro_batches: int, options: dict[str, Any]
+) -> None:
+    found = ranks.run(size, train, micro_batches=micro_batches, **options)
+    placed: dict[str, Any] = {"placement": RESIDENT, "late": None, "move_to": None, "simulate_ranks": size}
+    expected = train(micro_batches=size * micro_batches, **{**options, **placed})
+    assert_equal(found, expected)

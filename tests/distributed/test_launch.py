@@ -102,7 +102,8 @@ def train(folder: Path, num_steps: int, dies: tuple[int, Callable[[], Any]] | No
         dist.init_process_group("gloo")
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     told(os.getpid())
-    config = OffloadConfig(learning_rate=1e-2, gradient_accumulation=6 // size, working_dtype="bf16")
+    options: dict[str, Any] = {"exchange": "micro_batch", "gradient_accumulation": 6 // size}
+    config = OffloadConfig(learning_rate=1e-2, working_dtype="bf16", **options)
     made = model(rank, hidden=1100)
     with pytest.MonkeyPatch.context() as patch, OffloadEngine(made, config, device="cpu") as engine:
         if dies is not None and rank == size - 1:

@@ -18,18 +18,21 @@ from tests.planner.machines import H200
 
 
 @pytest.mark.parametrize(
-    ("size", "micro_batches", "options"),
+    ("size", "micro_batches", "exchange", "options"),
     [
-        (2, 1, {"placement": RESIDENT, "tied": True, "hidden": 1100}),
-        (3, 2, {"placement": CPU_STEP, "tied": False, "depth": 3}),
-        pytest.param(4, 1, {"placement": GPU_STEP, "width": 70, "hidden": 5000, "tied": True}, marks=pytest.mark.slow),
+        (2, 1, "step", {"placement": RESIDENT, "tied": True, "hidden": 1100}),
+        (3, 2, "micro_batch", {"placement": CPU_STEP, "tied": False, "depth": 3}),
+        (3, 2, "step", {"placement": RESIDENT, "tied": False, "depth": 3}),
+        pytest.param(
+            4, 1, "step", {"placement": GPU_STEP, "width": 70, "hidden": 5000, "tied": True}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_ranks_receive_what_was_planned(
-    ranks: RankPool, size: int, micro_batches: int, options: dict[str, Any]
+    ranks: RankPool, size: int, micro_batches: int, exchange: str, options: dict[str, Any]
 ) -> None:
     whole = 0
-    for planned, found in ranks.run(size, counted, micro_batches=micro_batches, **options):
+    for planned, found in ranks.run(size, counted, micro_batches=micro_batches, exchange=exchange, **options):
         agreed = [each.pop("agreement") for each in found]
         assert agreed[0] == agreed[1] == agreed[2] > 0
         assert found[0] == {kind: planned[kind] for kind in ("exchange", "norm")}, "no new weights before an update"
@@ -37,7 +40,9 @@ def test_ranks_receive_what_was_planned(
         whole += planned["exchange"]
     shape = {name: value for name, value in options.items() if name != "placement"}
     layers = [layer.shape() for layer in flat_layers(all_used(**shape), OffloadConfig(working_dtype="bf16"))]
-    assert whole == micro_batches * (size - 1) * sum(layer.bucket_bytes() for layer in layers)
+    once = exchange == "step" and micro_batches > 1
+    of_all = [4 * layer.numel if once else micro_batches * layer.bucket_bytes() for layer in layers]
+    assert whole == (size - 1) * sum(of_all)
     assert communicated_bytes(layers, [options["placement"]] * len(layers), micro_batches) == {}
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import ranks as ranks_module
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, RankError
+from offloadkit.offload import states
 from offloadkit.offload.layers import flat_layers
 from offloadkit.optim.norm import norm_blocks
 from tests.distributed.mirrored import MirroredRanks
@@ -24,7 +26,10 @@ from tests.distributed.runs import (
     GPU_ALONE,
     GPU_STEP,
     LATE_GRADIENTS,
+    LEAST,
     RESIDENT,
+    STREAMED,
+    STREAMED_TO_GPU,
     Choosy,
     joined,
     model,
@@ -50,6 +55,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(ranks: RankPool) -> None:
     [
         ((1, 2, 3, 1), {"working_dtype": "bf16", "precision": "tiny"}),
         pytest.param((3, 4, 2), {"placement": RESIDENT, "working_dtype": "fp16"}, marks=pytest.mark.slow),
+        pytest.param((2, 1, 3), {"placement": LEAST, "working_dtype": "bf16"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_with_another_number_of_ranks(
@@ -59,6 +65,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     folder = tmp_path / "checkpoint"
     for at, size in enumerate(sizes):
         more = {"steps": 1, "first_step": at, "save": folder, "resume": folder if at else None, **options}
+        more["exchange"] = "micro_batch"
         found = ranks.run(size, train, micro_batches=12 // size, **more)
         assert len(list(folder.glob("states-*"))) == size
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
@@ -85,9 +92,12 @@ def test_dropout_goes_on_where_it_was_on_each_rank(ranks: RankPool, tmp_path: Pa
 def apart(how: str) -> str:
     """The error of a rank where rank 1 does something else than rank 0."""
     is_first = dist.get_rank() == 0
-    config = OffloadConfig(gradient_accumulation=2, learning_rate=1e-3 if is_first or how != "config" else 2e-3)
+    options: dict[str, Any] = {"learning_rate": 1e-3 if is_first or how != "config" else 2e-3}
+    config = OffloadConfig(gradient_accumulation=2, exchange="micro_batch", **options)
     if how == "placement":
-        config = OffloadConfig(placement=Placement(weights="ram"))
+        config = OffloadConfig(placement=Placement(weights="vram" if is_first else "ram"))
+    if how == "written":
+        config = OffloadConfig(placement=STREAMED)
     first, second = tokens(2)
     engine = None
     try:
@@ -97,7 +107,10 @@ def apart(how: str) -> str:
             engine.drop_gradients()
         if how == "gone" and not is_first:
             return "gone"
-        engine.backward(engine(second))
+        if config.gradient_accumulation > 1:
+            engine.backward(engine(second))
+        if how == "written" and not is_first:
+            engine.module.blocks[1].load_state_dict(engine.module.blocks[0].state_dict())
         engine.step(boundary=True)
     except (ConfigError, EngineStateError, RankError) as error:
         return f"{type(error).__name__}: {error}"
@@ -112,7 +125,8 @@ def apart(how: str) -> str:
     [
         ("model", ["RankError: the ranks build engines for other models"] * 2),
         ("config", ["RankError: the ranks build engines for other models"] * 2),
-        ("placement", ["ConfigError: weights='ram' and states='disk' with 2 ranks"] * 2),
+        ("placement", ["ConfigError: the weights of 'blocks.0' are in different places (VRAM on rank 0, RAM on"] * 2),
+        ("written", ["EngineStateError: weights of 'blocks.1' were written or loaded on rank 1, and not on the"] * 2),
         ("dropped", ["EngineStateError: the ranks have gone apart in their micro-batches (rank 0: 2 in step 0"] * 2),
         ("gone", ["RankError: exchanging gradients with the other ranks failed", "gone"]),
     ],
@@ -128,6 +142,68 @@ def test_a_gradient_that_comes_too_late_is_an_error(monkeypatch: pytest.MonkeyPa
         loss = engine(tokens(1)[0])
         with pytest.raises(EngineStateError, match="got a second gradient after the layer's were sent"):
             engine.backward(loss)
+
+
+def written_after_closing() -> bool:
+    """Whether a rank writes to its own weights once the engines are closed."""
+    made, factor = model(), 2.0 + dist.get_rank()
+    with OffloadEngine(made, OffloadConfig(placement=STREAMED), device="cpu") as engine:
+        engine.backward(engine(tokens(1)[0]))
+        engine.step()
+    weight = made.blocks[0].up.weight
+    before = weight.detach().clone()
+    dist.barrier()
+    with torch.no_grad():
+        weight.mul_(factor)
+    dist.barrier()
+    return torch.equal(weight, before * factor)
+
+
+def test_closing_gives_each_rank_weights_of_its_own(ranks: RankPool) -> None:
+    assert ranks.run(2, written_after_closing) == [True, True]
+
+
+def failing() -> str:
+    """What rank 0 is told of weights in RAM that rank 1 could not step."""
+    made = model()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(states, "optimizer_step", lambda *args: 1 / 0)
+        engine = OffloadEngine(made, OffloadConfig(placement=STREAMED), device="cpu")
+        try:
+            engine.backward(engine(tokens(1)[0]))
+            engine.step()
+            assert engine._newest is not None
+            engine._newest.done.wait()
+            if dist.get_rank() == 0:
+                made.blocks[0].state_dict()
+        except RankError as error:
+            return str(error)
+        finally:
+            with suppress(EngineStateError, RankError):
+                engine.close()
+    return ""
+
+
+def test_nobody_waits_for_a_rank_that_failed(ranks: RankPool) -> None:
+    first, second = ranks.run(2, failing)
+    assert first.startswith("rank 1 has ended, or has raised an error, before it had stepped all weights")
+    assert second == ""
+
+
+def on_two_hosts() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks_module, "_host", dist.get_rank)
+        try:
+            OffloadEngine(model(), OffloadConfig(placement=STREAMED), device="cpu")
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_on_several_hosts_share_no_weights(ranks: RankPool) -> None:
+    for found in ranks.run(2, on_two_hosts):
+        assert found.startswith("the ranks are on several hosts, and sharing RAM is built for one")
 
 
 def alone() -> list[str]:
@@ -175,15 +251,24 @@ def blocks_of(view: Any) -> list[tuple[int, int]]:
     return [(view.first + at, length) for at, length in norm_blocks([(0, view.numel)]).tolist()]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("placement", [CPU_STEP, GPU_STEP, LATE_GRADIENTS, GPU_ALONE, RESIDENT])
+@pytest.mark.parametrize(
+    ("micro_batches", "exchange", "placement"),
+    [
+        *((1, "step", place) for place in (CPU_STEP, GPU_STEP, LATE_GRADIENTS, GPU_ALONE, RESIDENT, STREAMED_TO_GPU)),
+        *((2, "micro_batch", place) for place in (CPU_STEP, GPU_STEP, LATE_GRADIENTS, GPU_ALONE, RESIDENT, LEAST)),
+        *((2, "step", place) for place in (CPU_STEP, LATE_GRADIENTS, STREAMED)),
+    ],
+)
 def test_a_rank_takes_what_was_planned(
-    monkeypatch: pytest.MonkeyPatch, placement: Placement, micro_batches: int
+    monkeypatch: pytest.MonkeyPatch, placement: Placement, micro_batches: int, exchange: Literal["step", "micro_batch"]
 ) -> None:
     monkeypatch.setattr(engine_module, "joined_ranks", lambda device: MirroredRanks(device, rank=1, size=3))
-    config = OffloadConfig(placement=placement, gradient_accumulation=micro_batches, working_dtype="bf16")
+    config = OffloadConfig(
+        placement=placement, gradient_accumulation=micro_batches, exchange=exchange, working_dtype="bf16"
+    )
     with OffloadEngine(TinyLM(tied=False, depth=3), config, device="cpu") as engine:
         engine.backward(engine(tokens(1)[0]))
+        engine._thread.settle()  # staging buffers are given back
         placed, plan = engine._placed, engine.plan
         gradients, exchange = placed.gradients, placed.gradients._exchange
         assert exchange is not None
@@ -195,13 +280,17 @@ def test_a_rank_takes_what_was_planned(
         autograds = max(layer.bucket_bytes() for layer in plan.layers)
         vram, ram = plan.tiers["vram"], plan.tiers["ram"]
         assert in_vram + autograds + sums == vram["gradients"]
-        assert sum(each.weights.flat.nbytes for each in placed.states) == vram["working weights"]
-        where, states = (vram if placement.states == "vram" else ram), ("master weights", "moments")
+        there = [each for each in placed.states if each.weights_slab is None]
+        assert sum(each.weights.flat.nbytes for each in there) == vram["working weights"]
+        ring = 0 if placed._ring is None else placed._ring._memory.nbytes
+        assert ring == vram.get("weight buffers", 0)
+        where, states = plan.tiers[placement.states], ("master weights", "moments")
         taken = sum(sum(array.nbytes for array in each.flat.arrays.values()) for each in placed.states)
         assert taken == sum(where[name] for name in states)
         copies = [each.flat.weights for each in placed.states if each.flat.weights is not each.weights.own]
+        copies += [each.weights.own for each in placed.states if each.weights_slab is not None]  # of what all share
         assert sum(copy.nbytes for copy in copies) == ram.get("working weights", 0)
-        host = sum(each.gradient.host.nbytes for each in placed.states if each.gradient.host is not None)
+        host = sum(each.gradient.window_in_ram.nbytes for each in placed.states if each.gradient.host is not None)
         host += sum(gradients._staging.get().nbytes for _ in range(gradients._staging.qsize()))
         assert host + sums == ram["gradients"]
 

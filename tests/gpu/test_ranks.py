@@ -1,4 +1,4 @@
-"""Two GPUs train as one, bit for bit, over NCCL; they measure and plan together."""
+"""Two GPUs train as one, bit for bit, over NCCL and through shared RAM; they measure and plan together."""
 
 from __future__ import annotations
 
@@ -22,24 +22,44 @@ from offloadkit.telemetry import Telemetry
 from tests.distributed.doors import finetuned, pairs
 from tests.distributed.planning import all_used
 from tests.distributed.pool import RankPool
-from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT, train
+from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT, STREAMED, STREAMED_TO_GPU, train
 from tests.distributed.test_doors import assert_same
 from tests.distributed.test_equal import assert_equal
 from tests.models import tokens
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_two_gpus_equal_one(micro_batches: int) -> None:
+def two_equal_one(micro_batches: int, runs: list[dict[str, Any]], **of_one: Any) -> None:
+    """Each of `runs` is the same on two GPUs, and on one with twice the micro-batches, in VRAM."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     pool = RankPool("nccl")
     try:
-        for placement in (RESIDENT, CPU_STEP, GPU_STEP):
-            options: dict[str, Any] = {"working_dtype": "bf16", "steps": 5, "device": "cuda"}
-            found = pool.run(2, train, micro_batches=micro_batches, placement=placement, **options)
-            assert_equal(found, train(2 * micro_batches, placement=placement, **options))
+        for run in runs:
+            options: dict[str, Any] = {"working_dtype": "bf16", "steps": 5, "device": "cuda", **run}
+            found = pool.run(2, train, micro_batches=micro_batches, **options)
+            alone = {**options, "placement": RESIDENT, "move_to": None, **of_one}
+            assert_equal(found, train(2 * micro_batches, **alone))
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_two_gpus_equal_one(micro_batches: int) -> None:
+    places = (RESIDENT, CPU_STEP, GPU_STEP, STREAMED, STREAMED_TO_GPU)
+    two_equal_one(micro_batches, [{"placement": place, "exchange": "micro_batch"} for place in places])
+
+
+def test_sums_that_are_exchanged_once_a_step_are_added_rank_by_rank() -> None:
+    places = (RESIDENT, CPU_STEP, STREAMED, STREAMED_TO_GPU)
+    two_equal_one(2, [{"placement": place} for place in places], simulate_ranks=2)
+
+
+def test_shared_weights_are_written_between_steps_and_move() -> None:
+    """A layer that was written is unpinned until the next step, and pinned again then."""
+    runs: list[dict[str, Any]] = [{"placement": STREAMED, "halves": True}]
+    runs.append({"placement": STREAMED_TO_GPU, "halves": True, "move_to": RESIDENT})
+    runs.append({"placement": RESIDENT, "halves": True, "move_to": STREAMED})
+    two_equal_one(1, runs)
 
 
 @pytest.mark.parametrize("name", ["t5", "llama"])
@@ -73,7 +93,8 @@ def counted(micro_batches: int) -> tuple[Any, dict[str, int], list[dict[str, int
     """The placements planned for an example, what a GPU receives by the plan, what it received, and how many plan."""
     device, telemetry = torch.device("cuda", dist.get_rank()), Telemetry()
     torch.cuda.set_device(device)
-    config = OffloadConfig(gradient_accumulation=micro_batches, working_dtype="bf16", vram="8GiB")
+    options: dict[str, Any] = {"gradient_accumulation": micro_batches, "exchange": "micro_batch"}
+    config = OffloadConfig(working_dtype="bf16", vram="8GiB", **options)
     made, batches = all_used(tied=False, hidden=4000), tokens(3 * micro_batches, str(device))
     with OffloadEngine(made, config, device=device, telemetry=telemetry, example=batches[0]) as engine:
         for batch in batches:

@@ -24,12 +24,13 @@ from torch.utils.checkpoint import checkpoint
 
 from offloadkit import engine as engine_module
 from offloadkit.config import OffloadConfig, Placement
+from offloadkit.device.host_memory import SharedSlab
 from offloadkit.device.state_file import StateFile
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import EngineStateError
 from offloadkit.offload import states, update
 from offloadkit.offload.update import StepBalancer
-from offloadkit.planner import layout, possible, tier_bytes
+from offloadkit.planner import layout, placed, possible, tier_bytes
 from tests.distributed.mirrored import MirroredRanks
 from tests.happens_before import Wait, Watched, waits, without
 from tests.models import Residual, TinyLM, tokens, train
@@ -277,14 +278,16 @@ def an_update_that_takes_long() -> None:
     assert is_waiting
 
 
-def several_ranks(accumulation: int) -> None:
+def several_ranks(accumulation: int, exchange: str = "micro_batch") -> None:
     """What one rank does; weights are gathered as soon as they are stepped, and at the gates."""
     places = [Placement(), Placement(step="gpu"), LEAST_RAM, IN_VRAM]
+    places = places if exchange == "micro_batch" else [IN_VRAM]
     for at, placement in enumerate(places):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_module, "joined_ranks", MirroredRanks)
             options: dict[str, Any] = {"working_dtype": "bf16", "gradient_accumulation": accumulation}
-            engine = OffloadEngine(lm(), OffloadConfig(placement=placement, **options), device="cpu")
+            options |= {"exchange": exchange, "placement": placement}
+            engine = OffloadEngine(lm(), OffloadConfig(**options), device="cpu")
         with engine:
             assert engine._placed._gathers is not None
             engine._placed._gathers.looks_ahead = at % 2 == 0
@@ -294,6 +297,48 @@ def several_ranks(accumulation: int) -> None:
             engine.synchronize()
             assert isinstance(engine._ranks, MirroredRanks)
             assert engine._ranks.num_gathers == 3 * len(engine._placed.states)
+
+
+def ranks_that_share_weights() -> None:
+    """Other ranks step parts of weights in RAM, and fetch what this one steps. Some of them are written or loaded while
+    blocks that were fetched ahead are on their way."""
+    torch.manual_seed(1)
+    model, part = _Shuffled(depth=6, width=65, hidden=1100), SharedSlab.part
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "joined_ranks", MirroredRanks)
+        engine = OffloadEngine(model, OffloadConfig(placement=Placement(weights="ram")), device="cpu")
+        ranks = engine._ranks
+        assert isinstance(ranks, MirroredRanks)
+
+        def others_have_read() -> None:
+            """They have a mapping of their own: neither a copy nor what becomes of freed memory is anything to them."""
+            told = threading.Event()
+            engine._thread._gpu_worker.jobs.put(told.set)
+            told.wait()
+            ranks.others.record().synchronize()
+
+        patch.setattr(SharedSlab, "part", lambda slab: (others_have_read(), part(slab)))
+        with engine:
+            where = [Placement(weights="ram", step="gpu"), LEAST_RAM, Placement(weights="ram")]
+            layers = engine.plan.layers
+            engine.move(placed(engine.plan, [possible(where[at % 3], layer) for at, layer in enumerate(layers)]))
+            shared = [state for state in engine._placed.states if state.weights_slab is not None]
+            ranks.watch([(each.layer.index, each.weights.flat, each.layer.cuts) for each in shared])
+            best = {name: value.clone() for name, value in model.blocks[1].state_dict().items()}
+            for number, batch in enumerate(tokens(5)):
+                engine.backward(engine(batch))
+                engine.step()
+                if number == 1:
+                    engine.synchronize()
+                    with torch.no_grad():
+                        model.blocks[1](torch.ones(1, 65))  # the next block is fetched ahead
+                    for block in model.blocks:
+                        block.load_state_dict(best)
+                if number == 2:
+                    with torch.no_grad():
+                        model.blocks[2].up.weight.clamp_(-0.1, 0.1)
+            engine.synchronize()
+            others_have_read()
 
 
 RUNS: dict[str, Callable[[], None]] = {
@@ -318,6 +363,8 @@ RUNS: dict[str, Callable[[], None]] = {
     "long update": an_update_that_takes_long,
     "several ranks": lambda: several_ranks(1),
     "several ranks, accumulating": lambda: several_ranks(2),
+    "several ranks, sums": lambda: several_ranks(2, "step"),
+    "several ranks, weights in RAM": ranks_that_share_weights,
 }
 
 
@@ -402,6 +449,12 @@ MISSED_BY = {
         "WeightGathers",
         "Gradients._exchange_layer: self.d2h.wait(exchange.stream.record())",
         "Gradients.end_of_window: self._waits.delay(self._exchange.stream.record())",
+    ],
+    "several ranks, weights in RAM": [
+        "StreamedWeights._wait_for_ranks",
+        "StreamedWeights.finish_reading",
+        "StreamedWeights.begin_write",
+        "Posting.post",
     ],
     "several ranks, accumulating": [
         "GradientExchange.receive: self.stream.wait(self._received_until)",
