@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages 2 and 3 with the optimizer in pinned RAM."""
+"""DeepSpeed's ZeRO stages 2 and 3 with the optimizer in pinned RAM, on one rank or several."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class Zero2(Engine):
     """Gradients and AdamW's states are offloaded; copies overlap; clipping."""
 
     stage = 2
+    offloads = True
+    """Whether states are in RAM, and stepped by DeepSpeed's AdamW for CPUs; else torch's fused AdamW steps them."""
 
     def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
         VramCap(work.vram, device)
@@ -31,26 +33,34 @@ class Zero2(Engine):
         from deepspeed.ops.op_builder import CPUAdamBuilder
 
         self._num_parameters, self._device = model.num_parameters(), device
-        with building("cpu_adam"):
-            CPUAdamBuilder().load(verbose=False)
-        _join_group_of_one()
+        if self.offloads:
+            with building("cpu_adam"):
+                CPUAdamBuilder().load(verbose=False)
+        if "RANK" not in os.environ:
+            _join_group_of_one()
         on_cpu = {"device": "cpu", "pin_memory": True}
         zero: dict[str, Any] = {"stage": self.stage, "contiguous_gradients": True, "overlap_comm": True}
-        zero |= {"offload_optimizer": on_cpu} | ({"offload_param": on_cpu} if self.stage == 3 else {})
+        if self.offloads:
+            zero |= {"offload_optimizer": on_cpu} | ({"offload_param": on_cpu} if self.stage == 3 else {})
         if work.bucket_elements is not None:
             gathered = "stage3_prefetch_bucket_size" if self.stage == 3 else "allgather_bucket_size"
             zero |= {"reduce_bucket_size": work.bucket_elements, gathered: work.bucket_elements}
-        config = {
+        adamw: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.0}
+        config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": work.batch_size,
             "gradient_accumulation_steps": work.accumulation,
             "bf16": {"enabled": dtype == "bf16"},
             "fp16": {"enabled": dtype == "fp16"},
             "zero_optimization": zero,
-            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.0}},
             "gradient_clipping": MAX_GRAD_NORM,
             "steps_per_print": 10**9,
         }
-        self._model, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        given: dict[str, Any] = {"model_parameters": model.parameters()}
+        if self.offloads:
+            config["optimizer"] = {"type": "AdamW", "params": adamw}
+        else:
+            given["optimizer"] = torch.optim.AdamW(model.parameters(), **adamw, fused=True)
+        self._model, *_ = deepspeed.initialize(model=model, config=config, **given)
 
 
 class Zero3(Zero2):
