@@ -29,7 +29,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,16 +183,15 @@ def _together(raws: Sequence[Raw], case: RankCase) -> Raw:
     """One turn's figures: of the slowest and the fullest rank, and sums of tokens and RAM."""
     first, slowest = raws[0], max(raws, key=lambda raw: float(raw["step_seconds"]))
     tokens, planned = sum(raw["num_tokens"] for raw in raws), first.get("planned", {})
-    received = {kind: max(raw["received"].get(kind, 0) for raw in raws) for kind in first["received"]}
     figures = {
         "GPUs": case.num_gpus,
         "tokens/s": round(tokens / slowest["step_seconds"]),
-        "received": received,
+        "received": _most(raw["received"] for raw in raws),
         "link": "PCIe" if case.pcie_only else "as it is",
         "resident RAM of all ranks": sum(raw["resident_bytes"] for raw in raws),
     }
     if "received" in planned:
-        figures["planned to be received"] = planned["received"]
+        figures["planned to be received"] = _most(raw["planned"]["received"] for raw in raws)
     if "uncounted" in first:
         figures["uncounted"] = first["uncounted"]
     return slowest | {
@@ -204,6 +203,14 @@ def _together(raws: Sequence[Raw], case: RankCase) -> Raw:
         "planned": planned,
         "figures": figures,
     }
+
+
+def _most(received: Iterable[dict[str, int]]) -> dict[str, int]:
+    """By kind, the bytes of the rank that has most."""
+    most: dict[str, int] = {}
+    for each in received:
+        most |= {kind: max(number, most.get(kind, 0)) for kind, number in each.items()}
+    return most
 
 
 # ---- in a rank -------------------------------------------------------------------------------------------------------
@@ -298,6 +305,8 @@ def _tree_bytes(kind: str) -> int:
 
 # ---- what the plan says ----------------------------------------------------------------------------------------------
 
+_HOST_RAM = 240 << 30
+"""Of a host with two H200s."""
 _START_SECONDS, _PINNED_PER_SECOND = 45.0, 2e9
 """What importing, measuring and drawing weights take, and how fast RAM is pinned; seen on an H200."""
 
@@ -318,6 +327,7 @@ def planned(cases: Sequence[str] = ()) -> Iterator[str]:
             made = plan(
                 scratch,
                 vram=case.limits(RANK_ENGINES["ours"])["vram"],
+                ram=_HOST_RAM,
                 batch_size=case.batch_size,
                 max_input_length=case.input_length,
                 max_target_length=case.target_length or None,
