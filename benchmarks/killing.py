@@ -69,7 +69,7 @@ def train(folder: Path, last_step: int | None) -> dict[str, torch.Tensor]:
     Returns:
         The weights, in RAM.
     """
-    from offloadkit.config import OffloadConfig
+    from offloadkit.config import OffloadConfig, Placement
     from offloadkit.distributed import world
     from offloadkit.engine import OffloadEngine
 
@@ -83,6 +83,7 @@ def train(folder: Path, last_step: int | None) -> dict[str, torch.Tensor]:
         gradient_accumulation=MICRO_BATCHES // size,
         exchange="micro_batch",  # the order in which one rank adds
         working_dtype="bf16",
+        placement=Placement(),  # nothing is measured or planned
     )
     torch.manual_seed(0)
     model = _Model()

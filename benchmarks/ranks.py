@@ -7,8 +7,8 @@ All of it on two H200s, in commands of at most ten minutes. Each stops by itself
 
     OUT="--out ranks.csv --commit $(git rev-parse --short HEAD)"
     # 1. T5-3B and Llama-8B: ours beside FSDP2
-    python -m benchmarks ranks t5-3b-1x24 t5-3b-2x24 t5-3b-2x28 t5-3b-2 llama-8b-1x24 llama-8b-2x24 llama-8b-2x80 \
-        llama-8b-2 $OUT --seconds 570
+    python -m benchmarks ranks t5-3b-1x24 t5-3b-2x24 t5-3b-2x28 t5-3b-2 llama-8b-2x24 llama-8b-2x80 llama-8b-2 \
+        llama-8b-1x24 $OUT --seconds 570
     # 2. Accumulation on a link and on PCIe, and ranks that are killed
     python -m benchmarks ranks llama-7b-x1 llama-7b-x4 t5-3b-2x24-pcie llama-7b-x1-pcie llama-7b-x4-pcie $OUT \
         --seconds 430; python -m benchmarks killing --seconds 140 $OUT
@@ -246,13 +246,13 @@ def _measure_rank(work: Work, engine_name: str, binds: bool) -> Raw:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     vram = DeviceMemory(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # nothing is to take memory of another GPU
     machine = dict(hardware.describe_machine(device))
     if binds:
         _bind(rank, size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        if binds:
-            dist.init_process_group("nccl")
+    if device.type == "cuda" and size > 1 and binds:
+        dist.init_process_group("nccl")
     world.join()
     let_segments_grow(device)  # the same allocator for every engine
     torch.manual_seed(work.seed)
@@ -305,8 +305,6 @@ def _tree_bytes(kind: str) -> int:
 
 # ---- what the plan says ----------------------------------------------------------------------------------------------
 
-_HOST_RAM = 240 << 30
-"""Of a host with two H200s."""
 _START_SECONDS, _PINNED_PER_SECOND = 45.0, 2e9
 """What importing, measuring and drawing weights take, and how fast RAM is pinned; seen on an H200."""
 
@@ -322,12 +320,13 @@ def planned(cases: Sequence[str] = ()) -> Iterator[str]:
         if "ours" not in case.engines:
             yield head
             continue
+        limits = case.limits(RANK_ENGINES["ours"])
         with tempfile.TemporaryDirectory() as scratch:
             config_of(case.model).save_pretrained(scratch)
             made = plan(
                 scratch,
-                vram=case.limits(RANK_ENGINES["ours"])["vram"],
-                ram=_HOST_RAM,
+                vram=limits["vram"],
+                ram=limits["ram"],
                 batch_size=case.batch_size,
                 max_input_length=case.input_length,
                 max_target_length=case.target_length or None,
