@@ -46,6 +46,7 @@ class _Block(nn.Module):
         self.up, self.down = nn.Linear(_WIDTH, _HIDDEN), nn.Linear(_HIDDEN, _WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.up.weight.dtype)
         return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
 
 
@@ -57,7 +58,7 @@ class _Model(nn.Module):
         self.blocks = nn.ModuleList([_Block() for _ in range(3)])
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        x = rows.to(self.blocks[0].up.weight.dtype)
+        x = rows
         for block in self.blocks:
             x = block(x)
         return (x.float() - rows.flip(-1)).square().mean()

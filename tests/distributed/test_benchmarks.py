@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -39,12 +40,17 @@ RAW: dict[str, Any] = {
 
 def of_rank(**task: Any) -> dict[str, Any]:
     """`measure_rank` in a process of the pool."""
-    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
-    return benchmark.measure_rank(**task)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(dist.get_rank()))
+        patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
+        row = benchmark.measure_rank(**task)
+    gc.collect()  # closes the engine, whose process would end now
+    return row
 
 
 def launched_in(pool: RankPool) -> Callable[..., list[Any]]:
-    """In place of `launch`."""
+    """In place of `launch`. The processes begin now, with this one's environment, and stay for other tests."""
+    pool.run(2, os.getpid)
 
     def run(function: Any, arguments: dict[str, Any], num_ranks: int, **_: Any) -> list[Any]:
         return pool.run(num_ranks, of_rank, **arguments)
