@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages 2 and 3 with the optimizer in pinned RAM."""
+"""DeepSpeed's ZeRO stages 2 and 3 with the optimizer in pinned RAM, on one rank or several."""
 
 from __future__ import annotations
 
@@ -19,20 +19,29 @@ class Zero2(Engine):
     """Gradients and AdamW's states are offloaded; copies overlap; clipping."""
 
     stage: Literal[2, 3] = 2
+    offloads = True
+    """Whether states are in RAM, and stepped by DeepSpeed's AdamW for CPUs; else torch's fused AdamW steps them."""
 
     def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
         VramCap(work.vram, device)
         model = plain_model(work, dtype, torch.device("cpu") if self.stage == 3 else device, device)
-        prepare(on_cpu_steps=True)
+        prepare(on_cpu_steps=self.offloads)
         import deepspeed
 
         self._num_parameters, self._device = model.num_parameters(), device
-        zero = Zero(self.stage, weights="ram" if self.stage == 3 else "vram", recomputed=work.recomputed)
+        weights: Literal["vram", "ram"] = "ram" if self.offloads and self.stage == 3 else "vram"
+        states: Literal["vram", "ram"] = "ram" if self.offloads else "vram"
+        zero = Zero(self.stage, states=states, weights=weights, recomputed=work.recomputed)
         options = OffloadConfig(max_grad_norm=MAX_GRAD_NORM, gradient_accumulation=work.accumulation)
         sizes: dict[str, Any] = {"batch_size": work.batch_size, "bucket_elements": work.bucket_elements}
         config = ds_config(zero, options, dtype, **sizes, pinned=True)
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.0}}
-        self._model, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        adamw: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.0}
+        given: dict[str, Any] = {"model_parameters": model.parameters()}
+        if self.offloads:
+            config["optimizer"] = {"type": "AdamW", "params": adamw}
+        else:
+            given["optimizer"] = torch.optim.AdamW(model.parameters(), **adamw, fused=True)
+        self._model, *_ = deepspeed.initialize(model=model, config=config, **given)
 
 
 class Zero3(Zero2):
