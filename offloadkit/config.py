@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
@@ -203,6 +204,12 @@ class OffloadConfig:
                 parse_bytes(budget)
         if not isinstance(self.placement, Placement | None):
             raise ConfigError(f"placement must be an offloadkit.Placement or None, got {self.placement!r}")
+
+    @property
+    def states_folder(self) -> str | None:
+        """Where optimizer states on disk go; None where neither `disk` nor `placement` asks for any."""
+        on_disk = self.placement is not None and self.placement.states == "disk"
+        return self.disk or (tempfile.gettempdir() if on_disk else None)
 
     @classmethod
     def from_deepspeed(

@@ -230,7 +230,8 @@ class Ranks:
         self._watch.leave()
         if dist.is_initialized():
             for group in (self._between_devices, self._of_main, self._of_stepping):
-                dist.destroy_process_group(group)
+                with suppress(ValueError):  # the program has destroyed all groups, and made others
+                    dist.destroy_process_group(group)
         self._between_devices = self._of_main = self._of_stepping = None
 
     def _abort(self) -> None:

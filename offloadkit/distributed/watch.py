@@ -75,7 +75,7 @@ class Watch:
             if self._has_told:
                 return
             self._has_told = True
-        with suppress(RuntimeError):  # nobody is there
+        with suppress(RuntimeError, ValueError):  # nobody is there, or the program has destroyed all groups
             dist.send(torch.tensor([word]), self._before, group=self._group)
 
     def _wait(self) -> None:

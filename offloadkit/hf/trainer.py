@@ -233,13 +233,33 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             print(text, flush=True)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """The scheduler of the arguments on the engine's optimizer, or the one given to the constructor."""
+        """The scheduler of the arguments on the engine's optimizer, or the one given to the constructor.
+
+        Raises:
+            DataError: the ranks have other rows, or take other numbers of them or of steps.
+        """
+        self._check_alike(num_training_steps)
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if scheduler is self._own_scheduler:
             self._apply_own_schedule()
         if self.args.save_strategy != "no" and not self.args.save_only_model:
             as_json(scheduler.state_dict(), "the scheduler's state")  # what cannot be saved is refused before training
         return scheduler
+
+    def _check_alike(self, num_steps: int) -> None:
+        """Several ranks whose data differ would wait for each other at the end of an epoch. Raises `DataError`."""
+        ranks = None if self.engine is None else self.engine.ranks
+        if ranks is None:
+            return
+        rows = self.train_dataset
+        num_rows = len(rows) if hasattr(rows, "__len__") else -1
+        told = ranks.agree(np.array([num_rows, self._train_batch_size, num_steps])).tolist()
+        if any(each != told[0] for each in told):
+            listed = "; ".join(f"rank {rank}: {', '.join(map(str, each))}" for rank, each in enumerate(told))
+            raise DataError(
+                f"the ranks have other training data or arguments (rows, rows in a micro-batch, steps: {listed}): give "
+                "all ranks all rows and the same arguments; the rows are dealt to them"
+            )
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         """The model as the loop calls it. (A private method of the Trainer.)

@@ -189,6 +189,14 @@ def trained(
     }
 
 
+def trained_on_own_rows(folder: Path) -> None:
+    """Each rank's data have another length."""
+    from tests.hf.training import causal_rows, llama, train
+
+    with as_launched() as (rank, _):
+        train(folder, llama(), causal_rows(8 - 2 * rank), max_steps=2)
+
+
 class Stream(IterableDataset[Any]):
     """Rows without a length."""
 
