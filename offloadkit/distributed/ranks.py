@@ -80,8 +80,8 @@ class Ranks:
             self._between_devices: Any = dist.new_group(backend=backend, timeout=timeout)
             self._of_main: Any = dist.new_group(backend="gloo", timeout=timeout)
             self._of_stepping: Any = dist.new_group(backend="gloo", timeout=timeout)
-            self._of_watch: Any = dist.new_group(backend="gloo", timeout=timeout)
-        self._watch = Watch(self.rank, self.size, self._of_watch, self._abort)
+            of_watch = dist.new_group(backend="gloo", timeout=timeout)
+        self._watch = Watch(self.rank, self.size, of_watch, self._abort)
         self.stream = CopyStream(device, "ranks")
         self._received: Counter[str] = Counter()
 

@@ -85,3 +85,19 @@ def closes_late(file: Path) -> int:
 
 def test_an_engine_that_outlives_its_group_closes(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, closes_late, file=tmp_path / "store") == [2, 2]
+
+
+def threads_after(engines: int) -> list[int]:
+    """How many threads the process has after each of so many engines."""
+    found = []
+    for _ in range(engines):
+        OffloadEngine(model(), OffloadConfig(), device="cpu").close()
+        for thread in [each for each in threading.enumerate() if each.name == "offloadkit-watch"]:
+            thread.join(20)
+        found.append(len(list(Path("/proc/self/task").iterdir())))
+    return found
+
+
+def test_engines_one_after_the_other_leave_no_threads(ranks: RankPool) -> None:
+    for found in ranks.run(2, threads_after, engines=3):
+        assert found[1] == found[2], found
