@@ -15,7 +15,9 @@ in chunks (`loss.py`): the logits exist whole only where somebody reads them.
 that is resumed goes on in the same one (`ragged.py`).
 
 **Several ranks.** `torchrun` or `accelerate launch` starts them; micro-batches are dealt to them (`dealing.py`), and a
-loss is weighted by the targets of all ranks. Rank 0 prints and writes; each rank writes its part of the states.
+loss is weighted by the targets of all ranks. Rank 0 prints and writes; each rank writes its part of the states. New
+weights come to a rank together with the other ranks. So a callback that uses weights on one rank alone, to generate
+say, first calls `trainer.engine.synchronize()` on all ranks, or it waits for them until the timeout.
 
 **A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`), or the
 micro-batch of an evaluation (`OffloadEngine.evaluates`).
