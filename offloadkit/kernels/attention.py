@@ -48,22 +48,40 @@ def available(width: int) -> bool:
     """Whether the kernels run on the current CUDA device. It warns once if Triton is installed but fails."""
     if _kernels is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY:
         return False
-    # As in training: no size is 1, for which Triton compiles another kernel, and there is a mask. A number of keys that
-    # 16 divides has kernels of its own, so both kinds are compiled here and none in a step.
     query = torch.zeros((2, 16, 64, width), dtype=DTYPES[0], device="cuda")
     try:
-        for keys in (64, 72):
-            key, bias, mask = (
-                query.new_zeros(shape) for shape in ((2, 16, keys, width), (1, 16, 64, keys), (2, 1, 64, keys))
-            )
-            outputs = attention(query, key, key, bias, mask, 1.0, 0.1)
-            attention_backward(outputs[0], query, key, key, bias, mask, *outputs, 1.0, 0.1, True)
+        _try(query, query, query[:, :1], 0.1)
     except torch.OutOfMemoryError:  # does not mean that the kernels fail
         raise
     except Exception as error:  # Triton, its driver and its C compiler raise many types
         warnings.warn(f"Triton could not build T5's attention, so the model's own is used: {error}", stacklevel=2)
         return False
     return True
+
+
+def _try(query: Tensor, bias: Tensor, mask: Tensor | None, dropout: float) -> None:
+    """Run all kernels once on small zeros, of these dtypes and with as many heads, and 64 keys. Draws no random number.
+
+    No size is 1, for which Triton would compile another kernel.
+    """
+    heads, width = query.shape[1], query.shape[3]
+    with torch.random.fork_rng([query.device] if query.is_cuda else []), torch.no_grad():
+        query, scores = query.new_zeros((2, heads, 64, width)), bias.new_zeros((1, heads, 64, 64))
+        no_mask = None if mask is None else mask.new_zeros((2, 1, 64, 64))
+        outputs = attention(query, query, query, scores, no_mask, 1.0, dropout)
+        attention_backward(outputs[0], query, query, query, scores, no_mask, *outputs, 1.0, dropout, True)
+
+
+_compiled = set[tuple[Any, ...]]()
+"""Kinds of calls whose kernels for aligned numbers of keys were compiled because others came."""
+
+
+def _compile_aligned(query: Tensor, bias: Tensor, mask: Tensor | None, dropout: float) -> None:
+    """Among any numbers of keys, one that 16 divides will come. It has kernels of its own: compile them now."""
+    kind = (query.device, query.dtype, *query.shape[1::2], bias.dtype, mask is None or mask.dtype, dropout > 0)
+    if kind not in _compiled:
+        _compiled.add(kind)
+        _try(query, bias, mask, dropout)
 
 
 def attend(
@@ -105,6 +123,8 @@ def _attention(
         seed.random_()
     batch, heads, queries, _ = query.shape
     arrays, numbers, constants = _arguments((query, key, value, bias, mask, seed), scaling, dropout)
+    if not constants["aligned"] and query.is_cuda:
+        _compile_aligned(query, bias, mask, dropout)
     blocks = _blocks("forward", query)
     with _cuda.device_of(query):
         grid = (_num_blocks(queries, blocks["block_queries"]), batch * heads)

@@ -79,3 +79,11 @@ def test_it_learns_as_the_models_own_attention_does() -> None:
     mine, own = trained(Placement(), dropout=0.0), trained(Placement(), dropout=0.0, fused=False)
     assert not all(torch.equal(one, other) for one, other in zip(mine, own, strict=True))
     torch.testing.assert_close(mine[0], own[0], rtol=0.02, atol=0.02)
+
+
+def test_trying_the_kernels_draws_no_random_number() -> None:
+    torch.manual_seed(0)
+    before = torch.cuda.get_rng_state()
+    attention_op.available.cache_clear()
+    assert attention_op.available(64)
+    assert torch.equal(torch.cuda.get_rng_state(), before)

@@ -108,7 +108,8 @@ def test_a_loop_of_ones_own_is_set_against_this_gpu(tmp_path: Path, monkeypatch:
     assert figures.slowdown is not None, figures.why_no_slowdown
     assert (figures.slowdown.baseline, figures.slowdown.is_planned) == ("predicted", False)
     budgets = {tier.name: tier.budget for tier in figures.memory}
-    assert budgets["VRAM"] == pytest.approx(torch.cuda.get_device_properties(0).total_memory, rel=0.05)
+    whole = torch.cuda.get_device_properties(0).total_memory
+    assert 0.5 * whole < budgets["VRAM"] <= whole  # other tests may have some of it
     assert budgets["RAM"] is not None
 
 
