@@ -15,7 +15,7 @@ from offloadkit import OffloadConfig, OffloadEngine, Placement, outline
 from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.errors import DoesNotFitError, NonFiniteGradientError
 from offloadkit.planner.layout import ALLOCATOR_BYTES
-from tests.models import TinyLM, tokens
+from tests.models import TinyLM
 from tests.planner.machines import GIB, H200
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -186,9 +186,8 @@ def test_a_budget_of_ram_is_kept_without_a_gpu_too() -> None:
 
 
 def test_a_placement_on_disk_needs_no_folder_to_be_planned() -> None:
-    placement = Placement(states="disk")
-    engine = OffloadEngine(TinyLM(), OffloadConfig(ram="64GiB", placement=placement), device="cpu", example=tokens(1)[0])
-    with engine:
+    config = OffloadConfig(ram="8GiB", placement=Placement(states="disk"))
+    with OffloadEngine(model(), config, device="cpu", example=window(0)[0]) as engine:
         assert engine.plan.total_bytes("disk") > 0
 
 

@@ -40,7 +40,7 @@ from torch.utils.data import IterableDataset
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.integrations.neftune import deactivate_neftune
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
 
 from offloadkit.checkpoint.folder import (
     MANIFEST,
@@ -254,7 +254,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if ranks is None:
             return
         rows = self.train_dataset
-        num_rows = len(rows) if hasattr(rows, "__len__") else -1
+        num_rows = len(rows) if has_length(rows) else -1
         told = ranks.agree(np.array([num_rows, self._train_batch_size, num_steps])).tolist()
         if any(each != told[0] for each in told):
             listed = "; ".join(f"rank {rank}: {', '.join(map(str, each))}" for rank, each in enumerate(told))
