@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -191,10 +191,13 @@ def trained(
 
 def trained_on_own_rows(folder: Path) -> None:
     """Each rank's data have another length."""
-    from tests.hf.training import causal_rows, llama, train
+    from offloadkit.hf.trainer import OffloadTrainer
+    from tests.hf.training import arguments, causal_rows, llama
 
     with as_launched() as (rank, _):
-        train(folder, llama(), causal_rows(8 - 2 * rank), max_steps=2)
+        rows, args = causal_rows(8 - 2 * rank), arguments(folder, max_steps=2)
+        with closing(OffloadTrainer(model=llama(), args=args, train_dataset=rows)) as trainer:
+            trainer.train()
 
 
 class Stream(IterableDataset[Any]):
