@@ -462,7 +462,8 @@ class OffloadEngine:
                 not, all micro-batches of all ranks are simply added.
 
         Raises:
-            EngineStateError: it was called again before `step()`, without gradient accumulation.
+            EngineStateError: it was called again before `step()`, without gradient accumulation; or, on several ranks,
+                more than `gradient_accumulation` times.
             OutOfVramError: the GPU's memory is full. It is a `RepeatWindowError` if the engine has moved to a leaner
                 plan.
             ValueError: the loss is not a scalar.
@@ -473,6 +474,12 @@ class OffloadEngine:
             raise EngineStateError(
                 "backward() was called twice before step(), but gradient_accumulation is 1: "
                 "call step() after each backward(), or set OffloadConfig(gradient_accumulation=...)"
+            )
+        if self._placed.gradients.window_is_full:
+            raise EngineStateError(
+                f"backward() was called more than gradient_accumulation={accumulation} times in a window: the ranks "
+                "exchange their sums in the last one. Call step(boundary=True) before it, or set "
+                "OffloadConfig(gradient_accumulation=...)"
             )
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a scalar loss, got a tensor of shape {tuple(loss.shape)}")
@@ -486,6 +493,7 @@ class OffloadEngine:
         given = loss
         if divisor > 1:
             loss = loss / divisor
+        self._placed.gradients.ends_window = self._num_backwards + 1 == self.config.gradient_accumulation
         with self._records.backward(loss):
             self._update_loss_scale()
             try:

@@ -18,19 +18,20 @@ ASSUMED_DISK = 1.5e9
 
 
 def with_disk(machine: Hardware, folder: str) -> Hardware:
-    """The machine with the disk of `folder`, whose rates are assumed.
+    """The machine with the disk of `folder`, whose rates are assumed. Ranks of the host share it.
 
     Raises:
         OutputError: there is no such folder.
     """
     if not os.path.isdir(folder):
         raise OutputError(f"{folder} is no folder: name one on a local disk, for optimizer states")
+    rate = ASSUMED_DISK / machine.num_ranks
     return replace(
         machine,
         disk_folder=folder,
         disk_free_bytes=shutil.disk_usage(folder).free,
-        disk_read_bytes_per_second=ASSUMED_DISK,
-        disk_write_bytes_per_second=ASSUMED_DISK,
+        disk_read_bytes_per_second=rate,
+        disk_write_bytes_per_second=rate,
     )
 
 

@@ -12,7 +12,7 @@ enum { STREAMED = 1, KEEPS = 2, ON_GPU = 4, ON_DISK = 8, IN_VRAM = 16 };
 
 struct layer_cost {
     double weight_bytes, stepped_bytes, sent_bytes, gradient_bytes, state_bytes, num_chunks, cpu_step, gpu_step, bucket,
-        adding_in_vram, adding_in_ram, norm_in_ram, exchange, gather;
+        adding_in_vram, adding_in_ram, norm_in_ram, exchange, sums_exchange, summing_in_vram, gather;
 };
 
 struct stage_cost {
@@ -308,6 +308,7 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
             seconds += layer->bucket;
             int exchanges = layer->exchange != 0.0;
             if (gradients_in_ram(code) ? exchanges && !adds : adds || exchanges) seconds += layer->adding_in_vram;
+            if (is_last && !gradients_in_ram(code)) seconds += layer->summing_in_vram;
         }
         if (fetched != 0.0) {
             num_streamed++;
@@ -330,6 +331,7 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
             const struct layer_cost *layer = &model->layers[at];
             int in_ram = gradients_in_ram(of->codes[at]);
             double complete = end;
+            if (is_last && layer->sums_exchange != 0.0 && !in_ram) plan_take(&q.link, layer->sums_exchange, end);
             if (layer->exchange != 0.0) {
                 complete = plan_take(&q.link, layer->exchange, adds ? larger(end, drained) : end);
                 memory->sent[num_sent++] = complete;
@@ -345,6 +347,7 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
     }
     if (is_last) {
         double done = plan_launched(&q, m->layer_launches * (double)model->num_layers * m->launch_seconds, 0.0);
+        done = larger(done, q.link);
         for (int64_t at = 0; at < model->num_layers; at++) {
             int64_t code = of->codes[at];
             if (steps_on_cpu(code) && !gradients_in_ram(code))

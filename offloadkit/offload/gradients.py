@@ -16,8 +16,9 @@ What is not there when backward ends is exchanged then. A parameter without a gr
 changes no sum.
 
 With several micro-batches and `exchange="step"` each rank adds up its own, as if it were alone, for whole layers. Then
-each gets all ranks' sums of its range, and adds them in the ranks' order. Sums in VRAM are exchanged at the boundary.
-Sums in RAM lie in memory that the ranks share, and the stepping thread adds them before the norm.
+each gets all ranks' sums of its range, and adds them in the ranks' order. Sums in VRAM are exchanged in the backward of
+the window's last micro-batch, layer by layer; in shorter windows at the boundary. Sums in RAM lie in memory that the
+ranks share, and the stepping thread adds them before the norm.
 
 Sums computed on the device go to RAM at the boundary, with one copy for all layers. They are equal on the CPU and the
 GPU (`optim.norm`). Gradients of an accumulation window are added in the order of its micro-batches.
@@ -94,6 +95,7 @@ class LayerGradient:
         complete: whether the layer was sent, or added to the window, in this backward.
         at_end_only: whether it waits for the end of backward, since a view may get more than one gradient.
         is_begun: with several ranks, whether a micro-batch of this window was exchanged.
+        is_exchanged: with several ranks, whether the window's sum was exchanged; nothing can be added to it any more.
         missing: with several ranks, indices of the views of the window that got none on this rank.
         exchanges_sums: with several ranks, whether each adds up the whole layer's gradient before they exchange it.
         all_sums: such sums in RAM that the ranks share, by rank: fp32, 1-D. This rank's range of its own is `host`.
@@ -123,7 +125,7 @@ class LayerGradient:
         self.device_sums = torch.empty(0)
         self.sums_on_host = False
         self.received, self.window, self.known = set[int](), set[int](), set[int]()
-        self.complete = self.is_begun = False
+        self.complete = self.is_begun = self.is_exchanged = False
         self.at_end_only = self.layer.shared
         self.buffer: torch.Tensor | None = None
         self.accumulated: torch.Tensor | None = None
@@ -230,7 +232,10 @@ class Gradients:
         layers: in definition order.
         order: with several ranks, the indices of the layers as they are exchanged.
         completed: the indices of the layers as the last backward brought them.
+        ends_window: whether the coming backward is that of the window's last micro-batch.
     """
+
+    ends_window = False
 
     def __init__(
         self,
@@ -422,9 +427,9 @@ class Gradients:
     def end_of_backward(self) -> None:
         """Finish the layers that still wait for gradients: this micro-batch does not use all of their views.
 
-        Several ranks that exchange each micro-batch finish all layers, in their order: another rank may have gradients.
+        Several ranks that exchange now finish all layers, in their order: another rank may have gradients.
         """
-        in_order = self._ranks is not None and not self._exchanges_sums
+        in_order = self._exchanges_now
         for layer in [self.layers[at] for at in self.order] if in_order else self.layers:
             if (layer.received or in_order) and not layer.complete:
                 self._finish(layer)
@@ -455,7 +460,7 @@ class Gradients:
         self.d2h.copy(self._host_sums, self._device_sums, "norm sums")
         arrived = self.d2h.record()
         for layer in self.layers:
-            layer.is_begun = False
+            layer.is_begun = layer.is_exchanged = False
         for layer in window:
             layer.sent = arrived
 
@@ -463,22 +468,38 @@ class Gradients:
     def _exchanges_sums(self) -> bool:
         return any(layer.exchanges_sums for layer in self.layers)
 
+    @property
+    def _exchanges_now(self) -> bool:
+        """Whether several ranks exchange layers in this backward."""
+        return self._ranks is not None and (self.ends_window or not self._exchanges_sums)
+
+    @property
+    def window_is_full(self) -> bool:
+        """Whether sums of this window were exchanged, so that no micro-batch can follow."""
+        return any(layer.is_exchanged for layer in self.layers)
+
     def _exchange_window(self, exchange: GradientExchange) -> None:
-        """Bring this rank's sums to the ranks that own them, and add up what this one owns, in VRAM.
+        """Exchange what backward has not: the sums of a window that ends sooner than planned.
 
         Sums in RAM are added by the stepping thread (`StepThread`), for which what is missing is filled in.
         """
         for layer in (self.layers[at] for at in self.order):
-            if not layer.window:
-                continue
-            if layer.all_sums:
+            if layer.window and layer.all_sums:
                 layer.sums_on_host = True
                 self._submit(partial(layer.forget_missing, layer.missing))
-                continue
-            assert layer.accumulated is not None
-            for index in layer.missing:
-                layer.accumulated[layer.layer.views[index].elements].fill_(-0.0)
-            exchange.add(exchange.receive(layer.accumulated, layer.layer), layer.kept, begins=True)
+            elif layer.window and not layer.is_exchanged:
+                self._exchange_sum(exchange, layer, layer.missing)
+
+    def _exchange_sum(self, exchange: GradientExchange, layer: LayerGradient, missing: Iterable[int]) -> None:
+        """Bring this rank's sum in VRAM to the ranks that own it, and add up what this one owns of all ranks' sums.
+
+        missing: indices of views that got no gradient in this window, and hold what is older.
+        """
+        assert layer.accumulated is not None
+        for index in missing:
+            layer.accumulated[layer.layer.views[index].elements].fill_(-0.0)
+        exchange.add(exchange.receive(layer.accumulated, layer.layer), layer.kept, begins=True)
+        layer.is_exchanged = True
 
     def drop(self) -> None:
         """Forget the gradients of this window."""
@@ -486,7 +507,7 @@ class Gradients:
         for layer in self.layers:
             layer.window.clear()
             layer.received.clear()
-            layer.complete = layer.is_begun = False
+            layer.complete = layer.is_begun = layer.is_exchanged = False
             self._release(layer, None)
             for view in layer.layer.views:
                 view.parameter.grad = None
@@ -509,10 +530,17 @@ class Gradients:
         layer.known |= layer.received
         first, again = layer.received - layer.window, layer.received & layer.window
         layer.window |= layer.received
-        if self._exchange is not None and not layer.exchanges_sums:
+        if self._exchange is None or layer.exchanges_sums:
+            self._take_in(layer, first, again)
+        if self._exchange is not None and self._exchanges_now:
             self._completing.append(self.layers.index(layer))
             self._exchange_in_order(self._exchange)
-        elif self._accumulation == 1:
+
+    def _take_in(self, layer: LayerGradient, first: set[int], again: set[int]) -> None:
+        """Send a micro-batch's gradient to RAM, or add it to the window: of the views `first` to begin with."""
+        if not layer.received:
+            return
+        if self._accumulation == 1:
             if not layer.on_device:
                 self._send(layer)
         elif layer.on_device:
@@ -535,7 +563,10 @@ class Gradients:
             if not layer.complete:
                 return
             self._num_exchanged += 1
-            self._exchange_layer(exchange, layer)
+            if not layer.exchanges_sums:
+                self._exchange_layer(exchange, layer)
+            elif not layer.all_sums:
+                self._exchange_sum(exchange, layer, set(range(len(layer.layer.views))) - layer.window)
 
     def _exchange_layer(self, exchange: GradientExchange, layer: LayerGradient) -> None:
         """Bring a micro-batch's gradient to the ranks that own it, and add up what this one owns."""
@@ -639,7 +670,7 @@ class Gradients:
 
     def _reopen(self, layer: LayerGradient) -> None:
         """A gradient came after its layer was sent: the layer is used twice. Send it at the end of backward instead."""
-        if self._exchange is not None and not layer.exchanges_sums:
+        if self._exchange is not None and (layer.is_exchanged or not layer.exchanges_sums):
             raise EngineStateError(
                 f"a parameter of {layer.layer.name!r} got a second gradient after the layer's were sent to the other "
                 "ranks: blocks that torch recomputes and that are used twice are trained on one GPU only. Use "

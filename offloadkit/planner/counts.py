@@ -30,7 +30,7 @@ from offloadkit.planner.layout import (
     is_built,
     library_bytes,
 )
-from offloadkit.planner.phases import forward_bytes, ram_peak, staged_bytes
+from offloadkit.planner.phases import forward_bytes, handed_over_bytes, ram_peak, staged_bytes
 from offloadkit.planner.seconds import IN_VRAM
 from offloadkit.planner.work import MicroBatch
 
@@ -110,9 +110,11 @@ class Spread:
         *,
         frozen_bytes: int,
         context_bytes: int,
+        one_host: bool = True,
     ) -> None:
         """
         Args:
+            one_host: whether all ranks are on one.
             frozen_bytes: VRAM of frozen parameters and buffers.
             context_bytes: VRAM of the process that is not torch's.
         """
@@ -122,10 +124,12 @@ class Spread:
         self.block_of = np.array([number.get(layer.name, -1) for layer in layers])
         self._shared = np.array([layer.shared for layer in layers])
         self._exchanges = layers[0].num_ranks > 1
-        self._may_stream = (self.block_of >= 0) & ~self._shared & is_built(Placement("ram"), layers[0].num_ranks)
+        self._may_stream = (self.block_of >= 0) & ~self._shared & one_host
+        in_ram = Placement(gradients="ram")
+        self._must_keep = ~np.array([is_built(in_ram, layer, accumulation, one_host=one_host) for layer in layers])
         self._columns = np.arange(len(layers))
         self._fixed_vram = frozen_bytes + context_bytes + library_bytes(layers)
-        self._all_weights = frozen_bytes + sum(layer.weight_bytes() for layer in layers)
+        self._frozen_bytes = frozen_bytes
         self._staged, self._forward = staged_bytes(layers), forward_bytes(work)
         self._activations = cache(self._activations_of)
         self._take_tables()
@@ -156,6 +160,7 @@ class Spread:
         summed = self._exchanges and accumulation == 1
         self._summed = np.array([layer.gradient_bytes(accumulation) * summed for layer in layers], dtype=np.int64)
         self._weights = np.array([layer.weight_bytes() for layer in layers], dtype=np.int64)
+        self._from_ram = np.array([handed_over_bytes(layer, "ram") for layer in layers], dtype=np.int64)
         self._same_name = np.array([[one.name == other.name for other in layers] for one in layers], dtype=np.int64)
 
     # -- placements
@@ -184,7 +189,7 @@ class Spread:
         before = np.cumsum(in_ram, 1) - in_ram
         on_gpu = in_ram & _is_among(column("gpu_steps"), before, np.maximum(1, in_ram.sum(1))[:, None])
         kept = np.array([counts.gradients_in_vram for counts in some])[:, None]
-        keeps = (kept == "all") | (on_gpu & (kept == "gpu"))
+        keeps = (kept == "all") | (on_gpu & (kept == "gpu")) | self._must_keep
         codes = streamed * _STREAMED + keeps * _KEEPS + on_gpu * _ON_GPU + on_disk * _ON_DISK
         return np.where(in_vram, _IN_VRAM, codes)
 
@@ -204,7 +209,8 @@ class Spread:
         vram = self._fixed_vram + self._vram[self._columns, codes].sum(1) + shared_vram
         vram = np.maximum(vram + held[:, 0], vram - gradients + self._forward)
         slabs = self._ram[self._columns, codes].sum(1) + shared_ram
-        moved = self._all_weights * _any(codes, lambda where: where.weights == "ram")
+        streamed = each(codes, lambda where: where.weights == "ram")
+        moved = streamed.any(1) * (self._frozen_bytes + np.where(streamed, self._from_ram, self._weights).sum(1))
         ram = FRAMEWORK_RAM_BYTES["cuda"] + np.maximum(slabs + held[:, 1], moved)
         return np.stack([vram, ram, self._disk[self._columns, codes].sum(1)], 1)
 

@@ -207,9 +207,15 @@ def communicated_bytes(
     }
 
 
-def is_built(placement: Placement, num_ranks: int) -> bool:
-    """Whether the search takes such a placement for so many ranks; it knows no seconds of others."""
-    return num_ranks == 1 or (placement.weights == "vram" and placement.states != "disk")
+def is_built(placement: Placement, layer: LayerShape, accumulation: int, *, one_host: bool) -> bool:
+    """Whether the engine has such a placement of the layer: several hosts share no RAM, neither for weights nor for
+    sums that are exchanged once.
+
+    Args:
+        one_host: whether all ranks are on one.
+    """
+    sums_in_ram = placement.gradients == "ram" and layer.sums_whole(accumulation)
+    return one_host or not (placement.weights == "ram" or sums_in_ram)
 
 
 def cpu_can_step(placement: Placement) -> bool:

@@ -53,6 +53,7 @@ def _searched(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan | None
 
 def _down_the_rungs(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan | None:
     where, now = list(plan.placements), _totals(plan, plan.placements)
+    one_host = plan.num_gpus == plan.num_on_host
 
     def too_much(found: Mapping[str, int]) -> bool:
         others = (tier for tier in TIERS if tier != short)
@@ -62,7 +63,7 @@ def _down_the_rungs(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan 
         before = list(where)
         for at in reversed(range(len(where))):
             old, new = where[at], possible(rung(where[at]), plan.layers[at])
-            where[at] = new if is_built(new, plan.num_gpus) else old
+            where[at] = new if is_built(new, plan.layers[at], plan.accumulation, one_host=one_host) else old
             found = _totals(plan, where)
             if too_much(found):
                 where[at] = old

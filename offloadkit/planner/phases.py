@@ -44,9 +44,23 @@ def staged_bytes(layers: Sequence[LayerShape]) -> int:
     return max((layer.weight_bytes() for layer in layers), default=0)
 
 
-def moved_bytes(weights: int, placements: Sequence[Placement]) -> int:
-    """RAM that the model takes when its engine is closed: all `weights`, if those of any layer were in RAM."""
-    return weights if any(where.weights == "ram" for where in placements) else 0
+def moved_bytes(layers: Sequence[LayerShape], placements: Sequence[Placement], frozen: int) -> int:
+    """RAM that the model takes when its engine is closed: all weights, if those of any layer were in RAM.
+
+    Of weights that ranks share it is this one's part: they are copied where a rank writes to them later.
+
+    Args:
+        frozen: bytes of frozen parameters and buffers.
+    """
+    if all(where.weights == "vram" for where in placements):
+        return 0
+    placed = zip(layers, placements, strict=True)
+    return frozen + sum(handed_over_bytes(layer, where.weights) for layer, where in placed)
+
+
+def handed_over_bytes(layer: LayerShape, weights: Literal["vram", "ram"]) -> int:
+    """RAM of a layer's weights when the engine is closed, if they lived there or are brought there."""
+    return layer.stepped_bytes() if weights == "ram" else layer.weight_bytes()
 
 
 def ram_peak(slabs: int, held: int, staged: int, moved: int) -> int:
@@ -83,8 +97,7 @@ def phases_of(
     slabs, lasting = sum(ram.values()), sum(vram.values())
     built = lasting - buffer_bytes(list(zip(layers, placements, strict=True)), accumulation)["vram"]["gradients"]
     staged = staged_bytes(layers)
-    weights = sum(layer.weight_bytes() for layer in layers) + vram.get("frozen weights", 0)
-    moved = moved_bytes(weights, placements)
+    moved = moved_bytes(layers, placements, vram.get("frozen weights", 0))
     forward = forward_bytes(work)
     generating = forward + _cache_bytes(work)
     begun, full = framework + slabs, framework + slabs + held_in_ram

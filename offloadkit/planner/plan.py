@@ -20,7 +20,6 @@ from offloadkit.planner.layout import (
     activations,
     choices,
     communicated_bytes,
-    is_built,
     possible,
     run_bytes,
 )
@@ -278,7 +277,9 @@ def make_plan(
     states in RAM. The budgets are the config's `vram` and `ram`, or else what the machine has free. The other arguments
     are those of `Basis`.
     """
-    layers = tuple(replace(layer, precision=config.precision, optimizer=config.optimizer) for layer in layers)
+    of_run: Any = {"precision": config.precision, "optimizer": config.optimizer}
+    of_run["exchanges_sums"] = config.exchange == "step"
+    layers = tuple(replace(layer, **of_run) for layer in layers)
     basis = Basis(config, frozen, frozen_bytes, work, hardware, assumed)
     budgets = _budgets(config, hardware, layers[0].num_ranks)
     return _plan(layers, basis, budgets, _placements(layers, basis, budgets))
@@ -362,7 +363,7 @@ def _budgets(config: OffloadConfig, hardware: Hardware | None, num_ranks: int) -
 def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, int]) -> tuple[Placement, ...]:
     config, work, hardware = basis.config, basis.work, basis.hardware
     if config.placement is None and work is not None and hardware is not None and hardware.device != "cpu":
-        return _search(tuple(layers), basis, work, hardware).best(*_room(layers, budgets, hardware))
+        return _search(tuple(layers), basis, work, hardware).best(*_room(budgets, hardware))
     placement = config.placement or Placement()
     if config.activation_checkpointing and placement.activations == "keep":
         placement = replace(placement, activations="checkpoint")
@@ -390,10 +391,9 @@ def _kept_search(
     return Search(layers, work, hardware, accumulation, frozen_bytes=frozen_bytes, **options)
 
 
-def _room(layers: Sequence[LayerShape], budgets: Mapping[str, int], hardware: Hardware) -> tuple[int, int, int]:
+def _room(budgets: Mapping[str, int], hardware: Hardware) -> tuple[int, int, int]:
     """Bytes of VRAM, RAM and disk that may be used."""
-    with_disk = hardware.disk_read_bytes_per_second and is_built(Placement(states="disk"), layers[0].num_ranks)
-    return budgets["vram"], budgets["ram"], budgets["disk"] if with_disk else 0
+    return budgets["vram"], budgets["ram"], budgets["disk"] if hardware.disk_read_bytes_per_second else 0
 
 
 # ---- a plan in words -----------------------------------------------------------------------------
@@ -635,6 +635,11 @@ def replanned(
     )
 
 
+def exchanged_otherwise(plan: Plan) -> Plan:
+    """The plan made again with the other order in which several GPUs exchange gradients (`OffloadConfig.exchange`)."""
+    return replanned(plan, exchange="micro_batch" if plan.basis.config.exchange == "step" else "step")
+
+
 def nearest_fits(plan: Plan, most: int = 3) -> list[tuple[str, Plan]]:
     """Up to `most` plans that fit, each with the words for what to change. Smaller changes come first.
 
@@ -794,7 +799,7 @@ def _help(plan: Plan) -> Iterator[str]:
 
 
 def _help_of_gpus(plan: Plan) -> Iterator[str]:
-    """Sentences on what another GPU would bring, and on what fewer exchanges would save."""
+    """Sentences on what another GPU, fewer exchanges and the other order of exchange would bring."""
     if plan.seconds is None or plan.tokens_per_second is None:
         return
     other = _with_another_gpu(plan)
@@ -811,6 +816,22 @@ def _help_of_gpus(plan: Plan) -> Iterator[str]:
         now, then = (format_bytes(sum(each.communicated.values()) // each.accumulation) for each in (plan, rarely))
         faster = _faster(rarely, rarely.tokens_per_second / plan.tokens_per_second)
         yield f"gradient_accumulation={number} would communicate {then} a micro-batch instead of {now}: {faster}"
+    if plan.accumulation > 1:
+        yield _in_the_other_order(plan)
+
+
+def _in_the_other_order(plan: Plan) -> str:
+    """A sentence on what the other order of exchange would bring: bytes of a step, and the speed."""
+    other = exchanged_otherwise(plan)
+    order = other.basis.config.exchange
+    assert other.tokens_per_second is not None
+    assert plan.tokens_per_second is not None
+    if not other.fits:
+        return f"exchange={order!r} {why_not(other)}"
+    now, then = (format_bytes(sum(each.communicated.values())) for each in (plan, other))
+    ratio = other.tokens_per_second / plan.tokens_per_second
+    speed = f"{', '.join(_speed(other))}, {ratio:.3g}x as fast"
+    return f"exchange={order!r} would communicate {then} a step instead of {now}: {speed} (it rounds sums otherwise)"
 
 
 def _with_another_gpu(plan: Plan) -> Plan | None:
@@ -841,7 +862,7 @@ def _is_short_of_ram(plan: Plan) -> bool:
     if plan.basis.config.placement is not None:
         return False
     search = _search(plan.layers, plan.basis, work, hardware)
-    return search.is_short_of_ram(*_room(plan.layers, plan.budgets, hardware))
+    return search.is_short_of_ram(*_room(plan.budgets, hardware))
 
 
 def _by_phase(plan: Plan) -> Iterator[str]:

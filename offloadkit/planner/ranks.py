@@ -17,7 +17,10 @@ GPUS_PER_HOST = 8
 NETWORK_BYTES_PER_SECOND = 40e9
 """What a GPU receives from other hosts: 400 Gbit/s for each, of which four fifths are reached (assumed)."""
 
-_SHARED = (*CPU_STEP_RATES.values(), "dram_bytes_per_second", "cpu_and_bus_bytes_per_second")
+_SHARED = (
+    *(*CPU_STEP_RATES.values(), "dram_bytes_per_second", "cpu_and_bus_bytes_per_second"),
+    *("disk_read_bytes_per_second", "disk_write_bytes_per_second"),
+)
 """Rates that all ranks of a host have together."""
 _OF_BUS = ("h2d_bytes_per_second", "d2h_bytes_per_second", "both_bytes_per_second")
 """Rates of a GPU's own bus, as far as RAM serves all of them."""

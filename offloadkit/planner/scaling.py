@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offloadkit.planner.plan import Plan, replanned
+from offloadkit.planner.plan import Plan, exchanged_otherwise, replanned
 from offloadkit.planner.ranks import NETWORK_BYTES_PER_SECOND, for_ranks
 from offloadkit.units import format_bytes, format_seconds
 
@@ -17,10 +17,13 @@ class Grown:
     Attributes:
         efficiency: tokens/s, divided by those of one GPU with as many micro-batches, times the number of GPUs. More
             than 1 means that less is offloaded.
+        otherwise: the plan that exchanges each micro-batch, if `plan` exchanges sums, or the other way round. None with
+            one GPU, or with one micro-batch, which is exchanged in both.
     """
 
     plan: Plan
     efficiency: float
+    otherwise: Plan | None
 
     @property
     def received_bytes(self) -> int:
@@ -46,14 +49,17 @@ def grown(
             other = replanned(replace(plan, layers=layers), hardware=share, gradient_accumulation=accumulation)
             assert alone is not None
             assert other.tokens_per_second is not None
-            yield Grown(other, other.tokens_per_second / (number * alone))
+            otherwise = exchanged_otherwise(other) if min(number, accumulation) > 1 else None
+            yield Grown(other, other.tokens_per_second / (number * alone), otherwise)
 
 
 def scaling_table(
     plan: Plan, numbers: Sequence[int], accumulations: Sequence[int], network: float = NETWORK_BYTES_PER_SECOND
 ) -> str:
-    """`grown` as a table in Markdown."""
-    head = ("GPUs", "micro-batches", "VRAM each", "RAM a host", "received a micro-batch", "step", "tokens/s", "scaling")
+    """`grown` as a table in Markdown. The last column is for the other order of exchange."""
+    head: tuple[str, ...] = ("GPUs", "micro-batches", "VRAM each", "RAM a host", "received a micro-batch", "step")
+    order = "micro_batch" if plan.basis.config.exchange == "step" else "step"
+    head += ("tokens/s", "scaling", f'tokens/s, "{order}"')
     rows = [head, ("---:",) * len(head)]
     for each in grown(plan, numbers, accumulations, network):
         made, needs = each.plan, each.plan.needs()
@@ -68,6 +74,7 @@ def scaling_table(
                 format_seconds(made.seconds.step, digits=3),
                 f"{made.tokens_per_second:,.0f}",
                 f"{each.efficiency:.2f}",
+                f"{each.otherwise.tokens_per_second:,.0f}" if each.otherwise else "-",
             )
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -18,7 +18,6 @@ from offloadkit.planner.layout import (
     activations,
     buffer_bytes,
     choices,
-    is_built,
     library_bytes,
 )
 from offloadkit.planner.phases import forward_bytes, moved_bytes, ram_peak, staged_bytes
@@ -115,13 +114,13 @@ class Search:
         """
         self._layers, self._work, self._hardware, self._accumulation = layers, work, hardware, accumulation
         self._frozen_bytes, self._all_recomputed = frozen_bytes, all_recomputed
-        self._all_weights = frozen_bytes + sum(layer.weight_bytes() for layer in layers)
         self.model = StepModel(layers, work, hardware, accumulation, compiled=compiled)
+        one_host = layers[0].num_ranks <= hardware.num_ranks
         memory = {"frozen_bytes": frozen_bytes, "context_bytes": hardware.vram_context_bytes}
-        self._spread = Spread(layers, work, accumulation, **memory)
+        self._spread = Spread(layers, work, accumulation, one_host=one_host, **memory)
         self._quick = QuickSeconds(self.model, self._spread, hardware, accumulation)
         self._num_blocks = len(self._spread.blocks)
-        self._num_streamed = self._num_blocks if is_built(Placement("ram"), layers[0].num_ranks) else 0
+        self._num_streamed = self._num_blocks if one_host else 0
         self._needs: dict[Counts, _Room] = {}
         self._phases: dict[Counts, Phases] = {}
         self.placements, self.best = cache(self._spread.placements), cache(self._best)
@@ -144,7 +143,8 @@ class Search:
         held = activations(self._work, choices(self._layers, placements, self._work))
         vram += sum(buffers["vram"].values()) + self._hardware.vram_context_bytes + library_bytes(self._layers)
         vram = max(vram + held.vram, vram - buffers["vram"]["gradients"] + forward_bytes(self._work))
-        slabs, moved = ram + sum(buffers["ram"].values()), moved_bytes(self._all_weights, placements)
+        slabs = ram + sum(buffers["ram"].values())
+        moved = moved_bytes(self._layers, placements, self._frozen_bytes)
         return vram, FRAMEWORK_RAM_BYTES["cuda"] + ram_peak(slabs, held.ram, staged_bytes(self._layers), moved), disk
 
     def learn(self, some: Iterable[Counts]) -> None:

@@ -8,7 +8,8 @@ A step has two phases. They do not overlap, because clipping needs the whole nor
 - backward, beside the copies of gradients to RAM.
 
 With several ranks a step is that of one rank, beside the others. Backward's gradients are exchanged layer by layer over
-the link, which forward's new weights are gathered over. Both have one order, so each waits for the one before it.
+the link, which forward's new weights are gathered over. Both have one order, so each waits for the one before it. Sums
+that are exchanged once a step go in the last backward, and those in RAM are added before the norm.
 
 Each resource works through its own queue. A layer's work starts once its inputs have arrived and a buffer is free.
 
@@ -155,7 +156,8 @@ class StepModel:
             self.stages.append(cost)
         self.layers = [layer for stage in self.stages for layer in stage.layers]
         others = layers[0].num_ranks - 1
-        self.agreeing = 2 * others * AGREE_SECONDS  # what gradients there are, and the norm
+        meetings = 3 if layers[0].sums_whole(accumulation) else 2  # what gradients there are, sums in RAM, the norm
+        self.agreeing = meetings * others * AGREE_SECONDS
         self._resources = (*RESOURCES, "link") if others else RESOURCES
 
     def on_large_gpu(self) -> float:
@@ -351,6 +353,8 @@ class StepModel:
                 seconds += layer.bucket
                 if (adds or layer.exchange) if where.gradients == "vram" else (layer.exchange and not adds):
                     seconds += layer.adding_in_vram
+                if is_last and where.gradients == "vram":
+                    seconds += layer.summing_in_vram
             if fetched:
                 num_streamed += 1
                 if num_streamed > NUM_WEIGHT_BUFFERS:  # else still in VRAM since forward
@@ -370,6 +374,8 @@ class StepModel:
                 ends.append(end)
             for layer in unit.layers:
                 in_ram, complete = placements[layer.index].gradients == "ram", end
+                if is_last and layer.sums_exchange and not in_ram:
+                    queues.take("link", layer.sums_exchange, end)
                 if layer.exchange:  # what was received, or its sum, leaves the device before the next one's comes
                     complete = queues.take("link", layer.exchange, max(end, drained) if adds else end)
                     sent.append(complete)
@@ -385,6 +391,7 @@ class StepModel:
                         added.append(queues.take("CPU step", layer.adding_in_ram, drained))
         if is_last:
             done = queues.launched(LAYER_LAUNCHES * len(placements) * self._hardware.launch_seconds, 0.0)
+            done = max(done, queues.free["link"])
             for layer in self.layers:  # whose gradients stayed in VRAM until now, and which the CPU steps
                 where = placements[layer.index]
                 if where.step == "cpu" and where.gradients == "vram":
@@ -469,9 +476,14 @@ class LayerCost:
     adding_in_ram: float
     """Adding a gradient to the fp32 sum in RAM, after the copy wrote the gradient there."""
     norm_in_ram: float
-    """Computing the norm of the sum in RAM, which is never in VRAM."""
+    """Computing the norm of the sum in RAM, which is never in VRAM; before that, adding all ranks' sums there, if they
+    are exchanged once a step."""
     exchange: float
-    """Receiving all ranks' gradients of one micro-batch; 0 with one rank."""
+    """Receiving all ranks' gradients of one micro-batch; 0 with one rank, and if sums are exchanged."""
+    sums_exchange: float
+    """Receiving all ranks' sums of a window, where they are in VRAM; 0 if each micro-batch is exchanged."""
+    summing_in_vram: float
+    """Adding these up."""
     gather: float
     """Receiving the new weights that the other ranks have stepped."""
 
@@ -487,12 +499,22 @@ class LayerCost:
 def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: int) -> LayerCost:
     """The costs of a layer. They do not depend on its placement."""
     vram, dram = hardware.vram_bytes_per_second * STEP_EFFICIENCY, hardware.cpu_adamw_bytes_per_second
-    gradient, bucket, received = layer.gradient_bytes(accumulation), layer.bucket_bytes(), layer.received_bytes(1)
+    gradient, bucket, received = (
+        layer.gradient_bytes(accumulation),
+        layer.bucket_bytes(),
+        layer.staged_bytes(accumulation),
+    )
     traffic, own, ranks = layer.step_bytes(accumulation), layer.own_numel, layer.num_ranks
+    sums = layer.sums_whole(accumulation)
+    added = layer.numel if sums else own * ranks  # by one micro-batch
     num_chunks = max(1, -(-own // STEP_CHUNK))
+    of_all = layer.received_bytes(accumulation)
     link = link_rate(hardware, ranks)
-    exchanged = received // layer.num_ranks * (layer.num_ranks - 1)  # of one micro-batch
+    exchange = of_all // ranks * (ranks - 1) / link + EXCHANGE_SECONDS if ranks > 1 else 0.0
     gathered = layer.weight_bytes() - layer.stepped_bytes()
+    norm = gradient / (dram * NORM_EFFICIENCY) if accumulation > 1 else 0.0
+    if sums:  # into rank 0's sum, which the other ranks copy then
+        norm += 4 * own * (3 * (ranks - 1) + 2) / (dram * ADD_EFFICIENCY)
     return LayerCost(
         index=index,
         weight_bytes=layer.weight_bytes(),
@@ -505,10 +527,12 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
         cpu_step=traffic / cpu_step_rate(layer.precision, hardware) + STEP_LAUNCHES * hardware.launch_seconds,
         gpu_step=traffic / vram + KERNEL_SECONDS,
         bucket=3 * bucket / vram,
-        adding_in_vram=(8 * own * ranks + received) / vram,
-        adding_in_ram=(8 * own * ranks + 2 * received) / (dram * ADD_EFFICIENCY),
-        norm_in_ram=gradient / (dram * NORM_EFFICIENCY) if accumulation > 1 else 0.0,
-        exchange=exchanged / link + EXCHANGE_SECONDS if ranks > 1 else 0.0,
+        adding_in_vram=(8 * added + received) / vram,
+        adding_in_ram=(8 * added + 2 * received) / (dram * ADD_EFFICIENCY),
+        norm_in_ram=norm,
+        exchange=0.0 if sums else exchange,
+        sums_exchange=exchange if sums else 0.0,
+        summing_in_vram=(8 * own * ranks + of_all) / vram if sums else 0.0,
         gather=gathered / link + EXCHANGE_SECONDS if ranks > 1 else 0.0,
     )
 

@@ -13,7 +13,7 @@ def rows(text: str) -> Iterator[tuple[str, str, str, float]]:
     """GPUs, micro-batches, bytes received and tokens/s of each row of the page's tables."""
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 8 and cells[0].isdigit():
+        if len(cells) == 9 and cells[0].isdigit():
             yield cells[0], cells[1], cells[4], float(cells[6].replace(",", ""))
 
 

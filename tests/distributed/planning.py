@@ -19,6 +19,7 @@ from offloadkit.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError
 from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu
+from offloadkit.outline import plan_for
 from offloadkit.telemetry import Telemetry
 from tests.distributed.runs import model
 from tests.models import TinyLM, tokens
@@ -52,6 +53,36 @@ def counted(
             engine.step()
         engine.synchronize()
         return engine.plan.communicated, [record.received for record in telemetry.records]
+
+
+def least_vram(card: Hardware, exchange: str) -> tuple[dict[str, int], list[dict[str, int]], dict[str, int]]:
+    """Train by the plan with the least VRAM: as `counted`, and bytes of weights in RAM.
+
+    The latter are planned and taken ("planned", "taken"), and those of weights that live there ("living").
+    """
+    made, telemetry, batches = all_used(tied=False, depth=9, hidden=900), Telemetry(), tokens(6)
+    run: dict[str, Any] = {"gradient_accumulation": 2, "exchange": exchange, "working_dtype": "bf16"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "measure", partial(unlike, card))
+        patch.setattr(machine, "is_measured", lambda *_: True)
+        short = plan_for(made, OffloadConfig(vram="1GiB", **run), CPU, batches[0])
+        assert short is not None
+        config = OffloadConfig(vram=short.needs()["vram"], **run)
+        with OffloadEngine(made, config, device="cpu", telemetry=telemetry, example=batches[0]) as engine:
+            for batch in batches:
+                engine.backward(engine(batch))
+                engine.step()
+            engine.synchronize()
+            plan, states = engine.plan, engine._placed.states
+            assert [state.placement for state in states] == list(plan.placements)
+            living = [state.weights.own.nbytes for state in states if state.weights_slab is not None]
+            copies = [state.flat.weights for state in states if state.flat.weights is not state.weights.own]
+            weights = {
+                "planned": plan.tiers["ram"]["working weights"],
+                "taken": sum(living) + sum(copy.nbytes for copy in copies),
+                "living": sum(living),
+            }
+            return plan.communicated, [record.received for record in telemetry.records], weights
 
 
 def planned_together(card: Hardware, *, long: int = 0, **wishes: Any) -> dict[str, Any]:

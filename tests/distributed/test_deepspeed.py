@@ -17,9 +17,12 @@ from torch.utils.data import TensorDataset
 
 import offloadkit as deepspeed
 from offloadkit.config import Placement
+from offloadkit.distributed import machine
 from offloadkit.errors import ConfigError
+from offloadkit.hardware import Hardware
 from tests.distributed.pool import RankPool
 from tests.models import Residual
+from tests.planner.machines import H200
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 16,
@@ -35,15 +38,25 @@ WINDOWS = 4
 
 
 def script(
-    folder: Path, resume: bool = False, placement: Placement | None = None, on_gpu: bool = False
+    folder: Path,
+    resume: bool = False,
+    placement: Placement | None = None,
+    on_gpu: bool = False,
+    card: Hardware | None = None,
 ) -> dict[str, Any]:
-    """Micro-batch k of rank r is number k * N + r of all. The third update overflows, on one rank only."""
+    """Micro-batch k of rank r is number k * N + r of all. The third update overflows, on one rank only.
+
+    Args:
+        card: what the ranks plan for, within a budget of its VRAM.
+    """
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # ranks take rank 0's weights
     model = nn.Sequential(nn.Linear(6, 300), nn.Sequential(Residual(300, 7), Residual(300, 7)), nn.Linear(300, 2))
-    config = (
-        CONFIG if placement is None else CONFIG | {"offloadkit": {"exchange": "micro_batch", "placement": placement}}
-    )
+    own = {"exchange": "micro_batch", "placement": placement, "vram": None if card is None else "2GiB"}
+    config = CONFIG | {"offloadkit": {name: value for name, value in own.items() if value is not None}}
     with pytest.MonkeyPatch.context() as patch:
+        if card is not None:
+            patch.setattr(machine, "measure", lambda *args, **options: card)
+            patch.setattr(machine, "is_measured", lambda *args: True)
         if not on_gpu:
             patch.setattr(torch.cuda, "is_available", lambda: False)
         engine, _, loader, scheduler = deepspeed.initialize(
@@ -72,6 +85,7 @@ def script(
         "weights": {name: each.cpu().clone() for name, each in engine.module.state_dict().items()},
         "counts": (engine.global_steps, engine.skipped_steps, scheduler.last_batch_iteration, engine.global_samples),
         "sizes": (engine.train_batch_size(), engine.gradient_accumulation_steps()),
+        "moves": [move.why for move in engine.offload.telemetry.moves],
         "rows": [row for rows in loader.batch_sampler for row in rows],  # the pool's processes start no workers
     }
     engine.destroy()
@@ -86,7 +100,8 @@ def with_a_product_of_one_rank() -> None:
 def test_two_ranks_train_what_one_trains_and_go_on_from_each_other(ranks: RankPool, tmp_path: Path) -> None:
     begun = [ranks.run(size, script, folder=tmp_path / f"of {size}") for size in (1, 2)]
     (alone,) = ranks.run(1, script, folder=tmp_path / "of 2", resume=True)
-    first, second = ranks.run(2, script, folder=tmp_path / "of 1", resume=True)
+    first, second = ranks.run(2, script, folder=tmp_path / "of 1", resume=True, card=H200)
+    assert first["moves"] == second["moves"] != [], "they begin with little in VRAM, and plan for the first window"
     assert (alone["sizes"], first["sizes"]) == ((16, 4), (16, 2))
     assert alone["counts"] == first["counts"] == second["counts"] == (4, 1, 2, 64)
     for one, *others in (alone, first, second), (begun[0][0], *begun[1]):

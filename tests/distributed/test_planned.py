@@ -11,7 +11,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.kernels import cpu
 from offloadkit.offload.layers import flat_layers
 from offloadkit.planner.layout import communicated_bytes
-from tests.distributed.planning import all_used, apart, counted, measured, planned_together, told
+from tests.distributed.planning import all_used, apart, counted, least_vram, measured, planned_together, told
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT
 from tests.planner.machines import H200
@@ -44,6 +44,19 @@ def test_ranks_receive_what_was_planned(
     of_all = [4 * layer.numel if once else micro_batches * layer.bucket_bytes() for layer in layers]
     assert whole == (size - 1) * sum(of_all)
     assert communicated_bytes(layers, [options["placement"]] * len(layers), micro_batches) == {}
+
+
+@pytest.mark.parametrize("exchange", ["step", pytest.param("micro_batch", marks=pytest.mark.slow)])
+def test_ranks_search_and_take_weights_in_ram_which_they_share(ranks: RankPool, exchange: str) -> None:
+    """Nine blocks, of which VRAM holds three."""
+    found = ranks.run(2, least_vram, card=H200, exchange=exchange)
+    layers = flat_layers(all_used(tied=False, depth=9, hidden=900), OffloadConfig(working_dtype="bf16"))
+    blocks = [layer.numel * 2 for layer in layers if layer.block is not None]
+    for planned, received, weights in found:
+        assert weights["planned"] == weights["taken"]
+        for kind in ("exchange", "gather", "norm"):
+            assert received[-1].get(kind, 0) == planned[kind]
+    assert sum(weights["living"] for _, _, weights in found) == sum(blocks), "all blocks, once"
 
 
 def test_all_ranks_have_one_plan_though_they_measure_other_rates(ranks: RankPool) -> None:

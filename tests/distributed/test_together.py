@@ -13,6 +13,7 @@ import torch.distributed as dist
 from offloadkit import engine as engine_module
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import ranks as ranks_module
+from offloadkit.distributed.ranks import Ranks
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, RankError
 from offloadkit.offload import states
@@ -31,6 +32,7 @@ from tests.distributed.runs import (
     STREAMED_TO_GPU,
     Choosy,
     joined,
+    logged,
     model,
     train,
 )
@@ -140,6 +142,36 @@ def test_a_gradient_that_comes_too_late_is_an_error(monkeypatch: pytest.MonkeyPa
         loss = engine(tokens(1)[0])
         with pytest.raises(EngineStateError, match="got a second gradient after the layer's were sent"):
             engine.backward(loss)
+
+
+def sums(short: bool) -> tuple[int, int, str]:
+    """How often a rank exchanges in backward, and in step(), in a window of three micro-batches or of two; and what one
+    more says where the window is full."""
+    log, error = list[tuple[str, int]](), ""
+    config = OffloadConfig(placement=RESIDENT, gradient_accumulation=3, working_dtype="bf16")
+    with pytest.MonkeyPatch.context() as patch, OffloadEngine(model(), config, device="cpu") as engine:
+        patch.setattr(Ranks, "exchange", logged("exchange", Ranks.exchange, log))
+        batches = tokens(4)
+        for batch in batches[: 2 if short else 3]:
+            engine.backward(engine(batch))
+            engine.step(boundary=False)
+        in_backward = len(log)
+        if not short:
+            try:
+                engine.backward(engine(batches[3]))
+            except EngineStateError as raised:
+                error = str(raised)
+        engine.step(boundary=True)
+        return in_backward, len(log) - in_backward, error
+
+
+def test_sums_are_exchanged_in_the_last_backward_and_at_the_end_of_a_shorter_window(ranks: RankPool) -> None:
+    number = len(flat_layers(model(), OffloadConfig()))
+    for in_backward, in_step, error in ranks.run(2, sums, short=False):
+        assert (in_backward, in_step) == (number, 0)
+        assert error.startswith("backward() was called more than gradient_accumulation=3 times in a window")
+    for in_backward, in_step, _ in ranks.run(2, sums, short=True):
+        assert in_backward == 0 < in_step <= number
 
 
 def written_after_closing() -> bool:

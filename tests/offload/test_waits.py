@@ -425,7 +425,7 @@ MISSED_BY = {
     "branches": ["Gradients.end_of_window: layer.weights.wait()"],
     "by hand": ["Gradients._open: layer.weights.wait()"],
     "accumulating": [
-        "Gradients._finish",
+        "Gradients._take_in",
         "Gradients._accumulate_through",
         "Gradients._open: self._waits.delay(layer.sent)",
     ],

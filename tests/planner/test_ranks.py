@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -11,14 +11,25 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hardware import Hardware
 from offloadkit.planner import LayerShape, MicroBatch, Pass, Plan, is_built, make_plan
 from offloadkit.planner.cards import card_named
-from offloadkit.planner.fitted import AGREE_SECONDS, EXCHANGE_SECONDS, LINK_EFFICIENCY, NCCL_BYTES
+from offloadkit.planner.counts import Counts
+from offloadkit.planner.fitted import (
+    ADD_EFFICIENCY,
+    AGREE_SECONDS,
+    CPU_EFFICIENCY,
+    EXCHANGE_SECONDS,
+    LINK_EFFICIENCY,
+    NCCL_BYTES,
+    NORM_EFFICIENCY,
+    STEP_EFFICIENCY,
+)
 from offloadkit.planner.layout import communicated_bytes
+from offloadkit.planner.phases import moved_bytes
 from offloadkit.planner.plan import of_rank, replanned
 from offloadkit.planner.ranks import NETWORK_BYTES_PER_SECOND, for_ranks
 from offloadkit.planner.scaling import grown, scaling_table
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import IN_VRAM, Seconds, StepModel, link_rate
-from offloadkit.units import rounded_up
+from offloadkit.units import format_bytes, rounded_up
 from tests.planner.machines import GIB, H200, shape, stage
 
 N = 1 << 24
@@ -38,9 +49,11 @@ def machine(**rates: float) -> Hardware:
     return replace(H200, **every | rates)
 
 
-def seconds(num_ranks: int, where: Placement, accumulation: int = 1, flops: int = 0, **rates: float) -> Seconds:
-    """Of a step of four equal blocks. Without `flops` nothing is computed."""
-    layers, work = layers_of(num_ranks), Pass(flops=flops)
+def seconds(
+    num_ranks: int, where: Placement, accumulation: int = 1, flops: int = 0, *, once: bool = False, **rates: float
+) -> Seconds:
+    """Of a step of four equal blocks. Without `flops` nothing is computed. `once`: sums are exchanged."""
+    layers, work = layers_of(num_ranks, exchanges_sums=once), Pass(flops=flops)
     stages = tuple(stage(layer.name, forward=work, backward=work) for layer in layers)
     made = StepModel(layers, MicroBatch(stages, 640), machine(**rates), accumulation)
     return made.seconds([where] * len(layers))
@@ -102,6 +115,47 @@ def test_an_exchange_and_a_gather_take_what_the_link_takes(where: Placement) -> 
     assert "link" not in seconds(1, where).busy
 
 
+@pytest.mark.parametrize("where", [IN_VRAM, LATE, Placement(gradients="vram", step="gpu")])
+def test_sums_in_vram_are_exchanged_once_in_the_last_backward(where: Placement) -> None:
+    """Each of three receives two other sums of its third, in fp32. The last layer's exchange and adding are left."""
+    rates = {"link_bytes_per_second": 1e9, "vram_bytes_per_second": 1e11, "bf16_flops_per_second": 1e12}
+    own = layers_of(3)[0].own_numel
+    exchange = 4 * (2 * 4 * own / 1e9 + EXCHANGE_SECONDS)
+    adding = 4 * 3 * 12 * own / (1e11 * STEP_EFFICIENCY)
+    for accumulation in (2, 4):
+        made = seconds(3, where, accumulation, flops=10**12, once=True, **rates)
+        alone = seconds(1, where, accumulation, flops=10**12, **rates)
+        gather = 4 * (2 * (N - own) / 1e9 + EXCHANGE_SECONDS)
+        assert made.busy["link"] == pytest.approx(exchange + gather)
+        assert made.backward_phase - alone.backward_phase == pytest.approx(exchange / 4 + adding, rel=1e-3)
+    once, each = (seconds(3, where, once=value, **rates) for value in (True, False))
+    assert once == each, "one micro-batch is exchanged as it is"
+
+
+def test_sums_in_ram_are_added_there_before_the_norm() -> None:
+    """The link carries new weights alone. Each micro-batch goes to RAM whole, and is added to the whole sum."""
+    own, dram = layers_of(3)[0].own_numel, 1e10
+    rates = {"link_bytes_per_second": 1e9, "d2h_bytes_per_second": 1e9}
+    made = seconds(3, Placement(), 2, once=True, cpu_adamw_bytes_per_second=dram, **rates)
+    assert made.busy["link"] == pytest.approx(4 * (2 * (N - own) / 1e9 + EXCHANGE_SECONDS))
+    assert made.busy["D2H"] == pytest.approx(2 * 4 * 2 * N / 1e9)
+    traffic = layers_of(3)[0].step_bytes(2) / (CPU_EFFICIENCY["exact"] * dram)
+    adding = (2 * 12 * N + (2 * 12 + 8) * own) / (ADD_EFFICIENCY * dram)
+    norm = 4 * own / (NORM_EFFICIENCY * dram)
+    assert made.busy["CPU step"] == pytest.approx(4 * (traffic + adding + norm))
+
+
+def test_weights_in_ram_come_whole_over_each_bus_and_are_not_gathered() -> None:
+    where = Placement("ram", gradients="vram", step="gpu")
+    made = [seconds(number, where, h2d_bytes_per_second=1e9, link_bytes_per_second=1e9) for number in (1, 2)]
+    own, bucket = layers_of(2)[0].own_numel, 2 * N
+    states = [8 * numel + 2 * numel for numel in (N, own)]
+    for each, passing, weights in zip(made, states, (N, own), strict=True):
+        there = 4 * (bucket + passing + 2 * weights) + bucket  # one block is not there any more when backward begins
+        assert each.busy["H2D"] == pytest.approx(there / 1e9)
+    assert made[1].busy["link"] == pytest.approx(4 * (2 * own / 1e9 + EXCHANGE_SECONDS)), "gradients alone"
+
+
 def test_the_link_works_beside_computing() -> None:
     """The last layer's exchange and the first one's gather are what is left."""
     flops = 10**12
@@ -125,7 +179,7 @@ def test_the_bus_and_the_cores_have_a_ranks_part_to_move() -> None:
 
 
 def test_what_a_gpu_receives_is_said_by_kind() -> None:
-    made = plan(3, gradient_accumulation=4)
+    made = plan(3, gradient_accumulation=4, exchange="micro_batch")
     layers = made.layers
     own = sum(layer.own_numel for layer in layers)
     exchange, gather, norm = 4 * 2 * 2 * own, 2 * (sum(layer.numel for layer in layers) - own), 8 * 20 * (1 << 10)
@@ -184,10 +238,12 @@ def test_what_another_gpu_and_more_micro_batches_would_bring_is_said() -> None:
     assert third.budgets["ram"] == 100 * GIB // 3
     rarely = replanned(made, gradient_accumulation=4)
     said = made.explain()
+    assert "exchange=" not in said, "with one micro-batch both orders are one"
     assert third.tokens_per_second is not None
     assert f"3 such GPUs would train {third.tokens_per_second:,.0f} tokens/s, " in said
     assert rarely.tokens_per_second is not None
-    assert "gradient_accumulation=4 would communicate 1.56 GiB a micro-batch instead of 2.5 GiB: " in said
+    then = format_bytes(sum(rarely.communicated.values()) // 4)
+    assert f"gradient_accumulation=4 would communicate {then} a micro-batch instead of 2.5 GiB: " in said
     assert f"{rarely.tokens_per_second:,.0f} tokens/s" in said
     alone = plan(vram="5GiB", ram="100GiB").explain()
     assert "2 such GPUs would train " in alone
@@ -204,11 +260,66 @@ def test_another_gpu_is_named_where_it_makes_a_plan_fit() -> None:
     assert replanned(short, num_gpus=2).fits
 
 
-def test_a_search_takes_what_the_engine_has_for_several_ranks() -> None:
-    made = plan(3, replace(H200, disk_read_bytes_per_second=1e9, disk_free_bytes=999 * GIB), vram="5GiB", ram="8GiB")
-    assert all(is_built(where, 3) for where in made.placements)
-    alone = plan(vram="3GiB", ram="100GiB")
-    assert any(not is_built(where, 3) for where in alone.placements)
+@pytest.mark.parametrize("exchange", ["step", "micro_batch"])
+def test_what_the_other_order_of_exchange_would_bring_is_said(exchange: Literal["step", "micro_batch"]) -> None:
+    slow = replace(H200, gpu_name=None, both_bytes_per_second=10e9)
+    made = plan(2, slow, vram="16GiB", ram="100GiB", gradient_accumulation=4, exchange=exchange)
+    other = replanned(made, exchange="micro_batch" if exchange == "step" else "step")
+    assert made.tokens_per_second is not None
+    assert other.tokens_per_second is not None
+    (line,) = [line for line in made.explain().splitlines() if line.startswith("exchange=")]
+    then, now = (format_bytes(sum(each.communicated.values())) for each in (other, made))
+    assert f"would communicate {then} a step instead of {now}: {other.tokens_per_second:,.0f} tokens/s, " in line
+    assert f"{other.tokens_per_second / made.tokens_per_second:.3g}x as fast" in line
+    once, each = (made, other) if exchange == "step" else (other, made)
+    assert sum(once.communicated.values()) < sum(each.communicated.values())
+    assert once.tokens_per_second > each.tokens_per_second
+
+
+DISK = replace(H200, disk_read_bytes_per_second=1e9, disk_write_bytes_per_second=1e9, disk_free_bytes=999 * GIB)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation": 2}])
+def test_weights_that_no_vram_holds_are_in_ram_once_a_host(options: dict[str, Any]) -> None:
+    """Twenty blocks of 128 MiB, of which three and the gradients of two are in VRAM."""
+    made = plan(3, vram="3GiB", ram="100GiB", **options)
+    streamed = [layer for layer, where in zip(made.layers, made.placements, strict=True) if where.weights == "ram"]
+    assert made.fits
+    assert streamed
+    of_all = 3 * made.tiers["ram"]["working weights"]  # of resident weights, copies of what the CPU steps
+    assert sum(layer.weight_bytes() for layer in streamed) <= of_all <= 20 * (made.layers[0].weight_bytes() + 3 * 512)
+    resident, living = made.layers[:2]
+    moved = moved_bytes([resident, living], [IN_VRAM, Placement("ram")], frozen=7)
+    assert moved == 7 + resident.weight_bytes() + living.stepped_bytes(), "each rank gets its own of what was in VRAM"
+    assert made.communicated["gather"] == sum(
+        layer.gathered_bytes(where) for layer, where in zip(made.layers, made.placements, strict=True)
+    )
+
+
+def test_states_are_on_disk_where_the_ram_of_a_host_has_no_room() -> None:
+    made = plan(3, DISK, vram="5GiB", ram="13GiB")
+    assert made.fits
+    on_disk = [layer for layer, where in zip(made.layers, made.placements, strict=True) if where.states == "disk"]
+    assert made.total_bytes("disk") == sum(sum(layer.state_bytes().values()) for layer in on_disk) > 0
+    assert for_ranks(DISK, 3).disk_read_bytes_per_second == 1e9 / 3, "they share the disk"
+
+
+def test_several_hosts_share_no_ram() -> None:
+    """Neither weights nor sums that are exchanged once are in RAM there."""
+    far = {"vram": "6GiB", "ram": "400GiB", "gradient_accumulation": 2}
+    made, near = plan(16, **far), plan(8, **far)
+    for each in (made, near, plan(16, **far, exchange="micro_batch")):
+        one_host = each.num_gpus == each.num_on_host
+        placed = zip(each.layers, each.placements, strict=True)
+        assert all(is_built(where, layer, each.accumulation, one_host=one_host) for layer, where in placed)
+    layer = made.layers[0]
+    for where in (Placement(), Placement("ram", gradients="vram", step="gpu")):
+        assert is_built(where, layer, 2, one_host=True)
+        assert not is_built(where, layer, 2, one_host=False)
+    assert is_built(Placement(), layer, 1, one_host=False)
+    spread = Search(made.layers, made.basis.work, made.basis.hardware, 2)._spread  # type: ignore[arg-type]
+    (found,) = (spread.placements(Counts(0, 0, 20, 3)),)
+    assert {(where.weights, where.gradients) for where in found} == {("vram", "vram")}
 
 
 def test_nccl_has_its_vram() -> None:
@@ -240,7 +351,10 @@ def test_a_run_grows_with_its_gpus() -> None:
     assert found[1].efficiency > 1, "less is offloaded"
     assert found[2].efficiency < 0.5, "the network bounds it"
     assert found[5].received_bytes < found[2].received_bytes
-    table = scaling_table(made, (1, 2), (1,)).splitlines()
+    assert [each.otherwise is None for each in found] == [True, True, True, True, False, False]
+    assert found[5].otherwise is not None
+    assert found[5].otherwise.basis.config.exchange == "micro_batch"
+    table = scaling_table(made, (1, 2), (1, 4)).splitlines()
     assert table[0].startswith("| GPUs | micro-batches |")
     assert table[2].startswith("| 1 | 1 | ")
     assert len({line.count("|") for line in table}) == 1
