@@ -61,7 +61,9 @@ An interrupt, an error and the end of this process end them all. The trained mod
 given gets its weights. What `callbacks` collect stays in the processes. `use_cpu=True` tries it without GPUs.
 Or start a script that calls `finetune` by `torchrun --nproc-per-node 2 script.py`, `accelerate launch` or
 the `deepspeed` launcher. `batch_size` and `gradient_accumulation` are each process's. N of them compute what one would
-with N times the `gradient_accumulation`. The first one prints, shows the monitor and writes; all return the result.
+with N times the `gradient_accumulation`, without dropout bit for bit if `gradient_accumulation` is 1 or
+`OffloadConfig(exchange="micro_batch")` is passed. The first one prints, shows the monitor and writes; all return the
+result.
 
 Working weights, gradients and activations are bf16 on a GPU with native bf16, fp16 with a loss scale on other GPUs,
 and fp32 on the CPU. The optimizer's master weights are always fp32. `bf16=`, `fp16=` or `offload.working_dtype` changes

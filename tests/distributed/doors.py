@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,17 @@ def trained(
         },
         "samples": None if best is None else Path(best).name,
     }
+
+
+def trained_on_own_rows(folder: Path) -> None:
+    """Each rank's data have another length."""
+    from offloadkit.hf.trainer import OffloadTrainer
+    from tests.hf.training import arguments, causal_rows, llama
+
+    with as_launched() as (rank, _):
+        rows, args = causal_rows(8 - 2 * rank), arguments(folder, max_steps=2)
+        with closing(OffloadTrainer(model=llama(), args=args, train_dataset=rows)) as trainer:
+            trainer.train()
 
 
 class Stream(IterableDataset[Any]):
