@@ -1,12 +1,14 @@
-"""The command line: `python -m benchmarks list | run | start | merge | plans | replan | scaling | report`."""
+"""The command line: `python -m benchmarks list | run | ranks | killing | start | merge | plans | replan | scaling |
+report`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import plans, report, run, scaling, start, table
+from benchmarks import killing, plans, ranks, report, run, scaling, start, table
 from benchmarks.cases import CASES, ENGINES
+from benchmarks.rank_cases import RANK_CASES, RANK_ENGINES
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -24,6 +26,21 @@ def main(arguments: list[str] | None = None) -> None:
     measuring.add_argument("--commit", help="commit to write down where git is missing")
     measuring.add_argument("--notes", default="", help="a remark in each row")
     measuring.add_argument("--verbose", action="store_true", help="show what the engines print")
+    several = commands.add_parser("ranks", help="measure on several GPUs of this machine; appends rows")
+    several.add_argument("case", nargs="*", choices=[*RANK_CASES, []], metavar="CASE", help="see --plan")
+    several.add_argument("--plan", action="store_true", help="print what the plan says of the cases; nothing runs")
+    several.add_argument("--engines", nargs="+", choices=RANK_ENGINES, default=(), metavar="ENGINE")
+    several.add_argument("--turns", type=int, default=1, help="fresh processes for each engine")
+    several.add_argument("--steps", type=int, default=run.STEPS, help="timed steps of a process")
+    several.add_argument("--verbose", action="store_true", help="show what rank 0 prints")
+    several.add_argument("--notes", default="", help="a remark in each row")
+    killed = commands.add_parser("killing", help="kill a rank at random again and again; appends a row")
+    killed.add_argument("--times", type=int, default=20)
+    killed.add_argument("--num-ranks", type=int, default=2)
+    for command in (several, killed):
+        command.add_argument("--seconds", type=float, default=float("inf"), help="for all of it")
+        command.add_argument("--device", choices=("cpu",), help="cpu hides the GPUs")
+        command.add_argument("--commit", help="commit to write down where git is missing")
     planning = commands.add_parser("plans", help="plan for the machine of a measured row; appends planned rows")
     planning.add_argument("case", nargs="*", choices=[*CASES, []], metavar="CASE", help="default: those of claim fit")
     planning.add_argument("--commit", help="commit to write down where git is missing")
@@ -40,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands.add_parser("replan", help="print all planned steps beside what was measured, planned again as of today")
     commands.add_parser("scaling", help="plan for up to 64 GPUs; writes the tables of docs/several-gpus.md")
     commands.add_parser("report", help="write docs/results.md, the README's marked parts and the chart")
-    for command in (measuring, planning, merging):
+    for command in (measuring, several, killed, planning, merging):
         command.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
     options = vars(parser.parse_args(arguments))
     chosen = options.pop("command")
@@ -50,6 +67,15 @@ def main(arguments: list[str] | None = None) -> None:
         print("engines:", *ENGINES)
     elif chosen == "run":
         run.run(options.pop("case"), **options)
+    elif chosen == "ranks":
+        cases = options.pop("case")
+        if options.pop("plan"):
+            for line in ranks.planned(cases):
+                print(line, flush=True)
+        else:
+            ranks.run(cases, **options)
+    elif chosen == "killing":
+        killing.run(**options)
     elif chosen == "start":
         start.start(options.pop("model"), **options)
     elif chosen == "merge":

@@ -9,11 +9,13 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import table
 from benchmarks.cases import CASES, ENGINES, GIB, HUB_NAMES, ZERO2
+from benchmarks.rank_cases import RANK_CASES, RANK_ENGINES
 from benchmarks.table import BY_WIDTH, Row, latest
 
 ROOT = Path(__file__).parent.parent
@@ -52,7 +54,7 @@ def write() -> None:
 
 def results(rows: Sequence[Row]) -> str:
     """The whole of docs/results.md."""
-    return "\n".join([_INTRODUCTION, *_sections(rows), *_score(rows), *_others(rows)]).rstrip() + "\n"
+    return "\n".join([_INTRODUCTION, *_sections(rows), *_several(rows), *_score(rows), *_others(rows)]).rstrip() + "\n"
 
 
 def filled(text: str, rows: Sequence[Row]) -> str:
@@ -155,6 +157,52 @@ def _case_table(name: str, rows: Sequence[Row], full: Sequence[Row]) -> Iterator
     yield f"**{name}**: {first['model']}{size}, {case.shape} tokens a step{kind}{budget}{cores}.\n"
     yield from _one_table(rows, ())
     yield from _width_table([row for row in rows if BY_WIDTH in (row["figures"] or {})], full)
+
+
+_OF_RANKS = """## Several GPUs
+
+Each GPU has a process of its own. Rows and *VRAM* are those of each GPU, *tokens/s* and *RAM* those of all; RAM that
+several processes share counts once (PSS). *received* is what a GPU receives from the others in an optimizer step: ours
+as counted, the peers' from one further step, as rings send it. "strong": one GPU's batch in all. "pcie": NCCL copies
+through RAM. The peers have the whole cards, but for LLaMA-7B, where all have 80 GiB. DeepSpeed's processes are bound to
+their shares of the cores.
+"""
+
+
+def _several(rows: Sequence[Row]) -> Iterator[str]:
+    """One table of all cases on several GPUs."""
+    found = [row for name, case in RANK_CASES.items() if case.claim != "try" for row in _newest_of(rows, name)]
+    if not found:
+        return
+    yield _OF_RANKS
+    titles = ["case", "model", "rows", "engine", "s/step", "turns", "tokens/s", "VRAM each", "RAM", "received, GB"]
+    titles += ["planned s", "planned VRAM", "planned RAM", "measured by"]
+    yield _line(titles)
+    yield _line(["---"] * len(titles))
+    for row in found:
+        case, setup, figures = RANK_CASES[row["case"]], RANK_ENGINES[row["engine"]], row["figures"] or {}
+        name = f"{setup.title}, activations recomputed" if row["recomputed"] else setup.title
+        shape = replace(case, batch_size=row["batch_size"]).shape
+        cells = [row["case"], row["model"], f"{case.num_gpus} x {shape}", name]
+        if row["status"] == "measured":
+            received = sum(figures["received"].values())
+            cells += [seconds_of(row), str(row["turns"]), f"{row['tokens'] / row['seconds']:,.0f}"]
+            cells += [_gib(row["vram_bytes"]), _gib(row["ram_peak_bytes"])]
+            cells += [f"{received / 1e9:.2f}" if received else "-"]
+            cells += [f"{row['planned_seconds']:.3f}" if row["planned_seconds"] else "-"]
+            cells += [_gib(row["planned_vram_bytes"]), _gib(row["planned_ram_bytes"])]
+        else:
+            cells += [str(row["reason"]), *[""] * 8]
+        yield _line([*cells, _origin(row)])
+    yield ""
+
+
+def _newest_of(rows: Sequence[Row], case: str) -> Iterator[Row]:
+    """The newest row of each engine of a case on several GPUs: measured, or else one that did not fit."""
+    for engine in RANK_ENGINES:
+        refused = [row for row in rows if (row["case"], row["engine"]) == (case, engine) and row["status"] != "failed"]
+        if newest := latest(rows, case, engine) or (refused or [None])[-1]:
+            yield newest
 
 
 def _width_table(rows: Sequence[Row], full: Sequence[Row]) -> Iterator[str]:
@@ -370,10 +418,11 @@ def draw_chart(rows: Sequence[Row], path: Path) -> None:
 def planned_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Measured rows that were planned before they ran, of the engine that streams states and of the one before it.
 
-    Doors are left out: one plan would count once for each of them.
+    Doors are left out: one plan would count once for each of them. Several GPUs have planned figures of their own.
     """
     doors = {name for name, setup in ENGINES.items() if setup.is_door}
-    measured = [row for row in rows if row["status"] == "measured" and row["engine"] not in doors]
+    alone = [row for row in rows if row["case"] not in RANK_CASES]
+    measured = [row for row in alone if row["status"] == "measured" and row["engine"] not in doors]
     planned = [row for row in measured if row["planned_seconds"] and "H200" in row["gpu"]]
     older = [row for row in planned if row["commit"] in BEFORE_STREAMED_STATES]
     return {STREAMED: [row for row in planned if row not in older], OLDER: older}
@@ -409,7 +458,7 @@ def _others(rows: Sequence[Row]) -> Iterator[str]:
     titles = ["case", "what", "seconds", "figures", "measured by"]
     yield _line(titles)
     yield _line(["---"] * len(titles))
-    newest = {(row["case"], row["engine"]): row for row in rows if row["case"] not in CASES}
+    newest = {(row["case"], row["engine"]): row for row in rows if row["case"] not in (*CASES, *RANK_CASES)}
     for (case, engine), row in newest.items():
         if case.startswith("placed-"):
             continue  # rows for the tests of the plan

@@ -60,7 +60,9 @@ def run(
                 found[engine].append(raw)
                 print(_said(raw), flush=True)
                 said = {"notes": notes} if notes else {}
-                done = [_row(name, case, each, raws, commit) | said for each, raws in found.items() if raws]
+                done = [
+                    row_of(name, case, each, ENGINES[each], raws, commit) | said for each, raws in found.items() if raws
+                ]
                 table.write([*before, *made, *done], out)
         made += done
     return made
@@ -77,7 +79,7 @@ def _measured(
     case: Case, setup: EngineSetup, steps: int, timeout: float, device: str | None, verbose: bool
 ) -> dict[str, Any]:
     """One turn; an engine without a plan recomputes activations only where it does not fit otherwise."""
-    with tempfile.TemporaryDirectory() as scratch, _ended_by_signals():
+    with tempfile.TemporaryDirectory() as scratch, ended_by_signals():
         config_of(case.model).save_pretrained(scratch)
         if case.mask == "ragged" and not setup.is_door:
             steps = ROUNDS * RAGGED_STEPS
@@ -143,9 +145,9 @@ def measure_here(task: dict[str, Any]) -> dict[str, Any]:
     return row | {"machine": machine, "versions": versions}
 
 
-def _row(name: str, case: Case, engine: str, raws: list[dict[str, Any]], commit: str) -> Row:
+def row_of(name: str, case: Case, engine: str, setup: EngineSetup, raws: list[dict[str, Any]], commit: str) -> Row:
     """What one engine's turns gave: seconds over all turns, the rest of the last one."""
-    setup, last = ENGINES[engine], raws[-1]
+    last = raws[-1]
     row: Row = of_case(name, case, setup) | {
         "engine": engine,
         "status": last["status"],
@@ -219,7 +221,7 @@ def of_case(name: str, case: Case, setup: EngineSetup) -> Row:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """SIGTERM and SIGINT raise here, so that the process that is waited for, in a session of its own, is ended too.
 
     Raises:

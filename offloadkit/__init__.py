@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
     from offloadkit.deepspeed import add_config_arguments, init_distributed, initialize
     from offloadkit.engine import OffloadEngine
+    from offloadkit.engines.zero_training import deepspeed_arguments
     from offloadkit.errors import OffloadkitError
     from offloadkit.finetuning import FinetuneResult, finetune
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer, OffloadTrainerMixin
@@ -48,6 +49,7 @@ _HOME = {
     "add_config_arguments": "deepspeed",
     "breakdown": "offload.profiling",
     "compare": "comparing.comparison",
+    "deepspeed_arguments": "engines.zero_training",
     "finetune": "finetuning",
     "init_distributed": "deepspeed",
     "initialize": "deepspeed",
@@ -77,6 +79,7 @@ __all__ = [
     "add_config_arguments",
     "breakdown",
     "compare",
+    "deepspeed_arguments",
     "finetune",
     "init_distributed",
     "initialize",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
@@ -127,7 +128,8 @@ class OffloadConfig:
     exchange: Literal["step", "micro_batch"] = "step"
     """When several ranks that accumulate exchange gradients. "step": each adds up its micro-batches, and the fp32 sums
     are exchanged once an update. "micro_batch": each micro-batch's are exchanged in their own dtype, so a rank keeps
-    fp32 sums of what it owns only. The two add in different orders, so their last bits differ."""
+    fp32 sums of what it owns only, and N ranks equal one rank with N times the micro-batches, bit for bit. The two add
+    in different orders, so their last bits differ. Without accumulation they are the same."""
 
     precision: Precision = "exact"
     """Precision of the moments: "exact" keeps them in fp32, "compact" in stochastically rounded bf16, "tiny" in 8 bits
@@ -203,6 +205,12 @@ class OffloadConfig:
                 parse_bytes(budget)
         if not isinstance(self.placement, Placement | None):
             raise ConfigError(f"placement must be an offloadkit.Placement or None, got {self.placement!r}")
+
+    @property
+    def states_folder(self) -> str | None:
+        """Where optimizer states on disk go; None where neither `disk` nor `placement` asks for any."""
+        on_disk = self.placement is not None and self.placement.states == "disk"
+        return self.disk or (tempfile.gettempdir() if on_disk else None)
 
     @classmethod
     def from_deepspeed(

@@ -678,13 +678,15 @@ class OffloadEngine:
     def profile(self, *, steps: int = 3, path: str | Path = "offloadkit-trace.json") -> Profile:
         """Trace `steps` steps, starting at the next boundary.
 
-        After them a Chrome trace is written to `path`, and the time of each phase and its bound are printed.
+        After them a Chrome trace is written to `path`, and the time of each phase and its bound are printed. Of
+        several ranks all must call it; rank 1 writes to "NAME-rank1.json", and so on. The track "ranks" has what they
+        exchange and gather.
 
         Raises:
             OffloadkitError: `steps` is not a positive int, a trace is already running, or `path` cannot be written.
         """
         self.synchronize()
-        self._profile = Profile(steps, Path(path), self.device, self._undo)
+        self._profile = Profile(steps, Path(path), self.device, self._undo, self._ranks)
         return self._profile
 
     def drop_gradients(self) -> None:

@@ -48,6 +48,9 @@ What the arguments of `finetune` take:
 - `callbacks`, `compute_metrics`: as HuggingFace's Trainer takes them. What `compute_metrics` returns is in
   `FinetuneResult.metrics`, its names begin with "eval_". It gets logits; with `predict_with_generate=True` the tokens
   that an encoder-decoder writes.
+- `engine`: "deepspeed" trains by DeepSpeed's ZeRO in the place of offloadkit's engine, through HuggingFace's own
+  Trainer (`pip install offloadkit[deepspeed]`): see docs/from-deepspeed.md. `plan` of the result is what offloadkit
+  itself would do, `steps` is empty, and a model in memory is trained as a copy whose weights it gets at the end.
 - `verbose`: print where everything lives, byte by byte, and what limits the step; else the plan's verdict alone.
 - `training_arguments`: anything else that `transformers.Seq2SeqTrainingArguments` takes. `save_steps` and `eval_steps`
   save and evaluate after so many steps, instead of after each epoch.
@@ -58,7 +61,9 @@ An interrupt, an error and the end of this process end them all. The trained mod
 given gets its weights. What `callbacks` collect stays in the processes. `use_cpu=True` tries it without GPUs.
 Or start a script that calls `finetune` by `torchrun --nproc-per-node 2 script.py`, `accelerate launch` or
 the `deepspeed` launcher. `batch_size` and `gradient_accumulation` are each process's. N of them compute what one would
-with N times the `gradient_accumulation`. The first one prints, shows the monitor and writes; all return the result.
+with N times the `gradient_accumulation`, without dropout bit for bit if `gradient_accumulation` is 1 or
+`OffloadConfig(exchange="micro_batch")` is passed. The first one prints, shows the monitor and writes; all return the
+result.
 
 Working weights, gradients and activations are bf16 on a GPU with native bf16, fp16 with a loss scale on other GPUs,
 and fp32 on the CPU. The optimizer's master weights are always fp32. `bf16=`, `fp16=` or `offload.working_dtype` changes
@@ -91,10 +96,12 @@ from offloadkit.checkpoint.folder import (
     writable,
 )
 from offloadkit.config import OffloadConfig, Precision
-from offloadkit.device.process_memory import phase
+from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
 from offloadkit.distributed.launch import is_launched
 from offloadkit.engines.baseline import measured_baseline
+from offloadkit.engines.deepspeed_process import check_installed, left_as_it_was
+from offloadkit.engines.zero import check as check_zero
 from offloadkit.errors import ConfigError, errors_hold_nothing
 from offloadkit.hf.columns import ColumnWish
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
@@ -113,12 +120,14 @@ from offloadkit.planning import (
     check_whole_numbers,
     default_dtype,
     plan_for_rows,
+    plan_source,
     shown_plan,
     with_wishes,
 )
 from offloadkit.several_gpus import TellingMonitor, check_num_gpus, on_several_gpus
 from offloadkit.starting import collector_off, is_loaded, say
 from offloadkit.telemetry import Move, Peaks, StepRecord
+from offloadkit.units import parse_bytes
 
 if TYPE_CHECKING:
     from transformers import (
@@ -127,8 +136,10 @@ if TYPE_CHECKING:
         PreTrainedTokenizerBase,
         Seq2SeqTrainingArguments,
         TrainerCallback,
+        TrainingArguments,
     )
 
+    from offloadkit.engines.zero_training import ZeroTrainer
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 
 LEARNING_RATES = {"pretrained": 1e-4, "random": 5e-4}
@@ -282,6 +293,7 @@ def finetune(
     max_target_length: int | None = None,
     seed: int = 0,
     num_gpus: int | None = None,
+    engine: Literal["offloadkit", "deepspeed"] = "offloadkit",
     input_column: str | None = None,
     target_column: str | None = None,
     template: str | None = None,
@@ -324,6 +336,7 @@ def finetune(
     switches = {"resume": resume, "overwrite": overwrite, "retry_leaner": retry_leaner, "monitor": monitor}
     _check(epochs, learning_rate, init, seed, baseline, verbose=verbose, **switches)
     _check_evaluation(eval_dataset, callbacks, compute_metrics)
+    _check_engine(engine)
     wish = ColumnWish(input_column, target_column, template)
     if retry_leaner:
         why = "retry_leaner has no effect and will be removed: a full GPU always makes training go on by a leaner plan"
@@ -337,12 +350,13 @@ def finetune(
     replaces = functools.partial(earlier_run, output_dir, resume=resume, overwrite=overwrite, in_use=in_use)
     earlier = world.from_first("checking output_dir", replaces)
     # The folder is not made if a file of rows, or a checkpoint to resume, is missing.
-    output = world.from_first("checking output_dir", lambda: writable(output_dir, resume=resume))
+    own_files = resume and engine == "offloadkit"
+    output = world.from_first("checking output_dir", lambda: writable(output_dir, resume=own_files))
     source = resolve(model, init=init)
     if source.model is None:
         _say(f"reading the config of {source.given}")
         source.read_ahead()
-    goes_on = functools.partial(_checkpoint_in, output, source.config)
+    goes_on = functools.partial(_checkpoint_in, output, source.config, engine)
     checkpoint = world.from_first("looking for a checkpoint", goes_on) if resume else None
     at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
     if batch_size == "auto":
@@ -358,32 +372,39 @@ def finetune(
     args = arguments_of_finetune(own, training_arguments, dtype, eval_dataset is not None)
     check_arguments(args)
     offload = engine_config(offload, args)
+    if engine == "deepspeed":
+        check_zero(offload)
 
     size: dict[str, Any] = {"batch_size": batch_size, **lengths, "device": args.device}
     size["label_smoothing"] = args.label_smoothing_factor
     if eval_dataset is not None and "per_device_eval_batch_size" in training_arguments:
         size["eval_batch_size"] = args.per_device_eval_batch_size
-    assumed = None if at_once else shown_plan(source, offload, verbose=verbose, **size)
+    shows = engine == "offloadkit"
+    assumed = None if at_once or not shows else shown_plan(source, offload, verbose=verbose, **size)
     tokenizer = source.load_tokenizer(tokenizer)
     data, evaluation = prepare_both(train_dataset, eval_dataset, tokenizer, source.config, **lengths, wish=wish)
     source = source.for_rows(data.task, data.id2label)
     size |= longest_row(data, evaluation)
     if evaluation is not None and "eval_batch_size" in size:
         size["eval_batch_size"] = min(size["eval_batch_size"], len(evaluation.dataset))
-    plan = plan_for_rows(source, offload, assumed, verbose=verbose, **size)
+    plan = (
+        plan_for_rows(source, offload, assumed, verbose=verbose, **size)
+        if shows
+        else plan_source(source, offload, **size)
+    )
 
     if checkpoint is not None:
         for skipped, why in skipped_checkpoints(output):
             print(f"{skipped} is skipped: it {why}", flush=True)
         print(f"going on from {checkpoint}", flush=True)
-        if warning := other_rows(checkpoint, batch_size, gradient_accumulation, world.size()):
+        if shows and (warning := other_rows(checkpoint, batch_size, gradient_accumulation, world.size())):
             print(warning, flush=True)
     seconds = None
     if baseline == "measure":
         step: dict[str, Any] = {"batch_size": batch_size, "accumulation": gradient_accumulation, "dtype": dtype}
         step["by_length"] = args.train_sampling_strategy == "group_by_length"
         seconds = measured_baseline(source.given, data, **step, folder=output / "baseline")
-    is_shown = monitor and can_be_drawn() and world.rank() == 0
+    is_shown = monitor and can_be_drawn() and world.rank() == 0 and engine == "offloadkit"
     watch = (
         TellingMonitor(plan, baseline_seconds=seconds, is_drawn=monitor)
         if is_launched()
@@ -391,6 +412,8 @@ def finetune(
     )
     hooks: dict[str, Any] = {"callbacks": list(callbacks), "compute_metrics": compute_metrics}
     run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch, earlier, hooks)
+    if engine == "deepspeed":
+        return _by_deepspeed(run, plan, checkpoint, output)
     with ExitStack() as opened:
         opened.push(watch)  # ends it; it begins when the weights are in place
         trainer, plan, metrics = run.train(plan, checkpoint)
@@ -414,8 +437,12 @@ def finetune(
 # -- the arguments
 
 
-def _checkpoint_in(output: Path, config: Any) -> Path:
+def _checkpoint_in(output: Path, config: Any, engine: str) -> Path:
     """The newest checkpoint, which can be read and is of such a model. Raises as `finetune`."""
+    if engine == "deepspeed":
+        from offloadkit.engines.zero_training import newest_of_deepspeed
+
+        return newest_of_deepspeed(output)
     checkpoint = newest_checkpoint(output)
     check_readable(checkpoint)
     check_same_model(checkpoint, config)
@@ -438,6 +465,14 @@ def _check(epochs: Any, learning_rate: Any, init: Any, seed: Any, baseline: Any,
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be True or False, got {value!r}")
+
+
+def _check_engine(engine: Any) -> None:
+    """Raise `ConfigError` for an engine that is none, or is not installed."""
+    if engine not in ("offloadkit", "deepspeed"):
+        raise ConfigError(f"engine must be 'offloadkit' or 'deepspeed', got {engine!r}")
+    if engine == "deepspeed":
+        check_installed()
 
 
 def _check_evaluation(eval_dataset: Any, callbacks: Any, compute_metrics: Any) -> None:
@@ -518,6 +553,38 @@ class TrainingRun:
             opened.pop_all()
         return trainer, plan if trainer.engine is None else trainer.engine.plan, self._metrics(trainer, output)
 
+    def train_by_deepspeed(self, plan: Plan, checkpoint: Path | None) -> tuple[ZeroTrainer, dict[str, float], bool]:
+        """A trainer that has trained, its metrics, and whether it was stopped early. `plan` is offloadkit's own."""
+        from transformers import set_seed
+
+        from offloadkit.engines.zero_training import ZeroTrainer, deepspeed_arguments, model_of_its_own
+        from offloadkit.hf.callbacks import AfterAStep, AsksTheMonitor, show_progress
+
+        self.monitor.plan = plan
+        args = deepspeed_arguments(self.args, self.offload, plan, logits=_num_logits(self.source, plan))
+        set_seed(self.args.seed)
+        model = model_of_its_own(self.source, self.offload, args)
+        smooths = args.label_smoothing_factor and self.data.task == "seq2seq"
+        trainer = ZeroTrainer(
+            model=model,
+            args=args,
+            train_dataset=self.data.dataset,
+            eval_dataset=None if self.evaluation is None else self.evaluation.dataset,
+            data_collator=with_decoder_inputs(self.data.collator, model) if smooths else self.data.collator,
+            processing_class=self.tokenizer,
+            **self.hooks,
+        )
+        show_progress(trainer)
+        if trainer.is_world_process_zero():
+            trainer.add_callback(AfterAStep(self.earlier.remove_checkpoints))
+        trainer.add_callback(asks := AsksTheMonitor(self.monitor, trainer.any_rank))
+        with closing(asks), ExitStack() as opened:
+            opened.enter_context(closing(trainer))
+            found = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            self._end(trainer, stopped=asks.stopped)
+            opened.pop_all()
+        return trainer, self._metrics(trainer, found), asks.stopped
+
     def _load(self, plan: Plan, checkpoint: Path | None) -> tuple[PreTrainedModel, Materialise | None]:
         """The model, and the function that reads or draws its weights once the engine has a place for them.
 
@@ -554,7 +621,7 @@ class TrainingRun:
         show_progress(trainer, monitored=self.monitor.is_drawn)
         return trainer
 
-    def _end(self, trainer: OffloadSeq2SeqTrainer, *, stopped: bool) -> None:
+    def _end(self, trainer: Any, *, stopped: bool) -> None:
         """The monitor's last view, and how to go on from a training that was stopped."""
         self.monitor.close("stopped" if stopped else "finished")
         if stopped:
@@ -571,6 +638,15 @@ class TrainingRun:
             return {}
         seconds = output.metrics["train_runtime"]
         return {"train_loss": trainer._total_loss_scalar / num_steps, "train_seconds": seconds}
+
+
+def _num_logits(source: ModelSource, plan: Plan) -> int:
+    """Elements that the model's head computes for a micro-batch; 0 where it is a few."""
+    rows = plan.rows
+    if rows is None or source.task == "classification":
+        return 0
+    vocabulary: int = source.config.get_text_config().vocab_size
+    return rows.batch_size * (rows.target_length or rows.input_length) * vocabulary
 
 
 def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
@@ -608,24 +684,79 @@ def _evaluate(
     """Complete `metrics`, print them and a few predictions; returns these."""
     if evaluation is None:
         return []
+    metrics |= _losses(trainer)
+    how: dict[str, Any] = {} if trainer.engine is None else {"evaluates": trainer.engine.evaluates}
+    return _predicted(trainer.model, tokenizer, evaluation, metrics, trainer.args, trainer.telemetry.peaks, **how)
+
+
+def _losses(trainer: Any) -> dict[str, float]:
+    """What the evaluation after the last step gave; it is done where there was none."""
     at_the_end = [log for log in trainer.state.log_history if log["step"] == trainer.state.global_step]
     best = trainer.args.load_best_model_at_end  # then the newest loss may be another model's
     known = [log for log in at_the_end if "eval_loss" in log and not best]
-    metrics |= {
+    return {
         name: value
         for name, value in (known[-1] if known else trainer.evaluate()).items()
         if name.startswith("eval_") and name not in _SPEED_OF_EVALUATION and isinstance(value, int | float)
     }
-    num_rows = _NUM_SHOWN if evaluation.task == "causal" else NUM_PREDICTED
-    batch_size = trainer.args.per_device_eval_batch_size
-    how: dict[str, Any] = {} if trainer.engine is None else {"evaluates": trainer.engine.evaluates}
-    with phase("generation", trainer.telemetry.peaks, trainer.args.device):
-        how |= {"num_rows": num_rows, "batch_size": batch_size}
-        write = functools.partial(predict, trainer.model, tokenizer, evaluation, **how)
-        samples = world.from_first("predicting", write)
+
+
+def _predicted(
+    model: Any,
+    tokenizer: Any,
+    evaluation: PreparedData,
+    metrics: dict[str, float],
+    args: TrainingArguments,
+    peaks: Peaks,
+    **how: Any,
+) -> list[Sample]:
+    """Complete `metrics` by how many predictions are right; print them and a few predictions, and return these."""
+    how["num_rows"] = _NUM_SHOWN if evaluation.task == "causal" else NUM_PREDICTED
+    how["batch_size"] = args.per_device_eval_batch_size
+    with phase("generation", peaks, args.device):
+        samples = world.from_first("predicting", functools.partial(predict, model, tokenizer, evaluation, **how))
     if evaluation.task != "causal":
         metrics["exact_match" if evaluation.task == "seq2seq" else "accuracy"] = share_correct(samples)
     print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
     for sample in samples[:_NUM_SHOWN]:
         print(f"  {in_words(sample, evaluation.task)}")
     return samples[:_NUM_SHOWN]
+
+
+# -- DeepSpeed in the engine's place
+
+
+def _by_deepspeed(run: TrainingRun, plan: Plan, checkpoint: Path | None, output: Path) -> FinetuneResult:
+    """Train by DeepSpeed. The model comes back as it was saved; a given one with the trained weights.
+
+    Raises:
+        ConfigError, DoesNotFitError: see `deepspeed_arguments`.
+    """
+    from offloadkit.engines.zero_training import give_weights
+
+    peaks: Peaks = {}
+    device = run.args.device
+    with ExitStack() as opened:
+        opened.enter_context(left_as_it_was())
+        vram = None if run.offload.vram is None else parse_bytes(run.offload.vram)
+        opened.callback(VramCap(vram, device).remove)
+        opened.push(run.monitor)
+        with phase("training by DeepSpeed", peaks, device):
+            trainer, metrics, stopped = run.train_by_deepspeed(plan, checkpoint)
+        with closing(trainer):
+            trainer.save_whole(output / "model", run.tokenizer)
+            print(f"the model is in {output / 'model'}", flush=True)
+            metrics |= {} if run.evaluation is None else _losses(trainer)
+            history = trainer.state.log_history
+    there = 4 * plan.num_parameters < 0.8 * hardware.vram_bytes(device)[0]
+    trained: Any = (
+        resolve(output / "model")
+        .for_rows(run.data.task, run.data.id2label)
+        .load(device=device if there else torch.device("cpu"))
+    )
+    if run.source.model is not None:
+        trained = give_weights(trained, run.source.model)
+    samples: list[Sample] = []
+    if run.evaluation is not None:
+        samples = _predicted(trained, run.tokenizer, run.evaluation, metrics, run.args, {})
+    return FinetuneResult(trained, run.tokenizer, plan, metrics, history, samples, [], output, stopped, peaks)

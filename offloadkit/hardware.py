@@ -272,10 +272,10 @@ def default_device() -> torch.device:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """`device` with an index: "cuda" becomes the current CUDA device."""
+    """`device` as its tensors name it: "cuda" becomes the current CUDA device, "cpu:0" becomes "cpu"."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 @cache

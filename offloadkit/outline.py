@@ -255,7 +255,8 @@ def _outline_of_copy(
     model: nn.Module, config: OffloadConfig, device: torch.device, ranks: Ranks | None
 ) -> Outline | None:
     """The outline of a copy of `model`; None if it cannot be copied. Several ranks measure the machine together."""
-    machine = measure(device, folder=config.disk) if ranks is None else measured_together(ranks, device, config.disk)
+    folder = config.states_folder
+    machine = measure(device, folder=folder) if ranks is None else measured_together(ranks, device, folder)
     machine = _with_room_of(model, machine)
     try:
         copied = without_memory(model)

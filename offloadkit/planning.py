@@ -183,7 +183,7 @@ def _machine(
     if gpu is not None:
         found, assumed = machine_with(gpu, config), True
     elif ranks is not None and not _assumes_card(config, device):
-        return measured_together(ranks, device or hardware.default_device(), config.disk), False
+        return measured_together(ranks, device or hardware.default_device(), config.states_folder), False
     else:
         found, assumed = machine_for(config, device)
     link = 0.0 if assumed or number == 1 else known_link(torch.device(found.device), number)
@@ -292,8 +292,8 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
         assumed = f"Planned for an assumed card of {format_bytes(vram)}. Name yours by gpu= or --gpu: {names}."
         card = replace(ASSUMED_CARD, vram_total_bytes=vram, vram_free_bytes=vram, assumed=assumed)
         card = replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram)
-        return (card if config.disk is None else with_disk(card, config.disk)), True
-    return measure(device, folder=config.disk), False
+        return _with_states_folder(card, config), True
+    return measure(device, folder=config.states_folder), False
 
 
 def _assumes_card(config: OffloadConfig, device: torch.device | None) -> bool:
@@ -338,7 +338,11 @@ def machine_with(gpu: str, config: OffloadConfig) -> Hardware:
         assumed=assumed,
         **rates,
     )
-    return machine if config.disk is None else with_disk(machine, config.disk)
+    return _with_states_folder(machine, config)
+
+
+def _with_states_folder(machine: Hardware, config: OffloadConfig) -> Hardware:
+    return machine if config.states_folder is None else with_disk(machine, config.states_folder)
 
 
 @dataclass(frozen=True)

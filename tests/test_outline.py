@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from offloadkit import OffloadConfig, OffloadEngine, outline
+from offloadkit import OffloadConfig, OffloadEngine, Placement, outline
 from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.errors import DoesNotFitError, NonFiniteGradientError
 from offloadkit.planner.layout import ALLOCATOR_BYTES
@@ -183,6 +183,12 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_moves(example: to
 def test_a_budget_of_ram_is_kept_without_a_gpu_too() -> None:
     with pytest.raises(DoesNotFitError, match="RAM, has 1 MiB"):
         OffloadEngine(model(), OffloadConfig(ram="1MiB"), device="cpu")
+
+
+def test_a_placement_on_disk_needs_no_folder_to_be_planned() -> None:
+    config = OffloadConfig(ram="8GiB", placement=Placement(states="disk"))
+    with OffloadEngine(model(), config, device="cpu", example=window(0)[0]) as engine:
+        assert engine.plan.total_bytes("disk") > 0
 
 
 def test_nothing_is_measured_where_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

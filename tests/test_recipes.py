@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import email
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from recipes import deepspeed_parallel
 from recipes.docstrings import Pair, docstring_pairs, split, unigram_loss
 
 SOURCE = '''
@@ -59,3 +65,32 @@ def test_the_same_source_twice_is_learned_once() -> None:
 def test_the_unigram_loss_of_two_equally_frequent_tokens_is_the_logarithm_of_two() -> None:
     data = {"labels": [[0, 1] * 5000]}
     assert unigram_loss(data, {"labels": [[0, 1]]}, 2) == pytest.approx(0.6931, abs=1e-4)
+
+
+def losses_of_two_ranks(*arguments: str) -> dict[str, list[float]]:
+    """Of recipes/deepspeed_parallel.py, by the way that it trains; on GPUs where there are two."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    root = Path(__file__).parents[1]
+    hidden = {} if torch.cuda.device_count() > 1 else {"CUDA_VISIBLE_DEVICES": ""}
+    command = "-m torch.distributed.run --standalone --nproc-per-node=2 recipes/deepspeed_parallel.py"
+    done = subprocess.run(
+        [sys.executable, *command.split(), *arguments],
+        cwd=root,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0", **hidden},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"how"')]
+    return {row["how"]: row["losses"] for row in rows}
+
+
+@pytest.mark.slow
+def test_a_pipeline_and_cut_matrices_train_on_two_ranks_as_one_rank_does() -> None:
+    """Clipping included: the norm is that of all stages, and of all parts."""
+    found = losses_of_two_ranks("one", "pipeline", "tensor", "--updates", "6")
+    assert found.keys() == deepspeed_parallel.TRAINS.keys()
+    assert found["one"][-1] < 0.9 * found["one"][0]
+    for how in ("pipeline", "tensor"):
+        assert found[how] == pytest.approx(found["one"], rel=1e-5), how

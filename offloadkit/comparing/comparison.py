@@ -21,7 +21,6 @@ What the arguments of `compare` take:
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ from offloadkit.checkpoint.folder import writable
 from offloadkit.comparing import words
 from offloadkit.comparing.words import LABELS
 from offloadkit.config import Precision
-from offloadkit.engines import forecast
+from offloadkit.engines import deepspeed_process, forecast
 from offloadkit.engines.baseline import forecasts_of
 from offloadkit.engines.forecast import Forecast
 from offloadkit.engines.runner import Row, Runs, write_whole
@@ -221,8 +220,8 @@ def _row(runs: Runs, work: Work, engine: str, made: Forecast | Row, say: Callabl
     row: Row = {"variant": "", "tried": []}
     if isinstance(made, dict):
         row |= made
-    elif engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        row |= {"status": "failed", "reason": "deepspeed is not installed: pip install 'offloadkit[deepspeed]'"}
+    elif engine == "deepspeed" and not deepspeed_process.is_installed():
+        row |= {"status": "failed", "reason": deepspeed_process.NOT_INSTALLED}
     else:
         for name, recomputed, called in _VARIANTS[engine]:
             row |= {"variant": called} | _tried(runs, replace(work, recomputed=recomputed), name, made)

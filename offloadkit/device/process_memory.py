@@ -13,12 +13,11 @@ import psutil
 import torch
 
 from offloadkit import hardware
+from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.telemetry import Peaks
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_LOADED_LATER_BYTES = 128 << 20
-"""What a CUDA context may still grow by once a training has begun. On an H200 it was 0.1 GiB."""
 
 
 def let_segments_grow(device: torch.device) -> None:
@@ -136,7 +135,7 @@ class VramCap:
     def _take_account_of(self, context_bytes: int) -> None:
         """Let torch allocate what a context of so many bytes leaves, and what it may grow by."""
         assert self._limit is not None
-        allowed = max(0, self._limit - context_bytes - (0 if self._settled else _LOADED_LATER_BYTES))
+        allowed = max(0, self._limit - context_bytes - (0 if self._settled else LOADED_LATER_BYTES))
         shares = self._shares[self._device]
         shares[self] = allowed / torch.cuda.get_device_properties(self._device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(shares.values()), self._device)

@@ -255,13 +255,13 @@ class CopyStream:
         return ended
 
     @contextmanager
-    def traced(self, name: str) -> Iterator[None]:
-        """What goes to this stream while it is open is a range of a trace."""
+    def traced(self, name: str, num_bytes: int = 0) -> Iterator[None]:
+        """What goes to this stream while it is open is a range of a trace. `num_bytes`: what it moves."""
         tracing = trace.active()
         began = None if tracing is None else self.record(timing=True)
         yield
         if tracing is not None:
-            tracing.device(self.track, name, began, self.record(timing=True))
+            tracing.device(self.track, name, began, self.record(timing=True), num_bytes)
 
 
 def record_compute(device: torch.device, timing: bool = False) -> Event:

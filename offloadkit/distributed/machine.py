@@ -100,7 +100,8 @@ def known_link(device: torch.device, num_ranks: int) -> float:
 
 
 def _link_of(num_ranks: int) -> str:
-    return f"link of {num_ranks} ranks"
+    apart = " without P2P" if os.environ.get("NCCL_P2P_DISABLE", "0") != "0" else ""  # another link
+    return f"link of {num_ranks} ranks{apart}"
 
 
 def _link(ranks: Ranks, device: torch.device, num_ranks: int) -> float:

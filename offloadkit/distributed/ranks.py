@@ -80,8 +80,8 @@ class Ranks:
             self._between_devices: Any = dist.new_group(backend=backend, timeout=timeout)
             self._of_main: Any = dist.new_group(backend="gloo", timeout=timeout)
             self._of_stepping: Any = dist.new_group(backend="gloo", timeout=timeout)
-            self._of_watch: Any = dist.new_group(backend="gloo", timeout=timeout)
-        self._watch = Watch(self.rank, self.size, self._of_watch, self._abort)
+            of_watch = dist.new_group(backend="gloo", timeout=timeout)
+        self._watch = Watch(self.rank, self.size, of_watch, self._abort)
         self.stream = CopyStream(device, "ranks")
         self._received: Counter[str] = Counter()
 
@@ -230,7 +230,8 @@ class Ranks:
         self._watch.leave()
         if dist.is_initialized():
             for group in (self._between_devices, self._of_main, self._of_stepping):
-                dist.destroy_process_group(group)
+                with suppress(ValueError):  # the program has destroyed all groups, and made others
+                    dist.destroy_process_group(group)
         self._between_devices = self._of_main = self._of_stepping = None
 
     def _abort(self) -> None:

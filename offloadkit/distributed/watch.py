@@ -54,7 +54,9 @@ class Watch:
         if not faulthandler.is_enabled():
             with suppress(*_NO_FILE):
                 faulthandler.enable()  # NCCL's own watchdog aborts the process: this shows what each thread was doing
-        threading.Thread(target=self._wait, name="offloadkit-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._wait, name="offloadkit-watch", daemon=True)
+        self._thread.start()
+        _forget_groups()
 
     def who_is_lost(self) -> int | None:
         """`lost`, for an operation that has failed: the news may come a moment later."""
@@ -69,6 +71,7 @@ class Watch:
         """This rank closes its engine in good order, if nothing else was told."""
         self._left.set()
         self._tell(_IN_ORDER)
+        _closed.append((self._thread, self._group))
 
     def _tell(self, word: int) -> None:
         with self._lock:
@@ -76,7 +79,8 @@ class Watch:
                 return
             self._has_told = True
         with suppress(RuntimeError):  # nobody is there
-            dist.send(torch.tensor([word]), self._before, group=self._group)
+            # Not by dist.send, which knows no group any more where the program has destroyed all.
+            self._group.send([torch.tensor([word])], self._before, 0).wait()
 
     def _wait(self) -> None:
         word = torch.tensor([_IN_ORDER])
@@ -105,3 +109,15 @@ class Watch:
         with suppress(*_NO_FILE):
             faulthandler.dump_traceback(sys.stderr)
         self._give_up()
+
+
+_closed: list[tuple[threading.Thread, Any]] = []
+"""Of closed engines: threads, which end when the next rank has closed its engine too, and their groups."""
+
+
+def _forget_groups() -> None:
+    """Close the connections of those whose threads have ended, and end gloo's own threads. For the main thread."""
+    for thread, group in [each for each in _closed if not each[0].is_alive()]:
+        _closed.remove((thread, group))
+        with suppress(ValueError):  # the program has destroyed all groups
+            dist.destroy_process_group(group)

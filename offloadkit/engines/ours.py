@@ -33,7 +33,8 @@ class Offloadkit(Engine):
         self._model.synchronize()
 
     def row(self) -> dict[str, Any]:
-        """What was planned, by which rates of the machine, and where the last step's time went.
+        """What was planned, by which rates of the machine, and where the last step's time went. RAM is that of all
+        ranks of this host; "received" are bytes from other ranks in a step.
 
         Where memory ran out, it is the plan to which the engine has moved; "moves" has the reasons then.
         """
@@ -44,7 +45,8 @@ class Offloadkit(Engine):
             "num_parameters": made.num_parameters,
             "planned": {
                 "vram_bytes": made.total_bytes("vram"),
-                "ram_bytes": made.total_bytes("ram"),
+                "ram_bytes": made.num_on_host * made.total_bytes("ram"),
+                "received": made.communicated,
                 "disk_bytes": made.total_bytes("disk"),
                 "step_seconds": None if seconds is None else seconds.step,
                 "placements": {str(where): number for where, number in Counter(made.placements).items()},
@@ -52,4 +54,5 @@ class Offloadkit(Engine):
             },
             "figures": {"operation_launches": made.basis.work and made.basis.work.operation_launches},
             "telemetry_seconds": dict(records[-1].seconds) if records else {},
+            "received": dict(records[-1].received) if records else {},
         } | ({"moves": [move.why for move in moves]} if moves else {})

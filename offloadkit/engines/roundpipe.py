@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from offloadkit.engines.deepspeed import building
+from offloadkit.engines.deepspeed_process import building
 from offloadkit.engines.engine import LEARNING_RATE, Engine
 from offloadkit.engines.work import Batch, Work, plain_model
 from offloadkit.errors import ConfigError

@@ -15,7 +15,9 @@ in chunks (`loss.py`): the logits exist whole only where somebody reads them.
 that is resumed goes on in the same one (`ragged.py`).
 
 **Several ranks.** `torchrun` or `accelerate launch` starts them; micro-batches are dealt to them (`dealing.py`), and a
-loss is weighted by the targets of all ranks. Rank 0 prints and writes; each rank writes its part of the states.
+loss is weighted by the targets of all ranks. Rank 0 prints and writes; each rank writes its part of the states. New
+weights come to a rank together with the other ranks. So a callback that uses weights on one rank alone, to generate
+say, first calls `trainer.engine.synchronize()` on all ranks, or it waits for them until the timeout.
 
 **A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`), or the
 micro-batch of an evaluation (`OffloadEngine.evaluates`).
@@ -38,7 +40,7 @@ from torch.utils.data import IterableDataset
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.integrations.neftune import deactivate_neftune
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
 
 from offloadkit.checkpoint.folder import (
     MANIFEST,
@@ -233,13 +235,33 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             print(text, flush=True)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """The scheduler of the arguments on the engine's optimizer, or the one given to the constructor."""
+        """The scheduler of the arguments on the engine's optimizer, or the one given to the constructor.
+
+        Raises:
+            DataError: the ranks have other rows, or take other numbers of them or of steps.
+        """
+        self._check_alike(num_training_steps)
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if scheduler is self._own_scheduler:
             self._apply_own_schedule()
         if self.args.save_strategy != "no" and not self.args.save_only_model:
             as_json(scheduler.state_dict(), "the scheduler's state")  # what cannot be saved is refused before training
         return scheduler
+
+    def _check_alike(self, num_steps: int) -> None:
+        """Several ranks whose data differ would wait for each other at the end of an epoch. Raises `DataError`."""
+        ranks = None if self.engine is None else self.engine.ranks
+        if ranks is None:
+            return
+        rows = self.train_dataset
+        num_rows = len(rows) if has_length(rows) else -1
+        told = ranks.agree(np.array([num_rows, self._train_batch_size, num_steps])).tolist()
+        if any(each != told[0] for each in told):
+            listed = "; ".join(f"rank {rank}: {', '.join(map(str, each))}" for rank, each in enumerate(told))
+            raise DataError(
+                f"the ranks have other training data or arguments (rows, rows in a micro-batch, steps: {listed}): give "
+                "all ranks all rows and the same arguments; the rows are dealt to them"
+            )
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         """The model as the loop calls it. (A private method of the Trainer.)

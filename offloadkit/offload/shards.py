@@ -41,7 +41,8 @@ class GradientExchange:
             self.stream.wait(self._received_until)
         num_bytes = self._ranks.size * layer.shard.numel * bucket.element_size()
         received = self._received[:num_bytes].view(bucket.dtype)
-        self.stream.run(partial(self._ranks.exchange, received, bucket, layer.cuts))
+        with self.stream.traced(f"exchange {layer.name}", num_bytes - num_bytes // self._ranks.size):
+            self.stream.run(partial(self._ranks.exchange, received, bucket, layer.cuts))
         return received
 
     def add(self, received: torch.Tensor, into: torch.Tensor, *, begins: bool) -> None:
@@ -125,5 +126,7 @@ class WeightGathers:
             return  # the update was skipped, on all ranks alike
         stream = self._ranks.stream
         stream.wait(pending.arrived)  # it comes after the last use of the old weights
-        stream.run(partial(self._ranks.gather, weights.flat, weights.layer.cuts))
+        layer, flat = weights.layer, weights.flat
+        with stream.traced(f"gather {layer.name}", flat.nbytes - layer.shard.numel * flat.element_size()):
+            stream.run(partial(self._ranks.gather, flat, layer.cuts))
         pending.arrived = stream.record()

@@ -55,6 +55,12 @@ NORM_EFFICIENCY = 0.48
 DISK_OVERLAP = 0.8
 """Time to read and write states at once, as a fraction of reading them and then writing them. Row "disk"."""
 
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+LOADED_LATER_BYTES = 128 << 20
+"""What a CUDA context may still grow by once a training has begun, since kernels are loaded when they first run. On an
+H200 it was 0.1 GiB. A budget of VRAM leaves it out until the context stays as it is, so a plan does too."""
+
 # ---- several ranks --------------------------------------------------------------------------------------------------
 
 NCCL_BYTES = 512 << 20

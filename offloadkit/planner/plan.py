@@ -15,6 +15,7 @@ from offloadkit.config import OffloadConfig, Placement, Precision
 from offloadkit.errors import DoesNotFitError
 from offloadkit.hardware import Hardware
 from offloadkit.optim.table import MOMENTS, optimizer_named
+from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.layout import (
     LayerShape,
     activations,
@@ -363,7 +364,7 @@ def _budgets(config: OffloadConfig, hardware: Hardware | None, num_ranks: int) -
 def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, int]) -> tuple[Placement, ...]:
     config, work, hardware = basis.config, basis.work, basis.hardware
     if config.placement is None and work is not None and hardware is not None and hardware.device != "cpu":
-        return _search(tuple(layers), basis, work, hardware).best(*_room(budgets, hardware))
+        return _search(tuple(layers), basis, work, hardware).best(*_room(config, budgets, hardware))
     placement = config.placement or Placement()
     if config.activation_checkpointing and placement.activations == "keep":
         placement = replace(placement, activations="checkpoint")
@@ -391,9 +392,11 @@ def _kept_search(
     return Search(layers, work, hardware, accumulation, frozen_bytes=frozen_bytes, **options)
 
 
-def _room(budgets: Mapping[str, int], hardware: Hardware) -> tuple[int, int, int]:
-    """Bytes of VRAM, RAM and disk that may be used."""
-    return budgets["vram"], budgets["ram"], budgets["disk"] if hardware.disk_read_bytes_per_second else 0
+def _room(config: OffloadConfig, budgets: Mapping[str, int], hardware: Hardware) -> tuple[int, int, int]:
+    """Bytes of VRAM, RAM and disk for which placements are searched. Of a wish for VRAM some is held back at first."""
+    held_back = 0 if config.vram is None or hardware.device == "cpu" else LOADED_LATER_BYTES
+    disk = budgets["disk"] if hardware.disk_read_bytes_per_second else 0
+    return budgets["vram"] - held_back, budgets["ram"], disk
 
 
 # ---- a plan in words -----------------------------------------------------------------------------
@@ -862,7 +865,7 @@ def _is_short_of_ram(plan: Plan) -> bool:
     if plan.basis.config.placement is not None:
         return False
     search = _search(plan.layers, plan.basis, work, hardware)
-    return search.is_short_of_ram(*_room(plan.budgets, hardware))
+    return search.is_short_of_ram(*_room(plan.basis.config, plan.budgets, hardware))
 
 
 def _by_phase(plan: Plan) -> Iterator[str]:

@@ -36,7 +36,7 @@ def never(task: dict[str, Any]) -> dict[str, Any]:
 def test_each_engine_runs_in_a_process_of_its_own_and_its_row_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: Answers, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(comparison.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(comparison.deepspeed_process, "is_installed", lambda: False)
     result = compare(("t5-tiny",), **TINY, vram="1GiB", output_dir=tmp_path)
     baseline, ours, deepspeed = result.rows
     for row in (baseline, ours):
@@ -88,7 +88,7 @@ def full(task: dict[str, Any]) -> dict[str, Any]:
 def test_deepspeed_goes_to_stage_3_where_stage_2_does_not_fit(
     tmp_path: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(comparison.deepspeed_process, "is_installed", lambda: True)
 
     def answer(task: dict[str, Any]) -> dict[str, Any]:
         if task["mode"] == "plan":

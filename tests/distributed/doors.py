@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -206,6 +206,17 @@ def fill_at(model: torch.nn.Module, number: int) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     model.register_forward_hook(fails)
+
+
+def trained_on_own_rows(folder: Path) -> None:
+    """Each rank's data have another length."""
+    from offloadkit.hf.trainer import OffloadTrainer
+    from tests.hf.training import arguments, causal_rows, llama
+
+    with as_launched() as (rank, _):
+        rows, args = causal_rows(8 - 2 * rank), arguments(folder, max_steps=2)
+        with closing(OffloadTrainer(model=llama(), args=args, train_dataset=rows)) as trainer:
+            trainer.train()
 
 
 class Stream(IterableDataset[Any]):

@@ -156,4 +156,6 @@ def measured(card: Hardware) -> tuple[Hardware, int, list[str]]:
             group.close()
         assert found[0].link_bytes_per_second == found[1].link_bytes_per_second == machine.known_link(CPU, 2)
         assert not measuring.is_measured(CPU, 1), "one rank alone has other rates"
+        patch.setenv("NCCL_P2P_DISABLE", "1")
+        assert machine.known_link(CPU, 2) == 0.0, "that is another link"
         return found[0], int(np.log2(found[0].link_bytes_per_second)), asked

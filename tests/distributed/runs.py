@@ -218,3 +218,17 @@ def joined(runs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         parts.sort(key=lambda part: part[0])
         found[name] = torch.cat([values for _, values in parts]) if parts else torch.empty(0)
     return found
+
+
+def traced(folder: Path) -> tuple[list[dict[str, int]], list[str]]:
+    """Two steps' trace in `folder`; what was received in each of them, and the layers' names."""
+    telemetry = Telemetry()
+    made, config = TinyLM(tied=False), OffloadConfig(working_dtype="bf16")
+    del made.unused
+    with OffloadEngine(made, config, device="cpu", telemetry=telemetry) as engine:
+        engine.profile(steps=2, path=folder / "trace.json")
+        for batch in tokens(5):
+            engine.backward(engine(batch))
+            engine.step()
+        engine.synchronize()
+        return [record.received for record in telemetry.records][1:3], [layer.name for layer in engine.plan.layers]

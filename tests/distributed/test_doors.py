@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from offloadkit.checkpoint.folder import other_rows
-from tests.distributed.doors import error_of, fails_on_first, finetuned, pairs, trained
+from offloadkit.config import OffloadConfig, Placement
+from tests.distributed.doors import error_of, fails_on_first, finetuned, pairs, trained, trained_on_own_rows
 from tests.distributed.pool import RankPool
+from tests.distributed.runs import CPU_STEP, LEAST
 
 
 def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -24,10 +26,12 @@ def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_finetune_on_two_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", [CPU_STEP, pytest.param(LEAST, marks=pytest.mark.slow)])
+def test_finetune_on_two_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path, placement: Placement) -> None:
     """Eleven rows are six micro-batches, the last one short: the third update of an epoch has a filler."""
     options: dict[str, Any] = {"accumulation": 4, "eval_dataset": pairs(16, 11), "per_device_eval_batch_size": 2}
-    found = ranks.run(2, finetuned, name="t5", folder=tmp_path / "two", **options)
+    offload = OffloadConfig(placement=placement, exchange="micro_batch")
+    found = ranks.run(2, finetuned, name="t5", folder=tmp_path / "two", offload=offload, **options)
     assert_same(found, finetuned("t5", tmp_path / "one", **options))
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == sorted(
         path.name for path in (tmp_path / "one").iterdir()
@@ -40,6 +44,12 @@ def test_a_used_output_folder_is_refused_on_all_ranks(ranks: RankPool, tmp_path:
     found = ranks.run(2, error_of, call=finetuned, name="t5", folder=tmp_path, accumulation=2)
     assert all(each.startswith("ConfigError: the output folder") for each in found)
     assert len(set(found)) == 1
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_ranks_with_other_rows_are_told_before_they_train(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run(2, error_of, call=trained_on_own_rows, folder=tmp_path)
+    assert all("steps: rank 0: 8, 2, 2; rank 1: 6, 2, 2)" in each for each in found), found
 
 
 def test_an_error_that_cannot_be_sent_is_told(ranks: RankPool) -> None:

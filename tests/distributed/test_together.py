@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from tests.distributed.runs import (
     joined,
     logged,
     model,
+    traced,
     train,
 )
 from tests.distributed.test_equal import assert_equal
@@ -323,3 +325,20 @@ def test_a_rank_takes_what_was_planned(
         host = sum(each.gradient.window_in_ram.nbytes for each in placed.states if each.gradient.host is not None)
         host += sum(gradients._staging.get().nbytes for _ in range(gradients._staging.qsize()))
         assert host + sums == ram["gradients"]
+
+
+def test_a_trace_shows_what_is_exchanged_beside_backward_and_gathered_beside_forward(
+    ranks: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for rank, (received, layers) in enumerate(ranks.run(2, traced, folder=tmp_path)):
+        text = (tmp_path / ("trace-rank1.json" if rank else "trace.json")).read_text()
+        events = json.loads(text)["traceEvents"]
+        tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+        moved = [event for event in events if event["ph"] == "X" and tracks[event["tid"]] == "ranks"]
+        for kind in ("exchange", "gather"):
+            own = [event for event in moved if event["name"].startswith(kind)]
+            assert sorted(event["name"] for event in own) == sorted(2 * [f"{kind} {name}" for name in layers])
+            assert sum(event["args"]["bytes"] for event in own) == sum(each[kind] for each in received)
+        phases = [event for event in events if event["name"].startswith("backward ")]
+        first = next(event for event in moved if event["name"].startswith("exchange"))
+        assert min(event["ts"] for event in phases) <= first["ts"] < max(event["ts"] + event["dur"] for event in phases)

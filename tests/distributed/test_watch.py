@@ -71,3 +71,33 @@ def test_a_stuck_rank_is_an_error_and_shows_its_stacks(ranks: RankPool, tmp_path
     assert waited.startswith("exchanging gradients with the other ranks failed: one has ended")
     assert "rank 0: rank 1 has ended, died or failed" in file.read_text()
     assert "in first_hangs" in file.read_text()
+
+
+def closes_late(file: Path) -> int:
+    """A program destroys its process group, and makes another one, before its engine is closed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    engine = OffloadEngine(model(), OffloadConfig(), device="cpu")
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+    engine.close()
+    return dist.get_world_size()
+
+
+def test_an_engine_that_outlives_its_group_closes(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, closes_late, file=tmp_path / "store") == [2, 2]
+
+
+def threads_after(engines: int) -> list[int]:
+    """How many threads the process has after each of so many engines."""
+    found = []
+    for _ in range(engines):
+        OffloadEngine(model(), OffloadConfig(), device="cpu").close()
+        for thread in [each for each in threading.enumerate() if each.name == "offloadkit-watch"]:
+            thread.join(20)
+        found.append(len(list(Path("/proc/self/task").iterdir())))
+    return found
+
+
+def test_engines_one_after_the_other_leave_no_threads(ranks: RankPool) -> None:
+    for found in ranks.run(2, threads_after, engines=3):
+        assert found[1] == found[2], found

@@ -89,6 +89,15 @@ def test_parameters_of_the_block_itself(device: str) -> None:
     assert_same(lambda: lm_of(Scaled), device, *ALL)
 
 
+def test_a_cpu_with_a_number_is_the_cpu() -> None:
+    """accelerate numbers the CPU where it has several ranks; tensors name it without."""
+    runs = []
+    for device in ("cpu:0", "cpu"):
+        torch.manual_seed(0)
+        runs.append(trained(TinyLM(), device, STREAMED, num=2))
+    assert all(torch.equal(runs[0][name], weight) for name, weight in runs[1].items())
+
+
 def test_a_block_used_twice(device: str) -> None:
     assert_same(lambda: lm_of(Scaled, (0, 1, 0, 2, 3, 3)), device, *ALL)
 

@@ -212,7 +212,8 @@ def test_the_verdict_says_what_each_gpu_and_what_all_of_them_take() -> None:
     assert made.num_tokens == 2 * 640
     assert made.tokens_per_second == 2 * 640 / made.seconds.step
     ram = f"{2 * made.needs()['ram'] / GIB:.2g}"
-    assert made.verdict.startswith(f"FITS on 2 GPUs: 8 of 8 GiB VRAM each, {ram} of 100 GiB RAM in all, about ")
+    vram = f"{made.needs()['vram'] / GIB:.2g}"
+    assert made.verdict.startswith(f"FITS on 2 GPUs: {vram} of 8 GiB VRAM each, {ram} of 100 GiB RAM in all, about ")
     short = plan(2, vram="1GiB", ram="2GiB")
     assert short.verdict.startswith("DOES NOT FIT on 2 GPUs: needs ")
     needs = rounded_up(2 * short.needs()["ram"]) / GIB

@@ -11,6 +11,7 @@ import pytest
 
 from offloadkit.config import OffloadConfig
 from offloadkit.planner import LayerShape, MicroBatch, Pass, Plan, make_plan
+from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.search import Counts, Search
 from offloadkit.planner.seconds import StepModel
 from tests.planner.machines import GIB, H200, LLAMA_8B, LLAMA_70B, TWO_CORES, llama, shape, stage, t5_3b
@@ -125,7 +126,7 @@ def test_both_processors_step_where_both_are_fast(small_batch: Model) -> None:
     """How much that gains depends on DRAM, which serves both: here it moves 9 % more for both than for the cores."""
     of_the_cores_alone = []
     for dram in (H200.cpu_and_bus_bytes_per_second, 280e9):
-        made = plan(small_batch, replace(H200, cpu_and_bus_bytes_per_second=dram), vram="16GiB")
+        made = plan(small_batch, replace(H200, cpu_and_bus_bytes_per_second=dram), vram=(16 << 30) + LOADED_LATER_BYTES)
         assert made.seconds
         assert made.seconds.busy["CPU step"] == pytest.approx(made.seconds.update_phase, rel=0.15)
         assert 5 < on_gpu_from_ram(made) < sum(where.states == "ram" for where in made.placements) / 2

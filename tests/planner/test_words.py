@@ -10,6 +10,7 @@ import pytest
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hardware import Hardware
 from offloadkit.planner import MicroBatch, Plan, make_plan
+from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.plan import nearest_fits
 from offloadkit.units import format_bytes, format_seconds, parse_bytes, rounded_up
 from tests.planner.machines import GIB, H200, TWO_CORES, shape, stage
@@ -121,7 +122,7 @@ def test_what_limits_together_is_named_together() -> None:
 
 def test_more_vram_lets_the_gpu_step_more() -> None:
     """All weights are streamed, and there is no room for the buffers through which states pass."""
-    made = plan(TWO_CORES, num_layers=8, vram="1.9GiB", ram="120GiB")
+    made = plan(TWO_CORES, num_layers=8, vram=(19 << 30) // 10 + LOADED_LATER_BYTES, ram="120GiB")
     assert made.fits
     assert {where.step for where in made.placements} == {"cpu"}
     assert "more VRAM would let the GPU step " in made.explain()

@@ -1,0 +1,103 @@
+"""What is measured on several GPUs: engines and cases. To add a case, add an entry to `RANK_CASES`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.cases import Case, EngineSetup
+
+RANK_ENGINES = {
+    "ours": EngineSetup("offloadkit", "offloadkit"),
+    "fsdp2": EngineSetup("FSDP2, HF (bf16 compute and reduce, fp32 master weights)", "fsdp2"),
+    "fsdp2-our-compute": EngineSetup("FSDP2, our compute", "fsdp2", (("our_compute", True),)),
+    "fsdp2-recomputed": EngineSetup("FSDP2, our compute", "fsdp2", (("our_compute", True), ("recomputed", True))),
+    "ddp": EngineSetup("DDP, bf16 weights and AdamW states, at its largest batch", "ddp"),
+    "ddp-recomputed": EngineSetup(
+        "DDP, bf16 weights and AdamW states, at its largest batch", "ddp", (("recomputed", True),)
+    ),
+    "zero2-offload": EngineSetup("DeepSpeed ZeRO-2, states in RAM", "zero2", package="deepspeed"),
+    "zero2-offload-200m": EngineSetup(
+        "DeepSpeed ZeRO-2, states in RAM, buckets of 200 M",
+        "zero2",
+        (("bucket_elements", 200_000_000),),
+        "deepspeed",
+    ),
+    "zero3-offload-200m": EngineSetup(
+        "DeepSpeed ZeRO-3, weights and states in RAM, buckets of 200 M",
+        "zero3",
+        (("bucket_elements", 200_000_000),),
+        "deepspeed",
+    ),
+    "zero2": EngineSetup("DeepSpeed ZeRO-2", "zero2-on-gpu", package="deepspeed"),
+}
+"""By the name that the command line takes. Fields of `Work` are options. DDP keeps no master weights, as people have
+it: with fp32 states a model of 7 G parameters leaves no room for a row in 80 GiB."""
+
+
+@dataclass(frozen=True)
+class RankCase(Case):
+    """A case on several GPUs. Sizes are those of a rank's micro-batch, VRAM is each GPU's, RAM that of all ranks."""
+
+    num_gpus: int = 2
+    pcie_only: bool = False
+    """Whether NCCL copies through RAM, as on cards without a link or peer access."""
+    limit: float = 150.0
+    """Seconds after which all processes of a turn are killed."""
+    engines: tuple[str, ...] = ("ours",)
+
+
+_RAM = 235
+"""GiB that ours may take of a host with 256. A virtual machine may show less until its memory was used once."""
+
+
+def _t5(rows: int, vram: float | None, num_gpus: int = 2, model: str = "t5-3b", **more: Any) -> RankCase:
+    return RankCase("several GPUs", model, rows, 512, 128, vram=vram, ram=_RAM, num_gpus=num_gpus, **more)
+
+
+def _llama(rows: int, vram: float | None, num_gpus: int = 2, **more: Any) -> RankCase:
+    return RankCase("several GPUs", "llama-3.1-8b", rows, 2048, vram=vram, ram=_RAM, num_gpus=num_gpus, **more)
+
+
+def _llama_7b(accumulation: int, engines: tuple[str, ...], **more: Any) -> RankCase:
+    options: dict[str, Any] = {
+        "vram": 80,
+        "ram": _RAM,
+        "for_all": True,
+        "accumulation": accumulation,
+        "engines": engines,
+    }
+    return RankCase("several GPUs", "llama-7b", 1, 2048, **options, **more)
+
+
+_DDP = ("ddp", "ddp-recomputed")
+
+RANK_CASES: dict[str, RankCase] = {
+    "t5-3b-1x24": _t5(8, 24, num_gpus=1),
+    "t5-3b-2x24": _t5(8, 24),
+    "t5-3b-2x28": _t5(8, 28),
+    "t5-3b-2": _t5(8, None, engines=("fsdp2", "fsdp2-our-compute")),
+    "t5-3b-2-deepspeed": _t5(8, None, engines=("zero2-offload", "zero2-offload-200m", "zero3-offload-200m")),
+    "llama-8b-1x24": _llama(4, 24, num_gpus=1, limit=240),
+    "llama-8b-2x24": _llama(4, 24, limit=240),
+    "llama-8b-2x80": _llama(4, 80, limit=180),
+    "llama-8b-2": _llama(4, None, engines=("fsdp2-recomputed",)),
+    "t5-3b-2x24-strong": _t5(4, 24),
+    "llama-8b-2x24-strong": _llama(2, 24, limit=240),
+    "t5-11b-2x24": _t5(1, 24, model="t5-11b", limit=240),
+    "t5-11b-2x80": _t5(1, 80, model="t5-11b", limit=240),
+    "llama-7b-x1": _llama_7b(1, (*_DDP, "zero2", "ours")),
+    "llama-7b-x4": _llama_7b(4, ("zero2", "ours")),
+    "llama-7b-x1-pcie": _llama_7b(1, (*_DDP, "zero2", "ours"), pcie_only=True),
+    "llama-7b-x4-pcie": _llama_7b(4, ("zero2", "ours"), pcie_only=True),
+    "t5-3b-2x24-pcie": _t5(8, 24, pcie_only=True),
+    "tiny-1": RankCase("try", "t5-tiny", 2, 16, 8, vram=2, num_gpus=1),
+    "tiny-2": RankCase(
+        "try", "t5-tiny", 2, 16, 8, vram=2, accumulation=2, engines=("ours", "fsdp2", "fsdp2-our-compute", *_DDP)
+    ),
+    "tiny-llama-2": RankCase("try", "llama-tiny", 2, 16, vram=2, pcie_only=True, engines=("ours", "fsdp2-recomputed")),
+    "tiny-2-deepspeed": RankCase(
+        "try", "t5-tiny", 2, 16, 8, engines=("zero2", "zero2-offload-200m", "zero3-offload-200m")
+    ),
+}
+"""Names end in GPUs x GiB of each; "strong": one GPU's batch in all; "x4": four micro-batches an update."""

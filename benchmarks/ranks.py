@@ -1,0 +1,346 @@
+"""Engines on several GPUs of this machine, each alone in fresh processes; one row each in the table.
+
+    python -m benchmarks ranks --plan                          # what the plan says of each case; needs no GPU
+    python -m benchmarks ranks tiny-1 tiny-2 --device cpu      # a try without a GPU
+
+All of it on two H200s, in commands of at most ten minutes. Each stops by itself; what was measured is in the table:
+
+    OUT="--out ranks.csv --commit $(git rev-parse --short HEAD)"
+    # 1. T5-3B and Llama-8B: ours beside FSDP2
+    python -m benchmarks ranks t5-3b-1x24 t5-3b-2x24 t5-3b-2x28 t5-3b-2 llama-8b-2x24 llama-8b-2x80 llama-8b-2 \
+        llama-8b-1x24 $OUT --seconds 570
+    # 2. Accumulation on a link and on PCIe, and ranks that are killed
+    python -m benchmarks ranks llama-7b-x1 llama-7b-x4 t5-3b-2x24-pcie llama-7b-x1-pcie llama-7b-x4-pcie $OUT \
+        --seconds 430; python -m benchmarks killing --seconds 140 $OUT
+    # 3. Where time is left: strong scaling, T5-11B, DeepSpeed; then the first command's cases again, for a median
+    python -m benchmarks ranks t5-3b-2x24-strong llama-8b-2x24-strong t5-3b-2-deepspeed t5-11b-2x80 t5-11b-2x24 $OUT \
+        --seconds 570
+    python -m benchmarks merge ranks.csv                       # afterwards, where the table is kept
+
+`--turns 2` measures everything twice; the turns of all cases of a command alternate. The rank processes are children of
+the command: when it ends, however it does, they are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from benchmarks import table
+from benchmarks.cases import config_of
+from benchmarks.rank_cases import RANK_CASES, RANK_ENGINES, RankCase
+from benchmarks.run import STEPS, WARMUP, ended_by_signals, git_commit, row_of
+from benchmarks.table import Row
+from offloadkit.distributed.launch import launch, told
+from offloadkit.engines.work import Work
+
+Raw = dict[str, Any]
+
+_VARIABLES = {"NCCL_NVLS_ENABLE": "0", "TOKENIZERS_PARALLELISM": "false", "DS_SKIP_CUDA_CHECK": "1"}
+"""NVLink multicast fails in virtual machines."""
+_PCIE_ONLY = {"NCCL_P2P_DISABLE": "1"}
+_LEAST_SECONDS = 20.0
+"""With less time left no process is started."""
+
+
+class NotMeasuredError(Exception):
+    """A rank could not measure. Its one argument is a row's "status" and "reason"."""
+
+
+def run(
+    cases: Sequence[str],
+    *,
+    engines: Sequence[str] = (),
+    turns: int = 1,
+    steps: int = STEPS,
+    seconds: float = float("inf"),
+    out: Path = table.PATH,
+    commit: str | None = None,
+    device: str | None = None,
+    verbose: bool = False,
+    notes: str = "",
+) -> list[Row]:
+    """Measure, append a row for each case and engine to `out`, and return these rows.
+
+    The turns alternate between all cases and engines. The file is written after each of them.
+
+    Args:
+        engines: of `RANK_ENGINES`; none: those of each case.
+        turns: fresh processes for each engine.
+        seconds: for all of it. What is not over by then is killed, and what has not begun is named.
+        device: "cpu" hides the GPUs.
+        notes: written into each row.
+    """
+    commit, end = commit or git_commit(), time.monotonic() + seconds
+    before = table.read(out)
+    pairs = [(name, engine) for name in cases for engine in engines or RANK_CASES[name].engines]
+    found: dict[tuple[str, str], list[Raw]] = {pair: [] for pair in pairs}
+    made: list[Row] = []
+    for turn in range(1, turns + 1):
+        for name, engine in pairs:
+            case, setup, left = RANK_CASES[name], RANK_ENGINES[engine], end - time.monotonic()
+            print(f"{name}, {setup.title}, turn {turn} of {turns} ...", end=" ", flush=True)
+            if left < _LEAST_SECONDS:
+                print("not begun: no time is left", flush=True)
+                continue
+            raw = _measured(case, engine, steps, min(case.limit, left), device, verbose)
+            print(_said(raw), flush=True)
+            found[name, engine].append(raw)
+            said = {"notes": notes} if notes else {}
+            made = [
+                row_of(
+                    name,
+                    replace(RANK_CASES[name], batch_size=raws[-1].get("batch_size", RANK_CASES[name].batch_size)),
+                    engine,
+                    RANK_ENGINES[engine],
+                    raws,
+                    commit,
+                )
+                | said
+                for (name, engine), raws in found.items()
+                if raws
+            ]
+            table.write([*before, *made], out)
+    return made
+
+
+def _said(raw: Raw) -> str:
+    if raw["status"] != "measured":
+        return f"{raw['status']}: {raw['reason']} ({raw['process_seconds']:.0f} s)"
+    planned = raw.get("planned", {}).get("step_seconds")
+    sizes = f"VRAM {raw['vram_bytes'] / 2**30:.2f} GiB each, RAM {raw['peak_ram_bytes'] / 2**30:.1f} GiB in all"
+    received = {name: f"{number / 1e9:.3g} GB" for name, number in raw["figures"]["received"].items()}
+    return (
+        f"{raw['step_seconds']:.4f} s" + (f" (planned {planned:.4f})" if planned else "") + ", "
+        f"{raw['figures']['tokens/s']:,} tokens/s, {sizes}, received {received}, {raw['process_seconds']:.0f} s in all"
+    )
+
+
+def _measured(case: RankCase, engine: str, steps: int, limit: float, device: str | None, verbose: bool) -> Raw:
+    """One turn: what the ranks found together, or why they did not."""
+    setup, began = RANK_ENGINES[engine], time.monotonic()
+    heard: dict[int, Raw] = {}
+
+    def stops() -> bool:
+        if time.monotonic() > began + limit:
+            raise NotMeasuredError({"status": "failed", "reason": f"took more than {limit:.0f} s"})
+        return False
+
+    with tempfile.TemporaryDirectory() as scratch, ended_by_signals(), _variables(case, device):
+        config_of(case.model).save_pretrained(scratch)
+        work = replace(case.work(setup, scratch, tempfile.gettempdir()), steps=steps, warmup=WARMUP)
+        task = {"work": work.to_dict(), "engine": setup.engine, "binds": setup.package == "deepspeed"}
+        try:
+            with contextlib.ExitStack() as quiet:
+                printed = io.StringIO()
+                if not verbose:
+                    quiet.enter_context(contextlib.redirect_stdout(printed))
+                    quiet.enter_context(contextlib.redirect_stderr(printed))
+                raws = launch(
+                    measure_rank, task, case.num_gpus, folder=Path(scratch), hear=heard.__setitem__, stops=stops
+                )
+        except Exception as error:
+            why = error.args[0] if isinstance(error, NotMeasuredError) else _failed(error)
+            if len(heard) < case.num_gpus:
+                if why["status"] == "failed":
+                    sys.stderr.write("\n".join([printed.getvalue()[-3000:], *getattr(error, "__notes__", ())]) + "\n")
+                return why | {"process_seconds": time.monotonic() - began, "recomputed": work.recomputed}
+            raws = [heard[rank] | {"uncounted": why["reason"]} for rank in range(case.num_gpus)]
+    return _together(raws, case) | {"process_seconds": time.monotonic() - began, "recomputed": work.recomputed}
+
+
+def _failed(error: BaseException) -> Raw:
+    return {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:300]}
+
+
+@contextlib.contextmanager
+def _variables(case: RankCase, device: str | None) -> Iterator[None]:
+    """The environment that the ranks inherit."""
+    before = dict(os.environ)
+    os.environ.update(_VARIABLES | (_PCIE_ONLY if case.pcie_only else {}))
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _together(raws: Sequence[Raw], case: RankCase) -> Raw:
+    """One turn's figures: of the slowest and the fullest rank, and sums of tokens and RAM."""
+    first, slowest = raws[0], max(raws, key=lambda raw: float(raw["step_seconds"]))
+    tokens, planned = sum(raw["num_tokens"] for raw in raws), first.get("planned", {})
+    figures = {
+        "GPUs": case.num_gpus,
+        "tokens/s": round(tokens / slowest["step_seconds"]),
+        "received": _most(raw["received"] for raw in raws),
+        "link": "PCIe" if case.pcie_only else "as it is",
+        "resident RAM of all ranks": sum(raw["resident_bytes"] for raw in raws),
+    }
+    if "received" in planned:
+        figures["planned to be received"] = _most(raw["planned"]["received"] for raw in raws)
+    if "uncounted" in first:
+        figures["uncounted"] = first["uncounted"]
+    return slowest | {
+        "status": "measured",
+        "num_tokens": tokens,
+        "vram_bytes": max(raw["vram_bytes"] for raw in raws),
+        "max_allocated_bytes": max(raw["max_allocated_bytes"] for raw in raws),
+        "peak_ram_bytes": sum(raw["ram_bytes"] for raw in raws),
+        "planned": planned,
+        "figures": figures,
+    }
+
+
+def _most(received: Iterable[dict[str, int]]) -> dict[str, int]:
+    """By kind, the bytes of the rank that has most."""
+    most: dict[str, int] = {}
+    for each in received:
+        most |= {kind: max(number, most.get(kind, 0)) for kind, number in each.items()}
+    return most
+
+
+# ---- in a rank -------------------------------------------------------------------------------------------------------
+
+
+def measure_rank(work: dict[str, Any], engine: str, binds: bool) -> Raw:
+    """The figures of this rank. They are told as soon as steps are timed, before a further step that counts bytes.
+
+    Args:
+        binds: whether the rank keeps to its share of the cores, and joins by NCCL alone, as DeepSpeed's users have it.
+
+    Raises:
+        NotMeasuredError: it did not come to that.
+    """
+    given = Work(**work)
+    try:
+        return _measure_rank(given, engine, binds)
+    except Exception as error:
+        from offloadkit.engines.worker import why
+
+        raise NotMeasuredError(why(error, given.vram)) from error
+
+
+def _measure_rank(work: Work, engine_name: str, binds: bool) -> Raw:
+    from benchmarks.rank_engines import ENGINES, Received
+    from offloadkit import __version__, hardware
+    from offloadkit.device.process_memory import DeviceMemory, forget_peak, let_segments_grow
+    from offloadkit.distributed import world
+    from offloadkit.engines.runner import version
+    from offloadkit.engines.timing import timed_steps
+    from offloadkit.engines.work import num_tokens, random_steps
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    vram = DeviceMemory(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # nothing is to take memory of another GPU
+    machine = dict(hardware.describe_machine(device))
+    if binds:
+        _bind(rank, size)
+    if device.type == "cuda" and size > 1 and binds:
+        dist.init_process_group("nccl")
+    world.join()
+    let_segments_grow(device)  # the same allocator for every engine
+    torch.manual_seed(work.seed)
+    dtype = work.dtype_on(device)
+    engine = ENGINES[engine_name](work, dtype, device)
+    engine.settle()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    forget_peak(device)
+    own = replace(work, seed=work.seed + rank, batch_size=getattr(engine, "batch_size", work.batch_size))
+    steps = random_steps(own, device)
+    row: Raw = {"dtype": dtype, "num_tokens": num_tokens(steps), "batch_size": own.batch_size, "machine": machine}
+    row |= timed_steps(engine, steps, own, device, vram)
+    if dist.is_initialized():
+        dist.barrier()  # all are in the middle of training, and share what they share
+    row |= {"ram_bytes": _tree_bytes("pss"), "resident_bytes": _tree_bytes("rss")} | {"received": {}} | engine.row()
+    if dist.is_initialized():
+        dist.barrier()  # before one ends
+    names = ("torch", "transformers", "deepspeed", "torchao", "roundpipe")
+    row["versions"] = {name: version(name) for name in names} | {"offloadkit": __version__}
+    told(row)
+    if not row["received"] and size > 1:
+        with Received(size) as counted:
+            for at, batch in enumerate(steps[0], start=1):
+                engine.backward(engine.forward(batch))
+                engine.step(at == len(steps[0]))
+            engine.settle()
+        row["received"] = dict(counted.num_bytes)
+    return row
+
+
+def _bind(rank: int, size: int) -> None:
+    """Keep this rank to its share of the cores, neighbours together."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // size
+    if share:
+        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
+        torch.set_num_threads(share)
+
+
+def _tree_bytes(kind: str) -> int:
+    """RAM of this process and its children. "pss": a page that several processes have counts for its share in each."""
+    own = psutil.Process()
+    total = 0
+    for process in (own, *own.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            total += getattr(process.memory_full_info(), kind)
+    return total
+
+
+# ---- what the plan says ----------------------------------------------------------------------------------------------
+
+_START_SECONDS, _PINNED_PER_SECOND = 45.0, 2e9
+"""What importing, measuring and drawing weights take, and how fast RAM is pinned; seen on an H200."""
+
+
+def planned(cases: Sequence[str] = ()) -> Iterator[str]:
+    """A line for each case: what the plan says of ours on H200s by their data sheet, and how long a turn may take."""
+    from offloadkit.planning import plan
+
+    for name in cases or RANK_CASES:
+        case = RANK_CASES[name]
+        what = f"{case.num_gpus} x {case.model}, {case.shape}, {' '.join(case.engines)}"
+        head = f"{name}: {what}; at most {case.limit:.0f} s"
+        if "ours" not in case.engines:
+            yield head
+            continue
+        limits = case.limits(RANK_ENGINES["ours"])
+        with tempfile.TemporaryDirectory() as scratch:
+            config_of(case.model).save_pretrained(scratch)
+            made = plan(
+                scratch,
+                vram=limits["vram"],
+                ram=limits["ram"],
+                batch_size=case.batch_size,
+                max_input_length=case.input_length,
+                max_target_length=case.target_length or None,
+                gradient_accumulation=case.accumulation,
+                gpu="H200",
+                num_gpus=case.num_gpus,
+            )
+        needs, seconds = made.needs(), made.seconds
+        ram = needs["ram"] * made.num_on_host
+        step = seconds.step if seconds else 0.0
+        turn = _START_SECONDS + ram / _PINNED_PER_SECOND + (WARMUP + STEPS + 4) * step
+        received = sum(made.communicated.values())
+        yield (
+            f"{head}. Planned: {step:.3f} s/step, {needs['vram'] / 2**30:.1f} GiB each, {ram / 2**30:.0f} GiB of RAM, "
+            f"{received / 1e9:.2f} GB received, a turn of about {turn:.0f} s"
+            + ("" if made.fits else "; it DOES NOT FIT")
+        )

@@ -1,0 +1,207 @@
+"""HuggingFace's own Trainer with DeepSpeed, set up from an `OffloadConfig` and a plan."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import Seq2SeqTrainer, TrainingArguments
+from transformers.integrations import deepspeed as of_transformers
+
+from offloadkit.checkpoint.folder import put_in_place
+from offloadkit.config import OffloadConfig
+from offloadkit.distributed import world
+from offloadkit.engines.deepspeed_process import check_installed, prepare
+from offloadkit.engines.zero import BUCKET_ELEMENTS, ds_config, forecast_line, zero_for
+from offloadkit.errors import ConfigError
+from offloadkit.hf.arguments import engine_config
+from offloadkit.hf.loss import num_targets, on_device, with_a_target
+from offloadkit.hf.patches import choose_attention
+from offloadkit.hf.saving import saved_in_pieces
+from offloadkit.hf.source import ModelSource
+from offloadkit.offload.caches import configs_of
+from offloadkit.optim.table import DTYPES, trainer_names
+from offloadkit.planner import Dtype, Plan
+
+_Arguments = TypeVar("_Arguments", bound=TrainingArguments)
+_NAMES = {field.name for field in fields(TrainingArguments)}
+_RECOMPUTATION = "activation_checkpointing" if "activation_checkpointing" in _NAMES else "gradient_checkpointing"
+"""Its name among the arguments changed in transformers 5.17."""
+
+
+def deepspeed_arguments(
+    args: _Arguments, offload: OffloadConfig | None = None, plan: Plan | None = None, *, logits: int = 0
+) -> _Arguments:
+    """The same arguments, with which HuggingFace's own Trainer trains by DeepSpeed what `offload` asks for.
+
+        args = offloadkit.deepspeed_arguments(args, OffloadConfig(vram="24GiB"), plan)
+        trainer = transformers.Seq2SeqTrainer(model=model, args=args, ...)
+
+    What DeepSpeed reads from the environment is set, in this process and for good. Under `torchrun`, `accelerate
+    launch` or the `deepspeed` launcher each rank is bound to its part of the cores.
+
+    Args:
+        offload: its placement chooses ZeRO's stage. Without one it is the fastest way that fits the plan's budgets.
+        plan: offloadkit's own for this model and these rows (`offloadkit.plan`); None: ZeRO-2 with states in RAM.
+        logits: elements that the model's head computes for a micro-batch, for the forecast of memory.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed, or has no counterpart of an option.
+        DoesNotFitError: no way fits the plan's budgets.
+    """
+    check_installed()
+    offload = engine_config(offload or OffloadConfig(), args)
+    optim = str(getattr(args.optim, "value", args.optim))
+    refused = {
+        f"optim={optim!r}": (optim not in trainer_names(), "DeepSpeed steps with its AdamW here: leave it out"),
+        "deepspeed": (args.deepspeed, "leave it out: the config is made of `offload` and the plan"),
+        "fsdp": (args.fsdp, "leave it out"),
+        "torch_compile=True": (args.torch_compile, "leave it out"),
+        "use_cpu=True": (args.use_cpu and torch.cuda.is_available(), "DeepSpeed trains on the GPU that is here"),
+    }
+    if problems := [f"{name}: {advice}" for name, (given, advice) in refused.items() if given]:
+        raise ConfigError("TrainingArguments that DeepSpeed is not trained with here:\n  " + "\n  ".join(problems))
+    if args.world_size > 1 and not torch.cuda.is_available():
+        raise ConfigError(
+            f"{args.world_size} processes on the CPU: accelerate runs DeepSpeed on several GPUs only. Start one process"
+        )
+    zero = zero_for(offload, plan, logits=logits, num_ranks=args.world_size)
+    if plan is not None and args.process_index == 0:
+        print(forecast_line(zero, plan, logits=logits, num_ranks=args.world_size), flush=True)
+    prepare(on_cpu_steps=zero.states != "vram", to_disk=zero.states == "disk")
+    elements = BUCKET_ELEMENTS if plan is None else min(BUCKET_ELEMENTS, plan.num_parameters)
+    sizes = {"batch_size": args.per_device_train_batch_size, "bucket_elements": elements}
+    config = ds_config(zero, offload, _dtype(args), **sizes, pinned=torch.cuda.is_available())
+    changes: dict[str, Any] = {"deepspeed": config, "use_cpu": False}  # which accelerate takes for "no DeepSpeed"
+    if zero.recomputed:
+        changes |= {f"{_RECOMPUTATION}": True, f"{_RECOMPUTATION}_kwargs": {"use_reentrant": False}}
+    return replace(args, **changes)
+
+
+def _dtype(args: TrainingArguments) -> Dtype:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
+
+class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
+    """HuggingFace's Trainer of a model that it has for itself. `close` ends DeepSpeed's engine.
+
+    As in offloadkit's Trainer, a micro-batch weighs its share of the update's targets, on all ranks. HuggingFace's own
+    way sums the losses of models whose forward overlooks `num_items_in_batch`, T5's for one.
+    """
+
+    loss_is_scaled_for_ga = True
+    _mean_targets: Any = 1
+    """Targets of an update, a rank."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer; counts the targets."""
+        samples = super().get_batch_samples(*args, **kwargs)
+        total = sum(int(num_targets(self.model, batch)) for batch in samples[0])
+        self._mean_targets = max(1, self._sum_over_ranks(total)) / world.size()
+        return samples
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As the Trainer in evaluation. In training the micro-batch's mean loss times its share."""
+        if not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs, count = with_a_target(inputs, num_targets(self.model, inputs))
+        own = on_device(num_targets(self.model, inputs), self.args.device)
+        found = super().compute_loss(model, inputs, return_outputs, own)
+        share = count / self._mean_targets
+        return (found[0] * share, found[1]) if return_outputs else found * share
+
+    def save_whole(self, folder: Path, tokenizer: Any) -> None:
+        """Write the trained model, as `from_pretrained` loads it. All ranks come here.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        model: Any = self.model
+        state = self.accelerator.get_state_dict(self.deepspeed) if self.is_at_stage_3 else None
+
+        def write(new: Path) -> None:
+            with saved_in_pieces():
+                model.save_pretrained(new, state_dict=state)
+            tokenizer.save_pretrained(new)
+
+        world.from_first("saving the model", partial(put_in_place, folder, write))
+
+    @property
+    def is_at_stage_3(self) -> bool:
+        """Where weights are in pieces between their uses."""
+        return bool(self.accelerator.state.deepspeed_plugin.zero_stage == 3)
+
+    def any_rank(self, here: bool) -> bool:
+        """Whether something is so on any rank."""
+        return self._sum_over_ranks(int(here)) > 0
+
+    def _sum_over_ranks(self, number: int) -> int:
+        if world.size() == 1:
+            return number
+        found = torch.tensor(number, device=self.args.device)
+        torch.distributed.all_reduce(found)
+        return int(found)
+
+    def close(self) -> None:
+        """End the engine, and with it its memory. The model is of no use after it."""
+        if (engine := getattr(self, "deepspeed", None)) is not None:
+            engine.destroy()
+        for name in ("model", "model_wrapped", "deepspeed", "optimizer", "lr_scheduler"):
+            setattr(self, name, None)
+        self.accelerator.free_memory()
+        if self.args.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def model_of_its_own(source: ModelSource, config: OffloadConfig, args: TrainingArguments) -> Any:
+    """A model that DeepSpeed may take apart: read, drawn, or a copy of the given one. At stage 3 it is in RAM.
+
+    Attention is that of offloadkit's training without its kernels: T5's own default gave NaN gradients.
+    """
+    settings: Any = of_transformers
+    dtype, ours = DTYPES[_dtype(args)], args.hf_deepspeed_config
+    device = torch.device("cpu") if ours.is_zero3() else args.device
+    settings.unset_hf_deepspeed_config()  # else transformers would cut the weights while they are read
+    try:
+        given: Any = source.model
+        if given is not None:
+            model: Any = copy.deepcopy(given).to(device=device, dtype=dtype)
+        else:
+            model = source.load(dtype=dtype, device=device)
+    finally:
+        settings.set_hf_deepspeed_config(ours)
+    if config.attention == "ours":
+        for own in (own for own in configs_of(model) if hasattr(own, "model_type")):
+            choose_attention(own)
+    return model
+
+
+def give_weights(trained: torch.nn.Module, model: torch.nn.Module) -> torch.nn.Module:
+    """`model` with the numbers of `trained`, on its device and in its dtype."""
+    found = {**dict(trained.named_parameters()), **dict(trained.named_buffers())}
+    for name, own in (*model.named_parameters(), *model.named_buffers()):
+        if name in found:
+            own.data = found[name].data
+    return model
+
+
+def newest_of_deepspeed(folder: Path) -> Path:
+    """The newest checkpoint of a training by DeepSpeed.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = [each for each in folder.glob("checkpoint-*") if (each / "trainer_state.json").is_file()]
+    whole = [each for each in found if (each / "latest").is_file()]
+    if not whole:
+        other = "; those there are offloadkit's own: leave engine='deepspeed' out" if found else ""
+        raise ConfigError(
+            f"resume=True: no checkpoint of DeepSpeed's in {folder}{other}. Leave resume out to begin anew"
+        )
+    return max(whole, key=lambda each: int(each.name.rpartition("-")[2]))

@@ -1,0 +1,226 @@
+"""The benchmarks of several GPUs: every engine on two CPU ranks, the rows, and what happens when time runs out."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks import killing, rank_engines, report, table
+from benchmarks import ranks as benchmark
+from benchmarks.cases import config_of
+from benchmarks.rank_cases import RANK_CASES, RANK_ENGINES
+from offloadkit.distributed.launch import launch
+from tests.distributed.pool import RankPool
+
+RAW: dict[str, Any] = {
+    "step_seconds": 0.5,
+    "all_step_seconds": [0.5, 0.5],
+    "phase_seconds": {"forward": 0.1},
+    "num_tokens": 48,
+    "num_warmup": 8,
+    "num_parameters": 100,
+    "dtype": "bf16",
+    "batch_size": 2,
+    "vram_bytes": 3 << 30,
+    "max_allocated_bytes": 2 << 30,
+    "ram_bytes": 5 << 30,
+    "resident_bytes": 6 << 30,
+    "received": {"gather": 10**9},
+    "machine": {"gpu": "NVIDIA H200", "cpu": "a CPU", "num_cores": 32, "ram_bytes": 256 << 30},
+    "versions": dict.fromkeys(("torch", "transformers", "offloadkit", "deepspeed"), "1.0"),
+}
+"""What a rank tells."""
+
+
+def of_rank(**task: Any) -> dict[str, Any]:
+    """`measure_rank` in a process of the pool."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(dist.get_rank()))
+        patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
+        row = benchmark.measure_rank(**task)
+    gc.collect()  # closes the engine, whose process would end now
+    return row
+
+
+def launched_in(pool: RankPool) -> Callable[..., list[Any]]:
+    """In place of `launch`. The processes begin now, with this one's environment, and stay for other tests."""
+    pool.run(2, os.getpid)
+
+    def run(function: Any, arguments: dict[str, Any], num_ranks: int, **_: Any) -> list[Any]:
+        return pool.run(num_ranks, of_rank, **arguments)
+
+    return run
+
+
+def test_ours_on_two_ranks_makes_a_whole_row(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark, "launch", launched_in(ranks))
+    monkeypatch.setattr(benchmark, "WARMUP", 0)
+    out = tmp_path / "ranks.csv"
+    options: dict[str, Any] = {"steps": 2, "out": out, "commit": "abc", "device": "cpu"}
+    (row,) = benchmark.run(["tiny-llama-2"], engines=["ours"], **options)
+    assert row["status"] == "measured", row["reason"]
+    (read,) = table.read(out)
+    unknown = {name for name, value in read.items() if value is None}
+    assert unknown <= {"reason", "peer", "notes", "ram_budget_bytes"}
+    figures = read["figures"]
+    assert (read["case"], read["engine"], read["tokens"], figures["GPUs"]) == ("tiny-llama-2", "ours", 2 * 2 * 16, 2)
+    assert figures["tokens/s"] == pytest.approx(read["tokens"] / read["seconds"], rel=0.01)
+    moved = {kind: number for kind, number in figures["received"].items() if kind != "agreement"}
+    assert moved == figures["planned to be received"]
+    assert moved["gather"] > 0
+    assert 0 < read["ram_peak_bytes"] <= figures["resident RAM of all ranks"]
+    assert "tiny-llama-2, offloadkit, turn 1 of 1" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "engine", "kinds"),
+    [
+        ("tiny-llama-2", "fsdp2-recomputed", {"allgather_base", "reduce_scatter_base"}),
+        ("tiny-2", "fsdp2-our-compute", {"allgather_base", "reduce_scatter_base"}),
+        ("tiny-2", "ddp", {"allreduce"}),
+    ],
+)
+def test_peers_on_two_ranks_are_measured_and_what_they_receive_is_counted(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, engine: str, kinds: set[str]
+) -> None:
+    monkeypatch.setattr(benchmark, "launch", launched_in(ranks))
+    monkeypatch.setattr(benchmark, "WARMUP", 0)
+    (row,) = benchmark.run([case], engines=[engine], steps=1, out=tmp_path / "a.csv", commit="abc", device="cpu")
+    assert row["status"] == "measured", row["reason"]
+    received, num_bytes = row["figures"]["received"], 2 * row["num_parameters"]  # of bf16
+    assert {name for name, number in received.items() if number > 0.1 * num_bytes} == kinds
+    times = row["accumulation"] if engine != "ddp" else 2  # DDP exchanges once a step, there and back
+    reduced = received["allreduce" if engine == "ddp" else "reduce_scatter_base"]
+    assert reduced == pytest.approx(times * num_bytes / 2, rel=0.1)
+    if engine == "ddp":
+        assert row["batch_size"] == 32 * 2, "nothing was ever full"
+
+
+@pytest.mark.slow
+def test_ranks_in_fresh_processes(tmp_path: Path) -> None:
+    (row,) = benchmark.run(["tiny-1"], steps=1, out=tmp_path / "a.csv", commit="abc", device="cpu")
+    assert row["status"] == "measured", row["reason"]
+    assert (row["figures"]["GPUs"], row["figures"]["received"]) == (1, {})
+
+
+@pytest.fixture
+def measured_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[table.Row]]:
+    """`benchmarks.ranks.run` with another `launch`."""
+
+    def run(launch: Callable[..., Any], cases: list[str], **options: Any) -> list[table.Row]:
+        monkeypatch.setattr(benchmark, "launch", launch)
+        return benchmark.run(cases, out=tmp_path / "a.csv", commit="abc", **options)
+
+    return run
+
+
+def test_what_was_told_counts_if_ranks_fail_later(measured_by: Callable[..., list[table.Row]]) -> None:
+    def tells(hear: Any, **_: Any) -> None:
+        for rank in range(2):
+            hear(rank, RAW | {"step_seconds": 0.5 + rank, "received": {}})
+        raise RuntimeError("counting failed")
+
+    (row,) = measured_by(lambda function, arguments, number, **options: tells(**options), ["t5-3b-2x24"])
+    assert (row["status"], row["seconds"], row["tokens"]) == ("measured", 1.5, 96)
+    assert row["figures"]["uncounted"] == "RuntimeError: counting failed"
+
+
+def test_processes_that_take_too_long_are_killed_and_the_rest_is_not_begun(
+    measured_by: Callable[..., list[table.Row]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: now[0])
+
+    def hangs(stops: Any, **_: Any) -> None:
+        while not stops():
+            now[0] += 1
+
+    launched = measured_by(
+        lambda function, arguments, number, **options: hangs(**options), ["t5-3b-2x24", "tiny-1", "tiny-2"], seconds=160
+    )
+    assert [(row["case"], row["status"], row["reason"]) for row in launched] == [
+        ("t5-3b-2x24", "failed", "took more than 150 s")
+    ]
+    assert capsys.readouterr().out.count("not begun: no time is left") == 1 + len(RANK_CASES["tiny-2"].engines)
+
+
+def test_ranks_inherit_what_the_case_says_of_the_link(measured_by: Callable[..., list[table.Row]]) -> None:
+    seen: list[dict[str, str | None]] = []
+
+    def looks(*_: Any, **__: Any) -> list[Any]:
+        seen.append({name: os.environ.get(name) for name in ("NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE")})
+        return [RAW, RAW]
+
+    before = dict(os.environ)
+    rows = measured_by(looks, ["t5-3b-2x24", "t5-3b-2x24-pcie"], turns=2)
+    assert [each["NCCL_P2P_DISABLE"] for each in seen] == [None, "1"] * 2, "turns alternate"
+    assert {each["NCCL_NVLS_ENABLE"] for each in seen} == {"0"}
+    assert dict(os.environ) == before
+    assert [(row["turns"], row["figures"]["link"]) for row in rows] == [(2, "as it is"), (2, "PCIe")]
+
+
+def test_rows_of_several_gpus_have_a_section_and_no_part_in_the_score(
+    measured_by: Callable[..., list[table.Row]],
+) -> None:
+    planned = {"vram_bytes": 4 << 30, "ram_bytes": 5 << 30, "step_seconds": 0.4, "received": {"gather": 10**9}}
+    rows = measured_by(lambda *_, **__: [RAW | {"planned": planned, "batch_size": 8}] * 2, ["t5-3b-2x24"])
+    refused = {"case": "t5-11b-2x24", "engine": "ours", "model": "t5-11b", "batch_size": 1, "status": "does not fit"}
+    rows.append(dict.fromkeys(table.COLUMNS) | refused | {"reason": "the plan needs more", "commit": "abc"})
+    before = report.results([])
+    text = "\n".join(report._several(rows))
+    cells = ["t5-3b-2x24", "t5-3b", "2 x 8 x (512+128)", "offloadkit", "0.500", "1", "192", "3.0", "10.0", "1.00"]
+    assert f"| {' | '.join([*cells, '0.400', '4.0', '5.0'])} | H200, 32 cores, abc, " in text
+    assert "| t5-11b | 2 x 1 x (512+128) | offloadkit | the plan needs more |" in text
+    assert report.results(rows).replace(text + "\n", "") == before
+    assert report.planned_rows(rows)[report.STREAMED] == []
+
+
+def test_ddps_largest_batch_is_found_to_an_eighth() -> None:
+    tried: list[int] = []
+
+    def fits(number: int, most: int) -> bool:
+        tried.append(number)
+        return number <= most
+
+    for most in (0, 1, 2, 3, 7, 21, 64):
+        found = rank_engines.largest(64, lambda number, most=most: fits(number, most))  # type: ignore[misc]
+        assert found <= most <= found + max(1, found // 8) - (found == most)
+    assert max(tried) == 64
+
+
+def test_every_case_is_planned_and_its_engines_are_known() -> None:
+    for case in RANK_CASES.values():
+        assert set(case.engines) <= set(RANK_ENGINES)
+        assert config_of(case.model).architectures
+    assert {setup.engine for setup in RANK_ENGINES.values()} == set(rank_engines.ENGINES)
+    (line,) = benchmark.planned(["tiny-llama-2"])
+    assert line.startswith("tiny-llama-2: 2 x llama-tiny, 2 x 16, ours fsdp2-recomputed; at most 150 s. Planned: ")
+    (line,) = benchmark.planned(["t5-3b-2"])
+    assert "fsdp2" in line
+
+
+@pytest.mark.slow
+def test_ranks_are_killed_and_others_go_on_with_their_numbers(
+    ranks: RankPool, one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launched(function: Any, arguments: dict[str, Any], number: int, **options: Any) -> list[Any]:
+        if arguments["last_step"] is None:
+            return launch(function, arguments, number, **options)
+        return ranks.run(number, killing.train, **arguments) if number > 1 else [killing.train(**arguments)]
+
+    monkeypatch.setattr(killing, "launch", launched)
+    monkeypatch.setattr(killing, "_KILLED_WITHIN", 0.1)
+    row = killing.run(times=1, device="cpu", out=tmp_path / "a.csv", commit="abc")
+    figures = row["figures"]
+    assert (figures["killed"], figures["resumed on ranks"]) == (1, [2, 1, 3])
+    assert row["seconds"] <= figures["longest seconds"] + 0.01 < killing._END_SECONDS
+    assert table.read(tmp_path / "a.csv")[0]["case"] == "killed ranks"
