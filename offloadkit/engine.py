@@ -19,12 +19,13 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from offloadkit import hardware
@@ -83,6 +84,18 @@ from offloadkit.units import format_seconds, parse_bytes
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What several ranks do at a boundary: the layers in the order in which they are stepped, the ranks where RAM is
+    scarce, and whether all have measured enough steps."""
+
+    order: Sequence[LayerState]
+    scarce_on: list[int]
+    rates_are_due: bool
+
+
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 
 
@@ -245,8 +258,9 @@ class OffloadEngine:
         check_plan(plan, layers, self.config)
         plan = self._own(plan, layers)
         here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
-        self.plan = within_free_vram(plan, self.device, sum(each.nbytes for each in here))
+        self.plan = within_free_vram(plan, self.device, sum(each.nbytes for each in here), self._ranks)
         if self.plan is not plan:
+            self.plan = self._own(self.plan, layers)
             words = moved_in_words(plan, self.plan)
             message = f"less VRAM is free than was planned with: the plan is leaner ({words})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -318,7 +332,7 @@ class OffloadEngine:
             self._ranks.take_received()  # it was no step's
         self.num_updates = self._num_backwards = 0
         self._stepped = self._overflow_known = self._open = True
-        self._has_graph = False
+        self._has_graph = self._in_last = False
         self.telemetry.plan = self.plan
         _open_engines[model] = weakref.ref(self)
 
@@ -483,9 +497,14 @@ class OffloadEngine:
             )
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a scalar loss, got a tensor of shape {tuple(loss.shape)}")
+        if self._exchanges_last and self._num_backwards + 1 == accumulation:
+            self._check_whole(loss)
+            self._in_last = True
         with self.makes_room():
             num_added = accumulation if self._ranks is None else accumulation * self._ranks.size
             self._backward(loss, num_added if scale_by_accumulation else 1)
+        if self._exchanges_each:
+            self._check_whole()
         self._num_backwards += 1
         self._stepped = self._has_graph = False
 
@@ -501,7 +520,8 @@ class OffloadEngine:
                     loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
                     loss.backward()  # type: ignore[no-untyped-call]
             except BaseException as error:
-                self.drop_gradients()
+                if self._ranks is None or not isinstance(error, torch.OutOfMemoryError):
+                    self.drop_gradients()  # else `makes_room` does, when the other ranks know
                 with suppress(RuntimeError):  # a view of a larger tensor
                     given.detach_()  # somebody may keep it, and with it what its graph holds
                 if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
@@ -522,9 +542,10 @@ class OffloadEngine:
             NonFiniteGradientError: the gradients of an earlier step held NaN or Inf (`on_nonfinite="raise"`).
             ModelError: parameters were added, replaced or unfrozen since the engine was built.
             OutOfRamError: the system is about to run out of RAM, and no plan takes less. Nothing was done; `step` may
-                be called again. Or the update was started, but the move to a plan with less RAM failed.
-            OutOfVramError: the GPU's memory is full. The window's gradients are dropped. It is a `RepeatWindowError` if
-                the engine has moved to a leaner plan.
+                be called again. Or the update was started, but the move to a plan with less RAM failed, or, with
+                several ranks, there is none.
+            OutOfVramError: the GPU's memory is full, this rank's or another one's. The window's gradients are dropped.
+                It is a `RepeatWindowError` if the engine has moved to a leaner plan.
         """
         self._check_open()
         if self._stepped and not (boundary and self._num_backwards):
@@ -537,13 +558,16 @@ class OffloadEngine:
         scarce, leaner = self._ram_watch.warning(), None
         if scarce is not None and self._ranks is None:
             leaner = with_less_ram(self.plan, self.device)
-        if scarce is not None and leaner is None:
-            raise OutOfRamError(scarce)
+            if leaner is None:
+                raise OutOfRamError(scarce)
         self._read_reports()
         self._placed.take_over_outside_writes()
-        with self.makes_room():
+        agreed = None if self._ranks is None else self._agree(self._ranks, is_scarce=scarce is not None)
+        # With several ranks the others step already: who is full here cannot have them repeat the window.
+        alone = agreed is None
+        with self.makes_room() if alone else explained_shortage(self.plan, self.device, self.drop_gradients):
             try:
-                update = self._new_update()
+                update = self._new_update(None if agreed is None else agreed.order)
                 self._thread.start(update)
             except BaseException:  # also an interrupt: nothing may wait for an update that was never started
                 self._placed.forget_pending()
@@ -551,19 +575,47 @@ class OffloadEngine:
                 raise
         self.num_updates += 1
         self._newest, self._overflow_known, self._stepped, self._num_backwards = update, False, True, 0
+        self._in_last = False
         received = {} if self._ranks is None else self._ranks.take_received()
         self._records.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy(), received)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
         if self._profile is not None and self._profile.step(self._settle, self._records.read, self.telemetry):
             self._profile = None
-        if leaner is not None:
+        if agreed is not None and agreed.scarce_on:
+            self._leave_ram_together(agreed.scarce_on, scarce)
+        elif leaner is not None:
             self._leave_ram(leaner, scarce)
         elif self._first_window is not None:
             first, self._first_window = self._first_window, None
             self._move_after(first)
-        elif self._rate_watch.is_due and self._profile is None and self._ranks is None:
+        elif self._rates_are_due if agreed is None else agreed.rates_are_due:
             self._move_for_rates()
         return True
+
+    def _agree(self, ranks: Ranks, *, is_scarce: bool) -> _Agreed:
+        """What all ranks do at this boundary.
+
+        Raises:
+            RepeatWindowError: a rank's GPU was full in this window, and all have moved to a leaner plan.
+            OutOfVramError: so it was, and all stay where they are.
+            EngineStateError: the ranks have gone apart.
+        """
+        if self._exchanges_last and not self._in_last:
+            self._check_whole()
+        window = self.num_updates, self._num_backwards
+        try:
+            wished, order = self._placed.agree(ranks, window, (False, is_scarce, self._rates_are_due))
+        except BaseException:
+            self.drop_gradients()
+            raise
+        full, scarce, due = wished.astype(bool).T
+        if full.any():
+            raise self._repeat_together(full)
+        return _Agreed(order, np.flatnonzero(scarce).tolist(), bool(due.all()))
+
+    @property
+    def _rates_are_due(self) -> bool:
+        return self._rate_watch.is_due and self._profile is None
 
     def _begin_phase(self, name: str) -> None:
         """The steps' peaks of memory count as those of `name` from here on."""
@@ -572,9 +624,12 @@ class OffloadEngine:
             self._steps_phase.enter_context(phase(name, self.telemetry.peaks, self.device))
             self._phase_name = name
 
-    def _new_update(self) -> Update:
-        """A snapshot of what the stepping thread needs. From here on, forward waits for the updated layers."""
-        layers = self._placed.start_update((self.num_updates, self._num_backwards))
+    def _new_update(self, order: Sequence[LayerState] | None) -> Update:
+        """A snapshot of what the stepping thread needs. From here on, forward waits for the updated layers.
+
+        order: of the layers, where several ranks have agreed on it.
+        """
+        layers = self._placed.start_update(order)
         options = [GroupOptions.of(group) for group in self.optimizer.param_groups]
         update = Update(self.num_updates + 1, layers, options, self.config.max_grad_norm, record_compute(self.device))
         if self.loss_scale is not None:
@@ -639,7 +694,7 @@ class OffloadEngine:
         self._check_open()
         self._placed.gradients.drop()
         self._records.drop_window()
-        self._num_backwards, self._stepped, self._has_graph = 0, True, False
+        self._num_backwards, self._stepped, self._has_graph, self._in_last = 0, True, False, False
 
     def _settle(self) -> None:
         if self._newest is not None:
@@ -665,6 +720,9 @@ class OffloadEngine:
         more than one layer. Layers whose placement is equal stay untouched. What `optimizer.state` and `state_dict()`
         gave before a move is not written any more: ask again.
 
+        With several ranks all must call it, between the same steps and with the same places for weights. It moves on
+        all of them or on none; where it fails after layers have moved, the engines of all ranks close.
+
         Args:
             plan: made for this model and config; only its `placement` may be another than the config's.
             why: for `telemetry.moves`.
@@ -677,14 +735,16 @@ class OffloadEngine:
             OffloadkitError: there is too little RAM or disk, or the GPU is full (`OutOfVramError`). Layers that moved
                 before stay there, and training can go on: `plan` says what is where. If not even that is possible, the
                 engine closes, and the model has its weights.
+            RankError: another rank did not call it, or cannot move.
         """
         self._check_open()
-        if self._num_backwards or self._placed.is_busy:
-            raise EngineStateError(
-                "move() was called inside an accumulation window: call it after the step() that ends the window, or "
-                "after drop_gradients()"
-            )
-        check_plan(plan, self._layers, replace(self.config, placement=plan.basis.config.placement))
+        with self._together("calling move()"):
+            if self._num_backwards or self._placed.is_busy:
+                raise EngineStateError(
+                    "move() was called inside an accumulation window: call it after the step() that ends the window, "
+                    "or after drop_gradients()"
+                )
+            check_plan(plan, self._layers, replace(self.config, placement=plan.basis.config.placement))
         self.synchronize()
         self._move(plan, why)
 
@@ -694,7 +754,8 @@ class OffloadEngine:
         self._settle()
         self._thread.settle()
         self._placed.take_over_outside_writes()
-        self._placed.check_movable(plan.placements)
+        with self._together("beginning to move"):
+            self._placed.check_movable(plan.placements)
         try:
             with explained_shortage(plan, self.device), torch.inference_mode(False), torch.no_grad():
                 self._placed.move(plan.placements, self._has_moved)
@@ -703,9 +764,10 @@ class OffloadEngine:
                 self.close()
                 if not isinstance(error, Exception):
                     raise  # an interrupt
+                apart = "and so did going on with what had moved" if self._ranks is None else "on this rank or another"
                 raise EngineStateError(
-                    "a move failed, and so did going on with what had moved: the engine is closed, and the model has "
-                    "its weights; the optimizer's states are gone. Go on from a checkpoint"
+                    f"a move failed, {apart}: the engine is closed, and the model has its weights; the optimizer's "
+                    f"states are gone. Go on from a checkpoint ({error})"
                 ) from error
             plan = placed(before, self._placed.placements)
             raise
@@ -722,34 +784,113 @@ class OffloadEngine:
 
     @contextmanager
     def makes_room(self) -> Iterator[None]:
-        """A context in which a full GPU makes the engine move to a leaner plan.
+        """A context in which a full GPU makes the engine move to a leaner plan. It spans a micro-batch at most.
+
+        With several ranks, this one computes nothing more in the window, and takes part in what the others wait for
+        until all agree that it is void.
 
         Raises:
             RepeatWindowError: it did so. The gradients since the last update were dropped.
             OutOfVramError: no leaner plan is left, or the move failed. The gradients were dropped too.
         """
+        num_backwards = self._num_backwards
+        drop = self.drop_gradients if self._ranks is None else lambda: None
         try:
-            with explained_shortage(self.plan, self.device, self.drop_gradients):
+            with explained_shortage(self.plan, self.device, drop):
                 yield
         except RepeatWindowError:
             raise
         except OutOfVramError as error:
-            if not self._open:  # the move of an inner one failed
+            if error.is_final or not self._open:  # an inner one could not make room
                 raise
             traceback.clear_frames(error.__traceback__)  # the failed window must not hold its activations any more
-            raise self._leave_vram(error) from error.__cause__
+            if self._ranks is None:
+                raise self._leave_vram(error, "the GPU's memory was full") from error.__cause__
+            full = self._void_window(self._ranks, error, has_joined=self._num_backwards > num_backwards)
+            raise self._repeat_together(full, error) from error.__cause__
 
-    def _leave_vram(self, error: OutOfVramError) -> OutOfVramError:
+    @property
+    def _exchanges_each(self) -> bool:
+        """Whether several ranks exchange gradients in each of a window's micro-batches: they agree after each then."""
+        return self._accumulates_on_ranks and self.config.exchange == "micro_batch"
+
+    @property
+    def _exchanges_last(self) -> bool:
+        """Whether they do in the last one only: they agree before it, or where the window ends sooner."""
+        return self._accumulates_on_ranks and self.config.exchange == "step"
+
+    @property
+    def _accumulates_on_ranks(self) -> bool:
+        return self._ranks is not None and self.config.gradient_accumulation > 1
+
+    def _check_whole(self, loss: torch.Tensor | None = None) -> None:
+        """Several ranks come here together, and know then whether one of them is full and waits here.
+
+        loss: of a micro-batch that no backward follows if one is.
+
+        Raises:
+            OutOfVramError: one is; a `RepeatWindowError` if all have moved to a leaner plan.
+        """
+        assert self._ranks is not None
+        full = self._ranks.agree(np.array([0]))[:, 0].astype(bool)
+        if full.any():
+            if loss is not None:
+                with suppress(RuntimeError):  # a view of a larger tensor
+                    loss.detach_()
+            raise self._repeat_together(full)
+
+    def _void_window(self, ranks: Ranks, error: OutOfVramError, *, has_joined: bool) -> NDArray[np.bool_]:
+        """This rank cannot finish the window: wait until all ranks know that. Returns which of them cannot.
+
+        Args:
+            has_joined: whether it has finished the backward of this micro-batch.
+
+        Raises:
+            OutOfVramError: it cannot know what the others do next.
+        """
+        if not has_joined:
+            self._placed.gradients.ends_window = self._in_last
+            with explained_shortage(self.plan, self.device):
+                self._placed.join_rest()
+        self._settle()
+        if self._exchanges_last and not self._in_last:
+            return ranks.agree(np.array([1]))[:, 0].astype(bool)
+        if not self._exchanges_each:
+            window = self.num_updates, self._num_backwards
+            return self._placed.agree(ranks, window, (True, False, False))[0][:, 0].astype(bool)
+        if has_joined:  # another micro-batch may come, or the end of the window
+            self.drop_gradients()
+            error.is_final = True
+            raise error
+        return ranks.agree(np.array([1]))[:, 0].astype(bool)
+
+    def _repeat_together(self, full: NDArray[np.bool_], error: OutOfVramError | None = None) -> OutOfVramError:
+        """All ranks know that the window is void: drop it and move; returns the error to raise.
+
+        Args:
+            full: [ranks], whose GPU is.
+            error: this rank's, if its GPU is.
+        """
+        self.drop_gradients()
+        self._settle()  # the stepping thread talks to the other ranks until then
+        rank = int(full.argmax())
+        said = f"the memory of rank {rank}'s GPU was full"
+        return self._leave_vram(error or OutOfVramError(f"{said}: its error says more"), said)
+
+    def _leave_vram(self, error: OutOfVramError, why: str) -> OutOfVramError:
         """Move to a plan with less VRAM; returns the error to raise."""
-        if self._ranks is not None:
-            return error  # the other ranks are not full
-        plan, full = with_less_vram(self.plan, self.device), full_gpu(self.plan, self.device)
+        plan, full = with_less_vram(self.plan, self.device, self._ranks), full_gpu(self.plan, self.device)
+        error.is_final = True
         if plan is None:
             return error
         try:
-            words = self._move_with_a_warning(plan, "the GPU's memory was full", stacklevel=6)
-        except OffloadkitError as why:
-            return OutOfVramError(f"{error}. The move to a leaner plan failed: {why}")
+            words = self._move_with_a_warning(plan, why, stacklevel=6)
+        except OffloadkitError as failure:
+            failed = OutOfVramError(f"{error}. The move to a leaner plan failed: {failure}")
+            failed.is_final = True
+            return failed
+        if self._ranks is not None:
+            full = why
         return RepeatWindowError(
             f"{full}. The engine has moved to a leaner plan ({words}), which changes no number. The gradients since "
             "the last update were dropped: repeat this window, from its first micro-batch and with the random states "
@@ -774,6 +915,19 @@ class OffloadEngine:
             self._move_with_a_warning(plan, "the GPU's memory was full in an evaluation", stacklevel=6)
         except OffloadkitError as why:
             raise OutOfVramError(f"{error}. The move to a leaner plan failed: {why}") from error
+
+    def _leave_ram_together(self, ranks: list[int], scarce: str | None) -> None:
+        """Several ranks move to a plan with less RAM, since it is scarce on some of them.
+
+        Raises:
+            OutOfRamError: no plan takes less, or the move failed.
+        """
+        self._settle()  # the stepping thread talks to the other ranks until then
+        scarce = scarce or f"RAM is running out on rank {ranks[0]}, whose error says more"
+        plan = with_less_ram(self.plan, self.device, self._ranks)
+        if plan is None:
+            raise OutOfRamError(scarce)
+        self._leave_ram(plan, scarce)
 
     def _leave_ram(self, plan: Plan, scarce: str | None) -> None:
         """Move to a plan with less RAM.
@@ -811,7 +965,9 @@ class OffloadEngine:
 
     def _move_for_rates(self) -> None:
         """Move where measured rates say that another plan is faster. Training goes on as it is if that cannot be."""
-        found = self._rate_watch.judge(self._placed.assigned, lambda: room(self.plan, self.device))
+        if self._ranks is not None:
+            self._settle()  # the stepping thread talks to the other ranks until then
+        found = self._rate_watch.judge(self._placed.assigned, lambda: room(self.plan, self.device), self._ranks)
         if found is None:
             return
         try:

@@ -54,7 +54,13 @@ class OutOfRamError(OffloadkitError, MemoryError):
 
 
 class OutOfVramError(OffloadkitError, MemoryError):
-    """The GPU's memory is full. The message compares what was planned with what is used."""
+    """The GPU's memory is full. The message compares what was planned with what is used.
+
+    Attributes:
+        is_final: whether the engine has looked for a leaner plan already, and could not move to one.
+    """
+
+    is_final = False
 
 
 class RepeatWindowError(OutOfVramError):

@@ -309,11 +309,14 @@ class Gradients:
         leaving = [4 * layer.shard.numel for layer in self.layers if not layer.on_device and self._accumulation == 1]
         if not self.order:  # backward runs from the end, and uses of tied weights are collected until it is over
             self.order = sorted(range(len(self.layers)), key=lambda at: (self.layers[at].layer.shared, -at))
+            self.completed = self.order
         return GradientExchange(ranks, self._device, max(received, default=0), max(leaving, default=0))
 
     def forget_buffers(self) -> None:
         """Let go of all buffers, before layers move. No gradient may be gathered, and no job may be under way."""
         self.d2h.synchronize()
+        if self._exchange is not None:
+            self._exchange.stream.synchronize()
         for layer in self.layers:
             layer.forget_buffers()
         self._layer_of.clear()
@@ -439,6 +442,20 @@ class Gradients:
             layer.received.clear()
             layer.complete = False
 
+    def join_rest(self) -> None:
+        """This rank cannot finish its backward, and all will drop the window: send the others zeros for what is left.
+
+        They wait for it. Nothing is computed, and what autograd has of layers that are not complete is dropped.
+        """
+        for layer in self.layers:
+            if not layer.complete:
+                layer.received.clear()
+            for view in layer.layer.views:
+                view.parameter.grad = None
+        if self._exchange is not None and self._exchanges_now:
+            self._exchange_in_order(self._exchange)  # where it stopped
+            self.end_of_backward()
+
     def end_of_window(self) -> None:
         """Send the gradients that stayed on the device, and the sums of all layers, to RAM."""
         for layer in self.layers:
@@ -562,10 +579,11 @@ class Gradients:
             layer = self.layers[self.order[self._num_exchanged]]
             if not layer.complete:
                 return
-            self._num_exchanged += 1
             if not layer.exchanges_sums:
                 self._exchange_layer(exchange, layer)
-            elif not layer.all_sums:
+                continue
+            self._num_exchanged += 1
+            if not layer.all_sums:
                 self._exchange_sum(exchange, layer, set(range(len(layer.layer.views))) - layer.window)
 
     def _exchange_layer(self, exchange: GradientExchange, layer: LayerGradient) -> None:
@@ -576,6 +594,7 @@ class Gradients:
             if index not in layer.received:
                 place.fill_(-0.0)
         received = exchange.receive(layer.bucket, layer.layer)
+        self._num_exchanged += 1
         layer.sent = exchange.stream.record()
         self._release(layer, layer.sent)
         begins, layer.is_begun = not layer.is_begun, True

@@ -171,7 +171,7 @@ class PlacedModel:
         trained = {view.parameter for layer in layers for view in layer.views}
         while True:
             try:
-                for at, where in self._changes(placements):  # with several ranks no plan is leaner
+                for at, where in self._changes(placements):  # with several ranks no plan is leaner here
                     self.states[at] = self._elsewhere(self.states[at], where)
                 shared = self._allocate(layers, placements, materialise, ram_watch)
                 move_rest(self.module, trained, self._device, self._config.working_dtype, materialise)
@@ -401,12 +401,34 @@ class PlacedModel:
         All must be settled, and no gradient gathered. There are never two copies of more than one layer. If an error is
         raised, `placements` says what has moved, and `is_whole` whether the model can be trained on.
 
+        With several ranks all must call it. If it fails on one of them, none is whole: their layers are apart.
+
         Args:
             moved: called with each layer's new state, while the old one still exists.
+
+        Raises:
+            RankError: another rank's move failed.
         """
         self._check_alike(placements)
         changes = self._changes(placements)
         shared, sums = self._shared_in(placements)
+        if self._ranks is None:
+            self._change(changes, moved, shared, sums)
+            return
+        try:
+            with self._ranks.together("moving to another plan"):
+                self._change(changes, moved, shared, sums)
+        except BaseException:
+            self.is_whole = False
+            raise
+
+    def _change(
+        self,
+        changes: Sequence[tuple[int, Placement]],
+        moved: Callable[[LayerState], None],
+        shared: Mapping[FlatLayer, HostSlab],
+        sums: Mapping[FlatLayer, HostSlab],
+    ) -> None:
         if not changes and self.is_whole:
             return
         self._dismantle()
@@ -595,15 +617,29 @@ class PlacedModel:
         if self._disk is not None:
             self._disk.synchronize()
 
-    def start_update(self, window: tuple[int, int]) -> list[tuple[LayerState, set[int], PendingUpdate]]:
+    def join_rest(self) -> None:
+        """This rank cannot finish its micro-batch: take part in what the other ranks still wait for in theirs.
+
+        What is gathered then is worth nothing; all drop the window.
+        """
+        if self._gathers is not None:
+            self._gathers.bring()
+        with torch.no_grad(), self.outside.released():
+            self.gradients.join_rest()
+
+    @property
+    def _forward_order(self) -> list[LayerState]:
+        by_weights = {state.weights: state for state in self.states}
+        return [by_weights[weights] for weights in self.forward_hooks.forward_order()]
+
+    def start_update(
+        self, order: Sequence[LayerState] | None = None
+    ) -> list[tuple[LayerState, set[int], PendingUpdate]]:
         """The window ends: what is to be stepped, in the order in which forward asks for it; it waits from here on.
 
-        window: (updates, micro-batches) so far, which all ranks must have in common.
+        order: with several ranks, that which they agreed on.
         """
-        by_weights = {state.weights: state for state in self.states}
-        order = [by_weights[weights] for weights in self.forward_hooks.forward_order()]
-        if self._ranks is not None:
-            order = self._agree(self._ranks, order, window)
+        order = self._forward_order if order is None else order
         self.gradients.end_of_window()
         layers = []
         for state in order:
@@ -615,12 +651,23 @@ class PlacedModel:
             self._gathers.begin([state.weights for state, _, _ in layers if state.placement.weights == "vram"])
         return layers
 
-    def _agree(self, ranks: Ranks, order: list[LayerState], window: tuple[int, int]) -> list[LayerState]:
+    def agree(
+        self, ranks: Ranks, window: tuple[int, int], wishes: Sequence[bool]
+    ) -> tuple[NDArray[np.int64], list[LayerState]]:
         """Make all ranks step the same parameters, in rank 0's order, and exchange gradients as rank 0 had them.
+
+        Args:
+            window: (updates, micro-batches) so far, which all ranks must have in common.
+            wishes: what this rank wants all to know. The first says that it cannot finish the window: then this is all
+                that is agreed on.
+
+        Returns:
+            All ranks' wishes, [ranks, *], and the layers in the order in which they are stepped.
 
         Raises:
             EngineStateError: they are not at the same step, or have other numbers of micro-batches.
         """
+        order, head = self._forward_order, len(window) + len(wishes)
         at = {state: index for index, state in enumerate(self.states)}
         num, counts = len(self.states), [len(state.layer.views) for state in self.states]
         got = np.zeros(sum(counts), dtype=np.int64)
@@ -628,23 +675,25 @@ class PlacedModel:
         for start, state in zip(starts, self.states, strict=False):
             got[[start + index for index in state.gradient.window]] = 1
         parted = [isinstance(state.weights, StreamedWeights) and state.weights.is_parted for state in self.states]
-        own = [*window, *(at[state] for state in order), *self.gradients.completed, *parted]
+        own = [*window, *wishes, *(at[state] for state in order), *self.gradients.completed, *parted]
         told = ranks.agree(np.concatenate([np.array(own, dtype=np.int64), got]))
-        windows = [tuple(each) for each in told[:, :2].tolist()]
-        if len(set(windows)) > 1:
+        windows, wished, told = told[:, :2].tolist(), told[:, 2:head], told[:, head:]
+        if wished[:, 0].any():
+            return wished, order
+        if len({*map(tuple, windows)}) > 1:
             listed = ", ".join(f"rank {rank}: {m} in step {n}" for rank, (n, m) in enumerate(windows))
             raise EngineStateError(
                 f"the ranks have gone apart in their micro-batches ({listed}): every rank must call backward() and "
                 "step() equally often. Give all of them the same number of batches"
             )
-        self._share_writes(ranks, told[:, 2 + 2 * num : 2 + 3 * num])
-        by_any = told[:, 2 + 3 * num :].max(axis=0)
+        self._share_writes(ranks, told[:, 2 * num : 3 * num])
+        by_any = told[:, 3 * num :].max(axis=0)
         for start, state, count in zip(starts, self.states, counts, strict=False):
             by_ranks = set(np.flatnonzero(by_any[start : start + count]).tolist())
             state.gradient.missing = by_ranks - state.gradient.window
             state.gradient.window = by_ranks
-        self.gradients.order = told[0, 2 + num : 2 + 2 * num].tolist()
-        return [self.states[index] for index in told[0, 2 : 2 + num].tolist()]
+        self.gradients.order = told[0, num : 2 * num].tolist()
+        return wished, [self.states[index] for index in told[0, :num].tolist()]
 
     def _share_writes(self, ranks: Ranks, parted: NDArray[np.int64]) -> None:
         """Weights in RAM that all ranks have written since the last boundary, each in a copy of its own, are shared.

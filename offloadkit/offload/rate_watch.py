@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
+import numpy as np
+
 from offloadkit.config import Placement
+from offloadkit.distributed.ranks import Ranks
 from offloadkit.hardware import Hardware
+from offloadkit.offload.shortage import of_all
 from offloadkit.planner import Plan
 from offloadkit.planner.faster import COMPUTE, MIN_GAIN, Rate, corrected, faster, judged
 from offloadkit.telemetry import StepRecord
@@ -42,11 +46,10 @@ class RateWatch:
         """The run goes on by `plan`: what was measured before counts no more."""
         basis = plan.basis
         searched = basis.work is not None and basis.config.placement is None and not plan.on_cpu
-        searched = searched and plan.num_gpus == 1  # what one rank measures is not the others'
         self._machine: Hardware | None = basis.hardware if searched else None
         self._plan, self._warming_up = plan, WARM_UP
         self._records: list[StepRecord] = []
-        if self._found is not None and self._found[0] is not plan:
+        if self._found is not None and self._found[0].placements != plan.placements:
             self._found = None
 
     def add(self, record: StepRecord) -> None:
@@ -64,20 +67,49 @@ class RateWatch:
         """Whether there is something to judge."""
         return len(self._records) == NUM_STEPS
 
-    def judge(self, placements: Sequence[Placement], room: Callable[[], Mapping[str, int]]) -> tuple[Plan, str] | None:
+    def judge(
+        self,
+        placements: Sequence[Placement],
+        room: Callable[[], Mapping[str, int]],
+        ranks: Ranks | None = None,
+    ) -> tuple[Plan, str] | None:
         """Judge the records, and begin to collect anew.
+
+        Several ranks call it together, when it is due on all of them. The slowest one's rates count, rank 0 judges, and
+        all get what it finds.
 
         Args:
             placements: where the layers are, with the processors that step them now.
             room: says how many bytes of "vram" and "ram" a plan may need.
+            ranks: those that train together, or None where there is one.
 
         Returns:
             The plan to move to, and why; None to stay. A plan after which steps took longer is left for the one before.
         """
         records, self._records = self._records, []
         assert self._machine is not None
-        pace, found, self._found = _pace(records), self._found, None
-        if found is not None and found[0] is self._plan and pace > (1 + MIN_GAIN) * found[2]:
+        pace = _pace(records)
+        if ranks is None:
+            machine = self._machine
+            return self._judge(pace, lambda: judged(self._plan, machine, placements, records), placements, room)
+        rates = _slowest(ranks, judged(self._plan, self._machine, placements, records))
+        least = of_all(ranks, room())
+        found, self._machine = ranks.told(
+            lambda: (self._judge(pace, lambda: rates, placements, lambda: least), self._machine)
+        )
+        return found
+
+    def _judge(
+        self,
+        pace: float,
+        measured: Callable[[], Mapping[str, Rate]],
+        placements: Sequence[Placement],
+        room: Callable[[], Mapping[str, int]],
+    ) -> tuple[Plan, str] | None:
+        assert self._machine is not None
+        found, self._found = self._found, None
+        has_moved = found is not None and found[0].placements == self._plan.placements
+        if found is not None and has_moved and pace > (1 + MIN_GAIN) * found[2]:
             self._searches_left = 0
             _, before, its_pace = found
             if any(number > room()[tier] for tier, number in before.needs().items() if tier != "disk"):
@@ -85,7 +117,7 @@ class RateWatch:
             return before, f"steps took {pace / its_pace:.3g} times as long as before the last move"
         if not self._searches_left:
             return None
-        rates = judged(self._plan, self._machine, placements, records)
+        rates = measured()
         machine = corrected(self._plan, self._machine, placements, rates)
         if machine is None:
             return None
@@ -95,6 +127,19 @@ class RateWatch:
             return None
         self._found = plan, self._plan, pace
         return plan, _in_words(rates)
+
+
+def _slowest(ranks: Ranks, rates: Mapping[str, Rate]) -> dict[str, Rate]:
+    """Each resource's rate on the rank where it is the slowest, by what was planned there.
+
+    Several ranks call it together. What a rank plans with is nearly the same on all of them, so its own is kept. What
+    only other ranks have judged is left out.
+    """
+    names = [*_RESOURCES, COMPUTE]
+    own = [rates[name].measured / rates[name].planned if name in rates else np.inf for name in names]
+    told = ranks.agree(np.array(own, dtype=np.float64).view(np.int64)).view(np.float64).min(axis=0)
+    least = dict(zip(names, told.tolist(), strict=True))
+    return {name: Rate(least[name] * rate.planned, rate.planned) for name, rate in rates.items()}
 
 
 def _pace(records: Sequence[StepRecord]) -> float:

@@ -13,12 +13,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
+import numpy as np
 import torch
 
 from offloadkit import hardware
 from offloadkit.config import Placement
 from offloadkit.device import process_memory
+from offloadkit.distributed.ranks import Ranks
 from offloadkit.errors import OutOfRamError, OutOfVramError
 from offloadkit.planner import Plan, leaner
 from offloadkit.planner.plan import TIERS
@@ -139,14 +142,30 @@ def leaner_budget(plan: Plan, device: torch.device) -> int:
     return max(1, min(planned, used) - max(planned // 8, 2 * (used - planned)))
 
 
-def _spare_ram() -> int:
-    """Bytes of RAM that this run may take besides what it has."""
-    return max(0, hardware.ram_available_bytes() - _floor_bytes())
+def _planned(plan: Plan, short: Literal["vram", "ram"], budgets: Mapping[str, int], ranks: Ranks | None) -> Plan | None:
+    """`leaner`. Several ranks ask for it together, and get what rank 0 finds within the least budgets of any."""
+    if ranks is None:
+        return leaner(plan, short, budgets)
+    if not ranks.agree(np.array([plan.basis.config.placement is None], dtype=np.int64)).all():
+        return None  # a rank's user has chosen
+    least = of_all(ranks, budgets)
+    return ranks.told(lambda: leaner(plan, short, least))
+
+
+def of_all(ranks: Ranks, budgets: Mapping[str, int]) -> dict[str, int]:
+    """The least bytes that any rank has of each tier; without the tiers that some have not."""
+    told = ranks.agree(np.array([budgets.get(tier, -1) for tier in TIERS], dtype=np.int64)).min(axis=0)
+    return {tier: size for tier, size in zip(TIERS, told.tolist(), strict=True) if size >= 0}
+
+
+def _spare_ram(plan: Plan) -> int:
+    """Bytes of RAM that this run may take besides what it has. The ranks of a host have equal parts of that."""
+    return max(0, hardware.ram_available_bytes() - _floor_bytes()) // plan.num_on_host
 
 
 def room(plan: Plan, device: torch.device) -> dict[str, int]:
     """Bytes of "vram" and "ram" that another plan of this run may need: within its budgets, and what is free now."""
-    needs, spare = plan.needs(), {"ram": _spare_ram()}
+    needs, spare = plan.needs(), {"ram": _spare_ram(plan)}
     if device.type == "cuda":
         for_peaks = process_memory.peak_reserved_bytes(device) - torch.cuda.memory_allocated(device)
         spare["vram"] = max(0, hardware.vram_bytes(device)[0] - for_peaks)
@@ -154,16 +173,16 @@ def room(plan: Plan, device: torch.device) -> dict[str, int]:
     return {tier: min(plan.budgets[tier], free.get(tier, plan.budgets[tier])) for tier in ("vram", "ram")}
 
 
-def with_less_vram(plan: Plan, device: torch.device) -> Plan | None:
-    """The plan to go on by where the GPU was full; None if no plan takes less."""
+def with_less_vram(plan: Plan, device: torch.device, ranks: Ranks | None = None) -> Plan | None:
+    """The plan to go on by where the GPU was full; None if no plan takes less. Several ranks call it together."""
     vram = 7 * plan.total_bytes("vram") // 8 if plan.basis.work is None else leaner_budget(plan, device)
-    return leaner(plan, "vram", {"vram": vram, "ram": _ram_to_use(plan)})
+    return _planned(plan, "vram", {"vram": vram, "ram": _ram_to_use(plan)}, ranks)
 
 
 def _ram_to_use(plan: Plan) -> int:
     """RAM, in bytes, that a plan in the place of `plan` may take: what is left now counts, and so does the budget."""
     now = plan.total_bytes("ram")
-    ram = now + _spare_ram()
+    ram = now + _spare_ram(plan)
     return min(ram, max(now, plan.budgets.get("ram", ram)))
 
 
@@ -186,22 +205,27 @@ def _at_rest(plan: Plan) -> int:
     return plan.total_bytes("vram") - plan.tiers["vram"].get("activations", 0)
 
 
-def with_less_ram(plan: Plan, device: torch.device) -> Plan | None:
-    """The plan to go on by where RAM is running out: an eighth less, or as much as is short of twice the floor."""
+def with_less_ram(plan: Plan, device: torch.device, ranks: Ranks | None = None) -> Plan | None:
+    """The plan to go on by where RAM is running out: an eighth less, or as much as is short of twice the floor.
+
+    Several ranks call it together; those of a host have equal parts of what its RAM is short of.
+    """
     now = {tier: plan.total_bytes(tier) for tier in TIERS}
-    lacking = 2 * _floor_bytes() - hardware.ram_available_bytes()
+    lacking = (2 * _floor_bytes() - hardware.ram_available_bytes()) // plan.num_on_host
     budgets = {"ram": max(1, now["ram"] - max(now["ram"] // 8, lacking))}
     if device.type == "cuda":
         used = hardware.vram_context_bytes(device) + process_memory.peak_reserved_bytes(device)
         spare = max(0, hardware.vram_bytes(device)[1] - used)
         budgets["vram"] = min(now["vram"] + spare, max(now["vram"], plan.budgets.get("vram", 1 << 60)))
     if (folder := plan.basis.config.disk) is not None:
-        budgets["disk"] = now["disk"] + shutil.disk_usage(folder).free
-    return leaner(plan, "ram", budgets)
+        budgets["disk"] = now["disk"] + shutil.disk_usage(folder).free // plan.num_on_host
+    return _planned(plan, "ram", budgets, ranks)
 
 
-def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int) -> Plan:
+def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int, ranks: Ranks | None = None) -> Plan:
     """`plan`, or a leaner one where less VRAM is free than when it was made, since another process took some.
+
+    Several ranks call it together, and all begin by the leaner one where it is needed on any.
 
     Args:
         freed_bytes: VRAM that the engine will free.
@@ -211,10 +235,11 @@ def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int) -> Plan
     machine = plan.basis.hardware  # its context is what the plan counts, with what else this process had in VRAM
     context = machine.vram_context_bytes if machine else hardware.vram_context_bytes(device)
     there = hardware.vram_bytes(device)[0] + context + freed_bytes
-    if plan.total_bytes("vram") <= _ABOUT * there:
+    fits = plan.total_bytes("vram") <= _ABOUT * there
+    if fits if ranks is None else ranks.agree(np.array([fits], dtype=np.int64)).all():
         return plan
     ram = max(plan.total_bytes("ram"), plan.budgets.get("ram", 0))
-    return leaner(plan, "vram", {"vram": there, "ram": ram}) or plan
+    return _planned(plan, "vram", {"vram": there, "ram": ram}, ranks) or plan
 
 
 def moved_in_words(before: Plan, after: Plan) -> str:

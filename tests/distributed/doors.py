@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -127,6 +128,8 @@ def trained(
     rows: int = 11,
     streams: bool = False,
     scales_loss: bool = False,
+    exchange: Literal["step", "micro_batch"] = "micro_batch",
+    full: tuple[int, int] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """A Trainer's `train` and `evaluate`, with `accumulation` micro-batches of all ranks an update.
@@ -135,15 +138,17 @@ def trained(
         streams: whether the rows are an `IterableDataset`.
         scales_loss: whether the Trainer's class divides by the targets of the whole accumulated batch itself.
         kind: "t5", whose Seq2SeqTrainer generates, or "llama", whose Trainer has logits for its metrics.
+        full: the rank whose GPU is full at its training forward of that number, counted from 1.
 
     Returns:
-        "weights", "losses", "metrics" of all evaluations, "norms", and as "samples" the best checkpoint's name.
+        "weights", "losses", "metrics" of all evaluations, "norms", "moves" with their reasons, and as "samples" the
+        best checkpoint's name.
     """
     from offloadkit.config import OffloadConfig
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
     from tests.hf.training import arguments, causal_rows, llama, seq2seq_rows, t5
 
-    with as_launched() as (_, size):
+    with as_launched() as (rank, size):
         generates = kind == "t5"
         own: dict[str, Any] = {"max_steps": 4, "learning_rate": 1e-2, "per_device_eval_batch_size": 2}
         own |= {"eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "constant"}
@@ -166,8 +171,10 @@ def trained(
             train_dataset=Stream(make(rows)) if streams else make(rows),
             eval_dataset=make(7),
             compute_metrics=right_tokens,
-            offload=OffloadConfig(exchange="micro_batch"),
+            offload=OffloadConfig(exchange=exchange),
         )
+        if full is not None and full[0] == rank:
+            fill_at(trainer.model, full[1])
         output = trainer.train()
         last = {} if scales_loss else trainer.evaluate()
         history, best = trainer.state.log_history, trainer.state.best_model_checkpoint
@@ -186,7 +193,19 @@ def trained(
             if not any(part in name for part in times)
         },
         "samples": None if best is None else Path(best).name,
+        "moves": [move.why for move in trainer.telemetry.moves],
     }
+
+
+def fill_at(model: torch.nn.Module, number: int) -> None:
+    """Have the model's training forward of that number fail as on a full GPU."""
+    calls = count(1)
+
+    def fails(*_: Any) -> None:
+        if torch.is_grad_enabled() and next(calls) == number:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.register_forward_hook(fails)
 
 
 def trained_on_own_rows(folder: Path) -> None:

@@ -20,11 +20,13 @@ from offloadkit.hardware import Hardware
 from offloadkit.planner.fitted import NCCL_BYTES
 from offloadkit.telemetry import Telemetry
 from tests.distributed.doors import finetuned, pairs
+from tests.distributed.moves import moving
 from tests.distributed.planning import all_used
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT, STREAMED, STREAMED_TO_GPU, train
 from tests.distributed.test_doors import assert_same
 from tests.distributed.test_equal import assert_equal
+from tests.distributed.test_moves import assert_alike
 from tests.models import tokens
 
 
@@ -60,6 +62,28 @@ def test_shared_weights_are_written_between_steps_and_move() -> None:
     runs.append({"placement": STREAMED_TO_GPU, "halves": True, "move_to": RESIDENT})
     runs.append({"placement": RESIDENT, "halves": True, "move_to": STREAMED})
     two_equal_one(1, runs)
+
+
+def test_where_one_gpu_is_full_both_repeat_the_window() -> None:
+    """What is left of a backward is exchanged over NCCL; nothing hangs, and numbers are those of a run with room."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    pool = RankPool("nccl")
+    each: dict[str, Any] = {"micro_batches": 2, "exchange": "micro_batch"}
+    try:
+        for where, full, more in (
+            ("backward", [(1, 1)], {}),
+            ("exchange", [(0, 1), (1, 3)], {}),
+            ("forward", [(1, 1), (0, 3)], {"micro_batches": 2}),
+            ("backward", [(0, 2)], each),
+        ):
+            options: dict[str, Any] = {"device": "cuda", "working_dtype": "bf16", **more}
+            room = pool.run(2, moving, begins=CPU_STEP, **options)
+            found = pool.run(2, moving, where=where, full=full, **options)
+            assert found[0]["moves"]
+            assert_alike(found, room)
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize("name", ["t5", "llama"])

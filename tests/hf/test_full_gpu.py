@@ -56,8 +56,8 @@ def test_a_window_is_repeated_where_its_step_finds_the_gpu_full(
     """Twice in the second window: the step after the repetition too."""
     new_update, calls = OffloadEngine._new_update, []
 
-    def fails(self: OffloadEngine) -> Any:
-        found = new_update(self)
+    def fails(self: OffloadEngine, *args: Any) -> Any:
+        found = new_update(self, *args)
         calls.append(found.number)
         if len(calls) in (2, 3):
             raise torch.OutOfMemoryError("CUDA out of memory")

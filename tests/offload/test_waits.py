@@ -27,7 +27,7 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device.host_memory import SharedSlab
 from offloadkit.device.state_file import StateFile
 from offloadkit.engine import OffloadEngine
-from offloadkit.errors import EngineStateError
+from offloadkit.errors import EngineStateError, RepeatWindowError
 from offloadkit.offload import states, update
 from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import layout, placed, possible, tier_bytes
@@ -299,6 +299,27 @@ def several_ranks(accumulation: int, exchange: str = "micro_batch") -> None:
             assert engine._ranks.num_gathers == 3 * len(engine._placed.states)
 
 
+def a_full_rank() -> None:
+    """The GPU is full in mid-backward: what was sent to other ranks is under way while layers move."""
+    config, batch, model = OffloadConfig(working_dtype="bf16"), tokens(1)[0], lm()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(engine_module, "joined_ranks", MirroredRanks)
+        with OffloadEngine(model, config, device="cpu", plan=mixed(config, [IN_VRAM])) as engine:
+            train(engine, [batch])
+            hook = model.blocks[1].register_forward_hook(
+                lambda module, given, output: output.register_hook(fail) and None
+            )
+            with pytest.raises(RepeatWindowError):
+                engine.backward(engine(batch))
+            hook.remove()
+            train(engine, [batch] * 2)
+
+
 def ranks_that_share_weights() -> None:
     """Other ranks step parts of weights in RAM, and fetch what this one steps. Some of them are written or loaded while
     blocks that were fetched ahead are on their way."""
@@ -365,6 +386,7 @@ RUNS: dict[str, Callable[[], None]] = {
     "several ranks, accumulating": lambda: several_ranks(2),
     "several ranks, sums": lambda: several_ranks(2, "step"),
     "several ranks, weights in RAM": ranks_that_share_weights,
+    "several ranks, full": a_full_rank,
 }
 
 
@@ -420,7 +442,7 @@ NEVER_MISSED = {
 
 
 MISSED_BY = {
-    "moved": ["Gradients.forget_buffers", "PlacedModel._dismantle"],
+    "moved": ["Gradients.forget_buffers: self.d2h.synchronize()", "PlacedModel._dismantle"],
     "moved, accumulating": ["StepThread.settle"],
     "branches": ["Gradients.end_of_window: layer.weights.wait()"],
     "by hand": ["Gradients._open: layer.weights.wait()"],
@@ -450,6 +472,7 @@ MISSED_BY = {
         "Gradients._exchange_layer: self.d2h.wait(exchange.stream.record())",
         "Gradients.end_of_window: self._waits.delay(self._exchange.stream.record())",
     ],
+    "several ranks, full": ["Gradients.forget_buffers: self._exchange.stream.synchronize()"],
     "several ranks, weights in RAM": [
         "StreamedWeights._wait_for_ranks",
         "StreamedWeights.finish_reading",

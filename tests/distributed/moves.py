@@ -1,0 +1,247 @@
+"""What ranks do in the tests of plans that move in mid-run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from offloadkit import hardware
+from offloadkit.checkpoint.values import random_states, set_random_states
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.device import host_memory
+from offloadkit.distributed import machine
+from offloadkit.distributed.ranks import Ranks
+from offloadkit.engine import OffloadEngine
+from offloadkit.errors import OffloadkitError, RepeatWindowError
+from offloadkit.hardware import Hardware
+from offloadkit.offload import rate_watch, shortage
+from offloadkit.offload.gradients import Gradients
+from offloadkit.offload.layers import flat_layers, plan_of
+from offloadkit.offload.update import StepBalancer
+from offloadkit.planner import Plan, layout
+from offloadkit.planner import placed as placed_at
+from offloadkit.planner.fitted import NCCL_BYTES
+from offloadkit.planner.layout import possible
+from offloadkit.planner.seconds import StepModel
+from offloadkit.telemetry import StepRecord, Telemetry
+from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT, STEPS, STREAMED, model
+from tests.models import TinyLM, tokens
+
+NO_ROOM = "RAM is running out here"
+
+
+def planned(made: nn.Module, config: OffloadConfig, where: Placement) -> Plan:
+    """The plan with all layers there."""
+    base = plan_of(made, flat_layers(made, config), config)
+    return placed_at(base, [possible(where, layer) for layer in base.layers])
+
+
+def fail(_: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def moving(
+    micro_batches: int = 1,
+    *,
+    full: Collection[tuple[int, int]] = (),
+    where: str = "forward",
+    scarce: Collection[tuple[int, int]] = (),
+    to: Placement | None = None,
+    begins: Placement = RESIDENT,
+    after_the_first: Callable[[OffloadEngine], None] | None = None,
+    steps: int = STEPS,
+    device: str = "cpu",
+    **config: Any,
+) -> dict[str, Any]:
+    """Train as `runs.train` does, and repeat a window that has to be repeated, as a loop of one's own would.
+
+    Args:
+        full: (rank, micro-batch that it begins, repeated ones counted too) at which that rank's GPU is full.
+        where: "forward", "backward", or "exchange": where a layer's gradient leaves.
+        scarce: (rank, step), counted from 0, at which that rank is short of RAM.
+        to: the plan to move to; None: a leaner one.
+        after_the_first: called after the first step.
+        device: "cuda": each rank has a GPU of its own.
+
+    Returns:
+        "weights", the "moves" with their reasons, the "placements" in the end, the "steps" on record, the number of
+        micro-batches "begun", and the "error" that ended training.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    made = model(rank, dropout=0.2)
+    options = OffloadConfig(
+        gradient_accumulation=micro_batches, **{"learning_rate": 1e-2, "max_grad_norm": 0.5, **config}
+    )
+    state = {"begun": -1, "armed": False}
+
+    def is_full() -> bool:
+        found = state["armed"] and (rank, state["begun"]) in full
+        state["armed"] = state["armed"] and not found
+        return bool(found)
+
+    def in_forward(block: Any, args: Any, output: torch.Tensor) -> None:
+        if where == "forward" and is_full():
+            fail(output)
+        if where == "backward" and output.requires_grad:
+            output.register_hook(lambda gradient: fail(gradient) if is_full() else None)
+
+    on = torch.device(device, rank if device == "cuda" else None)
+    if device == "cuda":
+        torch.cuda.set_device(on)  # whose random numbers are repeated
+    batches, error = tokens(steps * micro_batches * size, str(on)), ""
+    open_bucket = Gradients._open
+
+    def opens(self: Gradients, *args: Any) -> None:
+        if where == "exchange" and self.layers.index(args[0]) == 1 and is_full():
+            fail(batches[0])
+        open_bucket(self, *args)
+
+    plan = planned(made, options, begins)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        patch.setattr(Gradients, "_open", opens)
+        if to is not None:
+            patch.setattr(shortage, "leaner", lambda plan, *_: placed_at(plan, [to] * len(plan.layers)))
+        engine = OffloadEngine(made, options, device=on, plan=plan)
+        made.blocks[0].register_forward_hook(in_forward)
+        try:
+            torch.manual_seed(rank)
+            step = 0
+            while step < steps:
+                drawn = random_states()
+                try:
+                    for k in range(micro_batches):
+                        state["begun"] += 1
+                        state["armed"] = True
+                        engine.backward(engine(batches[(step * micro_batches + k) * size + rank]))
+                        if (rank, step) in scarce:
+                            engine._ram_watch._poll.warning = NO_ROOM
+                        engine.step()
+                except RepeatWindowError:
+                    set_random_states(drawn)
+                    continue
+                step += 1
+                if step == 1 and after_the_first is not None:
+                    after_the_first(engine)
+            engine.synchronize()
+        except OffloadkitError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        is_open, plan = engine._open, engine.plan
+        moves = [move.why for move in engine.telemetry.moves]
+        engine.close()
+        return {
+            "weights": {name: parameter.detach().cpu().clone() for name, parameter in made.named_parameters()},
+            "moves": moves,
+            "placements": plan.placements,
+            "steps": len(engine.telemetry.records),
+            "begun": state["begun"] + 1,
+            "error": error,
+            "is_open": is_open,
+        }
+
+
+def moves_apart(how: str) -> dict[str, Any]:
+    """Rank 1 does something else than rank 0 when the user moves the plan after the first step."""
+    rank = dist.get_rank()
+
+    def move(engine: OffloadEngine) -> None:
+        to = placed_at(engine.plan, [STREAMED] * len(engine.plan.layers))
+        with pytest.MonkeyPatch.context() as patch:
+            if rank and how == "fails":
+                patch.setattr(host_memory, "allocate", no_memory)
+            if rank and how == "window":
+                engine.backward(engine(tokens(1)[0]))
+            elif how == "window":
+                engine.backward(engine(tokens(1)[0]))
+                engine.drop_gradients()
+            if how == "ends":
+                engine.synchronize()
+            if rank and how == "ends":
+                raise OffloadkitError("no move here")
+            engine.move(to)
+
+    return moving(after_the_first=move, begins=CPU_STEP)
+
+
+class Measured(Telemetry):
+    """Copies and the CPU's step take the seconds planned, times a factor where it is the CPU's step."""
+
+    engine: OffloadEngine
+    factor: float
+
+    def add(self, record: StepRecord) -> None:
+        plan, placements = self.engine.plan, self.engine._placed.assigned
+        assert plan.basis.work is not None
+        assert plan.basis.hardware is not None
+        rates = StepModel(plan.layers, plan.basis.work, plan.basis.hardware, plan.accumulation).rates(placements)
+        if "CPU step" in rates:
+            rates["CPU step"] /= self.factor
+        names = {"h2d": "H2D", "d2h": "D2H", "cpu_step": "CPU step"}
+        took = {phase: record.moved[phase] / rates[name] for phase, name in names.items() if name in rates}
+        super().add(replace(record, seconds=record.seconds | took))
+
+
+def measured(card: Hardware, slow: float) -> dict[str, Any]:
+    """Train by a plan for `card`, with which rank 1's CPU takes `slow` times the seconds planned.
+
+    The plan that is said to be faster is one by which the GPU steps all layers.
+    """
+    rates = {each.name: getattr(card, each.name) / 1e5 for each in fields(card) if each.name.endswith("_per_second")}
+    here = replace(card, **rates)  # what a tiny model moves takes as long as a large one's on the card
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        patch.setattr(machine, "measure", lambda *_, **__: here)
+        patch.setattr(machine, "is_measured", lambda *_: True)
+        patch.setattr(machine, "cores_of_rank", lambda ranks: (ranks.size, 4))
+        patch.setattr(StepBalancer, "correct", lambda *_: None)
+        patch.setattr(rate_watch, "faster", lambda plan, *_: placed_at(plan, [GPU_STEP] * len(plan.layers)))
+        patch.setattr(rate_watch, "WARM_UP", 1)
+        patch.setattr(rate_watch, "NUM_STEPS", 2)
+        patch.setattr(layout, "STEP_CHUNK", 4096)  # else a tiny layer's buffers are larger than its states
+        torch.manual_seed(0)
+        made, batches = TinyLM(width=32, hidden=255, depth=6), tokens(1)
+        del made.unused
+        telemetry = Measured()
+        vram = here.vram_context_bytes + layout.ALLOCATOR_BYTES + NCCL_BYTES + (1 << 20)
+        config = OffloadConfig(learning_rate=1e-2, vram=vram, ram="8GiB")
+        with OffloadEngine(made, config, device="cpu", example=batches[0], telemetry=telemetry) as engine:
+            telemetry.engine, telemetry.factor = engine, slow if dist.get_rank() else 1.0
+            begins = engine.plan.placements
+            for _ in range(6):
+                engine.backward(engine(batches[0]))
+                engine.step()
+            engine.synchronize()
+            return {
+                "weights": {name: parameter.detach().clone() for name, parameter in made.named_parameters()},
+                "moves": [(move.step, move.why) for move in telemetry.moves],
+                "by the CPU": [sum(where.step == "cpu" for where in each) for each in (begins, engine.plan.placements)],
+                "placements": engine.plan.placements,
+                "steps": len(telemetry.records),
+                "error": "",
+            }
+
+
+def no_memory(*_: Any) -> Any:
+    raise OffloadkitError("no RAM at all")
+
+
+def with_less_free(plan: Plan, free: int) -> tuple[int, ...]:
+    """By rank: the VRAM that a plan takes which is made where rank 1's GPU has `free` bytes less than it takes."""
+    group = Ranks(torch.device("cpu"))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            total = plan.total_bytes("vram")
+            there = total - free * group.rank
+            patch.setattr(hardware, "vram_bytes", lambda _: (there, 1 << 40))
+            patch.setattr(hardware, "vram_context_bytes", lambda _: 0)
+            found = shortage.within_free_vram(plan, torch.device("cuda"), 0, group)
+        return total, found.total_bytes("vram")
+    finally:
+        group.close()
