@@ -291,7 +291,7 @@ def how_right_the_plan_was() -> str:
     ran = [
         row
         for row in ran
-        if not row["case"].startswith("doors-") and row["mask"] != "ragged" and row["case"] not in RANK_CASES
+        if not row["case"].startswith(("doors-", "phases-")) and row["mask"] != "ragged" and row["case"] not in RANK_CASES
     ]
     off = [row["planned_seconds"] / row["seconds"] for row in ran if row["commit"] not in report.BEFORE_STREAMED_STATES]
     right = sum(0.85 <= ratio <= 1.15 for ratio in off)
