@@ -58,9 +58,9 @@ def late_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         asked.set()
         finish(self, newest)
 
-    def starts(self: Any) -> Any:
+    def starts(self: Any, *args: Any) -> Any:
         asked.clear()
-        return start(self)
+        return start(self, *args)
 
     start = OffloadEngine._new_update
     monkeypatch.setattr(update.LayerState, "step", late)

@@ -14,13 +14,14 @@ from torch import nn
 from offloadkit import OffloadConfig, OffloadEngine, Placement, outline
 from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.errors import DoesNotFitError, NonFiniteGradientError
+from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.layout import ALLOCATOR_BYTES
 from tests.models import TinyLM
 from tests.planner.machines import GIB, H200
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FIXED = H200.vram_context_bytes + ALLOCATOR_BYTES
+FIXED = H200.vram_context_bytes + LOADED_LATER_BYTES + ALLOCATOR_BYTES
 TIGHT = OffloadConfig(vram=FIXED + (1 << 20), ram="8GiB", gradient_accumulation=2, learning_rate=1e-2)
 
 

@@ -7,6 +7,7 @@ import tempfile
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -396,10 +397,11 @@ class PlacedModel:
             )
 
     def move(self, placements: Sequence[Placement], moved: Callable[[LayerState], None]) -> None:
-        """Bring each layer to its place in `placements`; those that give VRAM back go first.
+        """Bring each layer to its place in `placements`.
 
-        All must be settled, and no gradient gathered. There are never two copies of more than one layer. If an error is
-        raised, `placements` says what has moved, and `is_whole` whether the model can be trained on.
+        All must be settled, and no gradient gathered. There are never two copies of more than one layer. What is taken
+        meanwhile is no more than before or after, but for two layers. If an error is raised, `placements` says what has
+        moved, and `is_whole` whether the model can be trained on.
 
         With several ranks all must call it. If it fails on one of them, none is whole: their layers are apart.
 
@@ -445,9 +447,10 @@ class PlacedModel:
                 self._arrange(host_memory.allocate(sizes, self._device, "the buffers of gradients and states"))
 
     def _changes(self, placements: Sequence[Placement]) -> list[tuple[int, Placement]]:
-        """Which layers must go where. Those that give VRAM back come first.
+        """Which layers must go where, and in which order.
 
-        Those that go to the disk get a region of it.
+        Those that take VRAM go as soon as no more is taken then than in the end. Until then those go that give some
+        back, for which RAM is taken. Those that go to the disk get a region of it.
         """
 
         def vram(at: int, where: Placement) -> int:
@@ -460,7 +463,16 @@ class PlacedModel:
 
         found = [(at, placements[at]) for at, state in enumerate(self.states) if state.placement != placements[at]]
         self._take_disk([(self.states[at].layer, self._shapes[at]) for at, where in found if where.states == "disk"])
-        return sorted(found, key=taken)
+        found.sort(key=taken)
+        giving = deque(change for change in found if taken(change)[0] < 0)
+        taking = deque(found[len(giving) :])
+        above, ordered = -sum(taken(change)[0] for change in found), list[tuple[int, Placement]]()
+        while giving or taking:
+            fits = bool(taking) and above + taken(taking[0])[0] <= 0
+            change = (taking if fits or not giving else giving).popleft()
+            above += taken(change)[0]
+            ordered.append(change)
+        return ordered
 
     def _shared_in(
         self, placements: Sequence[Placement]

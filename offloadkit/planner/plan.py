@@ -394,7 +394,7 @@ def _kept_search(
 
 def _room(config: OffloadConfig, budgets: Mapping[str, int], hardware: Hardware) -> tuple[int, int, int]:
     """Bytes of VRAM, RAM and disk for which placements are searched. Of a wish for VRAM some is held back at first."""
-    held_back = 0 if config.vram is None or hardware.device == "cpu" else LOADED_LATER_BYTES
+    held_back = LOADED_LATER_BYTES if config.vram is not None and hardware.vram_context_bytes > 0 else 0
     disk = budgets["disk"] if hardware.disk_read_bytes_per_second else 0
     return budgets["vram"] - held_back, budgets["ram"], disk
 

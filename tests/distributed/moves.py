@@ -27,11 +27,11 @@ from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import Plan, layout
 from offloadkit.planner import placed as placed_at
-from offloadkit.planner.fitted import NCCL_BYTES
+from offloadkit.planner.fitted import LOADED_LATER_BYTES, NCCL_BYTES
 from offloadkit.planner.layout import possible
 from offloadkit.planner.seconds import StepModel
 from offloadkit.telemetry import StepRecord, Telemetry
-from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT, STEPS, STREAMED, model
+from tests.distributed.runs import CPU_STEP, RESIDENT, STEPS, STREAMED, model
 from tests.models import TinyLM, tokens
 
 NO_ROOM = "RAM is running out here"
@@ -189,10 +189,7 @@ class Measured(Telemetry):
 
 
 def measured(card: Hardware, slow: float) -> dict[str, Any]:
-    """Train by a plan for `card`, with which rank 1's CPU takes `slow` times the seconds planned.
-
-    The plan that is said to be faster is one by which the GPU steps all layers.
-    """
+    """Train by a plan for `card`, with which rank 1's CPU takes `slow` times the seconds planned."""
     rates = {each.name: getattr(card, each.name) / 1e5 for each in fields(card) if each.name.endswith("_per_second")}
     here = replace(card, **rates)  # what a tiny model moves takes as long as a large one's on the card
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -201,7 +198,6 @@ def measured(card: Hardware, slow: float) -> dict[str, Any]:
         patch.setattr(machine, "is_measured", lambda *_: True)
         patch.setattr(machine, "cores_of_rank", lambda ranks: (ranks.size, 4))
         patch.setattr(StepBalancer, "correct", lambda *_: None)
-        patch.setattr(rate_watch, "faster", lambda plan, *_: placed_at(plan, [GPU_STEP] * len(plan.layers)))
         patch.setattr(rate_watch, "WARM_UP", 1)
         patch.setattr(rate_watch, "NUM_STEPS", 2)
         patch.setattr(layout, "STEP_CHUNK", 4096)  # else a tiny layer's buffers are larger than its states
@@ -209,7 +205,7 @@ def measured(card: Hardware, slow: float) -> dict[str, Any]:
         made, batches = TinyLM(width=32, hidden=255, depth=6), tokens(1)
         del made.unused
         telemetry = Measured()
-        vram = here.vram_context_bytes + layout.ALLOCATOR_BYTES + NCCL_BYTES + (1 << 20)
+        vram = here.vram_context_bytes + LOADED_LATER_BYTES + layout.ALLOCATOR_BYTES + NCCL_BYTES + (1 << 20)
         config = OffloadConfig(learning_rate=1e-2, vram=vram, ram="8GiB")
         with OffloadEngine(made, config, device="cpu", example=batches[0], telemetry=telemetry) as engine:
             telemetry.engine, telemetry.factor = engine, slow if dist.get_rank() else 1.0

@@ -24,6 +24,7 @@ from offloadkit.hf import trainer as trainer_module
 from offloadkit.hf.longest import NotReadableError, longest_batch
 from offloadkit.hf.patches import NAME, patched
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
+from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.layout import ALLOCATOR_BYTES
 from tests.hf.tiny import t5_config
 from tests.hf.training import Row, arguments, causal_rows, llama, seq2seq_rows, t5, train
@@ -31,7 +32,7 @@ from tests.planner.machines import H200
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FIXED = H200.vram_context_bytes + ALLOCATOR_BYTES
+FIXED = H200.vram_context_bytes + LOADED_LATER_BYTES + ALLOCATOR_BYTES
 TIGHT = OffloadConfig(vram=FIXED + (144 << 10), ram="8GiB")
 OPTIONS: dict[str, Any] = {"max_steps": 2, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "seed": 1}
 OPTIONS |= {"train_sampling_strategy": "sequential"}
@@ -261,7 +262,7 @@ def test_the_trainer_and_the_engine_propose_the_disk_as_finetune_does(
 @pytest.mark.usefixtures("on_a_card")
 def test_fewer_rows_are_proposed_by_the_doors_own_name_for_them() -> None:
     example = {name: torch.zeros(64, 64, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
-    config = replace(TIGHT, vram=FIXED + (8 << 20))
+    config = replace(TIGHT, vram=FIXED - LOADED_LATER_BYTES + (8 << 20))
     planned = outline.plan_for(t5(), config, torch.device("cpu"), example, rows_option="batch")
     assert planned is not None
     assert [words for words, _ in planned.basis.smaller] == [f"batch={size}" for size in (32, 16, 8, 4, 2, 1)]

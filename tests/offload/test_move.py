@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import accumulate, permutations
 from typing import Any
 
 import pytest
@@ -194,6 +194,35 @@ def test_there_are_never_two_copies_of_more_than_one_layer(monkeypatch: pytest.M
             gc.enable()
         assert len(most) > len(engine.plan.layers)
         assert set(most) == {1}
+
+
+def test_a_move_takes_no_more_than_before_or_after_but_for_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other layer goes to VRAM and the others leave it."""
+    config = OffloadConfig()
+    before, after = (IN_VRAM, Placement()), (Placement(), IN_VRAM)
+    torch.manual_seed(0)
+    made = TinyLM(width=16, depth=12)
+    order, real = list[int](), PlacedModel._move_layer
+
+    def moved(self: PlacedModel, at: int, *args: Any) -> None:
+        order.append(at)
+        real(self, at, *args)
+
+    with OffloadEngine(made, config, device="cpu", plan=planned(made, config, *before)) as engine:
+        plans = engine.plan, planned(made, config, *after)
+        monkeypatch.setattr(PlacedModel, "_move_layer", moved)
+        engine.move(plans[1])
+    for bytes_of in ("vram_bytes", "ram_bytes"):
+        old, new = (
+            [
+                sum(getattr(layer, bytes_of)(where, 1).values())
+                for layer, where in zip(plan.layers, plan.placements, strict=True)
+            ]
+            for plan in plans
+        )
+        taken = list(accumulate((new[at] - old[at] for at in order), initial=sum(old)))
+        assert len(order) > 8
+        assert max(taken) <= max(sum(old), sum(new)) + 2 * max(*old, *new)
 
 
 def test_a_window_must_be_over_and_the_plan_of_this_model() -> None:

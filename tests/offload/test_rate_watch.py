@@ -20,6 +20,7 @@ from offloadkit.offload.rate_watch import MAX_SEARCHES, RateWatch
 from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import Plan, make_plan
 from offloadkit.planner import layout as shapes
+from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.layout import ALLOCATOR_BYTES
 from offloadkit.planner.seconds import StepModel
 from offloadkit.telemetry import StepRecord, Telemetry
@@ -31,7 +32,8 @@ from tests.synchronisations import of_the_callers, synchronisations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONFIG = OffloadConfig(learning_rate=1e-2, vram=H200.vram_context_bytes + ALLOCATOR_BYTES + (1 << 20), ram="8GiB")
+VRAM = H200.vram_context_bytes + LOADED_LATER_BYTES + ALLOCATOR_BYTES + (1 << 20)
+CONFIG = OffloadConfig(learning_rate=1e-2, vram=VRAM, ram="8GiB")
 WARM_UP, NUM_STEPS = 2, 4
 STEPS = WARM_UP + NUM_STEPS
 LONG = 2 * STEPS + 6
