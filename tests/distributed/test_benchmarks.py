@@ -58,6 +58,7 @@ def launched_in(pool: RankPool) -> Callable[..., list[Any]]:
     return run
 
 
+@pytest.mark.slow
 def test_ours_on_two_ranks_makes_a_whole_row(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,6 +85,7 @@ def test_a_search_that_is_kept_finds_what_a_new_one_finds() -> None:
         assert kept.best(vram * GIB, 4 * GIB) == Search(*unlike_layers(), TWO_CORES, 1).best(vram * GIB, 4 * GIB)
 
 
+@pytest.mark.slow
 def test_more_ram_is_tried_only_where_some_was_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the plan says is the same as when every larger budget is tried."""
     layers, work = unlike_layers()
