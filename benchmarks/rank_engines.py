@@ -28,7 +28,23 @@ _MOST_TIMES = 32
 """DDP's largest batch is at most so many times the case's."""
 
 
-class Fsdp2(Engine):
+class _Stepped(Engine):
+    """Gradients are clipped, and a torch optimizer steps, when a window ends. The model adds up all ranks'."""
+
+    _optimizer: torch.optim.Optimizer
+    _num_micro_batches: int
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / self._num_micro_batches).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, is_boundary: bool) -> None:
+        if is_boundary:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+
+class Fsdp2(_Stepped):
     """`fully_shard` of each block and of the rest: all in VRAM, computing and reducing in bf16, fp32 master weights."""
 
     def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
@@ -50,17 +66,8 @@ class Fsdp2(Engine):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         self._optimizer = _adamw(self._model)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        (loss / self._num_micro_batches).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, is_boundary: bool) -> None:
-        if is_boundary:
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-
-
-class Ddp(Engine):
+class Ddp(_Stepped):
     """DistributedDataParallel with the weights' dtype for gradients and AdamW's states, and no master weights.
 
     Attributes:
@@ -81,15 +88,6 @@ class Ddp(Engine):
         self._num_forwards += 1
         self._model.require_backward_grad_sync = self._num_forwards % self._num_micro_batches == 0
         return super().forward(batch)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        (loss / self._num_micro_batches).backward()  # type: ignore[no-untyped-call]
-
-    def step(self, is_boundary: bool) -> None:
-        if is_boundary:
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
 
     def _largest(self, work: Work) -> int:
         """The most rows that fit on every rank, to an eighth. No rank talks to others while it tries.
