@@ -23,8 +23,8 @@ from offloadkit import Monitor, hardware
 from offloadkit.cli import app
 from offloadkit.errors import ConfigError
 from offloadkit.hf import callbacks as progress
-from offloadkit.monitor.figures import Figures
 from tests.hf.tiny import save_config
+from tests.monitor.records import Watched
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]
 
@@ -49,20 +49,6 @@ def finetune(model: Any, output: str = "out", **options: Any) -> offloadkit.Fine
     defaults |= {"use_cpu": True, "learning_rate": 1e-2, "save_strategy": "no"}
     defaults["overwrite"] = not options.get("resume")
     return offloadkit.finetune(model, PAIRS, output_dir=output, **(defaults | options))
-
-
-class Watched:
-    """A display that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.ends: list[Figures] = []
-
-    def open(self, figures: Figures) -> None: ...
-
-    def update(self, figures: Figures, *, heeded: bool) -> None: ...
-
-    def close(self, figures: Figures) -> None:
-        self.ends.append(figures)
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from offloadkit.cli import app
 from offloadkit.distributed import launch as launch_module
 from offloadkit.errors import ConfigError
 from offloadkit.monitor import words
-from offloadkit.monitor.figures import Figures
 from offloadkit.monitor.page import page
 from offloadkit.telemetry import StepRecord
 from tests.distributed.doors import as_launched, model_named, pairs
 from tests.distributed.pool import RankPool
+from tests.monitor.records import Watched
 
 
 @pytest.mark.parametrize(
@@ -145,20 +145,6 @@ def test_a_row_for_each_gpu() -> None:
     assert words.summary(figures).splitlines()[-2:] == rows
     drawn = page(figures, "x").replace("\N{NO-BREAK SPACE}", " ")
     assert all(row in drawn for row in rows)
-
-
-class Watched:
-    """A display that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.ends: list[Figures] = []
-
-    def open(self, figures: Figures) -> None: ...
-
-    def update(self, figures: Figures, *, heeded: bool) -> None: ...
-
-    def close(self, figures: Figures) -> None:
-        self.ends.append(figures)
 
 
 @pytest.mark.slow

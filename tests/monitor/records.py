@@ -1,9 +1,10 @@
-"""Hand-made records of steps, as telemetry gives them."""
+"""Hand-made records of steps, as telemetry gives them, and a display that keeps figures."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from offloadkit.monitor.figures import Figures
 from offloadkit.telemetry import StepRecord
 
 GIB = 1 << 30
@@ -33,3 +34,17 @@ def record(
 ) -> StepRecord:
     """One step: `SECONDS`, but for those given."""
     return StepRecord(number, loss, 640, 1.0, 1e-3, skipped, SECONDS | seconds, bytes)
+
+
+class Watched:
+    """A display that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.ends: list[Figures] = []
+
+    def open(self, figures: Figures) -> None: ...
+
+    def update(self, figures: Figures, *, heeded: bool) -> None: ...
+
+    def close(self, figures: Figures) -> None:
+        self.ends.append(figures)
