@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from offloadkit import hardware
 from offloadkit.device.measure import is_measured, kept, measure
-from offloadkit.distributed.ranks import Ranks, joined_ranks
+from offloadkit.distributed.ranks import Ranks, host, joined_ranks
 from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu
 
@@ -46,7 +45,7 @@ def cores_of_rank(ranks: Ranks) -> tuple[int, int]:
     Ranks that may run on the same cores share them evenly; a rank that was bound to cores of its own has these.
     """
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    own = [zlib.crc32(socket.gethostname().encode()), zlib.crc32(repr(affinity).encode())]
+    own = [host(), zlib.crc32(repr(affinity).encode())]
     told = ranks.agree(np.array(own))
     on_host = told[told[:, 0] == own[0]]
     sharing = int((on_host[:, 1] == own[1]).sum())

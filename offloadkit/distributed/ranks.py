@@ -178,7 +178,7 @@ class Ranks:
         """
         made = [file_in_ram(size) if self.rank == 0 else -1 for size in sizes]
         names = [os.fstat(file).st_ino if self.rank == 0 else 0 for file in made]
-        told = self.agree(np.array([_host(), os.getpid(), *made, *names]))
+        told = self.agree(np.array([host(), os.getpid(), *made, *names]))
         if len({*told[:, 0].tolist()}) > 1:
             for file in filter(lambda file: file >= 0, made):
                 os.close(file)
@@ -268,7 +268,7 @@ class Ranks:
 _ENDED = "died or raised an error: look at that, and go on from a checkpoint"
 
 
-def _host() -> int:
+def host() -> int:
     """A number that the processes of one running system have in common."""
     return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
 

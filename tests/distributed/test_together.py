@@ -225,7 +225,7 @@ def test_nobody_waits_for_a_rank_that_failed(ranks: RankPool) -> None:
 
 def on_two_hosts() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks_module, "_host", dist.get_rank)
+        patch.setattr(ranks_module, "host", dist.get_rank)
         try:
             OffloadEngine(model(), OffloadConfig(placement=STREAMED), device="cpu")
         except ConfigError as error:
