@@ -271,8 +271,8 @@ def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None 
         num_gpus: for the product of the batch sizes; None: the WORLD_SIZE of torchrun, else 1.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown in a section that is known, a value has no meaning, the
-            batch sizes do not multiply, or something is asked for that offloadkit cannot do.
+        ConfigError: the file cannot be read, a key is unknown in a section that is known, or a value has no meaning.
+            The batch sizes do not multiply. Something is asked for that offloadkit cannot do.
     """
     if num_gpus is None:
         num_gpus = int(os.environ.get("WORLD_SIZE") or 1)
