@@ -26,7 +26,8 @@ def as_launched() -> Iterator[tuple[int, int]]:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with pytest.MonkeyPatch.context() as patch:
         if size > 1:
-            who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            local = torch.cuda.current_device() if dist.get_backend() == "nccl" else rank  # GPUs may be shared
+            who = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             for name, value in {**who, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}.items():
                 patch.setenv(name, str(value))
         yield rank, size

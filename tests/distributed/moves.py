@@ -68,7 +68,7 @@ def moving(
         scarce: (rank, step), counted from 0, at which that rank is short of RAM.
         to: the plan to move to; None: a leaner one.
         after_the_first: called after the first step.
-        device: "cuda": each rank has a GPU of its own.
+        device: "cuda": the current one.
 
     Returns:
         "weights", the "moves" with their reasons, the "placements" in the end, the "steps" on record, the number of
@@ -92,9 +92,7 @@ def moving(
         if where == "backward" and output.requires_grad:
             output.register_hook(lambda gradient: fail(gradient) if is_full() else None)
 
-    on = torch.device(device, rank if device == "cuda" else None)
-    if device == "cuda":
-        torch.cuda.set_device(on)  # whose random numbers are repeated
+    on = hardware.indexed(torch.device(device))
     batches, error = tokens(steps * micro_batches * size, str(on)), ""
     open_bucket = Gradients._open
 

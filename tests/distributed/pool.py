@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -18,20 +19,40 @@ LIMIT = 60
 """Seconds that a run may take. A rank that takes longer prints all its stacks and ends."""
 TIMEOUT = timedelta(seconds=40)
 """Of the group."""
+ON_GPUS = 3
+"""Both are so many times as long there: kernels are compiled, and ranks that share a GPU take turns."""
 
 
-def _serve(rank: int, tasks: Connection) -> None:
+def take_gpu(rank: int) -> int:
+    """Compute on a GPU, before NCCL is used; its number. Ranks share the GPUs where there are fewer of them.
+
+    NCCL takes two ranks on one GPU for a mistake, unless they say that they are on different hosts. They then send over
+    TCP, and their kernels take turns: right, and slow.
+    """
+    import torch
+
+    number = rank % torch.cuda.device_count()
+    if number != rank or torch.cuda.device_count() == 1:
+        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    torch.cuda.set_device(number)
+    return number
+
+
+def _serve(rank: int, on_gpus: bool, tasks: Connection) -> None:
     """Run tasks until there are none."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    longer = ON_GPUS if on_gpus else 1
+    if on_gpus:
+        take_gpu(rank)
     while (task := tasks.recv()) is not None:
         function, size, file, backend, arguments = task
-        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        faulthandler.dump_traceback_later(longer * LIMIT, exit=True)
         try:
             store = f"file://{file}"
-            dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=TIMEOUT)
+            dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=longer * TIMEOUT)
             try:
                 answer = True, function(**arguments)
             finally:
@@ -46,7 +67,7 @@ class RankPool:
     """Starts ranks as they are needed."""
 
     def __init__(self, backend: str = "gloo") -> None:
-        """backend: of the group; with "nccl" rank r computes on GPU r."""
+        """backend: of the group; with "nccl" rank r computes on GPU r, or shares one."""
         self._backend = backend
         self._ranks: list[tuple[Any, Connection]] = []
 
@@ -67,7 +88,9 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         while len(self._ranks) < size:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(len(self._ranks), theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(len(self._ranks), self._backend == "nccl", theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -77,7 +100,7 @@ class RankPool:
             answers = []
             for _, pipe in self._ranks[:size]:
                 try:
-                    done, value = pipe.recv() if pipe.poll(LIMIT + 10) else (False, None)
+                    done, value = pipe.recv() if pipe.poll(ON_GPUS * LIMIT + 10) else (False, None)
                 except EOFError:
                     done, value = False, None
                 if not done:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.engine import OffloadEngine
@@ -101,7 +102,7 @@ def train(
         simulate_ranks: add up as so many ranks with `exchange="step"` do, each with its share of `micro_batches`.
         clamps: whether a block writes its weights in its forward.
         halves: whether all ranks write their weights after the first step.
-        device: "cuda": each rank has a GPU of its own.
+        device: "cuda": the current one.
 
     Returns:
         "weights" and "buffers" by name, "states" by name and array with the first element of each, "norms",
@@ -114,7 +115,7 @@ def train(
     placed = placements[rank] if placements else placement
     options = OffloadConfig(placement=placed, gradient_accumulation=micro_batches, **config)
     telemetry = Telemetry()
-    where = torch.device(device, rank if device == "cuda" else None)
+    where = hardware.indexed(torch.device(device))
     with (
         streams,
         pytest.MonkeyPatch.context() as patch,

@@ -1,4 +1,7 @@
-"""Two GPUs train as one, bit for bit, over NCCL and through shared RAM; they measure and plan together."""
+"""Two ranks train as one, bit for bit, over NCCL and through shared RAM; they measure and plan together.
+
+Each has a GPU of its own where there are two. Else they share one, and how fast they exchange is not looked at.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
@@ -31,9 +33,7 @@ from tests.models import tokens
 
 
 def two_equal_one(micro_batches: int, runs: list[dict[str, Any]], **of_one: Any) -> None:
-    """Each of `runs` is the same on two GPUs, and on one with twice the micro-batches, in VRAM."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    """Each of `runs` is the same on two ranks, and on one with twice the micro-batches, in VRAM."""
     pool = RankPool("nccl")
     try:
         for run in runs:
@@ -46,7 +46,7 @@ def two_equal_one(micro_batches: int, runs: list[dict[str, Any]], **of_one: Any)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_two_gpus_equal_one(micro_batches: int) -> None:
+def test_two_ranks_equal_one(micro_batches: int) -> None:
     places = (RESIDENT, CPU_STEP, GPU_STEP, STREAMED, STREAMED_TO_GPU)
     two_equal_one(micro_batches, [{"placement": place, "exchange": "micro_batch"} for place in places])
 
@@ -66,8 +66,6 @@ def test_shared_weights_are_written_between_steps_and_move() -> None:
 
 def test_where_one_gpu_is_full_both_repeat_the_window() -> None:
     """What is left of a backward is exchanged over NCCL; nothing hangs, and numbers are those of a run with room."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     pool = RankPool("nccl")
     each: dict[str, Any] = {"micro_batches": 2, "exchange": "micro_batch"}
     try:
@@ -87,9 +85,7 @@ def test_where_one_gpu_is_full_both_repeat_the_window() -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "llama"])
-def test_finetune_on_two_gpus_is_that_on_one(tmp_path: Path, name: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+def test_finetune_on_two_ranks_is_that_on_one(tmp_path: Path, name: str) -> None:
     pool = RankPool("nccl")
     options: dict[str, Any] = {"accumulation": 4, "eval_dataset": pairs(16, 11), "on_gpu": True, "monitor": False}
     try:
@@ -101,8 +97,7 @@ def test_finetune_on_two_gpus_is_that_on_one(tmp_path: Path, name: str) -> None:
 
 def measured() -> tuple[Hardware, int]:
     """The machine as both GPUs measure it together, and the VRAM that NCCL took for it."""
-    device = torch.device("cuda", dist.get_rank())
-    torch.cuda.set_device(device)
+    device = hardware.default_device()
     group = Ranks(device)
     try:
         measure(device, num_ranks=2)
@@ -115,8 +110,7 @@ def measured() -> tuple[Hardware, int]:
 
 def counted(micro_batches: int) -> tuple[Any, dict[str, int], list[dict[str, int]], int]:
     """The placements planned for an example, what a GPU receives by the plan, what it received, and how many plan."""
-    device, telemetry = torch.device("cuda", dist.get_rank()), Telemetry()
-    torch.cuda.set_device(device)
+    device, telemetry = hardware.default_device(), Telemetry()
     options: dict[str, Any] = {"gradient_accumulation": micro_batches, "exchange": "micro_batch"}
     config = OffloadConfig(working_dtype="bf16", vram="8GiB", **options)
     made, batches = all_used(tied=False, hidden=4000), tokens(3 * micro_batches, str(device))
@@ -129,15 +123,14 @@ def counted(micro_batches: int) -> tuple[Any, dict[str, int], list[dict[str, int
         return plan.placements, plan.communicated, [record.received for record in telemetry.records], plan.num_gpus
 
 
-def test_two_gpus_measure_and_plan_together() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+def test_two_ranks_measure_and_plan_together() -> None:
     pool = RankPool("nccl")
     try:
         (first, nccl), (second, _) = pool.run(2, measured)
         assert replace(first, device=second.device) == second
         assert first.num_ranks == 2
-        assert first.link_bytes_per_second > 2e9
+        if torch.cuda.device_count() > 1:
+            assert first.link_bytes_per_second > 2e9
         print(f"link {first.link_bytes_per_second / 1e9:.1f} GB/s, NCCL took {nccl >> 20} MiB")
         assert nccl <= NCCL_BYTES
         for micro_batches in (1, 2):

@@ -1,4 +1,4 @@
-"""Ranks on GPUs that are started together, and come down together, over NCCL."""
+"""Ranks that are started together, and come down together, over NCCL. They share a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from offloadkit.distributed.launch import launch, told
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import RankError
 from tests.distributed.doors import model_named, pairs
+from tests.distributed.pool import take_gpu
 from tests.distributed.runs import RESIDENT, model
 from tests.distributed.test_launch import fail, kill
 from tests.models import tokens
@@ -27,13 +28,9 @@ LIMIT = 60
 """Seconds from the end of one rank to that of all."""
 
 
-@pytest.fixture(autouse=True)
-def _two_gpus() -> None:
+def test_finetune_on_two_gpus_hands_the_model_back(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-
-
-def test_finetune_on_two_gpus_hands_the_model_back(tmp_path: Path) -> None:
     given, tokenizer = model_named("t5")
     given.cuda()
     offload = OffloadConfig(placement=Placement(step="gpu"))
@@ -51,10 +48,11 @@ def test_finetune_on_two_gpus_hands_the_model_back(tmp_path: Path) -> None:
 
 def one_ends(how: Any, placement: Placement) -> str:
     """Rank 1 ends in the third step, while rank 0 goes on and waits on its GPU."""
+    take_gpu(int(os.environ["RANK"]))
     world.join()
     told((dist.get_rank(), os.getpid()))
     config = OffloadConfig(placement=placement, working_dtype="bf16")
-    with OffloadEngine(model(), config, device=torch.device("cuda", dist.get_rank())) as engine:
+    with OffloadEngine(model(), config) as engine:
         for number, batch in enumerate(tokens(50, "cuda")):
             if number == 2 and dist.get_rank() == 1:
                 told(("ends", time.monotonic()))
