@@ -144,6 +144,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """
         check_arguments(self.args)
         engine_config(self.offload, self.args)
+        if self.args.ddp_timeout != TrainingArguments.ddp_timeout:
+            world.join(self.args.ddp_timeout)  # transformers does not tell it to a group of processes on the CPU
         chosen = self.args.mixed_precision
         if self.args.fp16:
             self.args.mixed_precision = "no"  # else accelerate scales the loss itself
@@ -578,6 +580,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             ModelError: `resume_from_checkpoint` is not whole, or a file of it is cut.
             ConfigError: it is True, and no checkpoint is whole.
             NonFiniteGradientError: NaN or Inf gradients, unless `offload.on_nonfinite` is "skip".
+            RankError: another rank has died or failed.
         """
         if resume_from_checkpoint:
             given = resume_from_checkpoint
@@ -589,6 +592,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             with self._before_the_engine:
                 self._before_the_engine.enter_context(left_to_the_engine(self.args))
                 output = super().train(resume_from_checkpoint or None, *args, **kwargs)
+        except RuntimeError as error:
+            if self.engine is not None and self.engine.ranks is not None:
+                self.engine.ranks.explain(error)
+            raise
         finally:
             self.args.logging_nan_inf_filter = chosen
             self._remove_noise()

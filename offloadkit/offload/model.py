@@ -738,6 +738,17 @@ class PlacedModel:
             if state.weights.pending is not None and not state.weights.pending.recorded.is_set():
                 state.weights.pending.record(None)
 
+    def abandon_ranks(self) -> bool:
+        """Wait for no other rank any more, once an update is done on this one.
+
+        Returns:
+            Whether weights lack what other ranks have stepped.
+        """
+        lacks = self._gathers is not None and self._gathers.has_any
+        lacks |= any(not stepped.reached() for stepped in self._stepped.values())
+        self.forget_pending()
+        return lacks
+
     def take_busy(self) -> list[tuple[str, BusyTime]]:
         """Since the last call: the compute stream's waits by name, and the copies, "h2d" and "d2h"."""
         copies = [("d2h", self.gradients.d2h), ("d2h", self._offloaded.d2h), ("h2d", self._offloaded.h2d)]

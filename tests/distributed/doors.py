@@ -109,6 +109,20 @@ def finetuned(
     }
 
 
+def finetuned_until_one_fails(folder: Path, *, meets: bool) -> None:
+    """The last rank fails in a callback after the second step. If it `meets`, the others wait for it there."""
+    from transformers import TrainerCallback
+
+    class Fails(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+                raise MemoryError("no room here")
+            if meets:
+                dist.barrier()
+
+    finetuned("llama", folder, accumulation=2, rows=16, callbacks=[Fails()])
+
+
 def interrupt_at(step: int) -> Any:
     """A callback that interrupts this process when the step is done."""
     from transformers import TrainerCallback
