@@ -1074,7 +1074,9 @@ class OffloadEngine:
         """Write all that a run needs to go on exactly: weights, states, counts and random states.
 
         An older checkpoint in `folder` stays until the new one is whole. All ranks save together, into a folder that
-        all of them see. Any number of ranks may go on from it; ranks that are new take rank 0's random states.
+        all of them see. Any number of ranks may go on from it; ranks that are new take rank 0's random states. A run
+        that then adds gradients in another order is not the same in its last bits, and a warning says so: with several
+        ranks that accumulate, `exchange="micro_batch"` keeps the order on any number of them.
 
         Args:
             scheduler: a learning-rate scheduler, whose `state_dict()` is saved.

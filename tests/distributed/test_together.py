@@ -37,6 +37,7 @@ from tests.distributed.runs import (
     joined,
     logged,
     model,
+    patched_hosts,
     traced,
     train,
 )
@@ -259,8 +260,7 @@ def test_nobody_waits_for_a_rank_that_failed(ranks: RankPool) -> None:
 
 
 def on_two_hosts() -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks_module, "host", dist.get_rank)
+    with patched_hosts():
         try:
             OffloadEngine(model(), OffloadConfig(placement=STREAMED), device="cpu")
         except ConfigError as error:
@@ -374,6 +374,9 @@ def test_a_trace_shows_what_is_exchanged_beside_backward_and_gathered_beside_for
             own = [event for event in moved if event["name"].startswith(kind)]
             assert sorted(event["name"] for event in own) == sorted(2 * [f"{kind} {name}" for name in layers])
             assert sum(event["args"]["bytes"] for event in own) == sum(each[kind] for each in received)
-        phases = [event for event in events if event["name"].startswith("backward ")]
-        first = next(event for event in moved if event["name"].startswith("exchange"))
-        assert min(event["ts"] for event in phases) <= first["ts"] < max(event["ts"] + event["dur"] for event in phases)
+        for kind, phase in (("exchange", "backward "), ("gather", "forward ")):
+            spans = [(each["ts"], each["ts"] + each["dur"]) for each in events if each["name"].startswith(phase)]
+            of_blocks = [event for event in moved if event["name"].startswith(f"{kind} blocks.")]
+            assert len(of_blocks) == 8
+            for event in of_blocks:  # the other layer is the first one of forward, and the last one of backward
+                assert any(begin <= event["ts"] < end for begin, end in spans), event
