@@ -159,7 +159,8 @@ def plan_source(
         if ranks is not None and num_gpus not in (None, ranks.size):
             raise ConfigError(f"num_gpus={num_gpus}, but torch.distributed has {ranks.size} ranks: leave num_gpus out")
         number = num_gpus or 1 if ranks is None else ranks.size
-        if num_gpus is not None and ranks is gpu is device is config.vram is None and not torch.cuda.is_available():
+        nothing_is_here = ranks is None and device is None and hardware.default_device().type == "cpu"
+        if num_gpus is not None and nothing_is_here and gpu is None and config.vram is None:
             config = replace(config, vram=ASSUMED_VRAM)
         machine, assumed = _machine(config, device, gpu, number, ranks)
 
