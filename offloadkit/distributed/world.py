@@ -71,7 +71,7 @@ def from_first(what: str, run: Callable[[], _T]) -> _T:
 
     Raises:
         BaseException: what `run()` raised.
-        RankError: it cannot be sent to other ranks; they get this in its place.
+        RankError: it cannot be sent to other ranks; they get this in its place. Or another rank never comes here.
     """
     if size() == 1:
         return run()
@@ -82,7 +82,12 @@ def from_first(what: str, run: Callable[[], _T]) -> _T:
             told = [(run(), None)]
         except BaseException as error:
             raised, told = error, [(None, _sendable(what, error))]
-    dist.broadcast_object_list(told, 0)
+    try:
+        dist.broadcast_object_list(told, 0)
+    except RuntimeError as error:
+        raise raised or RankError(
+            f"{what} failed: another process has died, has raised an error or has not come here in time: look at that"
+        ) from error
     found, sent = told[0]
     if raised is not None or sent is not None:
         raise raised or sent

@@ -260,6 +260,13 @@ def fails_on_first() -> None:
     world.from_first("trying", fails)
 
 
+def first_never_comes() -> None:
+    """Rank 0 fails before the others hear from it."""
+    if dist.get_rank() == 0:
+        raise ValueError("nothing left")
+    world.from_first("trying", lambda: None)
+
+
 def error_of(call: Any, **arguments: Any) -> str:
     """The error that a rank gets."""
     try:

@@ -19,6 +19,7 @@ from tests.distributed.doors import (
     fails_on_first,
     finetuned,
     finetuned_until_one_fails,
+    first_never_comes,
     pairs,
     trained,
     trained_on_own_rows,
@@ -89,6 +90,12 @@ def test_the_timeout_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path
     with pytest.raises(ConfigError, match="epochs"):
         offloadkit.finetune("t5-small", [], ddp_timeout=8, epochs=-1)
     assert [each for each in told if each is not None] == [7, 8]
+
+
+def test_who_waits_for_a_rank_that_never_comes_is_told(ranks: RankPool) -> None:
+    first, second = ranks.run(2, error_of, call=first_never_comes)
+    assert first == "ValueError: nothing left"
+    assert second.startswith("RankError: trying failed: another process has died")
 
 
 def test_an_error_that_cannot_be_sent_is_told(ranks: RankPool) -> None:
