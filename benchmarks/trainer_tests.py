@@ -1,6 +1,6 @@
 """Transformers' own tests of its Trainer: how many of those that it passes pass with the class exchanged for ours.
 
-    git clone --depth 1 https://github.com/huggingface/transformers && pip install parameterized sentencepiece
+    git clone --depth 1 https://github.com/huggingface/transformers && pip install parameterized sentencepiece protobuf
     python -m benchmarks.trainer_tests transformers [options of pytest]
 
 The tests run on the CPU with the transformers that is installed: once as they are, and once with `Trainer` and
