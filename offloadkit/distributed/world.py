@@ -85,9 +85,9 @@ def from_first(what: str, run: Callable[[], _T]) -> _T:
     try:
         dist.broadcast_object_list(told, 0)
     except RuntimeError as error:
-        raise raised or RankError(
-            f"{what} failed: another process has died, has raised an error or has not come here in time: look at that"
-        ) from error
+        if raised is None:
+            problem = "another process has died, has raised an error or has not come here in time: look at that"
+            raise RankError(f"{what} failed: {problem}") from error
     found, sent = told[0]
     if raised is not None or sent is not None:
         raise raised or sent
