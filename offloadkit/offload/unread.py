@@ -64,7 +64,14 @@ def make_real(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def become(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Give a parameter without memory the memory of `value`. It stays the object that modules and groups hold."""
+    """Give a parameter without memory the memory of `value`. It stays the object that modules and groups hold.
+
+    Raises:
+        ModelError: it has another shape now than the numbers that it was left unread with.
+    """
+    if value.shape != parameter.shape:
+        shapes = f"{tuple(value.shape)}, and was made {tuple(parameter.shape)} before it was read"
+        raise ModelError(f"a weight has the shape {shapes}: {_HINT}")
     real = nn.Parameter(value, requires_grad=parameter.requires_grad)
     real.__dict__.update({name: each for name, each in vars(parameter).items() if name != _FROM})
     parameter.__class__ = nn.Parameter
@@ -82,13 +89,15 @@ class _Watched:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with unwatched():
-            watched = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Watched)]
-            versions = [each._version for each in watched]  # type: ignore[attr-defined]
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            if not all(each.is_meta for each in tensors):  # an input, or what is to be written
+                raise ModelError(_HINT)
+            versions = [each._version for each in tensors]
             try:
                 result = func(*args, **(kwargs or {}))
             except RuntimeError as error:
                 raise ModelError(_HINT) from error
-            if versions != [each._version for each in watched]:  # type: ignore[attr-defined]
+            if versions != [each._version for each in tensors]:
                 raise ModelError(_HINT)
             if func in _DATA_OF:
                 result.__class__ = _UnreadData
