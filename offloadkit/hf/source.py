@@ -201,8 +201,8 @@ class ModelSource:
             As `load`.
         """
         if self.model is not None:
-            given: nn.Module = self._named(self.model)
-            return cast("PreTrainedModel", given.to(dtype=dtype))
+            given = self._named(self.model)
+            return cast("PreTrainedModel", given if dtype is None else given.to(dtype))
         config, task = self.training_config(), self._task or infer_task(self.config)
         if self.init == "random":
             return completed(draw_lazily(config, task, dtype))
