@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BertForMaskedLM,
+    Trainer,
 )
 
 import offloadkit
@@ -105,7 +106,7 @@ def trainers(kind: type[Any], rows: Any) -> Callable[[nn.Module, Path], None]:
     return train
 
 
-class OfSomebodyElse(OffloadTrainerMixin, OffloadTrainer.__mro__[2]):  # type: ignore[misc, name-defined]
+class OfSomebodyElse(OffloadTrainerMixin, Trainer):  # type: ignore[misc, unused-ignore]
     """As `class Mine(OffloadTrainerMixin, SFTTrainer)`."""
 
     def __init__(self, *, model: Any, **options: Any) -> None:
@@ -165,7 +166,7 @@ def test_weights_are_those_of_a_whole_model(init: Any, t5: Path) -> None:
 def test_a_head_that_the_checkpoint_lacks_is_drawn_as_by_transformers(tmp_path: Path) -> None:
     BertForMaskedLM(tiny.bert_config()).save_pretrained(tmp_path)
     torch.manual_seed(0)
-    model = from_pretrained(tmp_path, task="classification", num_labels=3)
+    model: Any = from_pretrained(tmp_path, task="classification", num_labels=3)
     torch.manual_seed(0)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
     assert not model.classifier.weight.is_meta
@@ -205,7 +206,7 @@ USES: dict[str, Callable[[Any, Path], object]] = {
 
 @pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
 def test_using_weights_that_are_not_read_yet_says_what_to_do(llama: Path, tmp_path: Path) -> None:
-    model = from_pretrained(llama)
+    model: Any = from_pretrained(llama)
     for use in USES.values():
         with pytest.raises((ModelError, RuntimeError), match="not read yet"):
             use(model, tmp_path)
@@ -217,7 +218,7 @@ def test_using_weights_that_are_not_read_yet_says_what_to_do(llama: Path, tmp_pa
 
 
 def test_a_part_that_was_added_without_numbers_is_refused(llama: Path) -> None:
-    model = from_pretrained(llama)
+    model: Any = from_pretrained(llama)
     model.resize_token_embeddings(70, mean_resizing=False)
     with pytest.raises(ModelError, match=r"a weight has the shape \(64, 16\), and was made \(70, 16\)"):
         OffloadEngine(model, OffloadConfig(), device="cpu")
@@ -277,7 +278,7 @@ def test_a_resumed_trainer_reads_the_checkpoints_weights_instead(
 
 
 def test_a_checkpoint_of_other_tensors_is_not_read_later(llama: Path, t5: Path) -> None:
-    model = from_pretrained(llama)
+    model: Any = from_pretrained(llama)
     assert not read_later(model, t5)
     make_real(model.parameters())
     assert_same(model, load_model(llama))
