@@ -20,8 +20,10 @@ from tests.distributed.doors import (
     finetuned,
     finetuned_until_one_fails,
     first_never_comes,
+    model_named,
     pairs,
     trained,
+    trained_from_folder,
     trained_on_own_rows,
 )
 from tests.distributed.pool import RankPool
@@ -58,6 +60,15 @@ def test_a_used_output_folder_is_refused_on_all_ranks(ranks: RankPool, tmp_path:
     found = ranks.run(2, error_of, call=finetuned, name="t5", folder=tmp_path, accumulation=2)
     assert all(each.startswith("ConfigError: the output folder") for each in found)
     assert len(set(found)) == 1
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_ranks_read_weights_into_place(ranks: RankPool, tmp_path: Path) -> None:
+    model_named("llama")[0].save_pretrained(tmp_path)
+    found = [ranks.run(2, trained_from_folder, folder=tmp_path, unread=unread) for unread in (True, False)]
+    for each in (*found[0], found[1][1]):
+        assert each.keys() == found[1][0].keys()
+        assert all(value.equal(found[1][0][name]) for name, value in each.items())
 
 
 @pytest.mark.usefixtures("one_thread")
