@@ -27,9 +27,11 @@ unwatched: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which the engine handles watched parameters as plain ones."""
 _is_watching: Any = torch._C._is_torch_function_enabled
 """Whether this thread is outside of it."""
+set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+"""`parameter.data = tensor`, also of a watched one, without a call of Python."""
 
 _detach: Any = torch.Tensor.detach
-_GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _requires_grad: Any = torch.Tensor.requires_grad
 _grad: Any = torch.Tensor.grad
 
@@ -230,14 +232,14 @@ class Watched:
     @property
     def data(self) -> torch.Tensor:
         """It counts writes, as `.detach()` does."""
-        return self.detach() if _is_watching() else _GET_DATA(self)
+        return self.detach() if _is_watching() else _get_data(self)
 
     @data.setter
     def data(self, value: Any) -> None:
         if _is_watching():
-            _touch(_SET_DATA, (self, value), {})
+            _touch(set_data, (self, value), {})
         else:
-            _SET_DATA(self, value)
+            set_data(self, value)
 
     def share_memory_(self) -> Any:
         """
@@ -346,9 +348,9 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _have_newest(read)
         if written:
             _have_newest(written)
-        if func == _GET_DATA:
+        if func == _get_data:
             func = torch.Tensor.detach
-        elif func == _SET_DATA:
+        elif func == set_data:
             func, args = _assignment(args[0], args[1], written)
         elif func is torch.Tensor.__repr__ and isinstance(first, Watched):
             args = (args[0].detach().requires_grad_(args[0].requires_grad), *args[1:])
@@ -428,7 +430,7 @@ def _assignment(tensor: Any, value: Any, written: _Touched) -> tuple[Any, tuple[
         return torch.no_grad()(torch.Tensor.copy_), (tensor, value)
     if place is not None:
         raise moved_or_cast(place.view)
-    return _SET_DATA, (tensor, value)
+    return set_data, (tensor, value)
 
 
 def moved_or_cast(view: ParameterView) -> EngineStateError:
