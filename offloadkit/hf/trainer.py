@@ -58,7 +58,7 @@ from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
 from offloadkit.engine import OffloadEngine, is_trained
 from offloadkit.errors import ConfigError, DataError, RepeatWindowError
-from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
+from offloadkit.hf.arguments import check_arguments, check_optim, engine_config, left_to_the_engine
 from offloadkit.hf.dealing import TARGETS, Counted, DealtBatches, GatheredRows, deal, without_targets
 from offloadkit.hf.longest import NotReadableError, evaluation_rows, is_standard, longest_batch
 from offloadkit.hf.loss import num_targets, on_device, shifts_labels, targets_in, with_a_target
@@ -164,7 +164,12 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
-        """A torch AdamW that is never stepped, whatever `optim` is: `create_optimizer` reads its parameter groups."""
+        """A torch AdamW that is never stepped, also for Lion: `create_optimizer` reads its parameter groups.
+
+        Raises:
+            ConfigError: `optim` names an optimizer that the engine does not have.
+        """
+        check_optim(args)
         betas = (args.adam_beta1, args.adam_beta2)
         return torch.optim.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
