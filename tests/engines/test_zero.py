@@ -132,6 +132,7 @@ def test_the_fastest_way_that_fits_is_taken() -> None:
     assert chosen == [LADDER[0], LADDER[1], LADDER[3]]
     assert zero_for(OffloadConfig(activation_checkpointing=True), a_plan(size, vram=24, ram=128)) == LADDER[2]
     assert zero_for(config, a_plan(size, ram=128, on_cpu=True)) == LADDER[1]
+    assert zero_for(config, a_plan(12_000, ram=1, on_cpu=True)) == LADDER[1], "a process without CUDA is small"
     with pytest.raises(DoesNotFitError, match=r"by ZeRO-3, states and weights in RAM.* of RAM, has 16 GiB.*disk="):
         zero_for(config, a_plan(size, vram=5, ram=16))
     assert zero_for(OffloadConfig(disk="/data"), a_plan(size, vram=5, ram=58)).states == "disk"
