@@ -221,6 +221,21 @@ def test_deepspeed_trains_what_offloadkit_trains(tmp_path: Path, one_thread: Non
 
 
 @pytest.mark.slow
+def test_a_run_with_all_in_vram_compiles_nothing(
+    tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's AdamW steps: within 1e-6 of our weights."""
+    theirs = pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    monkeypatch.setitem(theirs.ops.__compatible_ops__, "deepspeed_shm_comm", False)
+    monkeypatch.setattr("torch.utils.cpp_extension.load", lambda *args, **options: pytest.fail("it compiles"))
+    expected, _ = trained(tmp_path / "own")
+    in_vram = OffloadConfig(placement=Placement("vram", "vram", "vram", "keep", "gpu"))
+    found, _ = trained(tmp_path / "theirs", engine="deepspeed", offload=in_vram, ram="2GiB")
+    for name, each in found.items():
+        assert torch.allclose(each, expected[name], rtol=0, atol=1e-6), name
+
+
+@pytest.mark.slow
 def test_huggingfaces_trainer_takes_our_arguments(tmp_path: Path, one_thread: None) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
