@@ -584,8 +584,7 @@ class OffloadEngine:
         elif leaner is not None:
             self._leave_ram(leaner, scarce)
         elif self._first_window is not None:
-            first, self._first_window = self._first_window, None
-            self._move_after(first)
+            self._move_after(self._first_window)
         elif self._rates_are_due if agreed is None else agreed.rates_are_due:
             self._move_for_rates()
         return True
@@ -948,10 +947,15 @@ class OffloadEngine:
         return words
 
     def _move_after(self, first: FirstWindow) -> None:
-        """Move to the plan for what the first window brought. Training goes on as it began if that cannot be."""
+        """Move to the plan for what the first window brought. Training goes on as it began if that cannot be.
+
+        Raises:
+            DoesNotFitError: there is no GPU, and a budget is too small for it; so it is after every further window.
+        """
         if self._ranks is not None:
             self._settle()  # the stepping thread talks to the other ranks until then
         plan = first.plan_now()
+        self._first_window = None
         if plan is None:
             return
         try:

@@ -102,7 +102,7 @@ class PlacedModel:
         self.module, self._device, self._config = module, device, config
         self._shapes, self._accumulation = plan.layers, config.gradient_accumulation
         self.states: list[LayerState] = []
-        self.is_whole = False
+        self.is_whole = self._is_stepped = False
         self._disk: DiskStates | None = None
         self._regions: dict[FlatLayer, Region] = {}
         self._layers = tuple(layers)
@@ -629,8 +629,10 @@ class PlacedModel:
 
     def _finish_updates(self) -> None:
         """Wait until no thread steps a layer or moves its states."""
-        for pending in self.states:
-            pending.weights.wait()
+        if self._is_stepped:  # asked before every write of a parameter
+            for pending in self.states:
+                pending.weights.wait()
+            self._is_stepped = False
         if self._disk is not None:
             self._disk.synchronize()
 
@@ -657,6 +659,7 @@ class PlacedModel:
         order: with several ranks, that which they agreed on.
         """
         order = self._forward_order if order is None else order
+        self._is_stepped = True
         self.gradients.end_of_window()
         layers = []
         for state in order:

@@ -330,6 +330,26 @@ def test_ragged_rows_are_shown_by_width_and_beside_full_ones() -> None:
     assert "| - |" in list(report._width_table([both | {"seconds": 0.4, "figures": by_width}], others))[2]
 
 
+def test_peaks_of_phases_stand_beside_the_plan_s_and_what_it_missed_is_said() -> None:
+    planned = {"reading": {"vram": 2 * GIB, "ram": 20 * GIB}, "training": {"vram": 3 * GIB, "ram": 20 * GIB}}
+    peaks = {"training": {"vram": 3.6 * GIB, "ram": 20.9 * GIB}}
+    row: Row = {"engine": "offloadkit-loop", "figures": {"peaks": peaks, "phases": planned}}
+    whole = row | {"engine": "offloadkit-whole-run", "figures": {"peaks": planned, "phases": planned}}
+    assert list(report._phase_table([row, whole])) == [
+        "| peak in GiB, measured / planned | reading | training |",
+        "| --- | --- | --- |",
+        "| a loop of one's own, VRAM | - | 3.6 / 3.0 |",
+        "| a loop of one's own, RAM | - | 20.9 / 20.0 |",
+        "| `finetune` with evaluation and resuming, VRAM | 2.0 / 2.0 | 3.0 / 3.0 |",
+        "| `finetune` with evaluation and resuming, RAM | 20.0 / 20.0 | 20.0 / 20.0 |",
+        "",
+        "Not within 5 % or 0.5 GiB of the plan:\n",
+        "- *a loop of one's own*: training took 3.6 GiB of VRAM, 3 GiB were planned.",
+        "",
+    ]
+    assert list(report._phase_table([whole]))[-1].startswith("All of these are within")
+
+
 def test_the_older_ratio_needs_the_same_commit_and_day() -> None:
     hf: Row = {"case": "w1", "engine": "hf", "seconds": 0.5, "commit": "abc", "gpu": "g", "cores": 2}
     hf |= {"date": "2026-01-01T10:00"}

@@ -143,6 +143,8 @@ def test_what_accelerates_config_asks_for_is_refused(
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{name}='{value}'"):
         OffloadTrainer(model=t5(), args=args)
+    with pytest.raises(ConfigError, match=f"{name}='{value}'"):
+        arguments_of_finetune({"per_device_train_batch_size": 2}, {}, "fp32", evaluates=False)
 
 
 def test_arguments_that_know_other_ranks_than_torch_are_refused(
