@@ -24,6 +24,16 @@ from offloadkit.planner import Dtype
 logger = logging.get_logger(__name__)
 
 _FROM_DEEPSPEED = "pass offload=OffloadConfig.from_deepspeed('ds_config.json'), which reads the same file"
+_DEEPSPEED_KEYS = {
+    "optimizer": "optimizer.type",
+    "learning_rate": "optimizer.params.lr",
+    "betas": "optimizer.params.betas",
+    "eps": "optimizer.params.eps",
+    "weight_decay": "optimizer.params.weight_decay",
+    "max_grad_norm": "gradient_clipping",
+    "gradient_accumulation": "gradient_accumulation_steps",
+}
+"""By field of `OffloadConfig`, what a ds_config.json writes for it."""
 _OWN_NAMES = ("epochs", "batch_size", "gradient_accumulation")
 """Arguments of `finetune` that `TrainingArguments` know by another name."""
 _ACCELERATE = {
@@ -114,8 +124,10 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
     """`offload` with the values of `args` filled in.
 
     Raises:
-        ConfigError: a field of `offload` was changed from its default and contradicts `args`.
+        ConfigError: a field of `offload` was changed from its default, or a ds_config.json writes it, and it
+            contradicts `args`. Rows of its batches do.
     """
+    read = offload.deepspeed
     told: dict[str, Any] = {
         "learning_rate": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
@@ -131,16 +143,41 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
         told["working_dtype"] = "bf16" if args.bf16 else "fp16"
     if args.gradient_checkpointing:
         told["activation_checkpointing"] = True
-    defaults = {field.name: field.default for field in fields(OffloadConfig)}
-    clashes = [
-        f"\n  {name}: {getattr(offload, name)!r} in OffloadConfig, {value!r} by TrainingArguments"
-        for name, value in told.items()
-        if getattr(offload, name) not in (defaults[name], value)
-    ]
+    usual = {field.name: field.default for field in fields(OffloadConfig)}
+    written: dict[str, Any] = {}
+    if read is not None:
+        usual |= {name: value for name, value in read.options.items() if name in _DEEPSPEED_KEYS}
+        written = read.written
+    own = written.get("offloadkit", {})
+    clashes = []
+    for name, value in told.items():
+        key = _DEEPSPEED_KEYS.get(name)
+        is_said = key in written or name in own or getattr(offload, name) != usual[name]
+        if is_said and getattr(offload, name) != value:
+            where = f"OffloadConfig ({key})" if key in written else "OffloadConfig"
+            clashes.append(f"\n  {name}: {getattr(offload, name)!r} in {where}, {value!r} by TrainingArguments")
+    for key, value in _only_in_deepspeeds(args).items():
+        if written.get(key, value) != value:
+            clashes.append(f"\n  {key}: {written[key]!r} in the DeepSpeed config, {value!r} by TrainingArguments")
     if clashes:
         problem = "TrainingArguments say these, and OffloadConfig says otherwise; leave them out of OffloadConfig:"
+        if read is not None:
+            problem = (
+                "TrainingArguments and the DeepSpeed config must say the same, so change one of them, or write "
+                '"auto" into the file:'
+            )
         raise ConfigError(problem + "".join(clashes))
+    if read is not None:
+        read.check_decay(args.weight_decay, "TrainingArguments")
     return replace(offload, **told)
+
+
+def _only_in_deepspeeds(args: TrainingArguments) -> dict[str, Any]:
+    """What a ds_config.json may write beside what `OffloadConfig` holds, and what `args` say about it."""
+    rows = args.per_device_train_batch_size
+    found: dict[str, Any] = {"train_micro_batch_size_per_gpu": rows}
+    found["train_batch_size"] = rows * args.gradient_accumulation_steps * args.world_size
+    return found | {f"{dtype}.enabled": True for dtype in ("bf16", "fp16") if getattr(args, dtype)}
 
 
 def _optim(args: TrainingArguments) -> str:
