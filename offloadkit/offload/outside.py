@@ -39,6 +39,9 @@ class WatchedLayer(Protocol):
     def open(self) -> None:
         """Have the newest weights where they live, for anyone."""
 
+    def use(self) -> None:
+        """Have the newest weights in VRAM, for a computation."""
+
     def home(self, view: ParameterView) -> torch.Tensor:
         """Where a parameter's weights live, in its shape."""
 
@@ -62,6 +65,7 @@ class _Place:
     view: ParameterView
     plain: type
     watched: type
+    guarded: type
 
 
 class Outside:
@@ -76,7 +80,7 @@ class Outside:
             device: where the model computes.
         """
         self._finish_updates, self._released, self.device = finish_updates, False, device
-        kinds: dict[type, type] = {}
+        kinds: dict[type, tuple[type, type]] = {}
         self._places: dict[int, _Place] = {}
         self._of_layer: dict[FlatLayer, list[_Place]] = {}
         for layer in layers:
@@ -84,8 +88,8 @@ class Outside:
             for view in layer.layer.views:
                 plain = type(view.parameter)
                 if plain not in kinds:
-                    kinds[plain] = _watched_class(plain, self)
-                place = _Place(self, layer, view, plain, kinds[plain])
+                    kinds[plain] = _kind_of(Watched, plain, self), _kind_of(Guarded, plain, self)
+                place = _Place(self, layer, view, plain, *kinds[plain])
                 self._places[id(view.parameter)] = place
                 places.append(place)
         self.watch_all()
@@ -100,6 +104,11 @@ class Outside:
         """Make the layer's parameters plain ones: its newest weights are there, and a module uses them next."""
         for place in self._of_layer.get(layer, ()):
             place.view.parameter.__class__ = place.plain
+
+    def guard(self, layer: FlatLayer) -> None:
+        """In backward: whoever computes with the layer's parameters has them brought to VRAM first, until `release`."""
+        for place in self._of_layer.get(layer, ()):
+            place.view.parameter.__class__ = place.guarded
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -242,10 +251,42 @@ class Watched:
             parameter.__class__ = place.watched
 
 
-def _watched_class(plain: type, outside: Outside) -> type:
-    """A subclass of `plain`, of the same name."""
+class Guarded:
+    """A trained parameter in backward, while its block is not the one in use.
+
+    Somebody else's recomputation (`torch.utils.checkpoint`) may use it: that runs no hook of the block.
+    """
+
+    __slots__ = ()
+    outside: Outside
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _kind(func) != "fact":
+            for parameter in _guarded_in((args, kwargs)):
+                parameter.outside.place_of(parameter).layer.use()
+        with unwatched():
+            return func(*args, **kwargs)
+
+
+def _guarded_in(value: Any) -> Iterator[Any]:
+    """The guarded parameters in nested lists, tuples and dicts."""
+    if isinstance(value, Guarded):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _guarded_in(item)
+    elif isinstance(value, dict):
+        yield from _guarded_in(list(value.values()))
+
+
+def _kind_of(seen: type, plain: type, outside: Outside) -> type:
+    """A subclass of `plain` that is `seen`, of the same name."""
     body = {"outside": outside, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    kind: type = type(plain)(plain.__name__, (Watched, plain), body)
+    kind: type = type(plain)(plain.__name__, (seen, plain), body)
     return kind
 
 
