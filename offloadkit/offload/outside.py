@@ -371,6 +371,8 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     before = {place: place.outside.begin_write(place) for place in targets}
     with unwatched():
         result = func(*args, **kwargs)
+    if func is torch._has_compatible_shallow_copy_type and not result:  # `nn.Module.to` would exchange the parameter
+        raise moved_or_cast(next(iter(places)).view)
     for place, old in before.items():
         place.outside.end_write(place, old)
     return _aliased(result, places | targets)

@@ -90,6 +90,21 @@ def test_a_model_that_recomputed_before_does_so_afterwards_and_moves_leave_no_ho
     assert traces(model) == before
 
 
+def test_a_trainer_whose_loop_runs_is_not_closed_by_another_one(tmp_path: Path) -> None:
+    model = llama()
+
+    class TrainsInBetween(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            second = OffloadTrainer(model, arguments(tmp_path, max_steps=1), train_dataset=causal_rows(2))
+            with pytest.raises(EngineStateError, match="another Trainer is inside train"):
+                second.train()
+
+    args = arguments(tmp_path, max_steps=2)
+    first = OffloadTrainer(model, args, train_dataset=causal_rows(4), callbacks=[TrainsInBetween()])
+    assert first.train().global_step == 2
+    first.close()
+
+
 def test_models_that_share_a_config_keep_each_others_changes() -> None:
     config = t5_config(d_kv=16)
     models = [T5EncoderModel(config), T5EncoderModel(config)]
