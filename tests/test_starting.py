@@ -40,6 +40,12 @@ def test_a_line_comes_before_torch(code: str) -> None:
     assert done.stdout == ""
 
 
+def test_the_end_of_a_command_looks_through_no_objects() -> None:
+    """What is registered first at exit runs last."""
+    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); import offloadkit.cli"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
+
+
 def test_the_collector_is_as_it_was() -> None:
     with collector_off():
         assert not gc.isenabled()

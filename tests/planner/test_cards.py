@@ -140,11 +140,13 @@ def test_vram_is_a_part_of_the_card(plan: Callable[..., Plan]) -> None:
         plan("T4", vram="15GiB")
 
 
-def test_without_a_card_what_is_assumed_follows_the_verdict() -> None:
+def test_without_a_card_the_first_line_says_which_is_assumed() -> None:
     verdict, rest = str(offloadkit.plan("t5-small", vram="8GiB", ram="8GiB", batch_size=1)).split("\n", 1)
-    assert verdict.startswith("FITS: ")
+    assert verdict.startswith("FITS (assumed card of 8 GiB): ")
     names = "Name yours by gpu= or --gpu: T4, L4, A10, RTX 3090,"
-    assert " ".join(rest.split()).startswith(f"Planned for an assumed card of 8 GiB. {names}")
+    assert " ".join(rest.split()).startswith(f"No GPU is here: the rates are those of a typical card. {names}")
+    refused = offloadkit.plan("t5-small", vram="100MiB", ram="8GiB", batch_size=1)
+    assert refused.verdict.startswith("DOES NOT FIT (assumed card of 100 MiB): needs ")
 
 
 def test_the_command_takes_a_card(plan: Callable[..., Plan]) -> None:
