@@ -35,9 +35,7 @@ def test_a_card_that_is_not_here_is_planned_for() -> None:
     assert made.num_parameters == 2_851_598_336
     assert made.total_bytes("vram") <= 8 * GIB
     assert made.num_tokens == 32 * (512 + 128)
-    said = (
-        r"FITS \(assumed card of 8 GiB\): (\S+) of 8 GiB VRAM, (\d+) of 42 GiB RAM, about (\S+) s a step, [\d,]+ tokens/s"
-    )
+    said = r"FITS \(assumed card of 8 GiB\): (\S+) of 8 GiB VRAM, (\d+) of 42 GiB RAM, about (\S+) s a step, [\d,]+ tokens/s"
     found = re.fullmatch(said, str(made).splitlines()[0])
     shown = re.search(f"plan t5-3b --vram 8GiB --ram 42GiB +# {said.rsplit(', ', 1)[0]}", README.read_text())
     assert found and shown
@@ -293,7 +291,10 @@ def test_the_command_refuses_in_one_line(arguments: tuple[str, str], message: st
 def test_several_gpus_are_planned_for_without_any() -> None:
     wishes: dict[str, Any] = {"vram": "8GiB", "ram": "8GiB", "batch_size": 1}
     made, alone = offloadkit.plan("t5-small", num_gpus=2, **wishes), offloadkit.plan("t5-small", **wishes)
-    assert re.match(r"FITS on 2 GPUs \(assumed card of 8 GiB\): \S+ of 8 GiB VRAM each, \S+ of 8 GiB RAM in all, about ", made.verdict)
+    assert re.match(
+        r"FITS on 2 GPUs \(assumed card of 8 GiB\): \S+ of 8 GiB VRAM each, \S+ of 8 GiB RAM in all, about ",
+        made.verdict,
+    )
     assert "2 GPUs x 1 x (512+128) tokens a step" in str(made)
     assert "2 GPUs are taken to be linked by their buses alone" in " ".join(str(made).split())
     assert (made.num_tokens, made.num_parameters) == (2 * (alone.num_tokens or 0), alone.num_parameters)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks import report, table
 from benchmarks.start import Stopwatch, start
 from offloadkit.starting import collector_off
 
@@ -63,7 +65,22 @@ def test_a_phase_inside_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_a_start_is_measured_by_phase() -> None:
-    (found,) = start("t5-tiny", sources=("random",), turns=1, device="cpu")
-    assert {"import libraries", "plan", "draw weights", "first step", "rest"} <= found["seconds"].keys()
-    assert all(number >= 0 for number in found["seconds"].values())
+def test_a_start_is_measured_by_phase(tmp_path: Path) -> None:
+    out = tmp_path / "rows.csv"
+    (found,) = start("t5-tiny", sources=("random",), turns=1, device="cpu", out=out, commit="abc")
+    assert {"import libraries", "plan", "draw weights", "first step", "rest", "CPU"} <= found["figures"].keys()
+    assert all(number >= 0 for number in found["figures"].values())
+    (row,) = table.read(out)
+    assert (row["case"], row["gpu"], row["commit"]) == ("startup-t5-tiny-random", "none", "abc")
+    assert (row["figures"], row["cores"]) == (found["figures"], found["cores"])
+
+
+def test_the_command_s_start_is_a_row_and_a_line_of_the_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.start._run_command", lambda *_: {"all": 0.25})
+    rows = start("t5-3b", sources=("command",), vram="8GiB", device="cpu", out=tmp_path / "rows.csv", commit="abc")
+    assert [row["engine"] for row in rows] == ["offloadkit --help", "offloadkit plan t5-3b --vram 8GiB"]
+    *_, first, last, blank = report._starts(table.read(tmp_path / "rows.csv"))
+    assert first.startswith("| startup-help | offloadkit --help | 0.2 | 0.0 | 0.25 | - | no GPU, ")
+    assert last.startswith("| startup-plan-t5-3b | ")
