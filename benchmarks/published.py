@@ -69,7 +69,7 @@ def lines() -> Iterator[str]:
             told = planned(size, card)
             cells = [f"Qwen2.5-{size}", card, f"{rows} x {TOKENS}", f"{told:,.0f}", f"{published:,.0f}"]
             yield f"| {' | '.join(cells)} | {published / told:.2f} |"
-    yield "\nPublished: LLM.Q's README (github.com/IST-DASLab/llmq, commit 00ea1be), one GPU, bf16. It computes in CUDA of"
-    yield "its own, with part of the blocks recomputed. Planned: forward and backward of transformers' blocks on a card that"
-    yield "holds everything. They take longer than such kernels, on each card about as much; so cards compare alike. The"
-    yield "sheets of cards without published figures (T4, L4, A10, RTX 3090, A100, H200) are in `offloadkit/planner/cards.py`."
+    yield "\nPublished: LLM.Q's README (github.com/IST-DASLab/llmq, commit 00ea1be), one GPU, bf16. It computes in CUDA"
+    yield "of its own, with part of the blocks recomputed. Planned: forward and backward of transformers' blocks on a"
+    yield "card that holds everything. They take longer than such kernels, on each card about as much; so cards compare"
+    yield "alike. Cards without published figures are in `offloadkit/planner/cards.py`, each with its data sheet."
