@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from offloadkit.engines.zero_training import deepspeed_arguments
     from offloadkit.errors import OffloadkitError
     from offloadkit.finetuning import FinetuneResult, finetune
+    from offloadkit.hf.source import from_pretrained
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer, OffloadTrainerMixin
     from offloadkit.monitor.monitor import Monitor
     from offloadkit.offload.profiling import breakdown
@@ -51,6 +52,7 @@ _HOME = {
     "compare": "comparing.comparison",
     "deepspeed_arguments": "engines.zero_training",
     "finetune": "finetuning",
+    "from_pretrained": "hf.source",
     "init_distributed": "deepspeed",
     "initialize": "deepspeed",
     "measure_slowdown": "comparing.slowdown",
@@ -81,6 +83,7 @@ __all__ = [
     "compare",
     "deepspeed_arguments",
     "finetune",
+    "from_pretrained",
     "init_distributed",
     "initialize",
     "measure_slowdown",

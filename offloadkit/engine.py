@@ -69,7 +69,7 @@ from offloadkit.offload.shortage import (
     with_less_vram_at_rest,
     within_free_vram,
 )
-from offloadkit.offload.states import LayerState, Materialise
+from offloadkit.offload.states import LayerState
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.offload.weights import forked
 from offloadkit.optim.loss_scale import LossScale
@@ -197,7 +197,6 @@ class OffloadEngine:
         plan: Plan | None = None,
         example: Any = None,
         evaluation_rows: int = 0,
-        materialise: Materialise | None = None,
     ) -> None:
         """Place the model. While the engine is open, models of transformers compute as `docs/design.md` says.
 
@@ -208,7 +207,9 @@ class OffloadEngine:
         weights must be written on all ranks.
 
         Args:
-            model: any module. Its trainable parameters live where the plan says; frozen ones move to `device`.
+            model: any module. Its trainable parameters live where the plan says; frozen ones move to `device`. What
+                `offloadkit.from_pretrained` left unread is read now, one flat layer after the other, so that there is
+                never a second copy of it.
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
             device: where to compute. None: the GPU if there is one, else the CPU.
             plan: what lives where, layer by layer, planned for this model before. None: it is made here. If less VRAM
@@ -220,8 +221,6 @@ class OffloadEngine:
                 the window's largest micro-batch and moves.
             evaluation_rows: of the largest micro-batch of evaluations, which plans made here count where training's has
                 fewer.
-            materialise: loads parameters of a model on the meta device into RAM. It is called for one flat layer
-                after the other, so there is never a second copy of the model.
 
         Raises:
             ModelError: nothing can be trained, a parameter's dtype is not supported, the plan is another model's, or
@@ -288,7 +287,6 @@ class OffloadEngine:
                     self.config,
                     self.device,
                     ranks=self._ranks,
-                    materialise=materialise,
                     ram_watch=self._ram_watch,
                     leaner=self._leaner,
                     submit=self._thread.submit,

@@ -110,9 +110,9 @@ from offloadkit.hf.quiet import bars_where_live
 from offloadkit.hf.read import check_there, on_hub
 from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.hf.source import ModelSource, resolve
-from offloadkit.hf.weight_files import Materialise
 from offloadkit.monitor.monitor import Monitor, can_be_drawn
 from offloadkit.offload.layers import flat_layers, is_of
+from offloadkit.offload.unread import is_unread
 from offloadkit.planner import Dtype, Plan
 from offloadkit.planner.phases import differing
 from offloadkit.planning import (
@@ -537,11 +537,11 @@ class TrainingRun:
         """A trainer that has trained, the plan that it used last, and its metrics."""
         from offloadkit.hf.callbacks import AfterAStep, AsksTheMonitor
 
-        model, materialise = self._load(plan, checkpoint)
+        model = self._load(plan, checkpoint)
         if not is_of(plan, flat_layers(model, self.offload)):
             # The checkpoint's parameters are not those of its config: a head of its own, or fewer tied weights.
             plan = shown_plan(resolve(model, task=self.data.task), self.offload, **self.size)
-        trainer = self._trainer(model, materialise, plan)
+        trainer = self._trainer(model, plan)
         if trainer.is_world_process_zero():
             trainer.add_callback(AfterAStep(self.earlier.remove_checkpoints))
         trainer.add_callback(asks := AsksTheMonitor(self.monitor, trainer.any_rank))
@@ -585,28 +585,27 @@ class TrainingRun:
             opened.pop_all()
         return trainer, self._metrics(trainer, found), asks.stopped
 
-    def _load(self, plan: Plan, checkpoint: Path | None) -> tuple[PreTrainedModel, Materialise | None]:
-        """The model, and the function that reads or draws its weights once the engine has a place for them.
+    def _load(self, plan: Plan, checkpoint: Path | None) -> PreTrainedModel:
+        """The model. Its weights are read or drawn once the engine has a place for them.
 
         With a `checkpoint` they are its weights. A model in memory comes back as it is, where the plan has room.
         """
         from transformers import set_seed
 
         set_seed(self.args.seed)
-        if self.source.model is not None:
-            return self.source.load(device=_loading_device(plan, self.args)), None
-        if checkpoint is not None:
+        if self.source.model is not None and not is_unread(self.source.model):
+            return self.source.load(device=_loading_device(plan, self.args))
+        if self.source.model is None and checkpoint is not None:
             return resolve(checkpoint).for_rows(self.data.task, self.data.id2label).load_lazily()
         return self.source.load_lazily()
 
-    def _trainer(self, model: PreTrainedModel, materialise: Materialise | None, plan: Plan) -> OffloadSeq2SeqTrainer:
+    def _trainer(self, model: PreTrainedModel, plan: Plan) -> OffloadSeq2SeqTrainer:
         from offloadkit.hf.callbacks import show_progress
         from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 
         smooths = self.args.label_smoothing_factor and self.data.task == "seq2seq"
         trainer = OffloadSeq2SeqTrainer(
             model=model,
-            materialise=materialise,
             plan=plan,
             args=self.args,
             offload=self.offload,

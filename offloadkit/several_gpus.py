@@ -19,6 +19,7 @@ from offloadkit.distributed import world
 from offloadkit.distributed.launch import launch, told
 from offloadkit.errors import ConfigError
 from offloadkit.monitor.monitor import Monitor, can_be_drawn
+from offloadkit.offload.unread import make_real
 from offloadkit.planner import Plan
 from offloadkit.telemetry import StepRecord
 
@@ -60,6 +61,8 @@ def on_several_gpus(finetune: Callable[..., Any], num_gpus: int, arguments: dict
     is_drawn = arguments["monitor"] and can_be_drawn()
     shown = _Shown(num_gpus, is_drawn=is_drawn)
     given = arguments["model"] if isinstance(arguments["model"], torch.nn.Module) else None
+    if given is not None:
+        make_real(given.parameters())
     ranks_arguments = {"finetune": finetune, "is_given": given is not None, **arguments, "monitor": is_drawn}
     try:
         (result, weights), *_ = launch(

@@ -24,10 +24,10 @@ class Offloadkit(Engine):
         Raises:
             DoesNotFitError: by the plan.
         """
-        model, draw = lazy_model(work, dtype, device)
+        model = lazy_model(work, dtype, device)
         config, plan = planned(model, work, device)
         check_fits(plan)
-        self._model = OffloadEngine(model, config, device=device, plan=plan, materialise=draw)
+        self._model = OffloadEngine(model, config, device=device, plan=plan)
 
     def settle(self) -> None:
         self._model.synchronize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -13,8 +13,8 @@ from offloadkit.hf.load import auto_class_of, build, completed, draw_lazily, inf
 from offloadkit.hf.patches import choose_attention, fuse
 from offloadkit.hf.ragged import rounded_up, width_step
 from offloadkit.hf.source import resolve
-from offloadkit.hf.weight_files import Materialise, become
 from offloadkit.offload.compile import compile_blocks
+from offloadkit.offload.unread import become, is_unread, leave_unread
 from offloadkit.optim.table import DTYPES
 from offloadkit.planner import Dtype
 from offloadkit.planning import default_dtype
@@ -126,14 +126,14 @@ def model_to_plan(model: str) -> PreTrainedModel:
     return build(config, infer_task(config), None, torch.device("meta"))
 
 
-def lazy_model(work: Work, dtype: Dtype, device: torch.device) -> tuple[PreTrainedModel, Materialise | None]:
-    """The model without memory, as offloadkit trains it, and what draws its weights into RAM when they are asked for.
+def lazy_model(work: Work, dtype: Dtype, device: torch.device) -> PreTrainedModel:
+    """The model as offloadkit trains it. Its weights are left `unread`.
 
-    They are drawn on `device`, because a CPU takes minutes for billions.
+    They will be drawn on `device`, because a CPU takes minutes for billions.
     """
     config = _our_config(work.model)
     torch.manual_seed(work.seed)
-    model, materialise = draw_lazily(config, infer_task(config), DTYPES[dtype])
+    model = draw_lazily(config, infer_task(config), DTYPES[dtype])
     generator = torch.Generator(device).manual_seed(work.seed)
 
     def draw(parameters: Any) -> None:
@@ -141,7 +141,9 @@ def lazy_model(work: Work, dtype: Dtype, device: torch.device) -> tuple[PreTrain
             if parameter.is_meta:
                 become(parameter, _drawn(torch.empty_like(parameter, device=device), generator).cpu())
 
-    return completed(model).train(), None if materialise is None else draw
+    if is_unread(model):
+        leave_unread(model.parameters(), draw)
+    return cast("PreTrainedModel", completed(model).train())
 
 
 def plain_model(work: Work, dtype: Dtype, weights_on: torch.device, device: torch.device) -> PreTrainedModel:

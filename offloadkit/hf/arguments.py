@@ -38,6 +38,8 @@ _ACCELERATE = {
 _RECOMPUTATION = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
 """Keys of gradient_checkpointing_kwargs, and the one value that the engine supports."""
 
+_OPTIM_ADVICE = f"use one of {', '.join(trainer_names())}: the engine steps with its own optimizers"
+
 
 def argument_names() -> list[str]:
     """Names of the arguments of `Seq2SeqTrainingArguments`."""
@@ -168,6 +170,12 @@ def _of_the_environment(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
     return found
 
 
+def check_optim(args: TrainingArguments) -> None:
+    """Raises `ConfigError` if `optim` names an optimizer that the engine does not have."""
+    if _optim(args) not in trainer_names():
+        raise ConfigError(f"optim={_optim(args)!r}: {_OPTIM_ADVICE}")
+
+
 def check_arguments(args: TrainingArguments) -> None:
     """Refuse everything that the engine cannot do, in one message; use one GPU if several are visible.
 
@@ -179,10 +187,7 @@ def check_arguments(args: TrainingArguments) -> None:
     refused = {
         "fp16_full_eval=True": (args.fp16_full_eval, "leave it out"),
         "bf16_full_eval=True": (args.bf16_full_eval and not args.bf16, "use it with bf16=True only"),
-        f"optim={_optim(args)!r}": (
-            _optim(args) not in trainer_names(),
-            f"use one of {', '.join(trainer_names())}: the engine steps with its own optimizers",
-        ),
+        f"optim={_optim(args)!r}": (_optim(args) not in trainer_names(), _OPTIM_ADVICE),
         "deepspeed": (args.deepspeed, f"leave it out: {_FROM_DEEPSPEED}"),
         "fsdp": (args.fsdp, "leave it out: offloadkit does the offloading"),
         "parallelism_config": (

@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.hf.hub import readable_hub_errors, where_to_look
 from offloadkit.hf.quiet import no_conversion_service, no_tying_advice, progress_bars
-from offloadkit.hf.weight_files import ByteBar, ConversionNeededError, Materialise, become, read_lazily
+from offloadkit.hf.weight_files import ByteBar, ConversionNeededError, read_lazily
+from offloadkit.offload.outside import unwatched
+from offloadkit.offload.unread import become, leave_unread, make_real
 
 _Draw = Callable[[], object]
 _ALL_THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -53,7 +55,7 @@ class InitialWeights:
                     self._write(real, f"{prefix}.{attribute}", set(), draws.get(buffer, []))
 
     def materialise(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Draw those of `parameters` that have no memory yet. This is a `weight_files.Materialise`."""
+        """Draw those of `parameters` that have no memory yet. This is an `unread.Materialise`."""
         waiting = [parameter for parameter in parameters if parameter.is_meta]
         for parameter in waiting:
             become(parameter, torch.empty_like(parameter, device="cpu"))
@@ -71,7 +73,7 @@ class InitialWeights:
         self._write(parameter, self._names[parameter], others, self._draws.get(parameter, []))
 
     def _write(self, tensor: torch.Tensor, name: str, others: set[int], draws: Sequence[_Draw]) -> None:
-        with torch.no_grad(), _OnlyInto(tensor, f"{self._seed} {name}", others) as only:
+        with torch.no_grad(), unwatched(), _OnlyInto(tensor, f"{self._seed} {name}", others) as only:
             for draw in draws:
                 draw()
         if not only.written:
@@ -195,30 +197,32 @@ def auto_class_of(config: PreTrainedConfig, task: str) -> Any:
     return auto_class
 
 
-def draw_lazily(
-    config: PreTrainedConfig, task: str, dtype: torch.dtype | None
-) -> tuple[PreTrainedModel, Materialise | None]:
-    """A model without memory, and the function that draws its weights, seeded by torch's generator as it is now."""
+def draw_lazily(config: PreTrainedConfig, task: str, dtype: torch.dtype | None) -> PreTrainedModel:
+    """A model whose weights are left `unread`. They will be drawn, seeded by torch's generator as it is now.
+
+    They are drawn already where `_init_weights` does not set everything.
+    """
     model: Any = build(config, task, dtype, torch.device("meta"))
     head = model.get_output_embeddings() if _has_own_head(config) else None
     own = {} if head is None else {head.weight: lambda: _draw_head(head.weight)}
     seed = int(torch.randint(2**62, ()))
     try:
-        return model, InitialWeights(model, seed, own).materialise
+        initial = InitialWeights(model, seed, own)
     except ConstructorNeededError:
-        return build(config, task, dtype, torch.device("cpu")), None
+        return build(config, task, dtype, torch.device("cpu"))
+    leave_unread(model.parameters(), initial.materialise)
+    return cast("PreTrainedModel", model)
 
 
-def fill(model: PreTrainedModel, materialise: Materialise | None, device: torch.device) -> None:
+def fill(model: nn.Module, device: torch.device) -> None:
     """Make all parameters real, a few at a time, and move them to `device`."""
     parameters = list(model.parameters())
     for begin in range(0, len(parameters), _NUM_AT_A_TIME):
         some = parameters[begin : begin + _NUM_AT_A_TIME]
-        if materialise is not None:
-            materialise(some)
+        make_real(some)
         for parameter in some:
             parameter.data = parameter.data.to(device)
-    cast(torch.nn.Module, model).to(device)
+    model.to(device)
 
 
 def build(config: PreTrainedConfig, task: str, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
@@ -274,9 +278,7 @@ def read(
     return cast("PreTrainedModel", model)
 
 
-def read_lazily_or_now(
-    source: str, config: PreTrainedConfig, task: str, dtype: torch.dtype | None
-) -> tuple[PreTrainedModel, Materialise | None]:
+def read_lazily_or_now(source: str, config: PreTrainedConfig, task: str, dtype: torch.dtype | None) -> PreTrainedModel:
     """As `read`, but the values stay in their files until they are asked for."""
 
     def load() -> PreTrainedModel:
@@ -286,7 +288,7 @@ def read_lazily_or_now(
         return read_lazily(source, load)
     except ConversionNeededError as reason:
         print(f"{source}: {reason}, so the whole model is read into RAM before training takes it over", flush=True)
-        return load(), None
+        return load()
 
 
 def completed(model: PreTrainedModel) -> PreTrainedModel:

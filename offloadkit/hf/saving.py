@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from offloadkit.changes import claim, unclaimed
 from offloadkit.checkpoint.arrays import ArrayFile, can_hold, write_arrays
 from offloadkit.checkpoint.folder import written_beside
 from offloadkit.checkpoint.weights import load_weights
+from offloadkit.offload.unread import become, leave_unread, sources
 
 
 @contextmanager
@@ -90,4 +91,43 @@ def load_in_pieces(model: nn.Module, folder: Path) -> bool:
             return False
         for file in files:
             load_weights(file, {name: weights[name] for name in file.arrays})
+    return True
+
+
+def read_later(model: nn.Module, folder: Path) -> bool:
+    """Have the unread weights of `model` read from what `save_pretrained` wrote into `folder`, when they are asked for.
+
+    What is not unread (buffers, a head that another checkpoint lacked) is read now.
+
+    Returns:
+        Whether it did; as for `load_in_pieces`.
+
+    Raises:
+        ModelError: a file is cut.
+    """
+    if {os.path.abspath(source) for source in sources(model)} == {os.path.abspath(folder)}:
+        return True
+    tensors = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, torch.Tensor)}
+    paths: dict[torch.Tensor, tuple[Path, str]] = {}
+    num_saved = 0
+    for path in sorted(folder.glob("model*.safetensors")):
+        with ArrayFile(path) as file:
+            for name, array in file.arrays.items():
+                num_saved += 1
+                if name in tensors and array.shape == tuple(tensors[name].shape):
+                    paths[tensors[name]] = path, name
+    if not num_saved == len(paths) == len(set(tensors.values())):
+        return False
+
+    def read(waiting: Sequence[torch.Tensor]) -> None:
+        for tensor in waiting:
+            path, name = paths[tensor]
+            value = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.detach()
+            with ArrayFile(path) as file:
+                load_weights(file, {name: value})
+            if isinstance(tensor, nn.Parameter) and tensor.is_meta:
+                become(tensor, value)
+
+    read([tensor for tensor in paths if not tensor.is_meta])
+    leave_unread([tensor for tensor in paths if isinstance(tensor, nn.Parameter) and tensor.is_meta], read, str(folder))
     return True

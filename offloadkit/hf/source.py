@@ -32,7 +32,7 @@ from offloadkit.hf.load import (
 from offloadkit.hf.presets import PRESETS
 from offloadkit.hf.quiet import progress_bars
 from offloadkit.hf.read_ahead import read_ahead
-from offloadkit.hf.weight_files import Materialise
+from offloadkit.offload.unread import is_unread
 from offloadkit.outline import without_memory
 from offloadkit.starting import collector_off
 
@@ -168,9 +168,9 @@ class ModelSource:
         """
         device = torch.device(device)
         if self.model is not None:
-            given: Any = self.model
-            if self._id2label and all(name == f"LABEL_{index}" for index, name in given.config.id2label.items()):
-                _set_labels(given.config, self._id2label)  # which have no names yet
+            given = self._named(self.model)
+            if is_unread(given):
+                fill(given, device)
             return cast("PreTrainedModel", given.to(device=device, dtype=dtype))
         config, task = self.training_config(), self._task or infer_task(self.config)
         if self.init == "pretrained":
@@ -178,32 +178,35 @@ class ModelSource:
         elif device.type == "meta":
             model = build(config, task, dtype, device)
         else:
-            model, materialise = draw_lazily(config, task, dtype)
+            model = draw_lazily(config, task, dtype)
             with progress_bars(progress):
-                fill(model, materialise, device)
+                fill(model, device)
         return completed(model)
 
-    def load_lazily(self, *, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, Materialise | None]:
-        """As `load` of a name, but with parameters on the meta device, and the function that makes them real.
+    def _named(self, model: Any) -> Any:
+        """The model in memory; its labels get the names of the rows' where they have none yet."""
+        if self._id2label and all(name == f"LABEL_{index}" for index, name in model.config.id2label.items()):
+            _set_labels(model.config, self._id2label)
+        return model
 
-        Files are fetched and opened here. Values are read, or drawn, when they are asked for. What a checkpoint lacks
-        (a new classification head) and all buffers are real already.
+    def load_lazily(self, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """As `load`, but parameters are left `unread`: on the meta device, until `unread.make_real` asks for them.
 
-        Returns:
-            The model, and a function of its parameters; None where all of them are real already. That is so for a
-            checkpoint that transformers converts while reading: quantised, experts stored one by one, a .bin older than
-            torch 1.6. It is also so for a model whose `_init_weights` does not set everything.
+        Files are fetched and opened here. What a checkpoint lacks (a new classification head) and all buffers are real
+        already. So are all parameters of a checkpoint that transformers converts while reading: quantised, experts
+        stored one by one, a .bin older than torch 1.6. So are those of a model whose `_init_weights` does not set
+        everything. A model in memory comes back as it is.
 
         Raises:
-            As `load`; the function raises `ModelError` for a file that is gone or broken by then.
+            As `load`.
         """
+        if self.model is not None:
+            given = self._named(self.model)
+            return cast("PreTrainedModel", given if dtype is None else given.to(dtype))
         config, task = self.training_config(), self._task or infer_task(self.config)
-        materialise: Materialise | None
         if self.init == "random":
-            model, materialise = draw_lazily(config, task, dtype)
-        else:
-            model, materialise = read_lazily_or_now(self._location, config, task, dtype)
-        return completed(model), materialise
+            return completed(draw_lazily(config, task, dtype))
+        return completed(read_lazily_or_now(self._location, config, task, dtype))
 
     # -- its tokenizer
 
@@ -337,3 +340,52 @@ def _read_tokenizer(location: str) -> PreTrainedTokenizerBase:
             "or folder of the tokenizer that the model was trained with, or 'byte' for a model with random weights"
         )
     return tokenizer
+
+
+def from_pretrained(
+    name_or_path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    init: Init = "pretrained",
+    task: Task | None = None,
+    num_labels: int | None = None,
+) -> PreTrainedModel:
+    """A HuggingFace model as transformers' `from_pretrained` gives it, but its weights are not read yet.
+
+    They are read (or drawn) when an `OffloadEngine` takes the model, or a Trainer of this package begins to train or to
+    evaluate it: one layer after the other, each into the place where it is trained. So RAM never holds a second copy of
+    the model, as it would for a while after transformers' own function. Until then a use of the weights' numbers is a
+    `ModelError`, and so is writing or copying them. What the checkpoint lacks (a new head) is there at once, and all
+    buffers are.
+
+    A checkpoint whose tensors transformers converts while reading (quantised, experts stored one by one) is read at
+    once, with a message.
+
+    Args:
+        name_or_path: a preset ("t5-3b"), a folder that `save_pretrained` wrote, or a hub name.
+        dtype: of all floating-point parameters; None keeps the checkpoint's (random: the config's, else fp32).
+        init: "random" draws HuggingFace's initial weights, seeded by torch's generator, instead of reading any.
+        task: "seq2seq", "causal" or "classification"; None: what the architecture was made for. It chooses among
+            transformers' `AutoModelForSeq2SeqLM`, `AutoModelForCausalLM` and `AutoModelForSequenceClassification`.
+        num_labels: that a classifier tells apart; None: what the config says.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ConfigError: `init`, `dtype` or `num_labels` has no meaning.
+        ModelError: the architecture has no such head, or the checkpoint is broken.
+        ModelNotFoundError, ModelAccessError, DownloadError: see `readable_hub_errors`.
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype must be a torch.dtype, such as torch.bfloat16, or None, got {dtype!r}")
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise ModelError(f"{reprlib.repr(name_or_path)} is no name: pass a hub name, a preset or a folder")
+    source = resolve(name_or_path, init=init, task=task)
+    if num_labels is not None:
+        if type(num_labels) is not int or num_labels < 1:
+            raise ConfigError(f"num_labels must be a whole number >= 1, got {num_labels!r}")
+        if source.task != "classification":
+            raise ConfigError(f"num_labels={num_labels} is for task='classification'; this model's is {source.task!r}")
+        source = source.for_rows("classification", {index: f"LABEL_{index}" for index in range(num_labels)})
+    return source.load_lazily(dtype=dtype)

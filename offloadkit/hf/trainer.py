@@ -58,15 +58,16 @@ from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
 from offloadkit.engine import OffloadEngine, is_trained
 from offloadkit.errors import ConfigError, DataError, EngineStateError, RepeatWindowError
-from offloadkit.hf.arguments import check_arguments, engine_config, left_to_the_engine
+from offloadkit.hf.arguments import check_arguments, check_optim, engine_config, left_to_the_engine
 from offloadkit.hf.dealing import TARGETS, Counted, DealtBatches, GatheredRows, deal, without_targets
+from offloadkit.hf.load import fill
 from offloadkit.hf.longest import NotReadableError, evaluation_rows, is_standard, longest_batch
 from offloadkit.hf.loss import num_targets, on_device, shifts_labels, targets_in, with_a_target
 from offloadkit.hf.masks import Noted, answering, without_note
 from offloadkit.hf.ragged import ResumableOrder
-from offloadkit.hf.saving import arguments_as_data, load_in_pieces, saved_in_pieces
+from offloadkit.hf.saving import arguments_as_data, load_in_pieces, read_later, saved_in_pieces
 from offloadkit.hf.window import Window
-from offloadkit.offload.states import Materialise
+from offloadkit.offload.unread import is_unread, make_real
 from offloadkit.outline import chooses, plan_for
 from offloadkit.planner import Plan
 from offloadkit.planner.plan import check_fits
@@ -89,7 +90,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     """Puts an `OffloadEngine` under a Trainer class; goes before it: `class Mine(OffloadTrainerMixin, SFTTrainer)`.
 
     Takes every argument of the Trainer, `offload` (an `OffloadConfig`) and `telemetry` (a record of each step). `plan`
-    and `materialise` are those of `OffloadEngine`; `materialise` reads the checkpoint's weights if training resumes.
+    is that of `OffloadEngine`. A model of `offloadkit.from_pretrained` is read when training or evaluation begins.
     Without a `plan`, where a GPU or a budget gives something to choose, one is made for the longest rows (see
     `longest.py`) and printed. If these cannot be known, it is made after the first update, for its micro-batches. A
     scheduler in `optimizers=(None, scheduler)` sets the engine's learning rates. The engine is built when training
@@ -114,12 +115,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         offload: OffloadConfig | None = None,
         telemetry: Telemetry | None = None,
         plan: Plan | None = None,
-        materialise: Materialise | None = None,
         **kwargs: Any,
     ) -> None:
         self.offload = offload or OffloadConfig()
         self.telemetry = telemetry or Telemetry()
-        self._plan, self._materialise = plan, materialise
+        self._plan = plan
         self._window_targets: torch.Tensor | int = 0
         self._num_micro_batches = 1
         self._target_share: torch.Tensor | float | None = None
@@ -162,7 +162,12 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
-        """A torch AdamW that is never stepped, whatever `optim` is: `create_optimizer` reads its parameter groups."""
+        """A torch AdamW that is never stepped, also for Lion: `create_optimizer` reads its parameter groups.
+
+        Raises:
+            ConfigError: `optim` names an optimizer that the engine does not have.
+        """
+        check_optim(args)
         betas = (args.adam_beta1, args.adam_beta2)
         return torch.optim.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
@@ -195,9 +200,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 telemetry=self.telemetry,
                 plan=self._plan or self._plan_for_rows(config),
                 evaluation_rows=evaluation_rows(self),
-                materialise=self._materialise,
             )
-            self._materialise = None
             self._begins = self.engine.is_beginning
         optimizer: Any = self.engine.optimizer
         # accelerate leaves a prepared optimizer alone; its own wrapper would copy all states to the GPU.
@@ -457,13 +460,15 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             group["lr"] = float(rates[min(index, len(rates) - 1)])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As the Trainer, but in pieces, unless `materialise` will read the weights.
+        """As the Trainer, but in pieces. Unread weights are read from the checkpoint when the engine is built.
 
         (Private; called before `create_optimizer`.)
         """
-        if self._materialise is not None:
-            return
         with self._phase("resuming"):
+            if is_unread(self.model):
+                if read_later(self.model, Path(resume_from_checkpoint)):
+                    return
+                make_real(self.model.parameters())
             ours = model is None and self.engine is None
             if not ours or not load_in_pieces(self.model, Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -699,10 +704,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         with ExitStack() as opened:
             if not is_placed:
                 opened.callback(VramCap(vram, self.args.device).remove)
-                if self._materialise is not None:
-                    self._materialise(list(self.model.parameters()))
-                    self._materialise = None
-                self.model.to(self.args.device)
+                fill(self.model, self.args.device)
             opened.enter_context(self._phase("evaluation"))
             if self.engine is not None and self.args.world_size > 1:
                 self.engine.synchronize()  # generating, ranks do not use the weights alike

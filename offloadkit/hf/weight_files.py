@@ -17,9 +17,7 @@ from torch import nn
 
 from offloadkit.hf.hub import readable_hub_errors
 from offloadkit.hf.quiet import progress_bars
-from offloadkit.offload.states import Materialise
-
-__all__ = ["ByteBar", "ConversionNeededError", "Materialise", "become", "read_lazily"]
+from offloadkit.offload.unread import become, leave_unread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,14 +28,6 @@ PIECE_BYTES = 128 * 2**20
 
 class ConversionNeededError(Exception):
     """The checkpoint's tensors are not the model's: they are quantised, merged, or in a form that cannot be mapped."""
-
-
-def become(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Give a parameter without memory the memory of `value`. It stays the object that modules and groups hold."""
-    real = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    real.__dict__.update(parameter.__dict__)
-    swap: Any = torch.utils.swap_tensors  # typed in some releases of torch only
-    swap(parameter, real)
 
 
 class ByteBar:
@@ -172,7 +162,7 @@ class WeightFiles:
         self._bar: ByteBar | None = None
 
     def materialise(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Read those of `parameters` that have no memory yet. This is a `Materialise`.
+        """Read those of `parameters` that have no memory yet. This is an `unread.Materialise`.
 
         Raises:
             ModelError: a file is gone or broken.
@@ -254,13 +244,17 @@ class WeightFiles:
         return all(torch.equal(a.to(one.dtype), b.to(other.dtype)) for a, b in pairs)
 
     def keep(self, model: nn.Module) -> None:
-        """Forget stored tensors that belong to no parameter of `model` (tied to another one, or of another shape)."""
+        """Leave the parameters of `model` that stand for stored tensors unread, and forget all other stored tensors.
+
+        Those belong to no parameter: it is tied to another one, or of another shape.
+        """
         used = set(model.parameters())
         self._sources = {parameter: stored for parameter, stored in self._sources.items() if parameter in used}
+        leave_unread(self._sources, self.materialise, self._source)
 
 
-def read_lazily(source: str, load: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, Materialise]:
-    """A model with parameters on the meta device, and the function that makes them real.
+def read_lazily(source: str, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """A model whose parameters are on the meta device, left `unread`.
 
     Parameters that the files lack are real and initialised. All buffers are real.
 
@@ -283,4 +277,4 @@ def read_lazily(source: str, load: Callable[[], PreTrainedModel]) -> tuple[PreTr
     finally:
         seam._load_pretrained_model = original
     files.keep(model)
-    return model, files.materialise
+    return model

@@ -37,7 +37,8 @@ from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint
 from offloadkit.offload.shards import WeightGathers
 from offloadkit.offload.shortage import RamWatch
 from offloadkit.offload.state_ring import StateRing
-from offloadkit.offload.states import LayerState, Materialise, exchanges_sums
+from offloadkit.offload.states import LayerState, exchanges_sums
+from offloadkit.offload.unread import make_real
 from offloadkit.offload.weight_ring import StreamedWeights, WeightRing
 from offloadkit.offload.weights import ForwardHooks, LayerWeights, PendingUpdate, TiedUses, move_rest
 from offloadkit.planner import (
@@ -77,7 +78,6 @@ class PlacedModel:
         device: torch.device,
         *,
         ranks: Ranks | None,
-        materialise: Materialise | None,
         ram_watch: RamWatch,
         leaner: Callable[[], Plan | None],
         submit: Callable[[Callable[[], None]], None],
@@ -87,7 +87,6 @@ class PlacedModel:
         """
         Args:
             ranks: those that train together, or None where there is one. All get rank 0's weights.
-            materialise: makes parameters without memory real, or None where all have some.
             ram_watch: checked while RAM fills.
             leaner: called where the GPU is full. It gives the plan to go on by, with less in VRAM, or None.
             submit: queues work for the stepping thread.
@@ -113,11 +112,11 @@ class PlacedModel:
         self._gathers = None if ranks is None else WeightGathers(ranks, device, self._waits)
         self._stepped: dict[FlatLayer, Stepped] = {}
         self._check_alike(plan.placements)
-        load = materialise if ranks is None else _with_rank_0s_numbers(ranks, materialise)
         parameters = [view.parameter for layer in layers for view in layer.views]
-        self._given = {each: (each.device, each.dtype) for each in parameters if not each.is_meta}
+        cpu = torch.device("cpu")
+        self._given = {each: (cpu if each.is_meta else each.device, each.dtype) for each in parameters}
         undo.callback(self._give_back)
-        shared = self._begin(layers, plan.placements, load, ram_watch, leaner)
+        shared = self._begin(layers, plan.placements, ram_watch, leaner)
         if ranks is not None:
             for buffer in module.buffers():
                 ranks.broadcast(buffer)
@@ -161,7 +160,6 @@ class PlacedModel:
         self,
         layers: Sequence[FlatLayer],
         placements: Sequence[Placement],
-        materialise: Materialise | None,
         ram_watch: RamWatch,
         leaner: Callable[[], Plan | None],
     ) -> list[HostSlab]:
@@ -174,8 +172,8 @@ class PlacedModel:
             try:
                 for at, where in self._changes(placements):  # with several ranks no plan is leaner here
                     self.states[at] = self._elsewhere(self.states[at], where)
-                shared = self._allocate(layers, placements, materialise, ram_watch)
-                move_rest(self.module, trained, self._device, self._config.working_dtype, materialise)
+                shared = self._allocate(layers, placements, ram_watch)
+                move_rest(self.module, trained, self._device, self._config.working_dtype, self._make_real)
                 return shared
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # what the layer had begun to take
@@ -192,7 +190,6 @@ class PlacedModel:
         self,
         layers: Sequence[FlatLayer],
         placements: Sequence[Placement],
-        materialise: Materialise | None,
         ram_watch: RamWatch,
     ) -> list[HostSlab]:
         """Make the states of the layers that have none, each in RAM of its own; returns the RAM that layers share."""
@@ -214,8 +211,8 @@ class PlacedModel:
             [layer for layer, _, _ in placed], _READ_AHEAD_BYTES if self._device.type == "cuda" else 0
         )
         for index, ((layer, _, placement), slab) in enumerate(zip(placed, own, strict=True)):
-            if materialise is not None and index in together:
-                materialise(together[index])
+            if index in together:
+                self._make_real(together[index])
             state = LayerState(
                 layer,
                 placement,
@@ -236,6 +233,14 @@ class PlacedModel:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return buffers
+
+    def _make_real(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Read or draw those of `parameters` that are unread. With several ranks all get rank 0's numbers."""
+        make_real(parameters)
+        if self._ranks is not None:
+            for parameter in parameters:
+                if not parameter.is_meta:
+                    self._ranks.broadcast(parameter)
 
     def _check_alike(self, placements: Sequence[Placement]) -> None:
         """
@@ -775,19 +780,6 @@ class PlacedModel:
             for slab in slabs:
                 slab.make_ordinary()
             self.module.to("cpu")
-
-
-def _with_rank_0s_numbers(ranks: Ranks, materialise: Materialise | None) -> Materialise:
-    """`materialise`, after which parameters have rank 0's numbers."""
-
-    def load(parameters: Sequence[nn.Parameter]) -> None:
-        if materialise is not None:
-            materialise(parameters)
-        for parameter in parameters:
-            if not parameter.is_meta:
-                ranks.broadcast(parameter)
-
-    return load
 
 
 def _stays(state: LayerState, placement: Placement) -> bool:

@@ -33,7 +33,6 @@ def _scalars(optimizer: Optimizer, options: GroupOptions, step: int) -> tuple[fl
     return optimizer.scalars(**vars(options), step=step)
 
 
-Materialise = Callable[[Sequence[nn.Parameter]], None]
 """Makes parameters without memory real, in RAM and in their dtype; they stay the same objects."""
 
 
@@ -231,7 +230,7 @@ class LayerState:
         if any(parameter.is_meta for parameter in parameters):
             raise ModelError(
                 f"the parameters of {self.layer.name!r} are on the meta device, without values: load the model's "
-                "weights first, or pass materialise="
+                "weights first. To add adapters or tokens, load it by transformers' from_pretrained"
             )
         for index, view in enumerate(self.layer.views):
             source = view.parameter.data.reshape(-1)

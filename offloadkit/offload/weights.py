@@ -456,20 +456,19 @@ def move_rest(
     trained: set[nn.Parameter],
     device: torch.device,
     working_dtype: Dtype | Literal["auto"],
-    materialise: Callable[[Sequence[nn.Parameter]], None] | None = None,
+    make_real: Callable[[Sequence[nn.Parameter]], None],
 ) -> None:
     """Move frozen parameters and buffers to `device`. Frozen parameters are cast to the working dtype, if one is given.
 
     Args:
         trained: the parameters that are in flat layers; they stay as they are.
-        materialise: loads parameters of a model on the meta device into RAM.
+        make_real: reads parameters that are unread into RAM.
     """
     dtype = None if working_dtype == "auto" else DTYPES[working_dtype]
     in_fp32 = stays_fp32(model) if dtype == torch.float16 else set()
     for parameter in model.parameters():
         if parameter not in trained:
-            if materialise is not None:
-                materialise([parameter])
+            make_real([parameter])
             wanted = None if not parameter.dtype.is_floating_point else torch.float32 if parameter in in_fp32 else dtype
             parameter.data = parameter.data.to(device, wanted)
             trim_heap()

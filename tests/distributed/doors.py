@@ -253,3 +253,21 @@ def error_of(call: Any, **arguments: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"
+
+
+def trained_from_folder(folder: Path, *, unread: bool) -> dict[str, torch.Tensor]:
+    """What two steps of a loop train from a folder's weights, which the engine reads or transformers does."""
+    from transformers import AutoModelForCausalLM
+
+    import offloadkit
+    from offloadkit.offload.unread import is_unread
+
+    model: Any = offloadkit.from_pretrained(folder) if unread else AutoModelForCausalLM.from_pretrained(folder)
+    assert is_unread(model) == unread
+    tokens = torch.arange(8).view(2, 4) + dist.get_rank()
+    config = offloadkit.OffloadConfig(learning_rate=1e-2, working_dtype="bf16", exchange="micro_batch")
+    with offloadkit.OffloadEngine(model.train(), config, device="cpu") as engine:
+        for _ in range(2):
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+    return {name: each.detach().clone() for name, each in model.state_dict().items()}

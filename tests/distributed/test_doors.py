@@ -10,7 +10,16 @@ import torch
 
 from offloadkit.checkpoint.folder import other_rows
 from offloadkit.config import OffloadConfig, Placement
-from tests.distributed.doors import error_of, fails_on_first, finetuned, pairs, trained, trained_on_own_rows
+from tests.distributed.doors import (
+    error_of,
+    fails_on_first,
+    finetuned,
+    model_named,
+    pairs,
+    trained,
+    trained_from_folder,
+    trained_on_own_rows,
+)
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, LEAST
 
@@ -44,6 +53,15 @@ def test_a_used_output_folder_is_refused_on_all_ranks(ranks: RankPool, tmp_path:
     found = ranks.run(2, error_of, call=finetuned, name="t5", folder=tmp_path, accumulation=2)
     assert all(each.startswith("ConfigError: the output folder") for each in found)
     assert len(set(found)) == 1
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_ranks_read_weights_into_place(ranks: RankPool, tmp_path: Path) -> None:
+    model_named("llama")[0].save_pretrained(tmp_path)
+    found = [ranks.run(2, trained_from_folder, folder=tmp_path, unread=unread) for unread in (True, False)]
+    for each in (*found[0], found[1][1]):
+        assert each.keys() == found[1][0].keys()
+        assert all(value.equal(found[1][0][name]) for name, value in each.items())
 
 
 @pytest.mark.usefixtures("one_thread")

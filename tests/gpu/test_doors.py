@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from offloadkit import OffloadConfig, OffloadEngine, hardware
+from offloadkit.hf.source import from_pretrained
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
+from offloadkit.offload.unread import is_unread
 from tests.hf.training import arguments
 
 GIB = 1 << 30
@@ -114,3 +117,21 @@ def test_the_trainer_plans_for_its_rows(tmp_path: Path, capsys: pytest.CaptureFi
     assert {module.config._attn_implementation for module in trainer.model.encoder.block.modules()
             if hasattr(module, "config")} == {"offloadkit"}  # fmt: skip
     trainer.close()
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_weights_are_read_from_their_files_into_place(evaluates: bool, tmp_path: Path) -> None:
+    """At a learning rate of 0 training leaves the numbers that were read."""
+    t5().save_pretrained(tmp_path / "model")
+    model = from_pretrained(tmp_path / "model")
+    args = arguments(tmp_path, use_cpu=False, bf16=True, max_steps=2, learning_rate=0.0)
+    trainer = OffloadSeq2SeqTrainer(
+        model=model, args=args, train_dataset=rows(), eval_dataset=rows(2), offload=OffloadConfig(vram=int(2.5 * GIB))
+    )
+    if evaluates:
+        assert isfinite(trainer.evaluate()["eval_loss"])
+    assert is_unread(model) != evaluates
+    trainer.train()
+    trainer.close()
+    expected = t5().state_dict()
+    assert all(value.cpu().equal(expected[name]) for name, value in model.state_dict().items())

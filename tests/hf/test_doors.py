@@ -23,7 +23,9 @@ from offloadkit.errors import DoesNotFitError
 from offloadkit.hf import trainer as trainer_module
 from offloadkit.hf.longest import NotReadableError, longest_batch
 from offloadkit.hf.patches import NAME, patched
+from offloadkit.hf.source import from_pretrained
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
+from offloadkit.offload.unread import is_unread
 from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.layout import ALLOCATOR_BYTES
 from tests.hf.tiny import t5_config
@@ -288,21 +290,22 @@ def test_an_evaluation_before_training_streams_weights_that_are_larger_than_half
 def test_an_evaluation_before_training_keeps_the_budget_and_reads_the_weights_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done: list[Any] = []
+    t5().save_pretrained(tmp_path)
+    model, done = from_pretrained(tmp_path), list[Any]()
 
     class Cap:
         def __init__(self, limit: int | None, device: torch.device) -> None:
-            done.append(limit)
+            done.append((limit, is_unread(model)))
 
         def remove(self) -> None:
             done.append("uncapped")
 
     monkeypatch.setattr("offloadkit.hf.trainer.VramCap", Cap)
-    more: Any = {"offload": OffloadConfig(vram="8GiB"), "materialise": lambda parameters: done.append("read")}
-    trainer = OffloadSeq2SeqTrainer(model=t5(), args=arguments(tmp_path), eval_dataset=seq2seq_rows(2), **more)
+    more: Any = {"offload": OffloadConfig(vram="8GiB")}
+    trainer = OffloadSeq2SeqTrainer(model=model, args=arguments(tmp_path), eval_dataset=seq2seq_rows(2), **more)
     for _ in range(2):
         trainer.evaluate()
-    assert done == [8 << 30, "read", "uncapped", 8 << 30, "uncapped"]
+    assert done == [(8 << 30, True), "uncapped", (8 << 30, False), "uncapped"]
 
 
 # -- the longest rows

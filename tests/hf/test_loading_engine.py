@@ -14,12 +14,14 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.finetuning import finetune
 from offloadkit.hf.load import draw_lazily
+from offloadkit.hf.source import from_pretrained
 from offloadkit.hf.trainer import OffloadTrainer
 from offloadkit.offload import states
 from offloadkit.offload.model import _read_together
+from offloadkit.offload.unread import is_unread, make_real
 from offloadkit.optim.reference import split_master
 from tests.hf import tiny
-from tests.hf.tiny import build_model, load_model
+from tests.hf.tiny import load_model
 from tests.hf.training import arguments, causal_rows
 
 CONFIGS: dict[str, Any] = {
@@ -59,12 +61,12 @@ def test_engine_has_the_same_weights_and_remainders(tmp_path: Path, name: str, p
     """fp32 on the disk, bf16 in the engine, some of it frozen."""
     folder = written(CONFIGS[name], tmp_path)
     config = OffloadConfig(working_dtype="bf16", placement=PLACEMENTS[placement])
-    whole, (lazy, materialise) = load_model(folder, progress=False), build_model(folder)
-    assert materialise is not None
+    whole, lazy = load_model(folder, progress=False), from_pretrained(folder)
+    assert is_unread(lazy)
     found = []
-    for model, reader in ((whole, None), (lazy, materialise)):
+    for model in (whole, lazy):
         freeze(model)
-        engine = OffloadEngine(model, config, device="cpu", materialise=reader)
+        engine = OffloadEngine(model, config, device="cpu")
         found.append(numbers(engine))
         for _ in range(2):
             tokens = torch.arange(8).view(2, 4)
@@ -86,7 +88,7 @@ def test_finetune_by_name_gives_what_a_model_handed_over_gives(tmp_path: Path, i
     options: dict[str, Any] = {"tokenizer": "byte", "batch_size": 2, "use_cpu": True, "learning_rate": 1e-3}
     by_name = finetune(str(folder), rows, init=init, output_dir=tmp_path / "one", **options)
     torch.manual_seed(0)
-    given = load_model(folder, init=init, progress=False)
+    given = load_model(folder, init=init, progress=False) if init == "random" else from_pretrained(folder)
     by_model = finetune(given, rows, output_dir=tmp_path / "two", **options)
     for name, value in by_model.model.state_dict().items():
         assert torch.equal(value, by_name.model.state_dict()[name]), name
@@ -109,14 +111,13 @@ def test_resuming_by_name_goes_on_from_the_checkpoints_weights(tmp_path: Path) -
 def test_a_trainer_that_evaluates_before_it_trains_has_all_weights_and_buffers(tmp_path: Path, init: Any) -> None:
     folder = written(CONFIGS["llama, tied"], tmp_path / "model")
     torch.manual_seed(0)
-    model, materialise = build_model(folder, init=init)
+    model = from_pretrained(folder, init=init)
     torch.manual_seed(0)
     whole = load_model(folder, init=init, progress=False)
     losses = []
-    for one, reader in ((model, materialise), (whole, None)):
+    for one in (model, whole):
         trainer = OffloadTrainer(
             model=one,
-            materialise=reader,
             args=arguments(tmp_path),
             eval_dataset=causal_rows(),
             train_dataset=causal_rows(),
@@ -142,13 +143,13 @@ def test_layers_that_are_small_are_made_real_together() -> None:
 @pytest.mark.parametrize("together", [1, 3])
 def test_random_weights_do_not_depend_on_what_is_drawn_beside_them(together: int) -> None:
     torch.manual_seed(3)
-    whole, draw = resolve_tiny()
-    draw(list(whole.parameters()))
+    whole = resolve_tiny()
+    make_real(whole.parameters())
     torch.manual_seed(3)
-    lazy, draw = resolve_tiny()
+    lazy = resolve_tiny()
     parameters = list(lazy.parameters())
     for begin in range(0, len(parameters), together):
-        draw(parameters[begin : begin + together])
+        make_real(parameters[begin : begin + together])
     for name, value in whole.state_dict().items():
         assert torch.equal(value, lazy.state_dict()[name]), name
 

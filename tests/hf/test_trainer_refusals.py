@@ -102,6 +102,11 @@ def test_an_optimizer_of_the_users_is_refused(tmp_path: Path) -> None:
         OffloadTrainer(model=model, args=arguments(tmp_path), optimizers=(torch.optim.AdamW(model.parameters()), None))
 
 
+def test_asked_for_an_optimizer_that_the_engine_has_not_the_class_refuses_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="optim='adafactor': use one of adamw_torch"):
+        OffloadTrainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim="adafactor"))
+
+
 def test_a_trainer_that_makes_another_optimizer_is_refused(tmp_path: Path) -> None:
     class WithSgd(Trainer):
         def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:

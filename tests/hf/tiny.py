@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, T5Config
 
 from offloadkit.hf.source import ModelSource, resolve
-from offloadkit.hf.weight_files import Materialise
+from offloadkit.offload.unread import Materialise, is_unread, make_real
 
 WORDS = [
     "the",
@@ -106,8 +106,9 @@ def load_model(model: Any, *, progress: bool = False, dtype: Any = None, device:
 
 
 def build_model(model: Any, *, dtype: Any = None, **how: Any) -> tuple[PreTrainedModel, Materialise | None]:
-    """The same without memory, and what makes its parameters real."""
-    return source_of(model, **how).load_lazily(dtype=dtype)
+    """The same, its parameters unread, and what makes them real; None if they are read already."""
+    built = source_of(model, **how).load_lazily(dtype=dtype)
+    return built, make_real if is_unread(built) else None
 
 
 def source_of(model: Any, *, num_labels: int = 0, **how: Any) -> ModelSource:

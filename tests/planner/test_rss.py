@@ -18,7 +18,7 @@ from torch import nn
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.engine import OffloadEngine
-from offloadkit.hf.weight_files import become
+from offloadkit.offload.unread import become, leave_unread
 
 with torch.device("meta"):
     block = lambda: nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)])
@@ -30,8 +30,9 @@ def draw(parameters):
     for parameter in parameters:
         become(parameter, torch.ones(parameter.shape).clone())
 
+leave_unread(model.parameters(), draw)
 before = hardware.process_ram_bytes()
-engine = OffloadEngine(model, OffloadConfig(precision="tiny"), device="cpu", materialise=draw)
+engine = OffloadEngine(model, OffloadConfig(precision="tiny"), device="cpu")
 grown = hardware.process_peak_ram_bytes() - before
 planned = sum(engine.plan.total_bytes(tier) for tier in ("ram", "vram"))
 print(json.dumps([grown, planned]))

@@ -1,0 +1,118 @@
+"""Parameters whose numbers are still in a file, or not drawn yet: on the meta device, until the engine has their place.
+
+`leave_unread` notes on each of them who makes it real, and `make_real` asks for it. So whatever module they end up in,
+engines and Trainers find out by themselves. Until then what needs their numbers is an error that says what to do, and
+so is what writes them: it would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from offloadkit.errors import ModelError
+from offloadkit.offload.outside import unwatched
+
+Materialise = Callable[[Sequence[nn.Parameter]], None]
+"""Gives those of the parameters that are on the meta device memory in RAM and their numbers, by `become`."""
+
+_HINT = (
+    "this model's weights are not read yet: offloadkit.from_pretrained leaves that to the engine, which puts them "
+    "where they are trained (so `.to(device)` is not needed). They are there once an OffloadEngine is open, or a "
+    "Trainer of offloadkit has begun to train or evaluate. To use, change, copy or save them before that, load the "
+    "model by transformers' from_pretrained"
+)
+
+
+def leave_unread(parameters: Iterable[nn.Parameter], materialise: Materialise, source: str = "") -> None:
+    """Have `make_real` call `materialise` for each of `parameters`, which are on the meta device.
+
+    Args:
+        source: the folder or hub name that they are read from; "" if they are drawn.
+    """
+    for parameter in parameters:
+        parameter.__class__ = _Unread
+        vars(parameter)[_FROM] = materialise, source
+
+
+def is_unread(model: nn.Module) -> bool:
+    """Whether some parameters of the model are unread."""
+    return any(type(parameter) is _Unread for parameter in model.parameters())
+
+
+def sources(model: nn.Module) -> set[str]:
+    """Where the model's unread parameters are read from."""
+    return {vars(parameter)[_FROM][1] for parameter in model.parameters() if type(parameter) is _Unread}
+
+
+def make_real(parameters: Iterable[nn.Parameter]) -> None:
+    """Read or draw, into RAM, those of `parameters` that are unread.
+
+    Raises:
+        ModelError: a file is gone or broken.
+    """
+    waiting: dict[Materialise, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if type(parameter) is _Unread:
+            waiting.setdefault(vars(parameter)[_FROM][0], []).append(parameter)
+    for materialise, some in waiting.items():
+        materialise(some)
+
+
+def become(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Give a parameter without memory the memory of `value`. It stays the object that modules and groups hold.
+
+    Raises:
+        ModelError: it has another shape now than the numbers that it was left unread with.
+    """
+    if value.shape != parameter.shape:
+        shapes = f"{tuple(value.shape)}, and was made {tuple(parameter.shape)} before it was read"
+        raise ModelError(f"a weight has the shape {shapes}: {_HINT}")
+    real = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    real.__dict__.update({name: each for name, each in vars(parameter).items() if name != _FROM})
+    parameter.__class__ = nn.Parameter
+    swap: Any = torch.utils.swap_tensors  # typed in some releases of torch only
+    swap(parameter, real)
+
+
+_FROM = "_offloadkit_unread"
+_DATA_OF = {torch.Tensor.data.__get__, torch.Tensor.detach}  # type: ignore[attr-defined]
+
+
+class _Watched:
+    """What an unread parameter and its `.data` have in common."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with unwatched():
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            if not all(each.is_meta for each in tensors):  # an input, or what is to be written
+                raise ModelError(_HINT)
+            versions = [each._version for each in tensors]
+            try:
+                result = func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                raise ModelError(_HINT) from error
+            if versions != [each._version for each in tensors]:
+                raise ModelError(_HINT)
+            if func in _DATA_OF:
+                result.__class__ = _UnreadData
+            return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ModelError(_HINT)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ModelError(_HINT)
+
+
+class _Unread(_Watched, nn.Parameter):
+    """An unread parameter."""
+
+
+class _UnreadData(_Watched, torch.Tensor):
+    """Its `.data`, or what `state_dict()` has of it."""

@@ -1,0 +1,75 @@
+"""TRL's Trainers with the engine mixed in, with PEFT's adapters and without: the same numbers as without the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaForCausalLM, Seq2SeqTrainer
+
+from offloadkit import OffloadSeq2SeqTrainer, OffloadTrainerMixin
+from tests.hf.tiny import llama_config, word_tokenizer
+from tests.hf.training import assert_close, logged, seq2seq_rows, t5, train
+
+trl = pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+TEXTS = [{"text": text} for text in ("the cat sat on the mat", "a dog ran under the tree", "hello good cat", "bad")]
+PREFERENCES = [
+    {"prompt": "the cat", "chosen": " sat on the mat", "rejected": " ran under"},
+    {"prompt": "a dog", "chosen": " ran", "rejected": " sat on the good mat"},
+]
+ROWS = {"SFT": TEXTS * 2, "DPO": PREFERENCES * 4}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(llama_config())
+
+
+def trained(door: str, folder: Path, *, offloads: bool, adapts: bool) -> Any:
+    """A Trainer of TRL's that has taken four steps of two micro-batches, in fp32."""
+    stock = getattr(trl, f"{door}Trainer")
+    trainer_class = type(f"Offload{door}", (OffloadTrainerMixin, stock), {}) if offloads else stock
+    args = getattr(trl, f"{door}Config")(
+        str(folder), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, save_strategy="no", seed=1,
+        max_steps=4, logging_steps=1, learning_rate=1e-2, adam_epsilon=1e-4, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    more: dict[str, Any] = {}
+    if adapts:
+        more["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    elif door == "DPO":
+        more["ref_model"] = llama()
+    model = llama()
+    rows = Dataset.from_list(ROWS[door])
+    trainer = trainer_class(model=model, args=args, train_dataset=rows, processing_class=word_tokenizer(), **more)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("adapts", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("door", ["SFT", "DPO"])
+def test_training_equals_trls(door: str, adapts: bool, tmp_path: Path) -> None:
+    theirs, ours = (trained(door, tmp_path, offloads=offloads, adapts=adapts) for offloads in (False, True))
+    losses = logged(theirs, "loss")
+    assert logged(ours, "loss") == pytest.approx(losses, abs=1e-6)
+    assert losses[-1] < losses[0] - 1e-3
+    assert_close(ours.model.state_dict(), theirs.model.state_dict(), 1e-5)
+
+
+def test_adapters_of_a_t5_are_trained_as_by_the_stock_trainer(tmp_path: Path) -> None:
+    models, losses = [], []
+    for trainer_class in (Seq2SeqTrainer, OffloadSeq2SeqTrainer):
+        config = peft.LoraConfig(r=4, target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM")
+        model: Any = peft.get_peft_model(t5(), config)
+        trainer = train(tmp_path, model, seq2seq_rows(), trainer_class)
+        losses.append(logged(trainer, "loss"))
+        models.append(model.state_dict())
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+    assert_close(models[1], models[0])
