@@ -128,8 +128,10 @@ class StreamedWeights(LayerWeights):
 
     def is_viewed(self) -> bool:
         """Whether somebody else shares the memory that the parameters are bound to in VRAM."""
-        in_vram = self._bound is not self._home and self._bound is not self._unbound
-        return in_vram and any(_num_users(tensor) > _OWN_USERS for tensor in self._bound)
+        if self._bound is self._home or self._bound is self._unbound:
+            return False
+        counts = [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in self._bound]
+        return max(counts) > _OWN_USERS
 
     def use(self) -> None:
         self.block.use()
@@ -222,24 +224,20 @@ _OWN_USERS = 4
 """Of the memory of a bound parameter: the parameter, the tensor whose memory it shares, its base, and who asks."""
 
 
-def _num_users(tensor: torch.Tensor) -> int:
-    """How many tensors and storages share the tensor's memory."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
 class StreamedBlock:
     """The streamed flat layers of one repeated block, one for each dtype. They are fetched and evicted together.
 
     Attributes:
         recomputed: whether this backward may hold views of the block's buffer, made by a recomputation.
         lost: whether the buffer went to another block while there were such views.
+        guarded: whether touching a parameter of it is a use.
         num_updates: number of updates of each layer.
     """
 
     def __init__(self, layers: Sequence[StreamedWeights], ring: WeightRing) -> None:
         self.layers: Sequence[StreamedWeights] = layers
         self.ring = ring
-        self.recomputed = self.lost = False
+        self.recomputed = self.lost = self.guarded = False
         self.num_updates = [0] * len(layers)
         for layer in layers:
             layer.block = self
@@ -349,7 +347,8 @@ class WeightRing:
     def use(self, block: StreamedBlock) -> None:
         """Have `block` in VRAM and bind its parameters. Then fetch the block that followed it the last time."""
         current = self._current
-        if self.in_backward:
+        if block.guarded:
+            block.guarded = False
             for layer in block.layers:
                 self._outside.release(layer.layer)
         if current is not None and current.block is block:
@@ -412,10 +411,12 @@ class WeightRing:
         finally:
             self.in_backward = False
             for block in self._blocks:
+                block.guarded = False
                 for layer in block.layers:
                     self._outside.release(layer.layer)
 
     def _guard(self, block: StreamedBlock) -> None:
+        block.guarded = True
         for layer in block.layers:
             self._outside.guard(layer.layer)
 
@@ -478,12 +479,12 @@ class WeightRing:
         assert buffer.block is not None
         left = buffer.block
         self._successor[self.in_backward, left] = successor
+        buffer.reads_on = self.in_backward and left.is_viewed()
         if self.fill_with_nan:
             self._empty(buffer)
             buffer.memory.view(torch.float32).fill_(torch.nan)
         buffer.released = record_compute(self.device)
         if self.in_backward:
-            buffer.reads_on = left.is_viewed()
             self._guard(left)
 
     def _fetch(self, block: StreamedBlock) -> _Buffer:
@@ -506,7 +507,7 @@ class WeightRing:
 
     def _empty(self, buffer: _Buffer) -> None:
         if buffer.block is not None:
-            buffer.block.lost |= self.in_backward and buffer.block.is_viewed()
+            buffer.block.lost |= buffer.reads_on and buffer.block.is_viewed()
             for layer in buffer.block.layers:
                 layer.leaves_vram()
                 layer.unbind()
