@@ -241,6 +241,7 @@ CASES: dict[str, Case] = {
     "doors-deepspeed-24": _t5("doors", "t5-3b", 8, 24, engines=("offloadkit-loop", "offloadkit-deepspeed", "zero2")),
     "phases-t5-3b-24": _t5("doors", "t5-3b", 8, 24, engines=WHOLE_RUN),
     "phases-t5-3b-6": _t5("doors", "t5-3b", 1, 6, engines=WHOLE_RUN),
+    "phases-llama-8b-24": _llama("doors", 4, 2048, 24, "llama-3.1-8b", engines=WHOLE_RUN),
     **{
         f"growth-{model}-{rows * times}": _t5(
             "growth", model, rows, vram, accumulation=times, engines=("hf", "ours-on-gpu", *OURS)

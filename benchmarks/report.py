@@ -18,6 +18,7 @@ from benchmarks import table
 from benchmarks.cases import CASES, ENGINES, GIB, HUB_NAMES, ZERO2
 from benchmarks.rank_cases import RANK_CASES, RANK_ENGINES
 from benchmarks.table import BY_WIDTH, Row, latest
+from offloadkit.planner.phases import PHASES, Phase, differing
 
 ROOT = Path(__file__).parent.parent
 README, RESULTS, CHART = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "t5-3b.png"
@@ -122,6 +123,7 @@ This page is written by `python -m benchmarks report` from `benchmarks/results.c
 - An engine recomputes activations only where it does not fit otherwise; its row says so. In older rows a person chose.
 - *Every door* is a whole training as its user writes it: weights read from a folder by `from_pretrained` or
   `finetune`, rows of text, the budget. Its seconds are those between updates, its memory that of the whole process.
+  Below it are the peaks of each phase of the run, beside those of the plan.
 - *ragged* rows are a quarter to all of the length, with an attention mask, sorted and padded as `finetune` does it; all
   engines get the same batches. Seconds are the mean over steps of many widths. The plan's seconds are those of the
   longest rows. In rows of `81f2a14` each micro-batch had a row of full length. Other rows are full.
@@ -186,6 +188,7 @@ def _case_table(name: str, rows: Sequence[Row], full: Sequence[Row]) -> Iterator
     yield f"**{name}**: {first['model']}{size}, {case.shape} tokens a step{kind}{budget}{cores}.\n"
     yield from _one_table(rows, ())
     yield from _width_table([row for row in rows if BY_WIDTH in (row["figures"] or {})], full)
+    yield from _phase_table([row for row in rows if "peaks" in (row["figures"] or {})])
 
 
 _OF_RANKS = """## Several GPUs
@@ -252,6 +255,37 @@ def _width_table(rows: Sequence[Row], full: Sequence[Row]) -> Iterator[str]:
         shown = [found.get(str(name)) for name in (*widths, "slowest")]
         cells = [f"{row['seconds'] / same[0]['seconds']:.2f}" if same else "-"]
         yield _line([ENGINES[row["engine"]].title, *cells, *("-" if each is None else f"{each:.3f}" for each in shown)])
+    yield ""
+
+
+def _phase_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Peaks of memory of each phase that was measured beside the plan's, and which of them the plan missed."""
+    if not rows:
+        return
+    measured = {name for row in rows for name in row["figures"]["peaks"]}
+    names = [name for name in PHASES if name in measured]
+    titles = ["peak in GiB, measured / planned", *names]
+    yield _line(titles)
+    yield _line(["---"] * len(titles))
+    missed = []
+    for row in rows:
+        peaks, planned = row["figures"]["peaks"], row["figures"]["phases"]
+        title = ENGINES[row["engine"]].title.removeprefix("offloadkit, ")
+        for tier in ("vram", "ram"):
+            cells = [
+                f"{_gib(peaks[name].get(tier))} / {_gib(planned[name][tier])}" if name in peaks else "-"
+                for name in names
+            ]
+            yield _line([f"{title}, {tier.upper()}", *cells])
+        phases = [Phase(name, planned[name]["vram"], planned[name]["ram"]) for name in names]
+        if words := [each.removeprefix("memory: ") for each in differing(phases, peaks)]:
+            missed.append(f"- *{title}*: {'; '.join(words)}.")
+    yield ""
+    if not missed:
+        yield "All of these are within 5 % or 0.5 GiB of the plan.\n"
+        return
+    yield "Not within 5 % or 0.5 GiB of the plan:\n"
+    yield from missed
     yield ""
 
 

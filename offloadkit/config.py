@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -173,6 +173,9 @@ class OffloadConfig:
     """What a NaN or Inf in the gradients does. The step is never applied; "raise" ends training with an error at the
     next boundary, "skip" warns and goes on."""
 
+    deepspeed: DeepSpeedConfig | None = field(default=None, compare=False, repr=False)
+    """What `from_deepspeed` has read, for a Trainer, whose arguments must not say otherwise."""
+
     def __post_init__(self) -> None:
         _check_choices(self)
         for name in ("learning_rate", "eps", "weight_decay"):
@@ -205,6 +208,10 @@ class OffloadConfig:
                 parse_bytes(budget)
         if not isinstance(self.placement, Placement | None):
             raise ConfigError(f"placement must be an offloadkit.Placement or None, got {self.placement!r}")
+        if not isinstance(self.deepspeed, DeepSpeedConfig | None):
+            raise ConfigError(
+                f"deepspeed={self.deepspeed!r}: leave it out, and write OffloadConfig.from_deepspeed('ds_config.json')"
+            )
 
     @property
     def states_folder(self) -> str | None:
@@ -220,7 +227,8 @@ class OffloadConfig:
 
         ZeRO's stages and offload_* choose nothing here: the plan does, within the section "offloadkit" of the file,
         which holds fields of this class such as "vram". A schedule and the micro-batch are `offloadkit.initialize`'s.
-        A value "auto" is left at its default here, which is what a Trainer's arguments fill in.
+        A value "auto" is left at its default here, which is what a Trainer's arguments fill in, as they do with values
+        that the file does not write. They must not contradict what it does.
 
         Args:
             source: the file, its content, or what `read_deepspeed` gave.
@@ -241,7 +249,7 @@ class OffloadConfig:
         if isinstance(options.get("placement"), dict):
             options["placement"] = Placement(**options["placement"])
         try:
-            return cls(**options)
+            return cls(**options, deepspeed=read)
         except TypeError as error:
             raise ConfigError(f'the section "offloadkit" holds fields of OffloadConfig: {error}') from error
 
@@ -253,7 +261,7 @@ def _is_number(value: object) -> bool:
 def _check_choices(options: Placement | OffloadConfig) -> None:
     """Raise `ConfigError` for a Literal field with a value outside its choices."""
     hints = get_type_hints(type(options))
-    for field in fields(options):
-        if get_origin(hints[field.name]) is Literal and getattr(options, field.name) not in get_args(hints[field.name]):
-            choices = ", ".join(map(repr, get_args(hints[field.name])))
-            raise ConfigError(f"{field.name} must be one of {choices}; got {getattr(options, field.name)!r}")
+    for each in fields(options):
+        if get_origin(hints[each.name]) is Literal and getattr(options, each.name) not in get_args(hints[each.name]):
+            choices = ", ".join(map(repr, get_args(hints[each.name])))
+            raise ConfigError(f"{each.name} must be one of {choices}; got {getattr(options, each.name)!r}")

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from offloadkit.checkpoint.arrays import ArrayFile
 from offloadkit.checkpoint.folder import check_readable, written_beside, written_to
-from offloadkit.checkpoint.values import random_states, set_random_states
+from offloadkit.checkpoint.values import as_json, random_states, set_random_states
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights
 from offloadkit.config import OffloadConfig
 from offloadkit.deepspeed_config import DeepSpeedConfig, read_deepspeed
@@ -122,6 +122,8 @@ def initialize(
     if client is not None:
         options = replace(options, optimizer=_kind(client))
         parameters = client.param_groups
+    for group in parameters or () if client is None else ():
+        read.check_decay(group.get("weight_decay", 0.0), "a group of model_parameters")
     if parameters is not None:
         _freeze_others(model, parameters)
     device = torch.device("cpu")
@@ -222,6 +224,7 @@ class DeepSpeedEngine:
         self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._read = read
         self._boundary: bool | None = None
+        self._ended_a_window = False
         self._num_backwards = 0
         self._schedule_ahead = 0
         self._dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(offload.config.working_dtype)
@@ -324,6 +327,7 @@ class DeepSpeedEngine:
         is_boundary = self.is_gradient_accumulation_boundary()
         self.offload.step(boundary=is_boundary)
         self.micro_steps += 1
+        self._ended_a_window = is_boundary
         if not is_boundary:
             return
         counted = self.gradient_accumulation_steps() if self._read.managed_accumulation else self._num_backwards
@@ -358,6 +362,10 @@ class DeepSpeedEngine:
             phases = " | ".join(f"{name}: {1000 * seconds:.2f}" for name, seconds in record.seconds.items())
             print(f"step={record.step} | time (ms) | {phases}", flush=True)
 
+    def was_step_applied(self) -> bool:
+        """Whether the newest `step` ended a window, and its update was not left out. It waits for the update's norm."""
+        return self._ended_a_window and math.isfinite(self.offload.grad_norm() or 0.0)
+
     def zero_grad(self) -> None:
         """Nothing: gradients are gone after each update, and a window's are kept, as under DeepSpeed's ZeRO."""
 
@@ -375,6 +383,26 @@ class DeepSpeedEngine:
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one rank in an update."""
         return self.offload.config.gradient_accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Rows of an update, rows of a micro-batch, and micro-batches of one rank in an update."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def steps_per_print(self) -> int | None:
+        """Updates between two lines; None: there are none."""
+        return self._read.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether each update's phases are printed."""
+        return self._read.wall_clock_breakdown
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows the overflows."""
+        return self._read.dynamic_loss_scale is not None
+
+    def zero_optimization(self) -> bool:
+        """Whether the config has a stage above 0."""
+        return self._read.stage > 0
 
     def zero_optimization_stage(self) -> int:
         """What the config says; the plan decides where things live."""
@@ -412,7 +440,15 @@ class DeepSpeedEngine:
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # not set yet
             raise AttributeError(name)
-        return getattr(self.module, name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"neither the engine nor its module ({type(self.module).__name__}) has {name!r}. What there is of "
+                "DeepSpeed's methods is in docs/from-deepspeed.md; engine.offload is the OffloadEngine behind it",
+                name=name,
+                obj=self,
+            ) from error
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         """The module's training mode."""
@@ -445,8 +481,10 @@ class DeepSpeedEngine:
             True.
 
         Raises:
-            EngineStateError, OutputError, ConfigError: as `OffloadEngine.save_checkpoint`.
+            ConfigError: `client_state` holds something else, or the schedule's state does.
+            EngineStateError, OutputError: as `OffloadEngine.save_checkpoint`.
         """
+        as_json(client_state or {}, "client_state")  # its error names it, before anything is written
         folder = Path(save_dir).expanduser()
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         counts = {each: getattr(self, each) for each in ("micro_steps", "global_samples", "skipped_steps")}

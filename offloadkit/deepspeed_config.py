@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -60,11 +61,15 @@ KEYS: dict[str, Key] = {
     "managed_gradient_accumulation": _read("false: every step() ends the accumulation window"),
     "optimizer.type": _read("Adam and AdamW: optimizer='adamw'; Lion: optimizer='lion'. Others are refused"),
     "optimizer.params.lr": _read("OffloadConfig(learning_rate=...); 0.001 where it is left out, as in DeepSpeed"),
-    "optimizer.params.betas": _read("OffloadConfig(betas=...)"),
+    "optimizer.params.betas": _read("OffloadConfig(betas=...); (0.9, 0.999) where they are left out, for Lion too"),
     "optimizer.params.eps": _read("OffloadConfig(eps=...)"),
     "optimizer.params.weight_decay": _read("OffloadConfig(weight_decay=...), decoupled"),
-    "optimizer.params.adam_w_mode": _read("false, with a weight decay: refused, since decay here is decoupled"),
-    "optimizer.params.torch_adam": _ignored("the step is exact fp32 AdamW, as torch's"),
+    "optimizer.params.adam_w_mode": _read(
+        "of Adam: false, with a weight decay of the config, a group or a Trainer, is refused, since decay is decoupled"
+    ),
+    "optimizer.params.torch_adam": _read("the step is exact fp32 AdamW anyway; true: weight_decay is 0.01 by default"),
+    "optimizer.params.foreach": _ignored("the step is one pass over each layer"),
+    "optimizer.params.fused": _ignored("the step is one pass over each layer"),
     "optimizer.params.fp32_optimizer_states": _ignored("moments are fp32; precision='compact' keeps them in bf16"),
     "optimizer.params.set_grad_none": _ignored("gradients are gone after each step"),
     "optimizer.params.bias_correction": _read("false is refused: AdamW corrects its bias"),
@@ -99,7 +104,9 @@ KEYS: dict[str, Key] = {
     "zero_optimization.offload_optimizer.ratio": _ignored("CPU and GPU share the step as makes it fastest"),
     "zero_optimization.offload_optimizer.super_offload": _ignored(_OVERLAP),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": _ignored("the step uses all cores"),
-    "zero_optimization.offload_param.device": _ignored(f"{_PLAN}. Weights are never on disk: RAM must hold them"),
+    "zero_optimization.offload_param.device": _read(
+        f'{_PLAN}. A warning for "nvme", since RAM must hold the weights, and below stage 3'
+    ),
     "zero_optimization.offload_param.nvme_path": _ignored("weights are never on disk: RAM must hold them"),
     "zero_optimization.offload_param.pin_memory": _ignored("memory that is copied from is always pinned"),
     "zero_optimization.offload_param.buffer_count": _ignored(_BUCKETS),
@@ -148,7 +155,7 @@ KEYS: dict[str, Key] = {
     "zero_allow_untested_optimizer": _ignored("optimizers that are not known are refused"),
     "zero_force_ds_cpu_optimizer": _ignored("a client's AdamW gives its groups; the engine steps them itself"),
     "activation_checkpointing": _ignored("the plan recomputes blocks where memory asks for it, or sends inputs to RAM"),
-    "steps_per_print": _read("`initialize` prints a line every so many updates"),
+    "steps_per_print": _read("`initialize` prints a line every so many updates; Infinity: never"),
     "wall_clock_breakdown": _read("`initialize` prints the seconds of each update's phases"),
     "dataloader_drop_last": _read("drop_last of the DataLoader of training_data"),
     "offloadkit": _read("fields of OffloadConfig, such as vram, ram, precision; DeepSpeed overlooks the section"),
@@ -202,6 +209,8 @@ KEYS: dict[str, Key] = {
 }
 """By dotted name. A section whose keys are not here, such as "tensorboard", is taken as a whole."""
 
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion"}
+"""Ours, by DeepSpeed's names, whose case does not matter."""
 _SECTIONS = {name[:at] for name in KEYS for at, letter in enumerate(name) if letter == "."}
 _OTHER_NAMES = {"bfloat16": "bf16"}
 _COUNTS = (
@@ -224,6 +233,7 @@ _NUMBERS = (
 _FLAGS = (
     "managed_gradient_accumulation",
     "optimizer.params.adam_w_mode",
+    "optimizer.params.torch_adam",
     "optimizer.params.bias_correction",
     "fp16.enabled",
     "fp16.auto_cast",
@@ -240,7 +250,10 @@ class DeepSpeedConfig:
     """What a ds_config.json says."""
 
     options: dict[str, Any]
-    """Fields of `OffloadConfig`, without the loss scale where it is dynamic."""
+    """Fields of `OffloadConfig`, without the loss scale where it is dynamic. Those that the file does not write are at
+    DeepSpeed's defaults."""
+    written: dict[str, Any]
+    """Values of the keys that count, as they are written, by dotted name; without "auto"."""
     dynamic_loss_scale: dict[str, Any] | None
     """Fields of `DynamicLossScale`."""
     train_batch_size: int | None
@@ -249,7 +262,8 @@ class DeepSpeedConfig:
     accumulation: int | None
     managed_accumulation: bool
     """Whether `step()` counts micro-batches; else every one of them ends a window."""
-    has_optimizer: bool
+    decay_is_coupled: bool
+    """Whether DeepSpeed's Adam would add the decay to the gradient (`adam_w_mode` is false)."""
     schedule: tuple[str, dict[str, Any]] | None
     """Name and arguments."""
     casts_inputs: bool
@@ -262,9 +276,29 @@ class DeepSpeedConfig:
     ignored: dict[str, str] = field(default_factory=dict)
     """Keys that change nothing here, and why."""
 
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it names one."""
+        return "optimizer.type" in self.written
+
+    def check_decay(self, weight_decay: float, by: str) -> None:
+        """
+        Args:
+            weight_decay: what is to be trained with.
+            by: who says so, for the message.
+
+        Raises:
+            ConfigError: the decay would be decoupled here, and the config asks for the other kind.
+        """
+        if self.decay_is_coupled and weight_decay:
+            raise ConfigError(
+                f"adam_w_mode is false with weight_decay {weight_decay} by {by}: weight decay is decoupled here "
+                "(AdamW). Set adam_w_mode to true, or weight_decay to 0"
+            )
+
 
 def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None = None) -> DeepSpeedConfig:
-    """Read a ds_config.json, and name what is ignored in the log.
+    """Read a ds_config.json. What is ignored is named by a warning in the log of rank 0, its reasons by an INFO.
 
     Args:
         source: the file, or its content.
@@ -277,6 +311,7 @@ def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None 
     if num_gpus is None:
         num_gpus = int(os.environ.get("WORLD_SIZE") or 1)
     where, content = _content(source)
+    _check_optimizer(content, where)
     said: dict[str, Any] = {}
     ignored: dict[str, str] = {}
     auto: list[str] = []
@@ -295,13 +330,18 @@ def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None 
     if "scheduler.type" in said:
         schedule = (said["scheduler.type"], said.get("scheduler.params", {}))
         auto += [f"scheduler.params.{name}" for name, value in schedule[1].items() if value == "auto"]
+    stage = _stage(content)
     if ignored:
         logger.info(f"{where}: these change nothing: " + "; ".join(f"{name} ({why})" for name, why in ignored.items()))
+        _warn(f"{where}: these change nothing here, and docs/from-deepspeed.md says why: {', '.join(ignored)}")
+    _warn_of_weights(said.get("zero_optimization.offload_param.device"), stage, where)
     if auto:
-        logger.warning(
+        _warn(
             f"{where} leaves {', '.join(auto)} open ('auto'): the arguments of a Trainer say them; else they are at "
             "OffloadConfig's defaults"
         )
+    if said.get("steps_per_print") == math.inf:
+        del said["steps_per_print"]
     train, micro, accumulation = _batch_sizes(said, auto, num_gpus, where)
     options = _options(said, auto, where)
     if accumulation is not None:
@@ -311,23 +351,65 @@ def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None 
         raise ConfigError(
             f'{where}: the section "offloadkit" says {", ".join(clashing)} again: DeepSpeed\'s own keys have said it'
         )
-    return DeepSpeedConfig(
+    found = DeepSpeedConfig(
         options=options | own,
+        written=said,
         dynamic_loss_scale=_dynamic_loss_scale(said) if options.get("working_dtype") == "fp16" else None,
         train_batch_size=train,
         micro_batch_size=micro,
         accumulation=accumulation,
         managed_accumulation=said.get("managed_gradient_accumulation", True),
-        has_optimizer="optimizer.type" in said,
+        decay_is_coupled=_adds_decay(said),
         schedule=schedule,
         casts_inputs=said.get("fp16.auto_cast", False),
-        stage=_stage(content),
+        stage=stage,
         steps_per_print=said.get("steps_per_print"),
         wall_clock_breakdown=said.get("wall_clock_breakdown", False),
         drop_last=said.get("dataloader_drop_last", False),
         auto=tuple(auto),
         ignored=ignored,
     )
+    found.check_decay(options.get("weight_decay", 0.0), where)
+    return found
+
+
+def _warn(message: str) -> None:
+    """Say it once, not by every rank."""
+    if (os.environ.get("RANK") or "0") == "0":
+        logger.warning(message)
+
+
+def _warn_of_weights(device: str | None, stage: int, where: str) -> None:
+    """What `offload_param` leads to here, where that is not what DeepSpeed does.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    name = "zero_optimization.offload_param.device"
+    if device not in (None, "none", "cpu", "nvme"):
+        raise ConfigError(f"{where}: {name} must be 'none', 'cpu' or 'nvme', got {device!r}")
+    if device == "nvme":
+        _warn(f"{where}: {name} is 'nvme', and weights are never on disk here: RAM must hold what VRAM does not")
+    if device in ("cpu", "nvme") and stage < 3:
+        _warn(
+            f"{where}: DeepSpeed ignores offload_param below stage 3, and the stage is {stage}; here the plan puts "
+            "weights into RAM where VRAM is short, at any stage"
+        )
+
+
+def _check_optimizer(content: dict[str, Any], where: str) -> None:
+    """Before its parameters are looked at, which are others for every optimizer.
+
+    Raises:
+        ConfigError: there is no such optimizer here.
+    """
+    section = content.get("optimizer")
+    name = section.get("type") if isinstance(section, dict) else None
+    if name not in (None, "auto") and str(name).lower() not in _OPTIMIZERS:
+        raise ConfigError(
+            f"{where}: the optimizer {name!r} cannot be offloaded: 'AdamW', 'Adam' and 'Lion' can. Stay with DeepSpeed "
+            "for others"
+        )
 
 
 def _content(source: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -383,7 +465,7 @@ def _leaves(section: dict[str, Any], prefix: str, where: str) -> Iterator[tuple[
             near = _nearest(name, {*KEYS, *_SECTIONS})
             if prefix or near:
                 raise ConfigError(f"{where}: no key {name!r}{near}")
-            logger.warning(f"{where}: {name!r} is no key of DeepSpeed's, and is overlooked")
+            _warn(f"{where}: {name!r} is no key of DeepSpeed's, and is overlooked")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -407,8 +489,10 @@ def _checked(name: str, value: Any, where: str) -> Any:
         ConfigError: it is of another type.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name == "steps_per_print" and value == math.inf:
+        return value
     if name in _COUNTS:
-        if not number or value != int(value) or value < 1:
+        if not number or not math.isfinite(value) or value != int(value) or value < 1:
             raise ConfigError(f"{where}: {name} must be a whole number >= 1, got {value!r}")
         return int(value)
     if name in _NUMBERS and not (number and 0 <= value < float("inf")):
@@ -487,32 +571,32 @@ def _options(said: dict[str, Any], auto: list[str], where: str) -> dict[str, Any
         if not said.get(f"{offload}.nvme_path"):
             raise ConfigError(f"{where}: {offload}.device is 'nvme': write the folder too, as {offload}.nvme_path")
         options["disk"] = str(said[f"{offload}.nvme_path"])
+        if not Path(options["disk"]).expanduser().is_dir():
+            _warn(
+                f"{where}: {offload}.nvme_path is no folder on this machine: {options['disk']}. Make it, or training "
+                "ends where RAM has no room for the states"
+            )
     return options
 
 
 def _optimizer(said: dict[str, Any], where: str) -> dict[str, Any]:
-    name = said["optimizer.type"]
-    optimizer = {"adam": "adamw", "adamw": "adamw", "lion": "lion"}.get(str(name).lower())
-    if optimizer is None:
-        raise ConfigError(
-            f"{where}: the optimizer {name!r} cannot be offloaded: 'AdamW', 'Adam' and 'Lion' can. Stay with DeepSpeed "
-            "for others"
-        )
+    """Fields of `OffloadConfig`, at DeepSpeed's defaults where the file says nothing."""
+    optimizer = _OPTIMIZERS[str(said["optimizer.type"]).lower()]
     params = {key.rpartition(".")[2]: value for key, value in said.items() if key.startswith("optimizer.params.")}
-    decay = params.get("weight_decay", 0.0)
-    if str(name).lower() == "adam" and decay and not params.get("adam_w_mode", True):
-        raise ConfigError(
-            f"{where}: adam_w_mode is false with weight_decay {decay}: weight decay is decoupled here (AdamW). Set "
-            "adam_w_mode to true, or weight_decay to 0"
-        )
     if not params.get("bias_correction", True):
         raise ConfigError(f"{where}: bias_correction is false: AdamW corrects its bias here. Leave it out")
-    options = {"optimizer": optimizer, "weight_decay": decay}
+    is_torchs = params.get("torch_adam", False) and not _adds_decay(said)
+    options = {"optimizer": optimizer, "weight_decay": params.get("weight_decay", 0.01 if is_torchs else 0.0)}
     options |= {own: params[name] for name, own in (("lr", "learning_rate"), ("eps", "eps")) if name in params}
-    if "betas" in params:
-        betas = params["betas"]
+    betas = params.get("betas", (0.9, 0.999) if optimizer == "lion" else None)
+    if betas is not None:
         options["betas"] = tuple(betas) if isinstance(betas, list | tuple) else betas
     return options
+
+
+def _adds_decay(said: dict[str, Any]) -> bool:
+    is_adam = str(said.get("optimizer.type")).lower() == "adam"
+    return is_adam and not said.get("optimizer.params.adam_w_mode", True)
 
 
 def _dynamic_loss_scale(said: dict[str, Any]) -> dict[str, Any] | None:

@@ -30,7 +30,7 @@ from torch import nn
 
 from offloadkit import hardware
 from offloadkit.changes import changed
-from offloadkit.checkpoint.run import RunNumbers, load_run, save_run
+from offloadkit.checkpoint.run import Adding, RunNumbers, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
 from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.config import OffloadConfig
@@ -584,8 +584,7 @@ class OffloadEngine:
         elif leaner is not None:
             self._leave_ram(leaner, scarce)
         elif self._first_window is not None:
-            first, self._first_window = self._first_window, None
-            self._move_after(first)
+            self._move_after(self._first_window)
         elif self._rates_are_due if agreed is None else agreed.rates_are_due:
             self._move_for_rates()
         return True
@@ -950,10 +949,15 @@ class OffloadEngine:
         return words
 
     def _move_after(self, first: FirstWindow) -> None:
-        """Move to the plan for what the first window brought. Training goes on as it began if that cannot be."""
+        """Move to the plan for what the first window brought. Training goes on as it began if that cannot be.
+
+        Raises:
+            DoesNotFitError: there is no GPU, and a budget is too small for it; so it is after every further window.
+        """
         if self._ranks is not None:
             self._settle()  # the stepping thread talks to the other ranks until then
         plan = first.plan_now()
+        self._first_window = None
         if plan is None:
             return
         try:
@@ -1061,14 +1065,22 @@ class OffloadEngine:
             groups,
             facts,
             {name: state[name] for name in ("num_updates", "loss_scale")},
+            self._adding,
             self._placed.forget_pages,
         )
+
+    @property
+    def _adding(self) -> Adding:
+        num_ranks = 1 if self._ranks is None else self._ranks.size
+        return Adding(num_ranks, self.config.gradient_accumulation, self.config.exchange)
 
     def save_checkpoint(self, folder: str | Path, *, scheduler: Any = None, position: Any = None) -> None:
         """Write all that a run needs to go on exactly: weights, states, counts and random states.
 
         An older checkpoint in `folder` stays until the new one is whole. All ranks save together, into a folder that
-        all of them see. Any number of ranks may go on from it; ranks that are new take rank 0's random states.
+        all of them see. Any number of ranks may go on from it; ranks that are new take rank 0's random states. A run
+        that then adds gradients in another order is not the same in its last bits, and a warning says so: with several
+        ranks that accumulate, `exchange="micro_batch"` keeps the order on any number of them.
 
         Args:
             scheduler: a learning-rate scheduler, whose `state_dict()` is saved.
@@ -1140,7 +1152,10 @@ class OffloadEngine:
         return values
 
     def _go_on(self, values: dict[str, Any]) -> None:
-        """Take the options and counts of a saved run."""
+        """Take the options and counts of a saved run; warn where gradients are added in another order now."""
+        warning = Adding(**values["adding"]).other_order(self._adding)
+        if warning is not None and world.rank() == 0:
+            warnings.warn(warning, RuntimeWarning, stacklevel=3)
         for group, saved in zip(self.optimizer.param_groups, values["groups"], strict=True):
             group.update(saved["options"])
         self.num_updates = values["counts"]["num_updates"]
@@ -1169,6 +1184,10 @@ class OffloadEngine:
         RAM then, and weights that were there stay where they are. The optimizer's states are gone, and are freed
         before anything moves: closing takes no second copy of the weights. In a forked process nothing happens.
 
+        Of several ranks all must close it. If an error is on its way to the caller (in `except` and `finally` too),
+        this rank waits for no other one: these get a `RankError`. Parts of the newest update that other ranks have
+        stepped may be missing in its weights then; a note on the error says so.
+
         Raises:
             NonFiniteGradientError: as `step`. The engine is closed then too.
         """
@@ -1176,8 +1195,11 @@ class OffloadEngine:
             return
         failing = sys.exception() is not None  # an error is already on its way to the caller: do not hide it
         try:
-            self._settle()
-            self._records.read()
+            if self._ranks is not None and self._ranks.is_failing:
+                self._abandon(self._ranks)
+            else:
+                self._settle()
+                self._records.read()
         except OffloadkitError:
             if not failing:
                 raise
@@ -1186,6 +1208,22 @@ class OffloadEngine:
             self._steps_phase.close()
             with phase("closing", self.telemetry.peaks, self.device):
                 self._let_go()
+
+    def _abandon(self, ranks: Ranks) -> None:
+        """Tell the other ranks that this one has failed. They may wait for it anywhere, so it waits for nothing there.
+
+        The newest update is done first: all ranks have begun it, or fail as well.
+        """
+        if self._newest is not None:
+            self._thread.finish(self._newest)
+        lacks = self._placed.abandon_ranks()
+        ranks.fail()
+        error = sys.exception()
+        if lacks and error is not None:
+            error.add_note(
+                "The weights of this process lack what other ranks have stepped in the newest update: save nothing of "
+                "them, and go on from a checkpoint"
+            )
 
     def _let_go(self) -> None:
         """Detach from the model and free memory. Whatever fails, the model's weights are its own afterwards."""

@@ -220,19 +220,29 @@ def _libraries() -> Iterator[None]:
     yield
 
 
-@contextmanager
-def _joined() -> Iterator[None]:
-    """Join the processes that a launcher has started with this one. Only the first one prints inside this context."""
-    world.join()
-    with ExitStack() as opened:
-        if world.rank() > 0:
-            silence = opened.enter_context(open(os.devnull, "w"))
-            opened.enter_context(redirect_stdout(silence))
-        yield
-
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+
+def _joined(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`function`, after joining the processes that a launcher has started with this one. Only the first one prints.
+
+    Its `ddp_timeout` is a number of seconds, or it raises `ConfigError`.
+    """
+
+    @functools.wraps(function)
+    def joined(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        timeout: Any = kwargs.get("ddp_timeout")
+        if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):
+            raise ConfigError(f"ddp_timeout must be a number of seconds > 0, got {timeout!r}")
+        world.join(timeout)
+        with ExitStack() as opened:
+            if world.rank() > 0:
+                silence = opened.enter_context(open(os.devnull, "w"))
+                opened.enter_context(redirect_stdout(silence))
+            return function(*args, **kwargs)
+
+    return joined
 
 
 def _takes_hf_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -266,7 +276,7 @@ def _alone() -> Iterator[None]:
         _training.release()
 
 
-@_joined()
+@_joined
 @_libraries()
 @_alone()
 @errors_hold_nothing()

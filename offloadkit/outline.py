@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from offloadkit.changes import changed, claim
 from offloadkit.config import OffloadConfig
+from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.measure import measure
 from offloadkit.distributed.machine import measured_together, planning_ranks
 from offloadkit.distributed.ranks import Ranks
@@ -30,7 +31,7 @@ from offloadkit.offload.caches import caching_configs
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of, repeated_blocks, stays_fp32
 from offloadkit.optim.table import DTYPES
 from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage
-from offloadkit.planner.plan import why_not
+from offloadkit.planner.plan import check_fits, why_not
 from offloadkit.python_time import blocks_called
 from offloadkit.tracing import Call, trace_micro_batch
 
@@ -335,8 +336,13 @@ class FirstWindow:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is nothing to choose after the first window either."""
-        return self._outline is None or self._outline.machine.device == "cpu" or bool(self._outline.config.placement)
+        """Whether there is nothing to choose, nor to check, after the first window either."""
+        return self._outline is None or (not self._is_on_cpu and bool(self._outline.config.placement))
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        """Without a GPU nothing is chosen, and only a plan tells whether a budget is kept: no allocator does."""
+        return self._outline is not None and self._outline.machine.device == "cpu"
 
     def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A micro-batch of the first window. The largest one's shapes are kept."""
@@ -346,17 +352,25 @@ class FirstWindow:
             self._example, self._example_elements = call.without_memory(), elements
 
     def plan_now(self) -> Plan | None:
-        """The plan for what was seen; None if there is none that fits, or nothing can be traced. All ranks call it."""
+        """The plan for what was seen; None if there is none that fits, or nothing can be traced. All ranks call it.
+
+        Raises:
+            DoesNotFitError: there is no GPU, and the plan does not fit.
+        """
         if self._ranks is not None:
-            return _of_the_largest(self._ranks, self._example_elements, self._plan_now)
-        return self._plan_now()
+            made = _of_the_largest(self._ranks, self._example_elements, self._plan_now)
+        else:
+            made = self._plan_now()
+        if made is not None:
+            check_fits(proposing_disk(made))
+        return made
 
     def _plan_now(self) -> Plan | None:
         if self._outline is None or self._example is None:
             return None
         work = _work(self._outline, self._example, self._evaluation_rows)
         made = None if work is None else self._outline.plan(work)
-        if made is not None and not made.fits:
+        if made is not None and not made.fits and not self._is_on_cpu:
             logger.warning(
                 f"training goes on as it began: the plan for its micro-batches {why_not(made)}\n{made.explain()}"
             )
@@ -368,7 +382,7 @@ class FirstWindow:
         assert outline is not None
         config, machine = outline.config, outline.machine
         whole = outline.plan(None)
-        if self.is_settled:
+        if self.is_settled or self._is_on_cpu:
             return whole
         nothing = Stage("", Pass(), Pass(), 0, 0, 0, 0, 0, 0)
         blocks = [replace(nothing, block=name) for name, _ in repeated_blocks(outline.model)]

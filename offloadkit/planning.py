@@ -43,6 +43,8 @@ AUTO_BATCH_SIZE = 8
 """The size that "auto" takes without a GPU."""
 
 GIB = 1 << 30
+ASSUMED_VRAM = "24GiB"
+"""Of each GPU where several are planned for and nothing says which."""
 ASSUMED_CARD = Hardware(
     device="cuda:0",
     gpu_name="an assumed card",
@@ -107,7 +109,8 @@ def plan(
         gpu: a card to plan for that is not here ("RTX 4090"), by its data sheet: see `planner.cards.CARDS`. The CPU
             and RAM are this machine's, or assumed if they were never measured. `vram` is then a part of the card.
         num_gpus: how many such GPUs train together, each with micro-batches of its own; eight of them to a host. They
-            need not be here. None: as many as there are ranks.
+            need not be here: without a GPU, `gpu` and `vram`, cards of `ASSUMED_VRAM` are planned for. None: as many
+            as there are ranks.
 
     Raises:
         ConfigError: a wish has no meaning, no such card is known, `vram` is more than it has, or there is another
@@ -156,6 +159,9 @@ def plan_source(
         if ranks is not None and num_gpus not in (None, ranks.size):
             raise ConfigError(f"num_gpus={num_gpus}, but torch.distributed has {ranks.size} ranks: leave num_gpus out")
         number = num_gpus or 1 if ranks is None else ranks.size
+        nothing_is_here = ranks is None and device is None and hardware.default_device().type == "cpu"
+        if num_gpus is not None and nothing_is_here and gpu is None and config.vram is None:
+            config = replace(config, vram=ASSUMED_VRAM)
         machine, assumed = _machine(config, device, gpu, number, ranks)
 
         def make() -> Plan:

@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -316,6 +317,42 @@ def test_torch_averages_and_schedules_beside_the_engine(placement: str, device: 
     assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
 
 
+def test_what_watching_takes_grows_with_the_parameters_and_not_with_their_square() -> None:
+    """Counted in Python's calls, which are all that it takes beside torch's own work."""
+
+    def num_calls(work: Callable[[], object]) -> int:
+        found = 0
+
+        def called(frame: Any, event: str, arg: Any) -> None:
+            nonlocal found
+            found += event == "call" and f"offloadkit{os.sep}offload" in frame.f_code.co_filename
+
+        sys.setprofile(called)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+        return found
+
+    def counts(depth: int) -> list[int]:
+        model = TinyLM(depth=depth, width=5, hidden=7)
+        with OffloadEngine(model, config("vram"), device="cpu") as engine:
+            train(engine, tokens(1))
+            ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+            ema.update_parameters(model)
+            parameters = list(model.parameters())
+            work: list[Callable[[], object]] = [
+                lambda: ema.update_parameters(model),
+                lambda: torch._foreach_norm(parameters),
+                lambda: torch._foreach_mul_([parameter.detach() for parameter in parameters], 0.5),
+                lambda: [parameter.data.clamp_(-1, 1) for parameter in parameters],
+            ]
+            return [num_calls(each) for each in work]
+
+    some, more = counts(8), counts(16)
+    assert all(0 < twice <= 2 * once for once, twice in zip(some, more, strict=True)), (some, more)
+
+
 def test_gradients_are_asked_of_the_engine(device: str) -> None:
     model = small()
     with OffloadEngine(model, device=device) as engine:
@@ -426,8 +463,9 @@ def test_weights_in_ram_that_forward_uses_without_their_block_are_an_error(devic
 def test_a_training_step_touches_no_watched_weight(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python is called for operations of the program around the engine, and for none of the step's own."""
     touched = []
-    real = outside._touch
-    monkeypatch.setattr(outside, "_touch", lambda func, *args: (touched.append(func), real(func, *args))[1])
+    touch, aliased = outside._touch, outside._aliased
+    monkeypatch.setattr(outside, "_touch", lambda func, *args: (touched.append(func), touch(func, *args))[1])
+    monkeypatch.setattr(outside, "_aliased", lambda *args: (touched.append("alias"), aliased(*args))[1])
     for placement in PLACEMENTS:
         with OffloadEngine(small(), config(placement), device=device) as engine:
             touched.clear()

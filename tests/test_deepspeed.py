@@ -32,6 +32,10 @@ PLAIN: dict[str, Any] = {
 }
 
 
+COUPLED = PLAIN | {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}
+DECAYED = [{"params": [nn.Parameter(torch.ones(2))], "weight_decay": 0.3}]
+
+
 @pytest.fixture(autouse=True)
 def on_the_cpu_and_no_group_is_left(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -146,7 +150,10 @@ def test_the_config_that_people_copy_with_fp32_data(
     train(engine, [(inputs, labels * 1e8) for inputs, labels in data[8:16]])
     assert engine.get_global_grad_norm() == math.inf or math.isnan(engine.get_global_grad_norm())
     assert (engine.skipped_steps, engine.global_steps, scheduler.last_batch_iteration) == (1, 2, 0)
+    assert not engine.was_step_applied()
+    assert engine.dynamic_loss_scale()
     train(engine, data[16:])
+    assert engine.was_step_applied()
     engine.offload.synchronize()
     assert (engine.skipped_steps, engine.global_steps, scheduler.last_batch_iteration) == (1, 4, 2)
     assert engine.get_lr() == [pytest.approx(1e-4 * math.log(3) / math.log(1000))]
@@ -269,6 +276,7 @@ def test_a_client_that_was_stepped_is_refused() -> None:
         ({"config": {"train_batch_size": 4}}, "there is no optimizer"),
         ({"config": {"optimizer": PLAIN["optimizer"]}}, "needs train_batch_size"),
         ({"mpu": object()}, "stay with DeepSpeed"),
+        ({"config": COUPLED, "model_parameters": DECAYED}, "weight_decay 0.3 by a group of model_parameters"),
     ],
 )
 def test_what_initialize_cannot_begin_with(arguments: dict[str, Any], message: str) -> None:
@@ -323,6 +331,9 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
         return deepspeed.initialize(model=model, config=PLAIN)[0]
 
     whole = begun(mlp())
+    with pytest.raises(ConfigError, match=r"client_state\['args'\] is a Namespace.*vars\(args\)"):
+        whole.save_checkpoint(tmp_path, client_state={"args": argparse.Namespace(epoch=3)})
+    assert not any(tmp_path.iterdir())
     assert whole.load_checkpoint(tmp_path) == (None, None)
     train(whole, data[:8])
     assert whole.save_checkpoint(tmp_path, client_state={"epoch": 3})
@@ -371,11 +382,16 @@ def test_calls_on_deepspeeds_engine() -> None:
     engine.zero_grad()
     assert not engine.is_gradient_accumulation_boundary()
     engine.step()
+    assert not engine.was_step_applied()
     assert engine.is_gradient_accumulation_boundary()
     with pytest.raises(ConfigError, match="retain_graph"):
         engine.backward(loss, retain_graph=True)
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = engine.no_such_name
+    with pytest.raises(AttributeError, match=r"nor its module \(Linear\) has 'set_lr'.*docs/from-deepspeed.md"):
+        engine.set_lr(1e-3)
+    assert not hasattr(engine, "no_such_name")
+    assert engine.get_batch_info() == (8, 4, 2)
+    assert (engine.steps_per_print(), engine.wall_clock_breakdown()) == (None, False)
+    assert (engine.zero_optimization(), engine.dynamic_loss_scale()) == (False, False)
     assert dist.get_world_size() == 1, "scripts ask for their rank"
     engine.destroy()
 
@@ -389,6 +405,7 @@ def test_twenty_steps_of_deepspeed_itself(monkeypatch: pytest.MonkeyPatch) -> No
     for name, value in {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     theirs = pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    monkeypatch.setitem(theirs.ops.__compatible_ops__, "deepspeed_shm_comm", False)  # a minute to compile, for one rank
     config = copy.deepcopy(PLAIN)
     config["optimizer"]["params"]["torch_adam"] = True  # its own must be compiled
     begun = weights(mlp())
@@ -403,6 +420,7 @@ def test_twenty_steps_of_deepspeed_itself(monkeypatch: pytest.MonkeyPatch) -> No
             train(engine, data)
             found.append((weights(engine.module), engine.get_lr()))
             engine.destroy()
+        theirs.comm.destroy_process_group()  # which DeepSpeed must know of, to be of use again in this process
         (own, rates), (other, other_rates) = found
         assert rates == other_rates
         for name, each in own.items():

@@ -110,11 +110,20 @@ TUTORIAL: dict[str, Any] = {
 """DeepSpeed's CIFAR-10 tutorial."""
 
 
+ONE_BIT: dict[str, Any] = {
+    "type": "OneBitAdam",
+    "params": {"lr": 2e-4, "freeze_step": 400, "cuda_aware": False, "comm_backend_name": "nccl"},
+}
+"""DeepSpeed's 1-bit Adam tutorial."""
+
+
 def adamw(**more: Any) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}} | more
 
 
-def test_the_config_that_people_copy(tmp_path: Path) -> None:
+def test_the_config_that_people_copy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(FULL))
     assert OffloadConfig.from_deepspeed(file) == OffloadConfig(
@@ -129,8 +138,18 @@ def test_the_config_that_people_copy(tmp_path: Path) -> None:
     assert (read.train_batch_size, read.micro_batch_size, read.stage) == (32, 4, 2)
     assert read.schedule == ("WarmupLR", FULL["scheduler"]["params"])
     assert {name.rpartition(".")[2] for name in read.ignored} == {
-        *("stage", "overlap_comm", "reduce_scatter", "contiguous_gradients", "device", "pin_memory")
+        *("stage", "overlap_comm", "reduce_scatter", "contiguous_gradients", "pin_memory")
     }
+    caplog.clear()
+    with monkeypatch.context() as on_rank_1:
+        on_rank_1.setenv("RANK", "1")
+        read_deepspeed(FULL)
+    assert not caplog.messages
+    read_deepspeed(FULL)
+    ignored, weights = caplog.messages
+    assert "these change nothing here" in ignored
+    assert "zero_optimization.overlap_comm, zero_optimization.reduce_scatter" in ignored
+    assert "DeepSpeed ignores offload_param below stage 3, and the stage is 2" in weights
 
 
 def test_huggingfaces_config_leaves_its_autos_to_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
@@ -167,6 +186,12 @@ def test_deepspeeds_tutorial() -> None:
             {"disk": "/local"},
         ),
         ({"offloadkit": {"vram": "8GiB", "placement": {"weights": "ram"}}}, {"placement": Placement(weights="ram")}),
+        ({"optimizer": {"type": "Lion"}}, {"betas": (0.9, 0.999)}),
+        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "foreach": False}}}, {"weight_decay": 0.01}),
+        (
+            {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}}},
+            {"weight_decay": 0.0},
+        ),
         ({"zero_optimization": True}, {}),
         ({"zero_optimization": {"prefetch_bucket_size": 5e7}}, {}),
         (
@@ -206,7 +231,9 @@ def test_batch_sizes_of_two_gpus(sizes: dict[str, int], found: tuple[int | None,
     [
         ({"train_batch_size": 7}, "7 is not 2 x 3 x 1 = 6"),
         ({"gradient_accumulation_steps": 0}, "whole number >= 1"),
-        ({"optimizer": {"type": "OneBitAdam", "params": {}}}, "'OneBitAdam' cannot be offloaded: 'AdamW'"),
+        ({"optimizer": ONE_BIT}, "'OneBitAdam' cannot be offloaded: 'AdamW'"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, "'SGD' cannot be offloaded"),
+        ({"optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9}}}, "'Muon' cannot be offloaded"),
         ({"optimizer": {"params": {"lr": 1}}}, "no optimizer.type"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}}, "decoupled"),
         ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "without amsgrad"),
@@ -215,6 +242,9 @@ def test_batch_sizes_of_two_gpus(sizes: dict[str, int], found: tuple[int | None,
         ({"zero_optimization": {"stgae": 2}}, "did you mean 'zero_optimization.stage'"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "write the folder too"),
         ({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}, "'none', 'cpu' or 'nvme'"),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "offload_param.device must be 'none', 'cpu'"),
+        ({"steps_per_print": float("nan")}, "steps_per_print must be a whole number >= 1, got nan"),
+        ({"train_batch_size": float("inf")}, "whole number >= 1, got inf"),
         ({"zero_optimization": 2}, "a section of its own"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "enable one of them"),
         ({"fp16": {"enabled": "yes"}}, "true or false"),
@@ -232,6 +262,26 @@ def test_what_has_no_meaning_is_refused(given: dict[str, Any], message: str) -> 
         config["gradient_accumulation_steps"] = 3
     with pytest.raises(ConfigError, match=message):
         OffloadConfig.from_deepspeed(config)
+
+
+def test_printing_every_infinity_of_steps_is_never(tmp_path: Path) -> None:
+    """As accelerate writes it into its configs."""
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 2, "steps_per_print": Infinity}')
+    assert read_deepspeed(tmp_path / "ds.json").steps_per_print is None
+
+
+def test_parameters_on_a_disk_and_a_folder_that_is_not_there_are_named(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    on_disk = {"device": "nvme", "nvme_path": str(tmp_path / "none")}
+    read_deepspeed(adamw(zero_optimization={"stage": 3, "offload_param": on_disk, "offload_optimizer": on_disk}))
+    assert "weights are never on disk here: RAM must hold" in caplog.text
+    assert f"no folder on this machine: {tmp_path / 'none'}. Make it" in caplog.text
+    assert "below stage 3" not in caplog.text
+    caplog.clear()
+    here = {"device": "nvme", "nvme_path": str(tmp_path)}
+    read_deepspeed(adamw(zero_optimization={"stage": 3, "offload_param": ON_CPU, "offload_optimizer": here}))
+    assert [each for each in caplog.messages if "change nothing" not in each] == []
 
 
 def test_a_key_of_your_own_is_overlooked_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@
 | File | Holds |
 |---|---|
 | `states-RANK-of-RANKS.safetensors` | optimizer states, by parameter name and range |
-| `run.json` | options by group, counts, loss scale, scheduler, position in the data |
+| `run.json` | options by group, counts, loss scale, who adds gradients, scheduler, position in the data |
 | `random.json` | random states; those of rank 1 and later ones are in `random-RANK.json` |
 | `order.json` | under the Trainer: the random state that an epoch's order by length was drawn from |
 | `weights.safetensors` | weights and buffers; under the Trainer HuggingFace's own files hold them |
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,36 @@ from offloadkit.errors import ConfigError, ModelError, OutputError
 RUN_FILE = "run.json"
 RANDOM_FILE = "random.json"
 RANDOM_FILE_OF_RANK = "random-{:05}.json"
+
+
+@dataclass(frozen=True)
+class Adding:
+    """Who adds up the gradients of an update, and so in which order."""
+
+    num_ranks: int
+    gradient_accumulation: int
+    """Micro-batches of each rank."""
+    exchange: str
+
+    @property
+    def num_sums(self) -> int:
+        """Sums that are made first, each of one rank's micro-batches, and then added; 1: all are added one by one."""
+        adds_first = self.exchange == "step" and self.gradient_accumulation > 1
+        return self.num_ranks if adds_first else 1
+
+    def other_order(self, now: Adding) -> str | None:
+        """A warning if a run that was saved with this goes on with `now` in another order, else None."""
+        if self.num_sums == now.num_sums:
+            return None
+        return (
+            f"gradients were added by {self}, and are added by {now} now: in another order, so the weights differ in "
+            f"their last bits from those of one run. {self} go on bit for bit; with exchange='micro_batch' from the "
+            "beginning, any number of ranks does"
+        )
+
+    def __str__(self) -> str:
+        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        return f"{ranks} x {self.gradient_accumulation} micro-batches with exchange={self.exchange!r}"
 
 
 @dataclass(frozen=True)
@@ -48,6 +78,8 @@ class RunNumbers:
     """What must be the same in a run that goes on: "optimizer", "precision", and "seed" where moments are rounded."""
     counts: dict[str, Any]
     """"num_updates" and "loss_scale"."""
+    adding: Adding
+    """Of the gradients of an update."""
     forget_pages: Callable[[], None]
     """Drops pages of states on disk, which were mapped to be read or written, from RAM."""
 
@@ -66,7 +98,8 @@ class RunNumbers:
 
     def write_values(self, folder: Path, **more: Any) -> None:
         """Write `run.json`. Raises as `write`."""
-        values = {"facts": self.facts, "groups": self.groups, "counts": self.counts, **more}
+        values = {"facts": self.facts, "groups": self.groups, "counts": self.counts, "adding": asdict(self.adding)}
+        values |= more
         write_json(folder / RUN_FILE, values)
 
     def write_states(self, folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
@@ -91,6 +124,7 @@ class RunNumbers:
             facts, groups = values["facts"], values["groups"]
             members = [group["parameters"] for group in groups]
             values["counts"]["num_updates"]
+            Adding(**values["adding"])
         except (KeyError, TypeError) as error:
             raise ModelError(f"{path} cannot be read: it has no {error}") from error
         for name, own in self.facts.items():

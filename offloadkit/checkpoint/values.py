@@ -58,7 +58,7 @@ def as_json(value: Any, name: str) -> Any:
             return {"$array": [value.dtype.str, list(value.shape), value.tobytes().hex()]}
     raise ConfigError(
         f"{name} is a {type(value).__name__}, which a checkpoint cannot store: it holds numbers, texts, lists, dicts "
-        "and tensors. Keep it out of state_dict()"
+        "and tensors. Leave it out, or store what it is made of, such as vars(args) for a Namespace"
     )
 
 

@@ -68,10 +68,12 @@ class Ranks:
     """
 
     _watch: Watch | None = None
+    _handled = id(None)
     _stepped: SteppedLayers | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
+        self._handled = id(sys.exception())  # held, an error would keep all that its frames hold
         default: Any = dist.group.WORLD
         self._timeout: timedelta = default._get_backend(default._device_types[0]).options._timeout
         timeout = self._timeout
@@ -216,16 +218,27 @@ class Ranks:
         if failed:
             raise RankError(f"{what} failed on rank {failed[0]}, whose error says why")
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether an error is on its way to the caller. One that was being handled when the ranks met is not."""
+        error = sys.exception()
+        return error is not None and id(error) != self._handled
+
+    def fail(self) -> None:
+        """Tell the others that this rank has failed."""
+        if self._watch is not None:
+            self._watch.fail()
+
     def close(self) -> None:
         """Give the groups back, which closes their connections: ranks that still wait for this one get an error.
 
-        While an error is on its way to the caller, this rank counts as failed.
+        If it `is_failing`, this rank counts as failed.
         """
         if self._stepped is not None:
             self._stepped.end()
         if self._watch is None:
             return
-        if sys.exception() is not None:
+        if self.is_failing:
             self._watch.fail()
         self._watch.leave()
         if dist.is_initialized():
@@ -233,6 +246,17 @@ class Ranks:
                 with suppress(ValueError):  # the program has destroyed all groups, and made others
                     dist.destroy_process_group(group)
         self._between_devices = self._of_main = self._of_stepping = None
+
+    def explain(self, error: RuntimeError) -> None:
+        """Of an operation of torch.distributed that was not the engine's: a Trainer's, the user's.
+
+        Raises:
+            RankError: `error` is of such an operation, and another rank has failed.
+        """
+        is_of_ranks = isinstance(error, dist.DistError) or "gloo" in str(error)
+        lost = self._watch.who_is_lost() if is_of_ranks and self._watch is not None else None
+        if lost is not None:
+            raise RankError(f"an operation with the other ranks failed: rank {lost} has {_ENDED}") from error
 
     def _abort(self) -> None:
         """End the device operations that wait for a rank which has ended. (gloo's end by themselves.)"""
@@ -260,8 +284,9 @@ class Ranks:
                 f"{what} with the other ranks failed: rank {lost} has {_ENDED}"
                 if lost is not None
                 else f"{what} with the other ranks failed: one has ended, has raised an error, or has not come here "
-                "before the timeout of init_process_group. Every rank must call the engine alike. Look at the other "
-                "ranks' errors, and go on from a checkpoint"
+                f"within {self._timeout.total_seconds():g} seconds (ddp_timeout of finetune and TrainingArguments, "
+                "timeout of init_process_group). Every rank must call the engine alike. Look at the other ranks' "
+                "errors, and go on from a checkpoint"
             ) from error
 
 

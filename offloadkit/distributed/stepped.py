@@ -104,6 +104,7 @@ class Stepped:
                 )
             if now - began > self._of.timeout:
                 raise RankError(
-                    "the other ranks have not stepped all weights before the timeout of init_process_group: look at "
-                    "their errors, and go on from a checkpoint"
+                    f"the other ranks have not stepped all weights within {self._of.timeout:g} seconds (ddp_timeout of "
+                    "finetune and TrainingArguments, timeout of init_process_group): look at their errors, and go on "
+                    "from a checkpoint"
                 )

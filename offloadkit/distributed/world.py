@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -19,11 +20,15 @@ from offloadkit.errors import RankError
 _T = TypeVar("_T")
 
 
-def join() -> None:
+def join(timeout: float | None = None) -> None:
     """Join the group of the processes that were started together with this one, unless it has joined one already.
 
     If the process computes on the first GPU, the one of LOCAL_RANK becomes its own. Nothing happens where it was
     started alone.
+
+    Args:
+        timeout: seconds that an operation may wait for the other ranks, also in a group that it has joined already.
+            None leaves it as it is; a new group has torch's then.
 
     Raises:
         RankError: the others cannot be reached.
@@ -33,10 +38,13 @@ def join() -> None:
     on_gpu = torch.cuda.is_available()
     if on_gpu and torch.cuda.current_device() == 0:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0) % torch.cuda.device_count())
+    limit = None if timeout is None else timedelta(seconds=timeout)
     if dist.is_initialized():
+        if limit is not None:
+            dist.distributed_c10d._set_pg_timeout(limit)
         return
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=limit)
     except (ValueError, RuntimeError) as error:
         raise RankError(
             f"the environment names {os.environ['WORLD_SIZE']} processes, and this one (RANK={os.environ['RANK']}) "
@@ -63,7 +71,7 @@ def from_first(what: str, run: Callable[[], _T]) -> _T:
 
     Raises:
         BaseException: what `run()` raised.
-        RankError: it cannot be sent to other ranks; they get this in its place.
+        RankError: it cannot be sent to other ranks; they get this in its place. Or another rank never comes here.
     """
     if size() == 1:
         return run()
@@ -74,7 +82,12 @@ def from_first(what: str, run: Callable[[], _T]) -> _T:
             told = [(run(), None)]
         except BaseException as error:
             raised, told = error, [(None, _sendable(what, error))]
-    dist.broadcast_object_list(told, 0)
+    try:
+        dist.broadcast_object_list(told, 0)
+    except RuntimeError as error:
+        if raised is None:
+            problem = "another process has died, has raised an error or has not come here in time: look at that"
+            raise RankError(f"{what} failed: {problem}") from error
     found, sent = told[0]
     if raised is not None or sent is not None:
         raise raised or sent

@@ -24,6 +24,8 @@ _LIVE_ELEMENTS = 10**9
 _PROCESS_BYTES = 2_350_000_000
 """RAM of a process with torch, CUDA and DeepSpeed. With it the RAM below is within 1.5 % of what ZeRO-2 took in five
 runs on an H200, from T5-small to Llama-3.2-3B (benchmarks/results.csv)."""
+_CPU_PROCESS_BYTES = 600_000_000
+"""The same without CUDA: a T5 of 12 thousand parameters took 570 MB in all (torch 2.13 for the CPU, DeepSpeed 0.19)."""
 _LOSS_BYTES = 8
 """An element of the logits takes them beside its own: its fp32 copy and that one's gradient."""
 _OTHER_KERNELS = 1.3
@@ -204,7 +206,7 @@ def zero_needs(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1) -
     vram += int(_OTHER_KERNELS * _activations(plan, recomputed=zero.recomputed))
     if plan.basis.hardware is not None:
         vram += plan.basis.hardware.vram_context_bytes
-    ram = _PROCESS_BYTES
+    ram = _CPU_PROCESS_BYTES if plan.on_cpu else _PROCESS_BYTES
     if zero.weights == "vram":
         vram += weight * (share if zero.stage == 3 else size)
     else:

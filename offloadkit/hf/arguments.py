@@ -24,6 +24,16 @@ from offloadkit.planner import Dtype
 logger = logging.get_logger(__name__)
 
 _FROM_DEEPSPEED = "pass offload=OffloadConfig.from_deepspeed('ds_config.json'), which reads the same file"
+_DEEPSPEED_KEYS = {
+    "optimizer": "optimizer.type",
+    "learning_rate": "optimizer.params.lr",
+    "betas": "optimizer.params.betas",
+    "eps": "optimizer.params.eps",
+    "weight_decay": "optimizer.params.weight_decay",
+    "max_grad_norm": "gradient_clipping",
+    "gradient_accumulation": "gradient_accumulation_steps",
+}
+"""By field of `OffloadConfig`, what a ds_config.json writes for it."""
 _OWN_NAMES = ("epochs", "batch_size", "gradient_accumulation")
 """Arguments of `finetune` that `TrainingArguments` know by another name."""
 _ACCELERATE = {
@@ -62,7 +72,8 @@ def arguments_of_finetune(
         evaluates: whether there is an evaluation set.
 
     Raises:
-        ConfigError: an argument is unknown or has no meaning here, or transformers refuses its value.
+        ConfigError: an argument is unknown or has no meaning here, transformers refuses its value, or `accelerate
+            launch` asks for what the engine cannot do.
     """
     known = argument_names()
     if given.get("deepspeed"):  # transformers would ask for the package before anybody else can say this
@@ -91,8 +102,12 @@ def arguments_of_finetune(
         "save_total_limit": 1,
         "report_to": "none",
     }
+    chosen = defaults | own | given
+    precision = _precision(bf16=chosen["bf16"], fp16=chosen["fp16"])
+    if problems := _asked_by_the_environment(precision):  # before transformers asks for packages
+        raise _cannot_train_with(problems)
     try:
-        args = Seq2SeqTrainingArguments(**(defaults | own | given))
+        args = Seq2SeqTrainingArguments(**chosen)
     except (TypeError, ValueError) as error:
         said = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ConfigError(f"transformers refuses these training arguments ({said}): {error}") from error
@@ -109,8 +124,10 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
     """`offload` with the values of `args` filled in.
 
     Raises:
-        ConfigError: a field of `offload` was changed from its default and contradicts `args`.
+        ConfigError: a field of `offload` was changed from its default, or a ds_config.json writes it, and it
+            contradicts `args`. Rows of its batches do.
     """
+    read = offload.deepspeed
     told: dict[str, Any] = {
         "learning_rate": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
@@ -126,16 +143,41 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
         told["working_dtype"] = "bf16" if args.bf16 else "fp16"
     if args.gradient_checkpointing:
         told["activation_checkpointing"] = True
-    defaults = {field.name: field.default for field in fields(OffloadConfig)}
-    clashes = [
-        f"\n  {name}: {getattr(offload, name)!r} in OffloadConfig, {value!r} by TrainingArguments"
-        for name, value in told.items()
-        if getattr(offload, name) not in (defaults[name], value)
-    ]
+    usual = {field.name: field.default for field in fields(OffloadConfig)}
+    written: dict[str, Any] = {}
+    if read is not None:
+        usual |= {name: value for name, value in read.options.items() if name in _DEEPSPEED_KEYS}
+        written = read.written
+    own = written.get("offloadkit", {})
+    clashes = []
+    for name, value in told.items():
+        key = _DEEPSPEED_KEYS.get(name)
+        is_said = key in written or name in own or getattr(offload, name) != usual[name]
+        if is_said and getattr(offload, name) != value:
+            where = f"OffloadConfig ({key})" if key in written else "OffloadConfig"
+            clashes.append(f"\n  {name}: {getattr(offload, name)!r} in {where}, {value!r} by TrainingArguments")
+    for key, value in _only_in_deepspeeds(args).items():
+        if written.get(key, value) != value:
+            clashes.append(f"\n  {key}: {written[key]!r} in the DeepSpeed config, {value!r} by TrainingArguments")
     if clashes:
         problem = "TrainingArguments say these, and OffloadConfig says otherwise; leave them out of OffloadConfig:"
+        if read is not None:
+            problem = (
+                "TrainingArguments and the DeepSpeed config must say the same, so change one of them, or write "
+                '"auto" into the file:'
+            )
         raise ConfigError(problem + "".join(clashes))
+    if read is not None:
+        read.check_decay(args.weight_decay, "TrainingArguments")
     return replace(offload, **told)
+
+
+def _only_in_deepspeeds(args: TrainingArguments) -> dict[str, Any]:
+    """What a ds_config.json may write beside what `OffloadConfig` holds, and what `args` say about it."""
+    rows = args.per_device_train_batch_size
+    found: dict[str, Any] = {"train_micro_batch_size_per_gpu": rows}
+    found["train_batch_size"] = rows * args.gradient_accumulation_steps * args.world_size
+    return found | {f"{dtype}.enabled": True for dtype in ("bf16", "fp16") if getattr(args, dtype)}
 
 
 def _optim(args: TrainingArguments) -> str:
@@ -155,19 +197,33 @@ def left_to_the_engine(args: TrainingArguments) -> Iterator[None]:
             setattr(args, name, True)
 
 
-def _of_the_environment(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
-    """By variable of `accelerate launch`, which reads its config file: whether it asks for what the engine cannot do,
-    and what to do."""
-    given = {name: os.environ.get(name, "").lower() for name in _ACCELERATE}
-    on = {name: value not in ("", "0", "n", "no", "f", "false", "off") for name, value in given.items()}
+def _asked_by_the_environment(own: str) -> list[str]:
+    """What `accelerate launch`, which reads its config file, asks for by its variables and the engine cannot do; each
+    with what to do.
+
+    own: "bf16", "fp16" or "no", as the arguments say.
+    """
+    given = {name: os.environ.get(name, "") for name in _ACCELERATE}
     leave = "leave it out of accelerate's config (or start with `python`)"
-    found = {name: (on[name], f"{leave}: {why}") for name, why in _ACCELERATE.items()}
-    own = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
-    precision = given["ACCELERATE_MIXED_PRECISION"] or own
-    differs = precision not in ("no", own)
-    advice = f"pass {precision}=True" if precision in ("bf16", "fp16") else "leave it out"
-    found["ACCELERATE_MIXED_PRECISION"] = (differs, f"TrainingArguments say {own!r}: {advice}")
-    return found
+    problems = []
+    for name, value in given.items():
+        advice = f"{leave}: {_ACCELERATE[name]}"
+        wanted = value.lower() not in ("", "0", "n", "no", "f", "false", "off")
+        if name == "ACCELERATE_MIXED_PRECISION":
+            wanted = wanted and value.lower() != own
+            do = f"pass {value.lower()}=True" if value.lower() in ("bf16", "fp16") else "leave it out"
+            advice = f"TrainingArguments say {own!r}: {do}"
+        if wanted:
+            problems.append(f"{name}={value!r} (set by `accelerate launch`): {advice}")
+    return problems
+
+
+def _cannot_train_with(problems: list[str]) -> ConfigError:
+    return ConfigError("TrainingArguments that offloadkit cannot train with:\n  " + "\n  ".join(problems))
+
+
+def _precision(*, bf16: bool, fp16: bool) -> str:
+    return "bf16" if bf16 else "fp16" if fp16 else "no"
 
 
 def check_optim(args: TrainingArguments) -> None:
@@ -203,9 +259,8 @@ def check_arguments(args: TrainingArguments) -> None:
             options.get(name, usual) != usual,
             "leave it out: the engine recomputes every block, not reentrantly, and the plan may send its input to RAM",
         )
-    for name, (wanted, advice) in _of_the_environment(args).items():
-        refused[f"{name}={os.environ.get(name)!r} (set by `accelerate launch`)"] = (wanted, advice)
     problems = [f"{name}: {advice}" for name, (given, advice) in refused.items() if given]
+    problems += _asked_by_the_environment(_precision(bf16=args.bf16, fp16=args.fp16))
     world.join()
     if args.world_size != world.size():
         problems.append(
@@ -215,7 +270,7 @@ def check_arguments(args: TrainingArguments) -> None:
     if args.world_size > 1 and args.save_on_each_node:
         problems.append("save_on_each_node=True: leave it out; all ranks write into one folder, which all of them see")
     if problems:
-        raise ConfigError("TrainingArguments that offloadkit cannot train with:\n  " + "\n  ".join(problems))
+        raise _cannot_train_with(problems)
     if args.n_gpu > 1:
         logger.warning(f"offloadkit trains on one GPU ({args.device}); the other {args.n_gpu - 1} stay idle")
         args._n_gpu = 1  # as the Trainer does for models that it must not wrap in DataParallel

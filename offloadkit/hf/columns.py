@@ -6,18 +6,19 @@
 | `input` + `target`, `prompt` + `completion` | pairs |
 | `messages` (a list of role/content dicts) | messages |
 | `text` + `label` | labelled text |
-| `text` | text |
 | one of `_QUESTIONS`, of `_CONTEXTS` or of both, and one of `_TARGETS` | pairs |
+| `text` | text |
 | `conversations` (a list of from/value dicts: ShareGPT) | messages |
 
-Rows above go before rows below. Where names leave a doubt, nothing is guessed.
+Rows above go before rows below: `text` beside a pair is often the whole row, written out, and learning it would be
+learning the prompt too. Where names leave a doubt, nothing is guessed.
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import Formatter
 from typing import Any, Literal
 
@@ -51,6 +52,8 @@ class Columns:
     """pairs and labelled text: the target or the label."""
     template: str = ""
     """Makes the input from `inputs` by `str.format`."""
+    otherwise: str = ""
+    """How to learn from other columns, where that is as likely meant."""
 
     def texts(self, batch: dict[str, list[Any]], indices: list[int]) -> list[str]:
         """The input of each row.
@@ -101,7 +104,8 @@ class Columns:
         what = repr(self.template) if self.template else " + ".join(self.inputs)
         to = f", the {second} is {self.target}" if self.target else ""
         out = f" (not read: {', '.join(left_out)})" if left_out else ""
-        return f"of each row the {first} is {what}{to}{out}"
+        otherwise = f"; {self.otherwise}" if self.otherwise else ""
+        return f"of each row the {first} is {what}{to}{out}{otherwise}"
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,8 @@ class ColumnWish:
         return self.inputs if self.target is None else (*self.inputs, self.target)
 
 
+_TEXT = Columns("text", ("text",))
+
 BY_NAME = ColumnWish()
 """The user says nothing."""
 
@@ -174,7 +180,7 @@ def choose(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> C
     fitting = [columns for columns in found if columns.kind in kinds]
     if not fitting:
         raise DataError(f"no column set fits: {_unclear(names)}. {_how_to_say(names)}")
-    return fitting[0]
+    return replace(fitting[0], otherwise=_otherwise(fitting[0], names)) if "text" in kinds else fitting[0]
 
 
 def columns_to_read(names: Collection[str], named: Collection[str]) -> set[str]:
@@ -216,7 +222,6 @@ def _exact(names: Collection[str]) -> list[Columns]:
         Columns("pairs", ("prompt",), "completion"),
         Columns("messages", ("messages",)),
         Columns("labelled text", ("text",), "label"),
-        Columns("text", ("text",)),
     ]
     if "instruction" in names:
         del sets[1]  # `input` is a part of the input only
@@ -224,14 +229,35 @@ def _exact(names: Collection[str]) -> list[Columns]:
 
 
 def _recognised(names: Collection[str]) -> list[Columns]:
-    """What other names say, where they leave no doubt."""
+    """What other names say, where they leave no doubt, and plain text."""
     found = []
     inputs, targets = _inputs(names), [name for name in _TARGETS if name in names]
     if inputs and len(targets) == 1:
         found.append(Columns("pairs", inputs, targets[0]))
+    if "text" in names:
+        found.append(_TEXT)
     if "conversations" in names:
         found.append(Columns("messages", ("conversations",)))
     return found
+
+
+def _otherwise(chosen: Columns, names: Sequence[str]) -> str:
+    """How a decoder learns more or less of rows that have both a plain `text` and a target."""
+    if "text" not in names:
+        return ""
+    if chosen.kind == "pairs" and "text" in chosen.inputs:
+        return f"to learn `text` as a whole, leave {chosen.target!r} out of the rows"
+    if chosen.kind == "pairs":
+        return "to learn `text` as a whole, pass input_column='text' (--input-column text)"
+    if chosen.kind == "text" and any(name in names for name in _TARGETS):
+        return "to learn a target alone, pass input_column= and target_column= (--input-column, --target-column)"
+    return ""
+
+
+def _is_written_out(names: Sequence[str]) -> bool:
+    """Whether `text` is beside a pair, so that it is the whole row."""
+    pairs = (columns for columns in (*_exact(names), *_recognised(names)) if columns.kind == "pairs")
+    return "text" in names and any("text" not in columns.inputs for columns in pairs)
 
 
 def _inputs(names: Collection[str]) -> tuple[str, ...]:
@@ -255,6 +281,8 @@ def _wished(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> 
             f"the target is {wish.target!r}, and of the other columns ({others}) no name says which is the input: "
             "pass input_column= or template= (--input-column, --template)"
         )
+    if inputs == _TEXT.inputs and wish.target is None and "text" in kinds and _is_written_out(names):
+        return replace(_TEXT, template=wish.template or "")
     labelled = "labelled text" in kinds
     known = [name for name in (("label",) if labelled else _TARGETS) if name in names and name not in inputs]
     target = wish.target or (known[0] if len(known) == 1 else "")

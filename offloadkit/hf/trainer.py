@@ -83,6 +83,7 @@ _Base: Any = object
 _trainers: WeakSet[OffloadTrainerMixin] = WeakSet()
 """Those that have begun to train."""
 _BEGINS = "the first update runs with little in VRAM, and training is planned for its micro-batches"
+_BEGINS_ON_CPU = "the budget is checked for the micro-batches of the first update, after it"
 _GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
 
 
@@ -124,6 +125,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._num_micro_batches = 1
         self._target_share: torch.Tensor | float | None = None
         self._unfinished = self._begins = self._is_saving = self._is_in_loop = False
+        self._unplanned = ""
         self._dealt: DealtBatches | None = None
         self._window = Window()
         self._order: ResumableOrder | None = None
@@ -144,6 +146,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """
         check_arguments(self.args)
         engine_config(self.offload, self.args)
+        if self.args.ddp_timeout != TrainingArguments.ddp_timeout:
+            world.join(self.args.ddp_timeout)  # transformers does not tell it to a group of processes on the CPU
         chosen = self.args.mixed_precision
         if self.args.fp16:
             self.args.mixed_precision = "no"  # else accelerate scales the loss itself
@@ -213,6 +217,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def _plan_for_rows(self, config: OffloadConfig) -> Plan | None:
         """The plan for the longest rows, printed; None where nothing is to be chosen, or they cannot be read.
 
+        What is printed then is for training: see `_say_how_it_is_planned`.
+
         Raises:
             DoesNotFitError: the plan does not fit.
         """
@@ -221,12 +227,12 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         try:
             batch, said = longest_batch(self)
         except NotReadableError as error:
-            self._say(f"the longest rows are not known before training ({error}): {_BEGINS}")
+            self._unplanned = f"the longest rows are not known before training ({error})"
             return None
         rows: dict[str, Any] = {"rows_option": "per_device_train_batch_size", "evaluation_rows": evaluation_rows(self)}
         plan = plan_for(self.model, config, self.args.device, batch, **rows)
         if plan is None:
-            self._say(f"the longest rows do not run on the meta device: {_BEGINS}")
+            self._unplanned = "the longest rows do not run on the meta device"
             return None
         check_fits(proposing_disk(plan))
         self._say(f"{plan}\n  ({said})" if said else plan)
@@ -327,7 +333,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if 0 < self.state.max_steps <= self.state.global_step:
             self.control.should_training_stop = True
             return [], None
-        self._show_plan_after_the_first()
+        self._say_how_it_is_planned()
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = samples[0]
         if self.args.world_size > 1:
@@ -361,11 +367,16 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._num_micro_batches = num * self.args.world_size
         self._window_targets = on_device(int(told[:, :num].sum()), self.args.device)
 
-    def _show_plan_after_the_first(self) -> None:
-        """Print the plan that was made for the first update's micro-batches."""
-        if self._begins and self.engine is not None and not self.engine.is_beginning:
+    def _say_how_it_is_planned(self) -> None:
+        """Print why there is no plan before the first update, and after it the plan for its micro-batches."""
+        if not self._begins or self.engine is None:
+            return
+        if not self.engine.is_beginning:
             self._begins = False
             self._say(self.engine.plan)
+        elif self._unplanned:
+            self._say(f"{self._unplanned}: {_BEGINS_ON_CPU if self.engine.plan.on_cpu else _BEGINS}")
+            self._unplanned = ""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-batch.
@@ -584,6 +595,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             ConfigError: it is True, and no checkpoint is whole.
             NonFiniteGradientError: NaN or Inf gradients, unless `offload.on_nonfinite` is "skip".
             EngineStateError: another Trainer is inside `train()` on this model.
+            RankError: another rank has died or failed.
         """
         if resume_from_checkpoint:
             given = resume_from_checkpoint
@@ -596,6 +608,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 self._before_the_engine.enter_context(left_to_the_engine(self.args))
                 self._is_in_loop = True
                 output = super().train(resume_from_checkpoint or None, *args, **kwargs)
+        except RuntimeError as error:
+            if self.engine is not None and self.engine.ranks is not None:
+                self.engine.ranks.explain(error)
+            raise
         finally:
             self._is_in_loop = False
             self.args.logging_nan_inf_filter = chosen

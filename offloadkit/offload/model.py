@@ -102,7 +102,7 @@ class PlacedModel:
         self.module, self._device, self._config = module, device, config
         self._shapes, self._accumulation = plan.layers, config.gradient_accumulation
         self.states: list[LayerState] = []
-        self.is_whole = False
+        self.is_whole = self._is_stepped = False
         self._disk: DiskStates | None = None
         self._regions: dict[FlatLayer, Region] = {}
         self._layers = tuple(layers)
@@ -627,8 +627,10 @@ class PlacedModel:
 
     def _finish_updates(self) -> None:
         """Wait until no thread steps a layer or moves its states."""
-        for pending in self.states:
-            pending.weights.wait()
+        if self._is_stepped:  # asked before every write of a parameter
+            for pending in self.states:
+                pending.weights.wait()
+            self._is_stepped = False
         if self._disk is not None:
             self._disk.synchronize()
 
@@ -655,6 +657,7 @@ class PlacedModel:
         order: with several ranks, that which they agreed on.
         """
         order = self._forward_order if order is None else order
+        self._is_stepped = True
         self.gradients.end_of_window()
         layers = []
         for state in order:
@@ -740,6 +743,17 @@ class PlacedModel:
         for state in self.states:
             if state.weights.pending is not None and not state.weights.pending.recorded.is_set():
                 state.weights.pending.record(None)
+
+    def abandon_ranks(self) -> bool:
+        """Wait for no other rank any more, once an update is done on this one.
+
+        Returns:
+            Whether weights lack what other ranks have stepped.
+        """
+        lacks = self._gathers is not None and self._gathers.has_any
+        lacks |= any(not stepped.reached() for stepped in self._stepped.values())
+        self.forget_pending()
+        return lacks
 
     def take_busy(self) -> list[tuple[str, BusyTime]]:
         """Since the last call: the compute stream's waits by name, and the copies, "h2d" and "d2h"."""

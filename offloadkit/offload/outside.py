@@ -7,7 +7,7 @@ a module runs, and in backward, its parameters are plain ones, and torch does no
 `.data`, `.detach()` and views made between steps are watched too, and count as the parameter does: all share its
 version counter. A boundary finds by this counter which weights were written. Where an operation was seen here, weights
 whose bits it left alone keep what their master holds beyond them. Writes that Python's torch does not see (a raw
-pointer, a storage) are not found; arrays of numpy are read-only.
+pointer, a storage, DLPack) are not found; arrays of numpy are read-only.
 """
 
 from __future__ import annotations
@@ -25,8 +25,13 @@ from offloadkit.offload.layers import FlatLayer, ParameterView
 
 unwatched: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which the engine handles watched parameters as plain ones."""
+_is_watching: Any = torch._C._is_torch_function_enabled
+"""Whether this thread is outside of it."""
+set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+"""`parameter.data = tensor`, also of a watched one, without a call of Python."""
 
-
+_detach: Any = torch.Tensor.detach
+_get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _requires_grad: Any = torch.Tensor.requires_grad
 _grad: Any = torch.Tensor.grad
 
@@ -60,12 +65,23 @@ class _Place:
     """One watched parameter."""
 
     outside: Outside
-    layer: WatchedLayer
-    """Gone once the engine is closed."""
+    layer: WatchedLayer | None
+    """None once the engine is closed."""
     view: ParameterView
     plain: type
     watched: type
     guarded: type
+    memory: int
+    """Address of the storage in which the weights live; 0 where there are none."""
+
+    def open(self) -> None:
+        """Have the newest weights where they live."""
+        if self.layer is not None:
+            self.layer.open()
+
+
+_Touched = dict[_Place, torch.Tensor | None]
+"""The parameters that an operation touches, each with the alias through which it does."""
 
 
 class Outside:
@@ -89,7 +105,7 @@ class Outside:
                 plain = type(view.parameter)
                 if plain not in kinds:
                     kinds[plain] = _kind_of(Watched, plain, self), _kind_of(Guarded, plain, self)
-                place = _Place(self, layer, view, plain, *kinds[plain])
+                place = _Place(self, layer, view, plain, *kinds[plain], _memory(layer.home(view)))
                 self._places[id(view.parameter)] = place
                 places.append(place)
         self.watch_all()
@@ -125,14 +141,14 @@ class Outside:
     def moved(self, layer: WatchedLayer) -> None:
         """A layer lives elsewhere now. Aliases that were taken before are refused from here on."""
         for place in self._of_layer[layer.layer]:
-            place.layer = layer
+            place.layer, place.memory = layer, _memory(layer.home(place.view))
 
     def close(self) -> None:
         """Watch nothing any more. Tensors that were handed out stay what they are, and hold no layer."""
         for layer in self._of_layer:
             self.release(layer)
         for place in self._places.values():
-            del place.layer
+            place.layer = None
         self._of_layer.clear()
         self._places.clear()
         del self._finish_updates
@@ -142,23 +158,12 @@ class Outside:
         for layer in self._of_layer:
             self.watch(layer)
 
-    def open(self, place: _Place) -> None:
-        """Have the newest weights of a parameter where they live."""
-        if self._places:
-            place.layer.open()
-
     def place_of(self, parameter: torch.Tensor) -> _Place:
         return self._places[id(parameter)]
 
-    def begin_write(self, place: _Place) -> torch.Tensor | None:
-        if not self._places:
-            return None
+    def finish_updates(self) -> None:
+        """Wait until no layer is stepped."""
         self._finish_updates()
-        return place.layer.before_write(place.view)
-
-    def end_write(self, place: _Place, before: torch.Tensor | None) -> None:
-        if self._places:
-            place.layer.after_write(place.view, before)
 
     def check_gradient(self, parameter: Any) -> None:
         """
@@ -166,7 +171,7 @@ class Outside:
             EngineStateError: somebody asks for the gradient while the engine has it.
         """
         place = self._places[id(parameter)]
-        if place.layer.has_gradient(place.view):
+        if place.layer is not None and place.layer.has_gradient(place.view):
             raise EngineStateError(
                 f"the gradient of {place.view.name!r} is the engine's, and .grad does not hold it. To clip, set "
                 "OffloadConfig(max_grad_norm=...) instead of calling clip_grad_norm_; engine.grad_norm() tells the "
@@ -187,7 +192,8 @@ class Watched:
     ) -> Any:
         return _touch(func, args, kwargs or {})
 
-    # Properties, since trainers ask every parameter in every step: `__torch_function__` takes thrice their time.
+    # What trainers and averages ask of every parameter in every step: `__torch_function__` takes two to three times as
+    # long.
 
     def numel(self) -> int:
         parameter: Any = self
@@ -220,6 +226,30 @@ class Watched:
         with unwatched():
             _grad.__set__(self, value)
 
+    def detach(self) -> torch.Tensor:
+        parameter: Any = self
+        detached: torch.Tensor
+        if not _is_watching():
+            detached = _detach(parameter)
+            return detached
+        place = self.outside.place_of(parameter)
+        place.open()
+        with unwatched():
+            detached = _aliased(_detach(parameter), {place.memory: place})
+            return detached
+
+    @property
+    def data(self) -> torch.Tensor:
+        """It counts writes, as `.detach()` does."""
+        return self.detach() if _is_watching() else _get_data(self)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if _is_watching():
+            _touch(set_data, (self, value), {})
+        else:
+            set_data(self, value)
+
     def share_memory_(self) -> Any:
         """
         Raises:
@@ -243,7 +273,7 @@ class Watched:
         """While it is open, the parameter is a plain one, and the newest weights are where it lives."""
         parameter: Any = self
         place = self.outside.place_of(parameter)
-        self.outside.open(place)
+        place.open()
         parameter.__class__ = place.plain
         try:
             yield parameter
@@ -267,7 +297,9 @@ class Guarded:
         kwargs = kwargs or {}
         if _kind(func) != "fact":
             for parameter in _guarded_in((args, kwargs)):
-                parameter.outside.place_of(parameter).layer.use()
+                layer = parameter.outside.place_of(parameter).layer
+                assert layer is not None  # no engine closes in backward
+                layer.use()
         with unwatched():
             return func(*args, **kwargs)
 
@@ -303,7 +335,7 @@ class Alias(torch.Tensor):
         return _touch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        self._place.outside.open(self._place)
+        self._place.open()
         return deepcopy(self._plain, memo)
 
 
@@ -319,7 +351,6 @@ _FACTS = frozenset(
 _READING_GETTERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _IN_PLACE = {"__setitem__", *(f"__i{operator}__" for operator in _OPERATORS)}
-_GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _kinds: dict[Any, str] = {}
 
 
@@ -350,35 +381,66 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with unwatched():
             result = func(first._plain, *args[1:], **kwargs)
         return first if result is first._plain else result
-    places: dict[_Place, Any] = {}
-    targets: dict[_Place, Any] = {}
-    if kind == "writes" and args:
-        args = (_plain(first, targets), *args[1:])
-    if "out" in kwargs or (kind == "writes" and not args):
-        kwargs = _plain(kwargs, targets)
-    args, kwargs = _plain(args, places), _plain(kwargs, places)
-    for place in (*places, *targets):
-        place.outside.open(place)
-    for place, tensor in (*places.items(), *targets.items()):
-        _check_current(place, tensor)
+    read: _Touched = {}
+    written: _Touched = {}
+    writes = kind == "writes"
+    args = (_plain(first, written), *_plain(args[1:], read)) if writes and args else _plain(args, read)
+    if kwargs:
+        kwargs = _plain(kwargs, written if "out" in kwargs or (writes and not args) else read)
     with unwatched():
-        if func == _SET_DATA:
-            func, args = _assignment(args[0], args[1], targets)
-        elif func == _GET_DATA:
+        _have_newest(read)
+        if written:
+            _have_newest(written)
+        if func == _get_data:
             func = torch.Tensor.detach
+        elif func == set_data:
+            func, args = _assignment(args[0], args[1], written)
         elif func is torch.Tensor.__repr__ and isinstance(first, Watched):
             args = (args[0].detach().requires_grad_(args[0].requires_grad), *args[1:])
-    before = {place: place.outside.begin_write(place) for place in targets}
-    with unwatched():
+        before = _begin_writes(written) if written else ()
         result = func(*args, **kwargs)
-    if func is torch._has_compatible_shallow_copy_type and not result:  # `nn.Module.to` would exchange the parameter
-        raise moved_or_cast(next(iter(places)).view)
-    for place, old in before.items():
-        place.outside.end_write(place, old)
-    return _aliased(result, places | targets)
+        if func is torch._has_compatible_shallow_copy_type and not result:  # `nn.Module.to` would exchange it
+            raise moved_or_cast(next(iter(read)).view)
+        for layer, view, old in before:
+            layer.after_write(view, old)
+        if result is None or result is first:
+            return result
+        if type(first) is Alias and result is first._plain:
+            return first
+        return _aliased(result, {place.memory: place for place in (*read, *written) if place.layer is not None})
 
 
-def _plain(value: Any, places: dict[_Place, Any]) -> Any:
+def _have_newest(touched: _Touched) -> None:
+    """Have the newest weights of these parameters where they live.
+
+    Raises:
+        EngineStateError: an alias is of memory that the weights have left.
+    """
+    opened = None
+    for place, alias in touched.items():
+        layer = place.layer
+        if layer is None:
+            continue
+        if layer is not opened:
+            layer.open()
+            opened = layer
+        if alias is not None and _memory(alias) != place.memory and alias.numel():
+            raise EngineStateError(
+                f"this tensor was taken from parameter {place.view.name!r} before its layer moved, and no longer "
+                "holds the weights: take it from the parameter again"
+            )
+
+
+def _begin_writes(written: _Touched) -> list[tuple[WatchedLayer, ParameterView, torch.Tensor | None]]:
+    """Have no layer stepped while these parameters are written. Returns what `after_write` is called with."""
+    for outside in {place.outside for place in written if place.layer is not None}:
+        outside.finish_updates()
+    return [
+        (place.layer, place.view, place.layer.before_write(place.view)) for place in written if place.layer is not None
+    ]
+
+
+def _plain(value: Any, places: _Touched) -> Any:
     """`value` with plain tensors for aliases. The places of all watched tensors in it go to `places`."""
     kind = type(value)
     if kind is Alias:
@@ -395,40 +457,25 @@ def _plain(value: Any, places: dict[_Place, Any]) -> Any:
     return value
 
 
-def _check_current(place: _Place, alias: torch.Tensor | None) -> None:
-    """
-    Raises:
-        EngineStateError: an alias is of memory that the weights have left.
-    """
-    if alias is None or not place.outside._places or not alias.numel():
-        return
-    with unwatched():
-        if _memory(alias) != _memory(place.layer.home(place.view)):
-            raise EngineStateError(
-                f"this tensor was taken from parameter {place.view.name!r} before its layer moved, and no longer "
-                "holds the weights: take it from the parameter again"
-            )
-
-
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _assignment(tensor: Any, value: Any, targets: dict[_Place, Any]) -> tuple[Any, tuple[Any, ...]]:
+def _assignment(tensor: Any, value: Any, written: _Touched) -> tuple[Any, tuple[Any, ...]]:
     """`tensor.data = value` as an operation: the numbers are copied, since the memory is the engine's. That the model
     should be where it computes is no change, wherever its weights live.
 
     Raises:
         EngineStateError: a parameter would get another shape, dtype or device.
     """
-    place = next(iter(targets), None)  # None: only `value` is watched
+    place = next(iter(written), None)  # None: only `value` is watched
     devices = (tensor.device, tensor.device if place is None else place.outside.device)
     same = isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
     if same and value.device in devices:
         return torch.no_grad()(torch.Tensor.copy_), (tensor, value)
     if place is not None:
         raise moved_or_cast(place.view)
-    return _SET_DATA, (tensor, value)
+    return set_data, (tensor, value)
 
 
 def moved_or_cast(view: ParameterView) -> EngineStateError:
@@ -441,20 +488,22 @@ def moved_or_cast(view: ParameterView) -> EngineStateError:
     )
 
 
-def _aliased(result: Any, places: dict[_Place, Any]) -> Any:
-    """`result`, with an alias for each tensor that shares the memory of one of `places`; numpy's may not be written."""
-    if type(result) is list or type(result) is tuple:
-        return type(result)([_aliased(item, places) for item in result])
-    if type(result).__name__ == "ndarray":
-        result.flags.writeable = False
+def _aliased(result: Any, living: dict[int, _Place]) -> Any:
+    """`result`, with an alias for each tensor that shares the memory of a parameter; numpy's may not be written.
+
+    living: the parameters by the address of their storage.
+    """
+    kind = type(result)
+    if kind is list or kind is tuple:
+        return kind([_aliased(item, living) for item in result])
+    if kind is not torch.Tensor:
+        if kind.__name__ == "ndarray":
+            result.flags.writeable = False
         return result
-    if type(result) is not torch.Tensor or result.layout is not torch.strided:
+    memory = _memory(result) if result.layout is torch.strided else 0
+    place = living.get(memory) if memory else None
+    if place is None:
         return result
-    with unwatched():
-        memory = _memory(result)
-        for place in places:
-            if place.outside._places and memory and memory == _memory(place.layer.home(place.view)):
-                alias: Any = result.as_subclass(Alias)
-                alias._place, alias._plain = place, result
-                return alias
-    return result
+    alias: Any = result.as_subclass(Alias)
+    alias._place, alias._plain = place, result
+    return alias

@@ -105,6 +105,11 @@ class WeightGathers:
             self._issue(self._coming.popleft())
             must -= 1
 
+    @property
+    def has_any(self) -> bool:
+        """Whether an update that is done here, and was applied, has gathers to come."""
+        return any(each.pending is not None and each.pending.arrived is not None for each in self._coming)
+
     def forget(self) -> None:
         """No update comes."""
         self._coming.clear()

@@ -21,7 +21,7 @@ from offloadkit.device.streams import Event, Waits
 from offloadkit.errors import EngineStateError
 from offloadkit.hardware import trim_heap
 from offloadkit.offload.layers import FlatLayer, ParameterView, stays_fp32
-from offloadkit.offload.outside import Outside, moved_or_cast, unwatched
+from offloadkit.offload.outside import Outside, moved_or_cast, set_data, unwatched
 from offloadkit.optim.table import DTYPES, Dtype
 
 
@@ -89,7 +89,7 @@ class LayerWeights:
         """Make each parameter share the memory of its tensor, one for each view."""
         with unwatched():
             for view, tensor in zip(self.layer.views, tensors, strict=True):
-                view.parameter.data = tensor
+                set_data(view.parameter, tensor)
         self._bound = tensors
 
     def start(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import plans, report, run, table
+from benchmarks import plans, report, run, same_script, table
 from benchmarks.cases import CASES, ENGINES, GIB, HUB_NAMES, OURS, config_of
 from benchmarks.doors import DOORS
 from benchmarks.rank_cases import RANK_CASES
@@ -343,6 +343,26 @@ def test_ragged_rows_are_shown_by_width_and_beside_full_ones() -> None:
     assert "| - |" in list(report._width_table([both | {"seconds": 0.4, "figures": by_width}], others))[2]
 
 
+def test_peaks_of_phases_stand_beside_the_plan_s_and_what_it_missed_is_said() -> None:
+    planned = {"reading": {"vram": 2 * GIB, "ram": 20 * GIB}, "training": {"vram": 3 * GIB, "ram": 20 * GIB}}
+    peaks = {"training": {"vram": 3.6 * GIB, "ram": 20.9 * GIB}}
+    row: Row = {"engine": "offloadkit-loop", "figures": {"peaks": peaks, "phases": planned}}
+    whole = row | {"engine": "offloadkit-whole-run", "figures": {"peaks": planned, "phases": planned}}
+    assert list(report._phase_table([row, whole])) == [
+        "| peak in GiB, measured / planned | reading | training |",
+        "| --- | --- | --- |",
+        "| a loop of one's own, VRAM | - | 3.6 / 3.0 |",
+        "| a loop of one's own, RAM | - | 20.9 / 20.0 |",
+        "| `finetune` with evaluation and resuming, VRAM | 2.0 / 2.0 | 3.0 / 3.0 |",
+        "| `finetune` with evaluation and resuming, RAM | 20.0 / 20.0 | 20.0 / 20.0 |",
+        "",
+        "Not within 5 % or 0.5 GiB of the plan:\n",
+        "- *a loop of one's own*: training took 3.6 GiB of VRAM, 3 GiB were planned.",
+        "",
+    ]
+    assert list(report._phase_table([whole]))[-1].startswith("All of these are within")
+
+
 def test_the_older_ratio_needs_the_same_commit_and_day() -> None:
     hf: Row = {"case": "w1", "engine": "hf", "seconds": 0.5, "commit": "abc", "gpu": "g", "cores": 2}
     hf |= {"date": "2026-01-01T10:00"}
@@ -381,6 +401,48 @@ def test_rows_of_another_machine_are_merged_once(tmp_path: Path) -> None:
     for _ in range(2):
         command.main(["merge", str(there), "--out", str(here)])
     assert [row["date"] for row in table.read(here)] == ["2026-01-01", "2026-01-02", "2026-01-03"]
+
+
+def test_one_script_by_both_packages_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A row for each package and number of ranks, beside those that were there; a failure is a row too."""
+    seconds = iter((4.0, 1.0, 2.0, 0.5, 6.0, 3.0, None, 0.7))
+    asked: list[tuple[str, int]] = []
+
+    def answer(package: str, num_ranks: int, *_: Any) -> dict[str, Any]:
+        asked.append((package, num_ranks))
+        if (taken := next(seconds)) is None:
+            return {"reason": "exit status 1"}
+        found = {"seconds": taken, "tokens": 5120 * num_ranks, "loss": 2.5, "num_parameters": 7, "dtype": "bf16"}
+        found |= {"vram_bytes": 3, "ram_bytes": 4, "vram_budget": 24 << 30 if package == "offloadkit" else None}
+        machine = {"gpu": "NVIDIA H200", "cpu": "a CPU", "num_cores": 32, "ram_bytes": 5}
+        return found | {"machine": machine, "versions": {"torch": "2.13", "peer": "deepspeed 0.19"}}
+
+    monkeypatch.setattr(same_script, "measured", answer)
+    out = tmp_path / "table.csv"
+    table.write([{"case": "older"}], out)
+    same_script.main(
+        ["both", "--model", "t5-tiny", "--ranks", "1", "2", "--turns", "2", "--commit", "abc", "--out", str(out)]
+    )
+    assert asked == [("deepspeed", 1), ("offloadkit", 1), ("deepspeed", 2), ("offloadkit", 2)] * 2
+    older, *rows = table.read(out)
+    assert older["case"] == "older"
+    assert [(row["case"], row["engine"], row["seconds"], row["status"]) for row in rows] == [
+        ("same-script-t5-tiny", "deepspeed", 5.0, "measured"),
+        ("same-script-t5-tiny", "offloadkit", 2.0, "measured"),
+        ("same-script-t5-tiny-2", "deepspeed", None, "failed"),
+        ("same-script-t5-tiny-2", "offloadkit", 0.6, "measured"),
+    ]
+    assert rows[3]["figures"] == {"GPUs": 2, "tokens/s": 17067, "loss": 2.5, "peak RAM of rank 0": 4}
+    assert (rows[1]["commit"], rows[1]["cores"], rows[1]["vram_budget_bytes"]) == ("abc", 32, 24 << 30)
+
+
+@pytest.mark.slow
+def test_one_script_trains_a_tiny_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    options = "both --model t5-tiny --engines offloadkit --warmup 1 --steps 1 --device cpu --commit abc --out"
+    same_script.main([*options.split(), str(tmp_path / "table.csv")])
+    (row,) = table.read(tmp_path / "table.csv")
+    assert (row["status"], row["tokens"], row["dtype"], row["num_parameters"]) == ("measured", 5120, "fp32", 197_632)
 
 
 def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,6 +109,20 @@ def finetuned(
     }
 
 
+def finetuned_until_one_fails(folder: Path, *, meets: bool) -> None:
+    """The last rank fails in a callback after the second step. If it `meets`, the others wait for it there."""
+    from transformers import TrainerCallback
+
+    class Fails(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+                raise MemoryError("no room here")
+            if meets:
+                dist.barrier()
+
+    finetuned("llama", folder, accumulation=2, rows=16, callbacks=[Fails()])
+
+
 def interrupt_at(step: int) -> Any:
     """A callback that interrupts this process when the step is done."""
     from transformers import TrainerCallback
@@ -244,6 +258,13 @@ def fails_on_first() -> None:
         raise UnsendableError("no", "luck")
 
     world.from_first("trying", fails)
+
+
+def first_never_comes() -> None:
+    """Rank 0 fails before the others hear from it."""
+    if dist.get_rank() == 0:
+        raise ValueError("nothing left")
+    world.from_first("trying", lambda: None)
 
 
 def error_of(call: Any, **arguments: Any) -> str:

@@ -27,13 +27,18 @@ def take_gpu(rank: int) -> int:
     """Compute on a GPU, before NCCL is used; its number. Ranks share the GPUs where there are fewer of them.
 
     NCCL takes two ranks on one GPU for a mistake, unless they say that they are on different hosts. They then send over
-    TCP, and their kernels take turns: right, and slow.
+    TCP, and their kernels take turns: right, and slow. Over TCP, NCCL also sees that a peer has ended, and torch would
+    end this process for it, as between hosts: here the engine's own watch is to end what waits.
     """
     import torch
 
     number = rank % torch.cuda.device_count()
     if number != rank or torch.cuda.device_count() == 1:
-        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ |= {
+            "NCCL_HOSTID": f"rank {rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        }
     torch.cuda.set_device(number)
     return number
 

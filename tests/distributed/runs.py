@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import nn
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Placement
+from offloadkit.distributed import machine
+from offloadkit.distributed import ranks as ranks_module
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.engine import OffloadEngine
 from offloadkit.planner import placed as placed_at
@@ -85,6 +87,8 @@ def train(
     move_to: Placement | None = None,
     halves: bool = False,
     clamps: bool = False,
+    seeds: bool = False,
+    hosts: bool = False,
     simulate_ranks: int | None = None,
     loss_factor: float = 1.0,
     device: str = "cpu",
@@ -101,6 +105,8 @@ def train(
         loss_factor: what losses are multiplied by.
         simulate_ranks: add up as so many ranks with `exchange="step"` do, each with its share of `micro_batches`.
         clamps: whether a block writes its weights in its forward.
+        seeds: whether each global micro-batch has a seed of its own.
+        hosts: whether each rank is on a host of its own.
         halves: whether all ranks write their weights after the first step.
         device: "cuda": the current one.
 
@@ -119,6 +125,7 @@ def train(
     with (
         streams,
         pytest.MonkeyPatch.context() as patch,
+        patched_hosts() if hosts and size > 1 else nullcontext(),
         pytest.warns(RuntimeWarning) if nan_in is not None else nullcontext(),
         OffloadEngine(
             made, options, device=where, telemetry=telemetry, param_groups=groups_of(made) if groups else None
@@ -142,6 +149,8 @@ def train(
                 if simulate_ranks is not None:
                     of_rank, of_micro_batch = divmod(k, micro_batches // simulate_ranks)
                     at = step * per_step + of_micro_batch * simulate_ranks + of_rank
+                if seeds:
+                    torch.manual_seed(at)
                 loss = engine(batches[at])
                 engine.backward(loss * (float("nan") if at == nan_in else loss_factor))
                 if simulate_ranks is not None and (k + 1) % (micro_batches // simulate_ranks) == 0:
@@ -170,6 +179,15 @@ def train(
             "num_updates": engine.num_updates,
             "log": log,
         }
+
+
+@contextmanager
+def patched_hosts() -> Iterator[None]:
+    """While it is open, each rank takes its host for another one than the others'."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (ranks_module, machine):
+            patch.setattr(module, "host", dist.get_rank)
+        yield
 
 
 @torch.no_grad()

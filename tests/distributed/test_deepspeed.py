@@ -151,23 +151,37 @@ engine.save_checkpoint("checkpoints")
 """
 
 
-@pytest.mark.slow
-def test_a_train_py_under_torchrun(tmp_path: Path) -> None:
-    """The script that people find, with fp16 and fp32 data, and its config beside it."""
-    (tmp_path / "train.py").write_text(TRAIN_PY)
+def started(folder: Path, launcher: str) -> list[str]:
+    """Lines that `train.py` prints, with fp16, fp32 data and the config beside it."""
+    (folder / "train.py").write_text(TRAIN_PY)
     config = CONFIG | {"train_batch_size": 8, "steps_per_print": 8}
-    (tmp_path / "ds_config.json").write_text(json.dumps(config))
-    command = "-m torch.distributed.run --standalone --nproc-per-node=2 train.py --deepspeed --deepspeed_config"
+    (folder / "ds_config.json").write_text(json.dumps(config))
+    command = f"-m {launcher} train.py --deepspeed --deepspeed_config ds_config.json"
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, *command.split(), "ds_config.json"],
-        cwd=tmp_path,
-        env=os.environ
-        | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, *command.split()],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    assert {line for line in done.stdout.splitlines() if line.startswith("rank")} == {"rank 0 0 24 8", "rank 1 1 24 8"}
-    assert done.stdout.count("step=24, ") == 1
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step24"
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("step=24, ") for line in lines) == 1
+    assert (folder / "checkpoints" / "latest").read_text() == "global_step24"
+    return [line for line in lines if line.startswith("rank")]
+
+
+@pytest.mark.slow
+def test_a_train_py_under_torchrun(tmp_path: Path) -> None:
+    """The script that people find."""
+    lines = started(tmp_path, "torch.distributed.run --standalone --nproc-per-node=2")
+    assert sorted(lines) == ["rank 0 0 24 8", "rank 1 1 24 8"]
+
+
+@pytest.mark.slow
+def test_a_train_py_under_deepspeeds_launcher(tmp_path: Path) -> None:
+    """`deepspeed --num_gpus 1 train.py ...`, which passes `--local_rank` and shows the script the first GPU."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    assert started(tmp_path, "deepspeed.launcher.runner --num_gpus 1") == ["rank 0 0 24 8"]

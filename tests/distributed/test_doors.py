@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+import offloadkit
 from offloadkit.checkpoint.folder import other_rows
 from offloadkit.config import OffloadConfig, Placement
+from offloadkit.distributed import world
+from offloadkit.errors import ConfigError
+from offloadkit.hf.trainer import OffloadTrainer
 from tests.distributed.doors import (
     error_of,
     fails_on_first,
     finetuned,
+    finetuned_until_one_fails,
+    first_never_comes,
     model_named,
     pairs,
     trained,
@@ -22,6 +28,7 @@ from tests.distributed.doors import (
 )
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, LEAST
+from tests.hf.training import arguments, llama
 
 
 def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -68,6 +75,38 @@ def test_ranks_read_weights_into_place(ranks: RankPool, tmp_path: Path) -> None:
 def test_ranks_with_other_rows_are_told_before_they_train(ranks: RankPool, tmp_path: Path) -> None:
     found = ranks.run(2, error_of, call=trained_on_own_rows, folder=tmp_path)
     assert all("steps: rank 0: 8, 2, 2; rank 1: 6, 2, 2)" in each for each in found), found
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("meets", "what"), [(False, "comparing notes"), (True, "an operation")])
+def test_a_rank_that_fails_ends_the_others(ranks: RankPool, tmp_path: Path, meets: bool, what: str) -> None:
+    """Whether these wait for it in an operation of the engine's, or in another one."""
+    survivor, failed = ranks.run(2, error_of, call=finetuned_until_one_fails, folder=tmp_path, meets=meets)
+    assert failed == "MemoryError: no room here"
+    assert survivor.startswith(f"RankError: {what}")
+    assert "rank 1 has died or raised an error" in survivor
+
+
+@pytest.mark.parametrize("timeout", [0, "1"])
+def test_a_timeout_without_a_meaning_is_refused(timeout: Any) -> None:
+    with pytest.raises(ConfigError, match="ddp_timeout must be a number of seconds > 0, got"):
+        offloadkit.finetune("t5-small", [], ddp_timeout=timeout)
+
+
+def test_the_timeout_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before anything waits for another rank."""
+    told: list[Any] = []
+    monkeypatch.setattr(world, "join", lambda timeout=None: told.append(timeout))
+    OffloadTrainer(model=llama(), args=arguments(tmp_path, ddp_timeout=7))
+    with pytest.raises(ConfigError, match="epochs"):
+        offloadkit.finetune("t5-small", [], ddp_timeout=8, epochs=-1)
+    assert [each for each in told if each is not None] == [7, 8]
+
+
+def test_who_waits_for_a_rank_that_never_comes_is_told(ranks: RankPool) -> None:
+    first, second = ranks.run(2, error_of, call=first_never_comes)
+    assert first == "ValueError: nothing left"
+    assert second.startswith("RankError: trying failed: another process has died")
 
 
 def test_an_error_that_cannot_be_sent_is_told(ranks: RankPool) -> None:

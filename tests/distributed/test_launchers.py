@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,20 +21,31 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
 
 
-def run(launcher: list[str], what: str, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """The weights that each rank has in the end, and what was printed."""
+def run(launchers: list[list[str]], what: str, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """The weights that each rank has in the end; what was printed is in a file. All launchers run at the same time."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_CONFIG_FILE": ""}
-    command = [sys.executable, "-m", *launcher, launched.__file__, what, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    (folder / "printed").write_text(done.stdout + done.stderr)
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    commands = [[sys.executable, "-m", *launcher, launched.__file__, what, str(folder)] for launcher in launchers]
+    started = [subprocess.Popen(command, env=environment, **output) for command in commands]
+    try:
+        printed = [each.communicate(timeout=120)[0] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+    assert all(each.returncode == 0 for each in started), "".join(printed)[-4000:]
+    (folder / "printed").write_text("".join(printed))
     return [torch.load(folder / f"weights-{rank}.pt") for rank in range(2)]
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_torchrun_starts_finetune(tmp_path: Path) -> None:
-    found = run(TORCHRUN, "finetune", tmp_path)
+    found = run([TORCHRUN], "finetune", tmp_path)
     expected = finetuned("llama", tmp_path / "one", accumulation=2, rows=8, epochs=1)["weights"]
     for weights in found:
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
@@ -40,9 +55,34 @@ def test_torchrun_starts_finetune(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-def test_accelerate_launch_starts_a_loop_with_its_loader(tmp_path: Path) -> None:
-    found = run(ACCELERATE, "loop", tmp_path)
+def test_accelerate_launch_starts_a_loop_with_its_loader_and_finetune(tmp_path: Path) -> None:
+    found = run([ACCELERATE], "accelerate", tmp_path)
     expected = launched.loop()
+    finetune = finetuned("llama", tmp_path / "one", accumulation=2, rows=8, epochs=1)["weights"]
     for rank, weights in enumerate(found):
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
+        own = torch.load(tmp_path / f"finetuned-{rank}.pt")
+        assert all(torch.equal(own[name], value) for name, value in finetune.items())
         assert "wrapped in DistributedDataParallel, which is not needed" in (tmp_path / f"error-{rank}").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_two_nodes_train_what_one_process_trains(tmp_path: Path) -> None:
+    """Two agents of torchrun, over loopback; their ranks take each other's host for another one."""
+    where = ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    nodes = [["torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), *where] for node in range(2)]
+    expected = launched.loop()
+    for weights in run(nodes, "loop", tmp_path):
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_the_deepspeed_launcher_starts_a_loop(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    launcher = ["deepspeed.launcher.launch", "--no_local_rank", "--master_port", free_port(), f"--world_info={world}"]
+    expected = launched.loop()
+    for weights in run([launcher], "loop", tmp_path):
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from offloadkit import engine as engine_module
+from offloadkit.checkpoint.run import Adding
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import ranks as ranks_module
 from offloadkit.distributed.ranks import Ranks
@@ -35,6 +37,7 @@ from tests.distributed.runs import (
     joined,
     logged,
     model,
+    patched_hosts,
     traced,
     train,
 )
@@ -79,6 +82,39 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     for name, values in joined(found).items():
         assert torch.equal(values, states[name]), name
     assert all(torch.equal(found[-1]["weights"][name], value) for name, value in expected["weights"].items())
+
+
+def resumed(folder: Path, **options: Any) -> list[str]:
+    """The warnings of a rank that goes on."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(steps=1, first_step=1, resume=folder, **options)
+    return [str(each.message) for each in caught if "gradients were added" in str(each.message)]
+
+
+def test_going_on_with_another_order_of_addition_says_so(ranks: RankPool, one_thread: None, tmp_path: Path) -> None:
+    """Once, on rank 0. Where the order is the same, nothing is said."""
+    ranks.run(2, train, micro_batches=2, steps=1, save=tmp_path)
+    (said,) = resumed(tmp_path, micro_batches=4)
+    assert said.startswith("gradients were added by 2 ranks x 2 micro-batches with exchange='step', and are added by 1")
+    assert "the weights differ in their last bits from those of one run" in said
+    assert ranks.run(2, resumed, folder=tmp_path, micro_batches=2) == [[], []]
+    first, second = ranks.run(2, resumed, folder=tmp_path, micro_batches=2, exchange="micro_batch")
+    assert (len(first), second) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "same"),
+    [
+        ((2, 1, "step"), (1, 2, "step"), True),
+        ((2, 2, "step"), (3, 2, "step"), False),
+        ((2, 2, "micro_batch"), (1, 4, "step"), True),
+        ((1, 4, "step"), (4, 1, "step"), True),
+        ((1, 4, "step"), (2, 2, "step"), False),
+    ],
+)
+def test_which_ranks_add_in_one_order(saved: Any, now: Any, same: bool) -> None:
+    assert (Adding(*saved).other_order(Adding(*now)) is None) == same
 
 
 @pytest.mark.slow
@@ -224,8 +260,7 @@ def test_nobody_waits_for_a_rank_that_failed(ranks: RankPool) -> None:
 
 
 def on_two_hosts() -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks_module, "host", dist.get_rank)
+    with patched_hosts():
         try:
             OffloadEngine(model(), OffloadConfig(placement=STREAMED), device="cpu")
         except ConfigError as error:
@@ -339,6 +374,9 @@ def test_a_trace_shows_what_is_exchanged_beside_backward_and_gathered_beside_for
             own = [event for event in moved if event["name"].startswith(kind)]
             assert sorted(event["name"] for event in own) == sorted(2 * [f"{kind} {name}" for name in layers])
             assert sum(event["args"]["bytes"] for event in own) == sum(each[kind] for each in received)
-        phases = [event for event in events if event["name"].startswith("backward ")]
-        first = next(event for event in moved if event["name"].startswith("exchange"))
-        assert min(event["ts"] for event in phases) <= first["ts"] < max(event["ts"] + event["dur"] for event in phases)
+        for kind, phase in (("exchange", "backward "), ("gather", "forward ")):
+            spans = [(each["ts"], each["ts"] + each["dur"]) for each in events if each["name"].startswith(phase)]
+            of_blocks = [event for event in moved if event["name"].startswith(f"{kind} blocks.")]
+            assert len(of_blocks) == 8
+            for event in of_blocks:  # the other layer is the first one of forward, and the last one of backward
+                assert any(begin <= event["ts"] < end for begin, end in spans), event

@@ -4,50 +4,74 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from offloadkit.config import OffloadConfig
 from offloadkit.distributed import watch as watch_module
+from offloadkit.distributed import world
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import RankError
+from tests.distributed.doors import as_launched
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import model
 from tests.models import tokens
 
 
-def last_fails() -> str:
-    """What each rank learns of the last one's error."""
+def last_fails(steps: int) -> str:
+    """What each rank learns of the last one's error after so many steps; the note on the error where it was raised."""
     fails = dist.get_rank() == dist.get_world_size() - 1
-    with suppress(ValueError), OffloadEngine(model(), OffloadConfig(), device="cpu") as engine:
-        if fails:
-            raise ValueError("nothing left")
-        assert engine._ranks is not None
-        assert engine._ranks._watch is not None
-        engine._ranks._watch._noticed.wait(20)  # it does something else
-        try:
+    try:
+        with OffloadEngine(model(), OffloadConfig(), device="cpu") as engine:
+            for batch in tokens(steps):
+                engine.backward(engine(batch))
+                engine.step()
+            if fails:
+                raise ValueError("nothing left")
+            assert engine._ranks is not None
+            assert engine._ranks._watch is not None
+            engine._ranks._watch._noticed.wait(20)  # it does something else
             engine.backward(engine(tokens(1)[0]))
-        except RankError as error:
-            return str(error)
-    return "nothing"
+    except RankError as error:
+        return str(error)
+    except ValueError as error:
+        return " ".join(getattr(error, "__notes__", ["nothing"]))
+    return ""
 
 
-def test_all_ranks_learn_which_one_has_failed(ranks: RankPool) -> None:
-    *others, last = ranks.run(3, last_fails)
-    assert last == "nothing"
+@pytest.mark.parametrize(("steps", "noted"), [(0, "nothing"), (2, "The weights of this process lack what other ranks")])
+def test_all_ranks_learn_which_one_has_failed(ranks: RankPool, steps: int, noted: str) -> None:
+    """Even while they wait for it elsewhere than it waits for new weights."""
+    *others, last = ranks.run(3, last_fails, steps=steps)
+    assert last.startswith(noted)
     message = "rank 2 has died or raised an error: look at that, and go on from a checkpoint"
     assert [found.partition(": ")[2] for found in others] == [message] * 2
 
 
+def trains_after_an_error() -> dict[str, torch.Tensor]:
+    """The weights of a rank that trains while it handles an error of before."""
+    made = model()
+    try:
+        raise ValueError("something else")
+    except ValueError:
+        with OffloadEngine(made, OffloadConfig(), device="cpu") as engine:
+            engine.backward(engine(tokens(2)[dist.get_rank()]))
+            engine.step()
+    return {name: parameter.detach() for name, parameter in made.named_parameters()}
+
+
+def test_an_error_that_is_handled_already_is_no_failure(ranks: RankPool) -> None:
+    first, second = ranks.run(2, trains_after_an_error)
+    assert all(torch.equal(first[name], weights) for name, weights in second.items())
+
+
 def first_hangs(file: Path) -> str:
     """The error of the rank that waits in vain. The one that hangs writes to `file`."""
-    default: Any = dist.group.WORLD
-    default._get_backend(default._device_types[0]).options._timeout = timedelta(seconds=1)
+    with as_launched():
+        world.join(1)
     with pytest.MonkeyPatch.context() as patch, file.open("a") as output:
         patch.setattr(watch_module, "_GRACE_SECONDS", 0.1)
         with OffloadEngine(model(), OffloadConfig(), device="cpu") as engine:
@@ -69,6 +93,7 @@ def test_a_stuck_rank_is_an_error_and_shows_its_stacks(ranks: RankPool, tmp_path
     hung, waited = ranks.run(2, first_hangs, file=file)
     assert hung == "hung"
     assert waited.startswith("exchanging gradients with the other ranks failed: one has ended")
+    assert "within 1 seconds (ddp_timeout of finetune" in waited
     assert "rank 0: rank 1 has ended, died or failed" in file.read_text()
     assert "in first_hangs" in file.read_text()
 

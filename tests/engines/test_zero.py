@@ -132,6 +132,7 @@ def test_the_fastest_way_that_fits_is_taken() -> None:
     assert chosen == [LADDER[0], LADDER[1], LADDER[3]]
     assert zero_for(OffloadConfig(activation_checkpointing=True), a_plan(size, vram=24, ram=128)) == LADDER[2]
     assert zero_for(config, a_plan(size, ram=128, on_cpu=True)) == LADDER[1]
+    assert zero_for(config, a_plan(12_000, ram=1, on_cpu=True)) == LADDER[1], "a process without CUDA is small"
     with pytest.raises(DoesNotFitError, match=r"by ZeRO-3, states and weights in RAM.* of RAM, has 16 GiB.*disk="):
         zero_for(config, a_plan(size, vram=5, ram=16))
     assert zero_for(OffloadConfig(disk="/data"), a_plan(size, vram=5, ram=58)).states == "disk"
@@ -217,6 +218,28 @@ def test_deepspeed_trains_what_offloadkit_trains(tmp_path: Path, one_thread: Non
     own_variables = {name: os.environ.get(name) for name in GROUP_VARIABLES}
     assert own_variables == {name: before.get(name) for name in GROUP_VARIABLES}
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_run_with_all_in_vram_compiles_nothing(
+    tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's AdamW steps: within 1e-6 of our weights. A run that is resumed in the middle of its second epoch has the
+    rows of one that went through, in an order by length too, with accumulation."""
+    theirs = pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    monkeypatch.setitem(theirs.ops.__compatible_ops__, "deepspeed_shm_comm", False)
+    monkeypatch.setattr("torch.utils.cpp_extension.load", lambda *args, **options: pytest.fail("it compiles"))
+    expected, _ = trained(tmp_path / "own")
+    in_vram = OffloadConfig(placement=Placement("vram", "vram", "vram", "keep", "gpu"))
+    found, _ = trained(tmp_path / "theirs", engine="deepspeed", offload=in_vram, ram="2GiB")
+    for name, each in found.items():
+        assert torch.allclose(each, expected[name], rtol=0, atol=1e-6), name
+    options: dict[str, Any] = {"engine": "deepspeed", "offload": in_vram, "lr_scheduler_type": "constant"}
+    options |= {"warmup_steps": 0, "save_steps": 4, "train_sampling_strategy": "group_by_length", "max_steps": 5}
+    through, _ = trained(tmp_path / "through", **options)
+    trained(tmp_path / "stopped", **options | {"max_steps": 4})
+    resumed, _ = trained(tmp_path / "stopped", **options, resume=True)
+    assert all(torch.equal(each, through[name]) for name, each in resumed.items())
 
 
 @pytest.mark.slow

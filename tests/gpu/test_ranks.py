@@ -129,10 +129,10 @@ def test_two_ranks_measure_and_plan_together() -> None:
         (first, nccl), (second, _) = pool.run(2, measured)
         assert replace(first, device=second.device) == second
         assert first.num_ranks == 2
-        if torch.cuda.device_count() > 1:
-            assert first.link_bytes_per_second > 2e9
         print(f"link {first.link_bytes_per_second / 1e9:.1f} GB/s, NCCL took {nccl >> 20} MiB")
-        assert nccl <= NCCL_BYTES
+        if torch.cuda.device_count() > 1:  # what ranks take of one GPU cannot be told apart
+            assert first.link_bytes_per_second > 2e9
+            assert nccl <= NCCL_BYTES
         for micro_batches in (1, 2):
             one, other = pool.run(2, counted, micro_batches=micro_batches)
             assert one[0] == other[0]

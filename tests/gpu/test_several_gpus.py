@@ -46,19 +46,31 @@ def test_finetune_on_two_gpus_hands_the_model_back(tmp_path: Path) -> None:
         assert torch.equal(parameter.cpu().float(), saved.get_parameter(name).float()), name
 
 
-def one_ends(how: Any, placement: Placement) -> str:
-    """Rank 1 ends in the third step, while rank 0 goes on and waits on its GPU."""
+def one_ends(how: Any, placement: Placement, late: bool = False) -> str:
+    """Rank 1 ends in the third step, while rank 0 goes on and waits on its GPU.
+
+    Args:
+        late: whether it ends after the step, while rank 0 waits in an operation of the script's own.
+    """
+
+    def end(number: int) -> None:
+        if number == 2 and dist.get_rank() == 1:
+            told(("ends", time.monotonic()))
+            how()
+
     take_gpu(int(os.environ["RANK"]))
     world.join()
     told((dist.get_rank(), os.getpid()))
     config = OffloadConfig(placement=placement, working_dtype="bf16")
     with OffloadEngine(model(), config) as engine:
         for number, batch in enumerate(tokens(50, "cuda")):
-            if number == 2 and dist.get_rank() == 1:
-                told(("ends", time.monotonic()))
-                how()
+            if not late:
+                end(number)
             engine.backward(engine(batch))
             engine.step()
+            if late:
+                end(number)
+                dist.all_reduce(torch.zeros(1, device="cuda"))
             torch.cuda.synchronize()
     return "nothing"
 
@@ -82,18 +94,18 @@ def test_a_rank_that_ends_brings_all_down(tmp_path: Path, how: Any, error: Any, 
     assert not any(map(psutil.pid_exists, processes))
 
 
-def the_other_learns_of_it(placement: Placement) -> str:
+def the_other_learns_of_it(placement: Placement, late: bool) -> str:
     """Rank 1 raises an error; rank 0 gets one without a launcher that would kill it."""
     try:
-        return one_ends(fail, placement)
+        return one_ends(fail, placement, late)
     except RankError:
         return "RankError"
     except ValueError:
         return "ValueError"
 
 
-@pytest.mark.parametrize("placement", [RESIDENT, Placement()])
-def test_a_rank_that_waits_on_its_gpu_gets_an_error(tmp_path: Path, placement: Placement) -> None:
-    began = time.monotonic()
-    assert launch(the_other_learns_of_it, {"placement": placement}, 2, folder=tmp_path) == ["RankError", "ValueError"]
+@pytest.mark.parametrize(("placement", "late"), [(RESIDENT, False), (Placement(), False), (RESIDENT, True)])
+def test_a_rank_that_waits_on_its_gpu_gets_an_error(tmp_path: Path, placement: Placement, late: bool) -> None:
+    began, options = time.monotonic(), {"placement": placement, "late": late}
+    assert launch(the_other_learns_of_it, options, 2, folder=tmp_path) == ["RankError", "ValueError"]
     assert time.monotonic() - began < 2 * LIMIT

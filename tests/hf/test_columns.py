@@ -142,7 +142,25 @@ def test_what_is_learned_is_said_where_the_names_do_not_say_it(capsys: pytest.Ca
     prepare_both([{"input": "a", "target": "b", "id": "c"}], None, BYTES, T5, **lengths)
     assert capsys.readouterr().out == ""
     prepare_both([{"text": "a", "summary": "b"}], None, BYTES, BYTE_LLAMA, **lengths)
-    assert capsys.readouterr().out == "of each row the text is text (not read: summary)\n"
+    said = "of each row the input is text, the target is summary; to learn `text` as a whole, leave 'summary' out of"
+    assert capsys.readouterr().out == f"{said} the rows\n"
+    prepare_both([{"text": "a", "output": "b", "response": "c"}], None, BYTES, BYTE_LLAMA, **lengths)
+    said = "of each row the text is text (not read: output, response); to learn a target alone, pass input_column= and"
+    assert capsys.readouterr().out.startswith(said)
+
+
+def test_a_decoder_learns_the_target_of_a_pair_and_not_the_text_that_writes_it_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [{"instruction": "add", "input": "1+1", "output": "2", "text": "add 1+1: 2"}]
+    assert learned(prepared(rows, BYTES, BYTE_LLAMA)) == [ord("2") + 3, 1]
+    assert learned(prepared([{"text": "long", "summary": "s"}], BYTES, BYTE_LLAMA)) == [ord("s") + 3, 1]
+    lengths: dict[str, Any] = {"max_input_length": None, "max_target_length": None}
+    prepare_both(rows, None, BYTES, BYTE_LLAMA, **lengths)
+    said = "of each row the input is instruction + input, the target is output (not read: text); to learn `text` as"
+    assert capsys.readouterr().out == f"{said} a whole, pass input_column='text' (--input-column text)\n"
+    whole = prepared(rows, BYTES, BYTE_LLAMA, wish=ColumnWish(input="text"))
+    assert learned(whole) == [*(byte + 3 for byte in b"add 1+1: 2"), 1]
 
 
 @pytest.mark.parametrize("in_a_file", [False, True])

@@ -193,6 +193,24 @@ def test_where_rows_cannot_be_read_the_first_update_is_planned_for(
     assert len(trainer.telemetry.moves) == 1
 
 
+def test_without_a_gpu_too_a_budget_is_kept_or_refused_where_rows_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: dict[str, Any] = {"train_dataset": seq2seq_rows(4), "eval_dataset": seq2seq_rows(4)}
+    trainer = OwnLoss(t5(), arguments(tmp_path, **OPTIONS), offload=OffloadConfig(vram="96KiB"), **rows)
+    trainer.create_optimizer()  # as an evaluation does that needs more than half of the budget for weights
+    trainer.evaluate()
+    assert "the first update" not in capsys.readouterr().out
+    for _ in range(2):
+        with pytest.raises(DoesNotFitError, match=r"needs .* of VRAM, has 96 KiB"):
+            trainer.train()
+    assert "own way): the budget is checked for the micro-batches of the first update" in capsys.readouterr().out
+    trainer.close()
+    trainer = train(tmp_path, t5(), seq2seq_rows(4), OwnLoss, {"offload": OffloadConfig(vram="8MiB")}, **OPTIONS)
+    assert str(trainer.engine.plan) in capsys.readouterr().out
+    assert trainer.engine.plan.basis.work is not None
+
+
 @pytest.mark.usefixtures("on_a_card")
 def test_finetune_plans_for_the_whole_logits_of_label_smoothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

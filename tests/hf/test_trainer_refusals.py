@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from offloadkit.errors import ConfigError, ModelError
 from offloadkit.hf.arguments import arguments_of_finetune, engine_config
 from offloadkit.hf.trainer import OffloadTrainer, OffloadTrainerMixin
 from tests.hf.training import arguments, seq2seq_rows, t5, train
-from tests.test_deepspeed_config import HF_ZERO3
+from tests.test_deepspeed_config import FULL, HF_ZERO3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,6 +66,62 @@ def test_a_config_of_deepspeeds_with_autos_takes_the_arguments(tmp_path: Path) -
     assert (config.learning_rate, config.gradient_accumulation, config.betas) == (3e-4, 2, (0.9, 0.95))
 
 
+SAME_AS_FULL: dict[str, Any] = {
+    "learning_rate": 1e-4,
+    "weight_decay": 0.01,
+    "gradient_accumulation_steps": 8,
+    "per_device_train_batch_size": 4,
+}
+
+
+def test_a_config_of_deepspeeds_and_the_arguments_must_say_the_same(tmp_path: Path) -> None:
+    """What the file writes counts even where it is OffloadConfig's default; what it leaves out is the arguments'."""
+    full = OffloadConfig.from_deepspeed(FULL)
+    usual: dict[str, Any] = {"max_steps": 1, "adam_beta2": 0.95}
+    config = train(tmp_path, t5(), seq2seq_rows(), more={"offload": full}, **SAME_AS_FULL, **usual).engine.config
+    assert engine_config(config, arguments(tmp_path, **SAME_AS_FULL, **usual)) == config
+    assert (config.learning_rate, config.weight_decay, config.gradient_accumulation) == (1e-4, 0.01, 8)
+    assert (config.max_grad_norm, config.working_dtype, config.betas) == (1.0, "fp16", (0.9, 0.95))
+    others: dict[str, Any] = {"learning_rate": 5e-5, "weight_decay": 0.1, "max_grad_norm": 5.0, "bf16": True}
+    others |= {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "optim": "lion_32bit"}
+    with pytest.raises(ConfigError) as raised:
+        OffloadTrainer(
+            model=t5(),
+            args=arguments(tmp_path, **SAME_AS_FULL | others),
+            offload=full,
+        )
+    assert set(str(raised.value).splitlines()[1:]) == {
+        "  optimizer: 'adamw' in OffloadConfig (optimizer.type), 'lion' by TrainingArguments",
+        "  learning_rate: 0.0001 in OffloadConfig (optimizer.params.lr), 5e-05 by TrainingArguments",
+        "  weight_decay: 0.01 in OffloadConfig (optimizer.params.weight_decay), 0.1 by TrainingArguments",
+        "  max_grad_norm: 1.0 in OffloadConfig (gradient_clipping), 5.0 by TrainingArguments",
+        "  gradient_accumulation: 8 in OffloadConfig (gradient_accumulation_steps), 4 by TrainingArguments",
+        "  working_dtype: 'fp16' in OffloadConfig, 'bf16' by TrainingArguments",
+        "  train_micro_batch_size_per_gpu: 4 in the DeepSpeed config, 2 by TrainingArguments",
+        "  train_batch_size: 32 in the DeepSpeed config, 8 by TrainingArguments",
+    }
+
+
+def test_one_batch_size_leaves_its_parts_to_the_arguments(tmp_path: Path) -> None:
+    config = {"train_batch_size": 6, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": False}}
+    offload = OffloadConfig.from_deepspeed(config)
+    sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    found = engine_config(offload, arguments(tmp_path, learning_rate=3e-4, **sizes))
+    assert (found.gradient_accumulation, found.learning_rate) == (2, 3e-4)
+    with pytest.raises(ConfigError, match=r"bf16.enabled: False in the DeepSpeed config, True by"):
+        engine_config(offload, arguments(tmp_path, **sizes, bf16=True))
+    with pytest.raises(ConfigError, match=r"learning_rate: 0.2 in OffloadConfig, 0.0003 by"):
+        engine_config(replace(offload, learning_rate=0.2), arguments(tmp_path, learning_rate=3e-4, **sizes))
+
+
+def test_a_decay_of_the_arguments_is_not_coupled_either(tmp_path: Path) -> None:
+    adam = {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": "auto"}}
+    offload = OffloadConfig.from_deepspeed({"optimizer": adam})
+    assert engine_config(offload, arguments(tmp_path, weight_decay=0.0)).weight_decay == 0
+    with pytest.raises(ConfigError, match=r"adam_w_mode is false with weight_decay 0.1 by TrainingArguments"):
+        engine_config(offload, arguments(tmp_path, weight_decay=0.1))
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -86,6 +143,8 @@ def test_what_accelerates_config_asks_for_is_refused(
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{name}='{value}'"):
         OffloadTrainer(model=t5(), args=args)
+    with pytest.raises(ConfigError, match=f"{name}='{value}'"):
+        arguments_of_finetune({"per_device_train_batch_size": 2}, {}, "fp32", evaluates=False)
 
 
 def test_arguments_that_know_other_ranks_than_torch_are_refused(

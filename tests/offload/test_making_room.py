@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import subprocess
+import sys
+import time
 import warnings
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
@@ -280,6 +286,108 @@ def test_where_ram_runs_out_states_go_to_the_disk_after_the_update(
             assert (engine.plan.total_bytes("disk") > 0) == short
             found.append(numbers(engine))
     assert_equal(*found, "moved")
+
+
+TAKES = """
+import sys
+held = []
+for line in sys.stdin:
+    held.append(b"x" * (64 << 20))
+    print(len(held), flush=True)
+"""
+"""A process that takes 64 MiB for each line that it reads, and gives all back at its end."""
+
+
+@contextmanager
+def taken_by_another_process(engine: OffloadEngine) -> Iterator[None]:
+    """While it is open, another process has so much RAM that the watch sees less left than its floor, which is raised
+    for that: a machine with more room would need to be filled."""
+    floor = hardware.ram_available_bytes() - (128 << 20)
+    engine._ram_watch._poll.floor_bytes, before = floor, engine._ram_watch._poll.floor_bytes
+    with subprocess.Popen([sys.executable, "-c", TAKES], stdin=PIPE, stdout=PIPE, text=True, bufsize=1) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        for _ in range(32):  # others may give some back meanwhile
+            other.stdin.write("more\n")
+            assert other.stdout.readline()
+            if hardware.ram_available_bytes() < floor - (64 << 20):
+                break
+        yield
+    engine._ram_watch._poll.floor_bytes = before
+
+
+def joined_group(own: Path) -> Path | None:
+    """A new control group (v2) with a `memory.high`, which this process has joined; None where there can be none.
+
+    own: this process's, beside which it is: a group with processes in it has no groups inside, but for the root.
+    """
+    folder = own if own == hardware._CGROUP else own.parent
+    try:
+        if "memory" not in (folder / "cgroup.subtree_control").read_text().split():
+            return None
+        group = folder / f"offloadkit-test-{os.getpid()}"
+        group.mkdir()
+    except OSError:
+        return None
+    try:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError:
+        group.rmdir()
+        return None
+    return group
+
+
+@contextmanager
+def squeezed(engine: OffloadEngine) -> Iterator[None]:
+    """While it is open, RAM is under pressure: by the system's own `memory.high` where that may be set."""
+    own = hardware._cgroup_dirs("memory")[0]
+    group = joined_group(own)
+    if group is None:
+        with taken_by_another_process(engine):
+            yield
+        return
+    try:
+        (group / "memory.high").write_text(str(int((group / "memory.current").read_text()) + (128 << 20)))
+        yield
+    finally:
+        (own / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ram_that_is_really_squeezed_moves_the_run_to_the_disk_with_the_bits_of_one_that_was_there_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shortage, "_INTERVAL_SECONDS", 0.01)
+    config = OffloadConfig(disk=str(tmp_path), gradient_accumulation=2, learning_rate=1e-2, working_dtype="bf16")
+
+    def trained(plan: Plan | None) -> tuple[dict[str, torch.Tensor], OffloadEngine]:
+        torch.manual_seed(0)
+        model = TinyLM(width=17, hidden=67, depth=12, dropout=0.2)
+        with OffloadEngine(model, config, device="cpu", plan=plan) as engine:
+            for at, batch in enumerate(tokens(8)):
+                engine.backward(engine(batch))
+                if plan is None and at == 3:
+                    with squeezed(engine):
+                        deadline = time.monotonic() + 30
+                        while engine._ram_watch._poll.warning is None:
+                            assert time.monotonic() < deadline, "nobody sees it"
+                            time.sleep(0.01)
+                        with pytest.warns(RuntimeWarning, match=r"RAM was running out after step 2: .*, disk "):
+                            assert engine.step()
+                    engine._ram_watch.warning()  # of the time before it was over
+                else:
+                    engine.step()
+            return numbers(engine), engine
+
+    found, engine = trained(None)
+    (move,) = engine.telemetry.moves
+    assert move.after["ram"] < move.before["ram"]
+    assert move.after["disk"] > move.before["disk"] == 0
+    expected, lean = trained(engine.plan)
+    assert lean.telemetry.moves == []
+    assert_equal(expected, found, "squeezed")
 
 
 def test_where_the_move_out_of_ram_fails_training_stops_as_before(
