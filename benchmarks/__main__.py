@@ -10,6 +10,8 @@ from benchmarks import killing, plans, ranks, report, run, scaling, start, table
 from benchmarks.cases import CASES, ENGINES
 from benchmarks.rank_cases import RANK_CASES, RANK_ENGINES
 
+_FROM = ("disk", "random", "command")
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Do what the command line asks for."""
@@ -44,20 +46,26 @@ def main(arguments: list[str] | None = None) -> None:
     planning = commands.add_parser("plans", help="plan for the machine of a measured row; appends planned rows")
     planning.add_argument("case", nargs="*", choices=[*CASES, []], metavar="CASE", help="default: those of claim fit")
     planning.add_argument("--commit", help="commit to write down where git is missing")
-    starting = commands.add_parser("start", help="print the seconds to the end of the first step, by phase")
+    starting = commands.add_parser(
+        "start", help="measure the seconds to the end of the first step, by phase; appends rows"
+    )
     starting.add_argument("model", nargs="?", default="t5-3b", help="t5-3b, ...: a model of the cases")
-    starting.add_argument("--from", nargs="+", choices=("disk", "random"), default=("disk", "random"), dest="sources")
+    starting.add_argument("--from", nargs="+", choices=_FROM, default=_FROM, dest="sources")
     starting.add_argument("--vram", help="budget, such as 8GiB; default: what is free")
     starting.add_argument("--ram", help="budget, such as 64GiB; default: what is free")
     starting.add_argument("--batch-size", type=int, default=8, help="rows in the micro-batch")
     starting.add_argument("--turns", type=int, default=2, help="fresh processes for each")
     starting.add_argument("--device", choices=("cpu",), help="cpu hides the GPU")
+    starting.add_argument("--commit", help="commit to write down where git is missing")
+    starting.add_argument("--notes", default="", help="a remark in each row")
     merging = commands.add_parser("merge", help="append the rows of another table, which ran elsewhere")
     merging.add_argument("table", type=Path)
-    commands.add_parser("replan", help="print all planned steps beside what was measured, planned again as of today")
+    commands.add_parser(
+        "replan", help="plan all measured steps again, and other cards; writes a part of docs/results.md"
+    )
     commands.add_parser("scaling", help="plan for up to 64 GPUs; writes the tables of docs/several-gpus.md")
     commands.add_parser("report", help="write docs/results.md, the README's marked parts and the chart")
-    for command in (measuring, several, killed, planning, merging):
+    for command in (measuring, several, killed, planning, starting, merging):
         command.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
     options = vars(parser.parse_args(arguments))
     chosen = options.pop("command")
@@ -86,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     elif chosen == "scaling":
         scaling.PAGE.write_text(scaling.page())
     elif chosen == "replan":
-        print(*plans.replanned(table.read(), report.WITHIN), sep="\n")
+        print(report.replan())
     else:
         report.write()
 

@@ -100,22 +100,23 @@ def hardware_of(rates: dict[str, Any]) -> Hardware:
 
 def replanned(rows: Sequence[Row], within: float) -> Iterator[str]:
     """A table of steps that were planned before they ran, planned again with the placements that they had: by today's
-    constants, and by the rates that were measured then."""
+    constants, and by the rates that were measured then. "-": today's search knows no such placements."""
     yield "| case | engine | commit | measured s | planned then | planned now | now / measured |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     then = now = number = 0
     for row in rows:
         if row["status"] != "measured" or row["engine"] not in OURS or not row["rates"] or not row["planned_seconds"]:
             continue
+        cells = [row["case"], row["engine"], row["commit"], f"{row['seconds']:.3f}", f"{row['planned_seconds']:.3f}"]
         try:
             search, placements = as_placed(row)
         except ValueError:
+            yield "| " + " | ".join([*cells, "-", "-"]) + " |"
             continue
         again, measured = search.model.seconds(placements).step, row["seconds"]
         number += 1
         then += abs(row["planned_seconds"] / measured - 1) <= within
         now += abs(again / measured - 1) <= within
-        cells = [row["case"], row["engine"], row["commit"], f"{measured:.3f}", f"{row['planned_seconds']:.3f}"]
         yield "| " + " | ".join([*cells, f"{again:.3f}", f"{again / measured:.2f}"]) + " |"
     yield f"\nWithin {within:.0%}: {then} of {number} then, {now} now."
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from offloadkit.planner.phases import PHASES, Phase, differing
 
 ROOT = Path(__file__).parent.parent
 README, RESULTS, CHART = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "t5-3b.png"
+REPLANNED = Path(__file__).parent / "replanned.md"
+"""The tables that `python -m benchmarks replan` writes."""
 CHART_CASE = "w1"
 WITHIN = 0.15
 """Share by which a step's planned seconds may be off to count as planned right."""
@@ -55,7 +58,33 @@ def write() -> None:
 
 def results(rows: Sequence[Row]) -> str:
     """The whole of docs/results.md."""
-    return "\n".join([_INTRODUCTION, *_sections(rows), *_several(rows), *_score(rows), *_others(rows)]).rstrip() + "\n"
+    parts = (_sections(rows), _several(rows), _score(rows), _replanned(), _starts(rows), _others(rows))
+    return "\n".join([_INTRODUCTION, *chain.from_iterable(parts)]).rstrip() + "\n"
+
+
+def replan() -> str:
+    """Plan all of `planned_alone` again, and the cards of `published`; writes the tables to `REPLANNED`, returns them.
+
+    It takes half a minute, so `write` takes them from there.
+    """
+    from benchmarks import plans, published
+
+    found = "\n".join(
+        [
+            "### Each row\n",
+            "Ragged rows are left out: their planned seconds are those of the longest rows.\n",
+            *plans.replanned(planned_alone(table.read()), WITHIN),
+            "\n### Cards that are not here\n",
+            *published.lines(),
+        ]
+    )
+    REPLANNED.write_text(f"{found}\n")
+    return found
+
+
+def _replanned() -> Iterator[str]:
+    yield ""
+    yield REPLANNED.read_text()
 
 
 def filled(text: str, rows: Sequence[Row]) -> str:
@@ -462,6 +491,12 @@ def planned_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {STREAMED: [row for row in planned if row not in older], OLDER: older}
 
 
+def planned_alone(rows: Sequence[Row]) -> list[Row]:
+    """All of `planned_rows` whose seconds were planned: of ragged rows the plan's are those of the longest."""
+    found = chain.from_iterable(planned_rows(rows).values())
+    return [row for row in found if row["mask"] != "ragged"]
+
+
 def planned_right(rows: Sequence[Row], planned: str, measured: str, within: float) -> tuple[int, int]:
     """Of the rows that have both columns, how many were planned right within that share, and how many there are.
 
@@ -485,6 +520,37 @@ def _score(rows: Sequence[Row]) -> Iterator[str]:
         yield _line(cells)
 
 
+_STARTS = """## Time to the first step
+
+Seconds from the start of a fresh process to the end of the first step of `finetune`, on rows of full length, and by
+phase. From a disk, the page cache is emptied before. Seconds and phases are those of the last turn: the first one on a
+machine also measures its rates and compiles kernels. *CPU* is what all its threads computed, user and system: other
+work on the machine disturbs it less than the seconds.
+"""
+
+
+def _starts(rows: Sequence[Row]) -> Iterator[str]:
+    """The newest row of each start and machine."""
+    newest = {(row["case"], row["engine"], row["gpu"], row["cores"]): row for row in rows if _is_start(row)}
+    if not newest:
+        return
+    yield _STARTS
+    titles = ["case", "what", "seconds", "CPU", "first turn", "by phase", "measured by"]
+    yield _line(titles)
+    yield _line(["---"] * len(titles))
+    for row in newest.values():
+        figures = {**(row["phases"] or {}), **(row["figures"] or {})}
+        single = [str(figures.pop(name, "-")) for name in ("CPU", "first turn")]
+        shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items() if value)
+        by = "; ".join(filter(None, [_origin(row), row["notes"]]))
+        yield _line([row["case"], row["engine"], f"{row['seconds']:.1f}", *single, shown or "-", by])
+    yield ""
+
+
+def _is_start(row: Row) -> bool:
+    return str(row["case"]).startswith("startup-")
+
+
 def _others(rows: Sequence[Row]) -> Iterator[str]:
     """Cases that measure no step of an engine, and cases that no longer run: their newest rows."""
     yield ""
@@ -494,8 +560,8 @@ def _others(rows: Sequence[Row]) -> Iterator[str]:
     yield _line(["---"] * len(titles))
     newest = {(row["case"], row["engine"]): row for row in rows if row["case"] not in (*CASES, *RANK_CASES)}
     for (case, engine), row in newest.items():
-        if case.startswith("placed-"):
-            continue  # rows for the tests of the plan
+        if case.startswith("placed-") or _is_start(row):
+            continue  # rows for the tests of the plan; a table of their own
         figures = {**(row["phases"] or {}), **(row["figures"] or {})}
         if row["ram_peak_bytes"]:
             figures["RAM, GiB"] = round(row["ram_peak_bytes"] / GIB, 2)

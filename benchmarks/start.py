@@ -1,9 +1,11 @@
-"""Seconds from the start of the process to the end of the first step of `finetune`, by phase.
+"""Seconds from the start of the process to the end of the first step of `finetune`, by phase; and of two commands.
 
     python -m benchmarks start t5-3b --vram 8GiB
 
 Each run is a fresh process. From a disk, the files' pages are dropped from the page cache before. The first run on a
-machine also measures its rates and compiles kernels; both are kept, so each start is run twice.
+machine also measures its rates and compiles kernels; both are kept, so each start is run twice. A row of the table has
+the last one's seconds by phase, and the CPU's seconds (user and system, all threads), which other work on the machine
+disturbs less.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -22,6 +25,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks import table
+from benchmarks.run import git_commit
+from benchmarks.table import Row
+
+CPU, FIRST = "CPU", "first turn"
+"""Names in a row's `figures`: CPU seconds of the last turn, and all seconds of the first one. The others are phases."""
 MARK = "start: "
 PHASES = {
     "offloadkit.planning:measure": "measure the machine",
@@ -80,37 +89,95 @@ class Stopwatch:
 def start(
     model: str,
     *,
-    sources: tuple[str, ...] = ("disk", "random"),
+    sources: tuple[str, ...] = ("disk", "random", "command"),
     vram: str | None = None,
     ram: str | None = None,
     batch_size: int = 8,
     turns: int = 2,
     device: str | None = None,
-) -> list[dict[str, Any]]:
-    """Measure and print each start; returns the seconds by phase.
+    out: Path = table.PATH,
+    commit: str | None = None,
+    notes: str = "",
+) -> list[Row]:
+    """Measure and print each start; append a row for each to `out`, and return the new ones.
 
     Args:
-        sources: "disk" reads the weights of a folder that is written before, "random" draws them.
+        sources: "disk" reads the weights of a folder that is written before, "random" draws them. "command" stands for
+            `offloadkit --help` and `offloadkit plan` of the model within the budgets.
         device: "cpu" hides the GPU.
     """
-    found = []
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
-    for source in sources:
-        folder = _prepared(model, source, environment)
+    within = [each for name, size in (("--vram", vram), ("--ram", ram)) if size for each in (name, size)]
+    commands = {"startup-help": ["--help"], f"startup-plan-{model}": ["plan", model, *within]}
+    about = _machine(device) | {"status": "measured", "commit": commit or git_commit(), "notes": notes or None}
+    rows: list[Row] = []
+
+    def measure(case: str, engine: str, run: Callable[[], dict[str, float]], **more: Any) -> None:
+        totals = []
         for turn in range(1, turns + 1):
-            _drop_pages(folder)
-            task = {"folder": str(folder), "init": "pretrained" if source == "disk" else "random", "vram": vram}
-            task |= {"ram": ram, "batch_size": batch_size, "began": time.time()}
-            command = [sys.executable, "-m", "benchmarks.start", json.dumps(task)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            marked = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-            if not marked:
-                raise SystemExit(f"{model} from {source} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-            seconds = json.loads(marked[-1].removeprefix(MARK))
-            print(f"{model} from {source}, vram {vram}, turn {turn} of {turns}: {sum(seconds.values()):.1f} s")
-            print("".join(f"  {phase:22} {number:6.2f}\n" for phase, number in seconds.items()), end="", flush=True)
-            found.append({"model": model, "source": source, "turn": turn, "seconds": seconds})
+            before = _cpu_seconds()
+            phases = run()
+            cpu = _cpu_seconds() - before
+            totals.append(sum(phases.values()))
+            print(f"{case}, turn {turn} of {turns}: {totals[-1]:.1f} s, of the CPU {cpu:.1f} s")
+            print("".join(f"  {phase:22} {number:6.2f}\n" for phase, number in phases.items()), end="", flush=True)
+        figures = {**(phases if len(phases) > 1 else {}), CPU: round(cpu, 2), FIRST: round(totals[0], 2)}
+        row = {"case": case, "engine": engine, "date": table.now(), **about, **more, "turns": turns}
+        rows.append(row | {"seconds": totals[-1], "figures": figures})
+        table.write([*table.read(out), rows[-1]], out)
+
+    for source in sources:
+        if source == "command":
+            for case, command in commands.items():
+                measure(case, f"offloadkit {' '.join(command)}", functools.partial(_run_command, command, environment))
+            continue
+        folder = _prepared(model, source, environment)
+        task = {"folder": str(folder), "init": "pretrained" if source == "disk" else "random", "vram": vram}
+        task |= {"ram": ram, "batch_size": batch_size}
+        run = functools.partial(_run_start, f"{model} from {source}", task, environment)
+        measure(f"startup-{model}-{source}", "offloadkit", run, model=model, batch_size=batch_size)
+    return rows
+
+
+def _run_start(what: str, task: dict[str, Any], environment: dict[str, str]) -> dict[str, float]:
+    """The seconds of a start in a fresh process, by phase."""
+    _drop_pages(Path(task["folder"]))
+    command = [sys.executable, "-m", "benchmarks.start", json.dumps(task | {"began": time.time()})]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    marked = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if not marked:
+        raise SystemExit(f"{what} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
+    found: dict[str, float] = json.loads(marked[-1].removeprefix(MARK))
     return found
+
+
+def _run_command(command: list[str], environment: dict[str, str]) -> dict[str, float]:
+    """The seconds of `offloadkit` with these arguments."""
+    began = time.perf_counter()
+    whole = [sys.executable, "-m", "offloadkit", *command]
+    done = subprocess.run(whole, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"offloadkit {' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
+    return {"all": round(time.perf_counter() - began, 3)}
+
+
+def _cpu_seconds() -> float:
+    """Of all processes that were waited for, user and system."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _machine(device: str | None) -> Row:
+    """The columns that say where it was measured."""
+    import torch
+
+    from offloadkit import __version__, hardware
+    from offloadkit.engines.runner import version
+
+    here = torch.device("cpu") if device == "cpu" else hardware.default_device()
+    machine = hardware.describe_machine(here)
+    found: Row = {name: machine[name] for name in ("gpu", "cpu", "ram_bytes")} | {"cores": machine["num_cores"]}
+    return found | {name: version(name) for name in ("torch", "transformers")} | {"offloadkit": __version__}
 
 
 def _prepared(model: str, source: str, environment: dict[str, str]) -> Path:

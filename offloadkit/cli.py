@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +38,8 @@ def _root(
 ) -> None:
     pass
 
+
+atexit.register(gc.freeze)  # else Python's exit looks through all objects of torch and transformers: most of a second
 
 Model = Annotated[str, typer.Argument(help="Preset (t5-3b, llama-3.1-8b, ...), folder, or hub name.")]
 Tokenizer = Annotated[

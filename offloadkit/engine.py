@@ -694,6 +694,8 @@ class OffloadEngine:
         self._num_backwards, self._stepped, self._has_graph, self._in_last = 0, True, False, False
 
     def _settle(self) -> None:
+        if os.getpid() != self._process:
+            raise forked("the model was")
         if self._newest is not None:
             self._thread.finish(self._newest)
         self._raise_thread_error()

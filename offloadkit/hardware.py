@@ -99,6 +99,8 @@ class Hardware:
 
     assumed: str = ""
     """What of this was not measured, in a sentence. "": everything was, but for the link."""
+    assumed_card: str = ""
+    """What stands in for a GPU that nobody named: "assumed card of 8 GiB". "": it is known which GPU this is."""
     link_assumed: str = ""
     """How several ranks are taken to be linked, in a sentence. "": that was measured, or there is one rank."""
 

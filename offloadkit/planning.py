@@ -295,8 +295,9 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
     if _assumes_card(config, device):
         vram, ram = parse_bytes(config.vram or 0), hardware.ram_available_bytes()
         names = ", ".join(card.name for card in CARDS)
-        assumed = f"Planned for an assumed card of {format_bytes(vram)}. Name yours by gpu= or --gpu: {names}."
+        assumed = f"No GPU is here: the rates are those of a typical card. Name yours by gpu= or --gpu: {names}."
         card = replace(ASSUMED_CARD, vram_total_bytes=vram, vram_free_bytes=vram, assumed=assumed)
+        card = replace(card, assumed_card=f"assumed card of {format_bytes(vram)}")
         card = replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram)
         return _with_states_folder(card, config), True
     return measure(device, folder=config.states_folder), False

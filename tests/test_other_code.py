@@ -115,6 +115,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
     "to a dtype": lambda model: model.to(torch.float64),
     "a part of it": lambda model: model.get_submodule("embed").double(),
     "to shared memory": lambda model: model.share_memory(),
+    "to the meta device": lambda model: model.to("meta"),
 }
 
 
@@ -145,15 +146,15 @@ def test_a_model_that_is_brought_to_where_it_computes_stays_as_it_is(device: str
     assert all(torch.equal(value, masters[1][name]) for name, value in masters[0].items())
 
 
-def to_meta(model: Any) -> None:
-    model.blocks.to("meta")
+def exchange(model: Any) -> None:
+    model.blocks[0].up.weight = nn.Parameter(torch.ones(17, 9, dtype=torch.float64))
 
 
 def adapt(model: Any) -> None:
     model.head = nn.Linear(9, 61, device="meta")  # as a new head, or an adapter, that nobody has brought to the device
 
 
-@pytest.mark.parametrize(("change", "name"), [(to_meta, r"blocks\.0\.up\.weight"), (adapt, r"head\.weight")])
+@pytest.mark.parametrize(("change", "name"), [(exchange, r"blocks\.0\.up\.weight"), (adapt, r"head\.weight")])
 def test_what_was_exchanged_is_named_where_forward_fails(change: Callable[[Any], None], name: str) -> None:
     model: Any = small(tied=False)
     with OffloadEngine(model, config(), device="cpu") as engine:
@@ -185,13 +186,21 @@ def test_what_two_engines_share_is_cast_by_neither() -> None:
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["whole", "in place", "block"])
-def test_training_through_a_model_compiled_around_the_hooks_is_refused(part: str) -> None:
+@pytest.mark.parametrize(
+    ("part", "backend"),
+    [
+        ("whole", "eager"),
+        ("in place", "eager"),
+        ("block", "eager"),
+        pytest.param("whole", "inductor", marks=pytest.mark.slow),  # its import alone takes seconds
+    ],
+)
+def test_training_through_a_model_compiled_around_the_hooks_is_refused(part: str, backend: str) -> None:
     torch._dynamo.reset()
     model: Any = small()
-    given = torch.compile(model, backend="eager") if part == "whole" else model
+    given = torch.compile(model, backend=backend) if part == "whole" else model
     if part != "whole":
-        (model if part == "in place" else model.blocks[1]).compile(backend="eager")
+        (model if part == "in place" else model.blocks[1]).compile(backend=backend)
     with (
         OffloadEngine(given, config(), device="cpu") as engine,
         pytest.raises(EngineStateError, match=r"OffloadConfig\(compile_blocks=True\)"),

@@ -24,19 +24,27 @@ from offloadkit.hf.presets import PRESETS
 from offloadkit.planner.plan import nearest_fits
 from tests.planner.machines import GIB, H200
 
+README = Path(__file__).parent.parent / "README.md"
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(8)]
 
 
 @pytest.mark.slow
 def test_a_card_that_is_not_here_is_planned_for() -> None:
-    made = offloadkit.plan("t5-3b", vram="8GiB", ram="42GiB", batch_size=1)
+    made = offloadkit.plan("t5-3b", vram="8GiB", ram="42GiB")
     assert made.fits
     assert made.num_parameters == 2_851_598_336
     assert made.total_bytes("vram") <= 8 * GIB
-    assert made.num_tokens == 512 + 128
-    said = r"FITS: \S+ of 8 GiB VRAM, \d+ of 42 GiB RAM, about \S+ m?s a step, [\d,]+ tokens/s"
-    assert re.fullmatch(said, str(made).splitlines()[0])
-    assert str(made).splitlines()[1].startswith("  Planned for an assumed card of 8 GiB.")
+    assert made.num_tokens == 32 * (512 + 128)
+    said = (
+        r"FITS \(assumed card of 8 GiB\): (\S+) of 8 GiB VRAM, (\d+) of 42 GiB RAM, about (\S+) s a step, "
+        r"[\d,]+ tokens/s"
+    )
+    found = re.fullmatch(said, str(made).splitlines()[0])
+    shown = re.search(f"plan t5-3b --vram 8GiB --ram 42GiB +# {said.rsplit(', ', 1)[0]}", README.read_text())
+    assert found
+    assert shown
+    off_by = [abs(float(a) - float(b)) for a, b in zip(found.groups(), shown.groups(), strict=True)]
+    assert all(off <= most for off, most in zip(off_by, (0.11, 1.1, 0.11), strict=True)), "the README has other figures"
     text = made.details()
     assert "available" in text
     assert "Adam moments" in text
@@ -54,7 +62,7 @@ def test_what_does_not_fit_says_so_and_what_would() -> None:
     assert not made.fits
     assert set(made.lacking()) <= {"vram", "ram"}
     assert re.search("\n  missing .* GiB", made.details())
-    assert made.verdict.startswith("DOES NOT FIT: needs ")
+    assert made.verdict.startswith("DOES NOT FIT (assumed card of 8 GiB): needs ")
     (lean,) = [line for line in made.explain().splitlines() if line.startswith("precision='compact' would fit: ")]
     assert lean.endswith(" tokens/s")
     for words, other in nearest_fits(made):
@@ -254,7 +262,7 @@ def run(*arguments: str) -> Any:
 def test_the_command_exits_with_one_where_it_does_not_fit() -> None:
     done = run("t5-small", "--vram", "1GiB", "--ram", "600MiB", "--batch-size", "1")
     assert done.exit_code == 1
-    assert done.stdout.startswith("DOES NOT FIT: needs ")
+    assert done.stdout.startswith("DOES NOT FIT (assumed card of 1 GiB): needs ")
     assert run("t5-small", "--vram", "2GiB", "--ram", "16GiB", "--batch-size", "1").exit_code == 0
 
 
@@ -287,14 +295,17 @@ def test_the_command_refuses_in_one_line(arguments: tuple[str, str], message: st
 def test_several_gpus_are_planned_for_without_any() -> None:
     wishes: dict[str, Any] = {"vram": "8GiB", "ram": "8GiB", "batch_size": 1}
     made, alone = offloadkit.plan("t5-small", num_gpus=2, **wishes), offloadkit.plan("t5-small", **wishes)
-    assert re.match(r"FITS on 2 GPUs: \S+ of 8 GiB VRAM each, \S+ of 8 GiB RAM in all, about ", made.verdict)
+    assert re.match(
+        r"FITS on 2 GPUs \(assumed card of 8 GiB\): \S+ of 8 GiB VRAM each, \S+ of 8 GiB RAM in all, about ",
+        made.verdict,
+    )
     assert "2 GPUs x 1 x (512+128) tokens a step" in str(made)
     assert "2 GPUs are taken to be linked by their buses alone" in " ".join(str(made).split())
     assert (made.num_tokens, made.num_parameters) == (2 * (alone.num_tokens or 0), alone.num_parameters)
     assert offloadkit.plan("t5-small", num_gpus=1, **wishes) == alone
     with pytest.raises(ConfigError, match="num_gpus must be a whole number >= 1, got 0"):
         offloadkit.plan("t5-small", num_gpus=0, **wishes)
-    assert "Planned for an assumed card of 24 GiB." in str(offloadkit.plan("t5-small", num_gpus=2, batch_size=1))
+    assert "(assumed card of 24 GiB)" in str(offloadkit.plan("t5-small", num_gpus=2, batch_size=1))
     facts = json.loads(run("t5-small", "--gpu", "H200", "--num-gpus", "16", "--json").stdout)
     assert (facts["num_gpus"], facts["communicated_bytes"].keys()) == (16, {"exchange", "gather", "norm"})
     assert "NVLink" in facts["assumed"]

@@ -57,7 +57,7 @@ from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
 from offloadkit.engine import OffloadEngine, is_trained
-from offloadkit.errors import ConfigError, DataError, RepeatWindowError
+from offloadkit.errors import ConfigError, DataError, EngineStateError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, check_optim, engine_config, left_to_the_engine
 from offloadkit.hf.dealing import TARGETS, Counted, DealtBatches, GatheredRows, deal, without_targets
 from offloadkit.hf.load import fill
@@ -124,7 +124,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._window_targets: torch.Tensor | int = 0
         self._num_micro_batches = 1
         self._target_share: torch.Tensor | float | None = None
-        self._unfinished = self._begins = self._is_saving = False
+        self._unfinished = self._begins = self._is_saving = self._is_in_loop = False
         self._unplanned = ""
         self._dealt: DealtBatches | None = None
         self._window = Window()
@@ -594,6 +594,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             ModelError: `resume_from_checkpoint` is not whole, or a file of it is cut.
             ConfigError: it is True, and no checkpoint is whole.
             NonFiniteGradientError: NaN or Inf gradients, unless `offload.on_nonfinite` is "skip".
+            EngineStateError: another Trainer is inside `train()` on this model.
             RankError: another rank has died or failed.
         """
         if resume_from_checkpoint:
@@ -605,12 +606,14 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         try:
             with self._before_the_engine:
                 self._before_the_engine.enter_context(left_to_the_engine(self.args))
+                self._is_in_loop = True
                 output = super().train(resume_from_checkpoint or None, *args, **kwargs)
         except RuntimeError as error:
             if self.engine is not None and self.engine.ranks is not None:
                 self.engine.ranks.explain(error)
             raise
         finally:
+            self._is_in_loop = False
             self.args.logging_nan_inf_filter = chosen
             self._remove_noise()
         if self.engine is not None:
@@ -640,11 +643,19 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """Close engines that other Trainers have left open on this model, or on another wrapper of its modules.
 
         Nobody may hold those Trainers any more: in a notebook the cell that makes one is run again.
+
+        Raises:
+            EngineStateError: one of them is inside `train()`: this is called by a callback of it.
         """
         modules = set(self.model.modules()) if self.model is not None else set()  # `model_init` makes a new model
         for other in list(_trainers):
             if other is self or other.engine is None or modules.isdisjoint(other.engine.module.modules()):
                 continue
+            if other._is_in_loop:
+                raise EngineStateError(
+                    "another Trainer is inside train() on this model, and its optimizer states would be lost: train "
+                    "when its train() has returned, or train a deepcopy() of the model"
+                )
             message = (
                 "another Trainer's engine on this model is closed: its optimizer states are gone, the weights stay"
             )

@@ -362,7 +362,9 @@ class PlacedModel:
         for state in self.states:
             state.join(ring)
         streamed = [state.weights for state in self.states if isinstance(state.weights, StreamedWeights)]
-        self._ring = WeightRing(streamed, self._device, NUM_WEIGHT_BUFFERS, self._waits) if streamed else None
+        self._ring = None
+        if streamed:
+            self._ring = WeightRing(streamed, self._device, NUM_WEIGHT_BUFFERS, self._waits, self.outside)
         self._recompute_blocks()
         staging = [slab.cut(slab.num_bytes, torch.uint8) for slab in shared[num_disk:]]
         self.gradients.arrange([state.gradient for state in self.states], staging)
@@ -595,20 +597,16 @@ class PlacedModel:
     @contextmanager
     def in_backward(self) -> Iterator[None]:
         """While it is open, backward runs; at its end the micro-batch's gradients are on their way."""
-        if self._ring is not None:
-            self._ring.in_backward = True
+        recomputing = nullcontext() if self._ring is None else self._ring.backward()
         if self._gathers is not None:
             self._gathers.bring()  # before gradients are exchanged, on all ranks
         try:
-            with self._waits.during("backward"), self.outside.released():
+            with self._waits.during("backward"), self.outside.released(), recomputing:
                 yield
                 self.gradients.end_of_backward()
         except BaseException:
             self.end_modules()
             raise
-        finally:
-            if self._ring is not None:
-                self._ring.in_backward = False
 
     def settle(self) -> None:
         """Have the newest weights where they live, the copies of an update that is done included."""

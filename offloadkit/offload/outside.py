@@ -44,6 +44,9 @@ class WatchedLayer(Protocol):
     def open(self) -> None:
         """Have the newest weights where they live, for anyone."""
 
+    def use(self) -> None:
+        """Have the newest weights in VRAM, for a computation."""
+
     def home(self, view: ParameterView) -> torch.Tensor:
         """Where a parameter's weights live, in its shape."""
 
@@ -67,6 +70,7 @@ class _Place:
     view: ParameterView
     plain: type
     watched: type
+    guarded: type
     memory: int
     """Address of the storage in which the weights live; 0 where there are none."""
 
@@ -92,7 +96,7 @@ class Outside:
             device: where the model computes.
         """
         self._finish_updates, self._released, self.device = finish_updates, False, device
-        kinds: dict[type, type] = {}
+        kinds: dict[type, tuple[type, type]] = {}
         self._places: dict[int, _Place] = {}
         self._of_layer: dict[FlatLayer, list[_Place]] = {}
         for layer in layers:
@@ -100,8 +104,8 @@ class Outside:
             for view in layer.layer.views:
                 plain = type(view.parameter)
                 if plain not in kinds:
-                    kinds[plain] = _watched_class(plain, self)
-                place = _Place(self, layer, view, plain, kinds[plain], _memory(layer.home(view)))
+                    kinds[plain] = _kind_of(Watched, plain, self), _kind_of(Guarded, plain, self)
+                place = _Place(self, layer, view, plain, *kinds[plain], _memory(layer.home(view)))
                 self._places[id(view.parameter)] = place
                 places.append(place)
         self.watch_all()
@@ -116,6 +120,11 @@ class Outside:
         """Make the layer's parameters plain ones: its newest weights are there, and a module uses them next."""
         for place in self._of_layer.get(layer, ()):
             place.view.parameter.__class__ = place.plain
+
+    def guard(self, layer: FlatLayer) -> None:
+        """In backward: whoever computes with the layer's parameters has them brought to VRAM first, until `release`."""
+        for place in self._of_layer.get(layer, ()):
+            place.view.parameter.__class__ = place.guarded
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -272,10 +281,44 @@ class Watched:
             parameter.__class__ = place.watched
 
 
-def _watched_class(plain: type, outside: Outside) -> type:
-    """A subclass of `plain`, of the same name."""
+class Guarded:
+    """A trained parameter in backward, while its block is not the one in use.
+
+    Somebody else's recomputation (`torch.utils.checkpoint`) may use it: that runs no hook of the block.
+    """
+
+    __slots__ = ()
+    outside: Outside
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _kind(func) != "fact":
+            for parameter in _guarded_in((args, kwargs)):
+                layer = parameter.outside.place_of(parameter).layer
+                assert layer is not None  # no engine closes in backward
+                layer.use()
+        with unwatched():
+            return func(*args, **kwargs)
+
+
+def _guarded_in(value: Any) -> Iterator[Any]:
+    """The guarded parameters in nested lists, tuples and dicts."""
+    if isinstance(value, Guarded):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _guarded_in(item)
+    elif isinstance(value, dict):
+        yield from _guarded_in(list(value.values()))
+
+
+def _kind_of(seen: type, plain: type, outside: Outside) -> type:
+    """A subclass of `plain` that is `seen`, of the same name."""
     body = {"outside": outside, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    kind: type = type(plain)(plain.__name__, (Watched, plain), body)
+    kind: type = type(plain)(plain.__name__, (seen, plain), body)
     return kind
 
 
@@ -356,6 +399,8 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             args = (args[0].detach().requires_grad_(args[0].requires_grad), *args[1:])
         before = _begin_writes(written) if written else ()
         result = func(*args, **kwargs)
+        if func is torch._has_compatible_shallow_copy_type and not result:  # `nn.Module.to` would exchange it
+            raise moved_or_cast(next(iter(read)).view)
         for layer, view, old in before:
             layer.after_write(view, old)
         if result is None or result is first:

@@ -285,6 +285,10 @@ class LayerState:
         """Have the newest weights where they live, so that anyone may read or write them."""
         self.weights.open()
 
+    def use(self) -> None:
+        """Have the newest weights in VRAM for the compute stream's next work."""
+        self.weights.use()
+
     def home(self, view: ParameterView) -> torch.Tensor:
         """Where a parameter's weights live, in its shape."""
         return self.weights.home(view)

@@ -2,7 +2,9 @@
 
 A block is fetched when it is used: by its forward, by a recomputation, or by backward when it unpacks a weight that
 autograd saved. Using it again while it is in VRAM costs nothing, so the order of hooks does not matter. The ring
-remembers which block followed which, in forward and in backward, and fetches that block ahead.
+remembers which block followed which, in forward and in backward, and fetches that block ahead. A recomputation that is
+not ours (`torch.utils.checkpoint`) may run a part of a block without its hooks. So in backward the parameters of all
+blocks but the one in use are guarded (`outside.Guarded`): touching one is a use.
 
 The ranks of a host share the RAM, and each fetches from it when it wants. It waits until the ranks have said that they
 have stepped a layer; and no rank steps before all have their gradients' norm, before which each waits for its fetches.
@@ -10,8 +12,8 @@ What a program writes between steps goes to a copy of this rank's own. `step()` 
 it, as all ranks write the same.
 
 Autograd never keeps a view of a buffer. A saved weight is packed as its place in the block, and looked up again in
-backward. Tensors of a recomputation are not packed: their views live until the block's own backward is done, and no
-other block is used before that.
+backward. Tensors of a recomputation are not packed: their views live until the block's own backward is done. If other
+blocks take its buffer before that, as where several blocks are recomputed as one, it is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import FlatLayer, ParameterView
-from offloadkit.offload.outside import unwatched
+from offloadkit.offload.outside import Outside, unwatched
 from offloadkit.offload.recompute import changed_in_place
 from offloadkit.offload.weights import LayerWeights, PendingUpdate
 
@@ -124,6 +126,13 @@ class StreamedWeights(LayerWeights):
                 self._views[address] = self.tensors(memory.view(self.layer.dtype))
         self.bind(self._views[address])
 
+    def is_viewed(self) -> bool:
+        """Whether somebody else shares the memory that the parameters are bound to in VRAM."""
+        if self._bound is self._home or self._bound is self._unbound:
+            return False
+        counts = [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in self._bound]
+        return max(counts) > _OWN_USERS
+
     def use(self) -> None:
         self.block.use()
 
@@ -199,25 +208,37 @@ class StreamedWeights(LayerWeights):
         Raises:
             EngineStateError: the block was recomputed, and its buffer went to another block before this gradient.
         """
-        if self.block.recomputed and not self.block.ring.holds(self.block):
+        block = self.block
+        if not block.recomputed:
+            return
+        if block.lost or not block.ring.holds(block):
             raise EngineStateError(
                 f"the gradient of {view.name!r} came after its block had left VRAM: this model's backward does not run "
-                "block by block. Train it with Placement(activations='keep'), or with weights='vram'"
+                "block by block. If the model itself recomputes several blocks as one (torch.utils.checkpoint), have "
+                "it recompute each by itself, or none: Placement(activations='checkpoint') does it. Else train it with "
+                "Placement(activations='keep'), or with weights='vram'"
             )
+
+
+_OWN_USERS = 4
+"""Of the memory of a bound parameter: the parameter, the tensor whose memory it shares, its base, and who asks."""
 
 
 class StreamedBlock:
     """The streamed flat layers of one repeated block, one for each dtype. They are fetched and evicted together.
 
     Attributes:
-        recomputed: whether backward may hold views of the block's buffer, made by a recomputation.
+        recomputed: whether this backward may hold views of the block's buffer, made by a recomputation.
+        lost: whether the buffer went to another block while there were such views.
+        guarded: whether touching a parameter of it is a use.
         num_updates: number of updates of each layer.
     """
 
     def __init__(self, layers: Sequence[StreamedWeights], ring: WeightRing) -> None:
         self.layers: Sequence[StreamedWeights] = layers
         self.ring = ring
-        self.recomputed, self.num_updates = False, [0] * len(layers)
+        self.recomputed = self.lost = self.guarded = False
+        self.num_updates = [0] * len(layers)
         for layer in layers:
             layer.block = self
 
@@ -234,6 +255,10 @@ class StreamedBlock:
             )
         self.recomputed = self.ring.in_backward
         self.ring.use(self)
+
+    def is_viewed(self) -> bool:
+        """Whether backward still holds views of the buffer, made by a recomputation."""
+        return self.recomputed and any(layer.is_viewed() for layer in self.layers)
 
     def ready(self) -> bool:
         """Whether the newest weights are in RAM."""
@@ -256,6 +281,8 @@ class _Buffer:
     """The end of the copy of these weights."""
     released: Event | None = None
     """The end of the compute stream's work with it. None while it is in use. At first: the memory is made."""
+    reads_on: bool = False
+    """Whether the compute stream may work with it after `released`."""
     last_use: int = 0
     """Number of the ring's use at which it was last used."""
     _parts: dict[StreamedBlock, list[tuple[StreamedWeights, torch.Tensor]]] = field(default_factory=dict)
@@ -291,8 +318,15 @@ class WeightRing:
     fill_with_nan: ClassVar[bool] = False
     """For tests: a buffer is emptied and filled with NaN as soon as another block is used."""
 
-    def __init__(self, layers: Sequence[StreamedWeights], device: torch.device, num_buffers: int, waits: Waits) -> None:
-        self.device, self._waits = device, waits
+    def __init__(
+        self,
+        layers: Sequence[StreamedWeights],
+        device: torch.device,
+        num_buffers: int,
+        waits: Waits,
+        outside: Outside,
+    ) -> None:
+        self.device, self._waits, self._outside = device, waits, outside
         self.in_forward = self.in_backward = False
         by_block: dict[nn.Module | None, list[StreamedWeights]] = {}
         for layer in layers:
@@ -313,6 +347,10 @@ class WeightRing:
     def use(self, block: StreamedBlock) -> None:
         """Have `block` in VRAM and bind its parameters. Then fetch the block that followed it the last time."""
         current = self._current
+        if block.guarded:
+            block.guarded = False
+            for layer in block.layers:
+                self._outside.release(layer.layer)
         if current is not None and current.block is block:
             return
         for layer in block.layers:
@@ -323,7 +361,7 @@ class WeightRing:
         assert buffer.arrived is not None
         self._waits.delay(buffer.arrived)
         self._num_uses += 1
-        buffer.last_use, buffer.released, self._current = self._num_uses, None, buffer
+        buffer.last_use, buffer.released, buffer.reads_on, self._current = self._num_uses, None, False, buffer
         for layer, memory in buffer.parts(block):
             layer.bind_to_vram(memory)
         following = self._successor.get((self.in_backward, block))
@@ -360,6 +398,27 @@ class WeightRing:
                 yield
         finally:
             self.in_forward = before
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """A context in which backward runs. `outside` watches no parameter in it."""
+        for block in self._blocks:
+            block.recomputed = block.lost = False
+            self._guard(block)
+        self.in_backward = True
+        try:
+            yield
+        finally:
+            self.in_backward = False
+            for block in self._blocks:
+                block.guarded = False
+                for layer in block.layers:
+                    self._outside.release(layer.layer)
+
+    def _guard(self, block: StreamedBlock) -> None:
+        block.guarded = True
+        for layer in block.layers:
+            self._outside.guard(layer.layer)
 
     def synchronize(self) -> None:
         """Block the calling thread until all copies are done. Their memory may be freed after that."""
@@ -418,11 +477,15 @@ class WeightRing:
 
     def _release(self, buffer: _Buffer, successor: StreamedBlock) -> None:
         assert buffer.block is not None
-        self._successor[self.in_backward, buffer.block] = successor
+        left = buffer.block
+        self._successor[self.in_backward, left] = successor
+        buffer.reads_on = self.in_backward and left.is_viewed()
         if self.fill_with_nan:
             self._empty(buffer)
             buffer.memory.view(torch.float32).fill_(torch.nan)
         buffer.released = record_compute(self.device)
+        if self.in_backward:
+            self._guard(left)
 
     def _fetch(self, block: StreamedBlock) -> _Buffer:
         """Copy a block into an empty buffer, or else into the least recently used one."""
@@ -430,7 +493,7 @@ class WeightRing:
         buffer = min(free, key=lambda buffer: (buffer.block is not None, buffer.last_use))
         self._empty(buffer)
         if buffer.released is not None:  # the compute stream may still read it
-            self.h2d.wait(buffer.released)
+            self.h2d.wait(record_compute(self.device) if buffer.reads_on else buffer.released)
         for layer, memory in buffer.parts(block):
             if layer.written is not None:  # the GPU's step may still be copying new weights to RAM
                 self.h2d.wait(layer.written)
@@ -444,6 +507,7 @@ class WeightRing:
 
     def _empty(self, buffer: _Buffer) -> None:
         if buffer.block is not None:
+            buffer.block.lost |= buffer.reads_on and buffer.block.is_viewed()
             for layer in buffer.block.layers:
                 layer.leaves_vram()
                 layer.unbind()

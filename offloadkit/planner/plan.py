@@ -167,12 +167,16 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """One line: whether it fits, the memory of the worst phase and what there is, a step's seconds, tokens/s."""
+        """One line: whether it fits, and on which assumed card; the memory of the worst phase and what there is, a
+        step's seconds, tokens/s."""
         if not self.fits:
-            return why_not(self).replace("does not fit", "DOES NOT FIT", 1)
-        said = "AT LEAST" if self.num_tokens is None else "FITS" if self.budgets else "NEEDS"
-        on = f" on {self.num_gpus} GPUs" if self.num_gpus > 1 else ""
-        return f"{said}{on}: {', '.join(_takes(self))}"
+            said, rest = why_not(self).replace("does not fit", "DOES NOT FIT", 1).split(": ", 1)
+        else:
+            said = "AT LEAST" if self.num_tokens is None else "FITS" if self.budgets else "NEEDS"
+            said += f" on {self.num_gpus} GPUs" if self.num_gpus > 1 else ""
+            rest = ", ".join(_takes(self))
+        card = "" if self.basis.hardware is None else self.basis.hardware.assumed_card
+        return f"{said} ({card}): {rest}" if card else f"{said}: {rest}"
 
     def explain(self) -> str:
         """In sentences with numbers: what limits the step and what would help; or what would fit, if this does not."""

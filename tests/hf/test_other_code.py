@@ -6,10 +6,12 @@ import gc
 import io
 import json
 import pickle
+import sys
 import threading
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel, T5EncoderModel, Trainer, TrainerCallback
+from transformers.integrations import integration_utils
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from offloadkit import OffloadConfig, OffloadEngine, finetune, finetuning
@@ -26,7 +29,7 @@ from offloadkit.hf.patches import NAME, patched
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
 from offloadkit.planner import placed
 from tests.hf.tiny import t5_config
-from tests.hf.training import arguments, causal_rows, llama, seq2seq_rows, t5, train
+from tests.hf.training import arguments, causal_rows, llama, logged, seq2seq_rows, t5, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,6 +91,49 @@ def test_a_model_that_recomputed_before_does_so_afterwards_and_moves_leave_no_ho
             places: Any = [Placement(activations=activations)] * len(engine.plan.placements)
             engine.move(placed(engine.plan, places))
     assert traces(model) == before
+
+
+def test_a_trainer_whose_loop_runs_is_not_closed_by_another_one(tmp_path: Path) -> None:
+    model = llama()
+
+    class TrainsInBetween(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            second = OffloadTrainer(model, arguments(tmp_path, max_steps=1), train_dataset=causal_rows(2))
+            with pytest.raises(EngineStateError, match="another Trainer is inside train"):
+                second.train()
+
+    args = arguments(tmp_path, max_steps=2)
+    first = OffloadTrainer(model, args, train_dataset=causal_rows(4), callbacks=[TrainsInBetween()])
+    assert first.train().global_step == 2
+    first.close()
+
+
+class FakeTrackio(ModuleType):
+    """What transformers' callback calls of trackio, a tracker without an account."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.context_vars = SimpleNamespace(current_space_id=SimpleNamespace(get=lambda: None))
+        self.config = UserDict[str, Any]()
+        self.config.update = lambda values, **_: UserDict.update(self.config, values)  # type: ignore[method-assign]
+        self.logged: list[dict[str, Any]] = []
+        self.log = self.logged.append
+        self.calls: list[str] = []
+        self.init = lambda **_: self.calls.append("init")
+        self.finish = lambda: self.calls.append("finish")
+
+
+def test_a_run_is_told_to_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", tracker)
+    monkeypatch.setattr(integration_utils, "is_trackio_available", lambda: True)
+    trainer = train(tmp_path, t5(), seq2seq_rows(4), max_steps=2, report_to=["trackio"])
+    assert tracker.calls == ["init", "finish"]
+    steps = [each for each in tracker.logged if "train/loss" in each]
+    assert [each["train/global_step"] for each in steps] == [1, 2]
+    assert [each["train/loss"] for each in steps] == logged(trainer, "loss")
+    assert all(each["train/grad_norm"] > 0 for each in steps)
+    assert tracker.config["model/num_parameters"] == trainer.model.num_parameters()
 
 
 def test_models_that_share_a_config_keep_each_others_changes() -> None:

@@ -135,6 +135,21 @@ class Twice(TinyLM):
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch.flip(-1).flatten())
 
 
+class InPairs(TinyLM):
+    """Has torch recompute two blocks as one: the first is read when the second was used last."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.embed(batch)
+        for at in range(0, len(self.blocks), 2):
+            x = checkpoint(nn.Sequential(*self.blocks[at : at + 2]), x, use_reentrant=False)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch.flip(-1).flatten())
+
+
+def recomputed_by_torch() -> None:
+    with OffloadEngine(InPairs(depth=6), OffloadConfig(placement=Placement(weights="ram")), device="cpu") as engine:
+        train(engine, tokens(2))
+
+
 def used_twice() -> None:
     """A small block's gradient, which has a bucket of its own, comes again after it was sent."""
     with OffloadEngine(Twice(1027, 3), OffloadConfig(placement=Placement()), device="cpu") as engine:
@@ -373,6 +388,7 @@ RUNS: dict[str, Callable[[], None]] = {
     "by hand": lambda: branches("first", "by hand"),
     "closed": closed_after_backward,
     "used twice": used_twice,
+    "recomputed by torch": recomputed_by_torch,
     "read by the parent": read_by_the_parent,
     "shuffled, stepped by the CPU": shuffled,
     "shuffled, stepped by the GPU": lambda: shuffled(gradients="vram", step="gpu"),

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
@@ -100,6 +101,88 @@ def test_a_cpu_with_a_number_is_the_cpu() -> None:
 
 def test_a_block_used_twice(device: str) -> None:
     assert_same(lambda: lm_of(Scaled, (0, 1, 0, 2, 3, 3)), device, *ALL)
+
+
+class Recomputed(Scaled):
+    """A block whose own forward has torch recompute it, which runs no hook of the block: as transformers' blocks do
+    after `gradient_checkpointing_enable()`."""
+
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(super().forward, x, use_reentrant=self.reentrant)
+        return found
+
+
+class RecomputedReentrantly(Recomputed):
+    reentrant = True
+
+
+@pytest.mark.parametrize("overwritten", [True, False])
+@pytest.mark.parametrize("block", [Recomputed, RecomputedReentrantly])
+def test_torchs_own_recomputation_within_a_block(
+    block: type[Recomputed], overwritten: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a buffer keeps its weights until another block gets it."""
+    monkeypatch.setattr(WeightRing, "fill_with_nan", overwritten)
+    assert_same(lambda: lm_of(block, (0, 1, 2, 3, 0)), device, *ALL)
+
+
+def test_a_model_of_transformers_recomputes_by_its_own_switch(device: str) -> None:
+    """It has more blocks than the ring has buffers, and they share a position bias."""
+    weights = []
+    for placement in (None, STREAMED):
+        torch.manual_seed(0)
+        model: Any = T5ForConditionalGeneration(t5_config(dropout_rate=0.1)).train()
+        model.gradient_checkpointing_enable()
+        with OffloadEngine(model, config(placement), device=device) as engine:
+            for ids in tokens(2, device, (2, 6)):
+                engine.backward(engine(input_ids=ids, labels=ids).loss)
+                engine.step()
+        weights.append(model.cpu().state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+class RecomputesSeveral(TinyLM):
+    """Has torch recompute blocks together, those of each group. It may have run them all before, and kept that."""
+
+    def __init__(self, groups: tuple[slice, ...], runs_before: bool = False) -> None:
+        super().__init__()
+        self.groups, self.runs_before = groups, runs_before
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.embed(batch)
+        for block in self.blocks if self.runs_before else ():
+            x = block(x)
+        for group in self.groups:
+            x = checkpoint(nn.Sequential(*self.blocks[group]), x, use_reentrant=False)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch.flip(-1).flatten())
+
+
+PAIRS, ALL_AT_ONCE = (slice(0, 2), slice(2, 4)), (slice(0, 4),)
+
+
+def test_blocks_recomputed_as_one_that_the_ring_holds(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightRing, "fill_with_nan", False)
+    torch.manual_seed(0)
+    state = TinyLM().state_dict()
+
+    def make() -> nn.Module:
+        model = RecomputesSeveral(PAIRS)
+        model.load_state_dict(state)
+        return model
+
+    assert_same(make, device, STREAMED)
+
+
+@pytest.mark.parametrize("runs_before", [False, True])
+def test_more_blocks_recomputed_as_one_than_the_ring_holds_are_an_error(
+    runs_before: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where their gradients come when they are back: what the first of them gave was computed with others."""
+    monkeypatch.setattr(WeightRing, "fill_with_nan", False)
+    with pytest.raises(EngineStateError, match=r"block by block. If the model itself recomputes several blocks"):
+        trained(RecomputesSeveral(ALL_AT_ONCE, runs_before), device, STREAMED, num=1)
 
 
 class Bounded(Scaled):

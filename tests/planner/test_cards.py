@@ -12,17 +12,15 @@ from transformers import T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
 import offloadkit
-from benchmarks import table
+from benchmarks import published, table
 from offloadkit import hardware, planning
 from offloadkit.cli import app
-from offloadkit.config import OffloadConfig
 from offloadkit.device import measure as measuring
 from offloadkit.errors import ConfigError
 from offloadkit.planner import Plan
 from offloadkit.planner.cards import CARDS, card_named
-from offloadkit.planner.seconds import IN_VRAM, StepModel
 from offloadkit.units import parse_bytes
-from tests.planner.machines import GIB, llama
+from tests.planner.machines import GIB
 
 HOST = {
     "cpu_adamw_bytes_per_second": 12e9,
@@ -140,11 +138,13 @@ def test_vram_is_a_part_of_the_card(plan: Callable[..., Plan]) -> None:
         plan("T4", vram="15GiB")
 
 
-def test_without_a_card_what_is_assumed_follows_the_verdict() -> None:
+def test_without_a_card_the_first_line_says_which_is_assumed() -> None:
     verdict, rest = str(offloadkit.plan("t5-small", vram="8GiB", ram="8GiB", batch_size=1)).split("\n", 1)
-    assert verdict.startswith("FITS: ")
+    assert verdict.startswith("FITS (assumed card of 8 GiB): ")
     names = "Name yours by gpu= or --gpu: T4, L4, A10, RTX 3090,"
-    assert " ".join(rest.split()).startswith(f"Planned for an assumed card of 8 GiB. {names}")
+    assert " ".join(rest.split()).startswith(f"No GPU is here: the rates are those of a typical card. {names}")
+    refused = offloadkit.plan("t5-small", vram="100MiB", ram="8GiB", batch_size=1)
+    assert refused.verdict.startswith("DOES NOT FIT (assumed card of 100 MiB): needs ")
 
 
 def test_the_command_takes_a_card(plan: Callable[..., Plan]) -> None:
@@ -157,31 +157,10 @@ def test_the_command_takes_a_card(plan: Callable[..., Plan]) -> None:
     assert "no card 'voodoo2' is known" in refused.stderr
 
 
-PUBLISHED = {
-    "1.5B": {"RTX 4090": (4, 14e3), "RTX 5090": (8, 17e3), "H100": (16, 58e3)},
-    "3B": {"RTX 4090": (4, 6.2e3), "RTX 5090": (8, 8.6e3), "H100": (8, 30e3)},
-}
-"""Rows of 1,024 tokens in a micro-batch, and tokens a second of Qwen2.5 in bf16 on one GPU, by LLM.Q's README
-(github.com/IST-DASLab/llmq, commit 00ea1be). It computes in CUDA of its own, with part of the blocks recomputed."""
-QWEN = {"1.5B": (1536, 8960, 28, 12), "3B": (2048, 11008, 36, 16)}
-"""Hidden size, feed-forward size, layers and heads. Keys and values have 2 heads."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("size", QWEN)
-def test_cards_compare_as_in_published_figures(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", published.QWEN)
+def test_cards_compare_as_in_published_figures(size: str) -> None:
     """transformers' eager blocks take 1.5 to 2.2 times as long as those kernels, on each card about as much."""
-    monkeypatch.setattr(planning, "host_rates", dict)
-    hidden, feed_forward, num_layers, heads = QWEN[size]
-    shape = {"hidden_size": hidden, "intermediate_size": feed_forward, "num_hidden_layers": num_layers}
-    shape |= {"num_attention_heads": heads, "num_key_value_heads": 2, "vocab_size": 151_936}
-    times = {}
-    for name, (rows, tokens_per_second) in PUBLISHED[size].items():
-        layers, work = llama(rows, 1024, **shape, tie_word_embeddings=True)
-        machine = planning.machine_with(name, OffloadConfig())
-        model = StepModel(layers, work, machine, 1)
-        seconds = model.on_large_gpu() - model.seconds([IN_VRAM] * len(layers)).busy["GPU step"]
-        times[name] = tokens_per_second * seconds / (rows * 1024)
-        print(f"{size} on an {name}: planned {rows * 1024 / seconds:,.0f} tokens/s, published {tokens_per_second:,.0f}")
+    times = {card: rate / published.planned(size, card) for card, (_, rate) in published.PUBLISHED[size].items()}
     assert all(1.4 < each < 2.3 for each in times.values()), times
     assert max(times.values()) < 1.3 * min(times.values())
