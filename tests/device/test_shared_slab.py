@@ -79,5 +79,5 @@ def test_waiting_for_a_rank_that_steps_nothing_any_more_is_an_error(monkeypatch:
     first.begin()
     if end == "says so":
         ranks[1].end()
-    with pytest.raises(RankError, match="before the timeout" if end == "is late" else "rank 1 has ended"):
+    with pytest.raises(RankError, match="within 0 seconds" if end == "is late" else "rank 1 has ended"):
         first.wait()

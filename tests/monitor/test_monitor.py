@@ -188,7 +188,8 @@ def test_a_loop_of_ones_own_has_a_predicted_slowdown_and_a_budget(watched: Watch
     first, last = watched.shown[0][1], watched.shown[-1][1]
     assert [tier.name for tier in first.memory] == ["RAM"]
     assert first.memory[0].budget == last.memory[0].budget == 900 * GIB
-    assert not last.memory[0].planned_whole
+    assert not first.memory[0].planned_whole
+    assert last.memory[0].planned_whole  # since the first window
     assert last.slowdown is not None
     assert (last.slowdown.baseline, last.slowdown.is_planned) == ("predicted", False)
     assert "predicted: the computing measured here, and AdamW in VRAM" in words.slowdown(last)
