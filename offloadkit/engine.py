@@ -670,6 +670,7 @@ class OffloadEngine:
         self._settle()
         self._update_loss_scale()
         self._placed.take_over_outside_writes()
+        self._records.wait()
         self._read_reports()
 
     def profile(self, *, steps: int = 3, path: str | Path = "offloadkit-trace.json") -> Profile:

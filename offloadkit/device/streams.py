@@ -166,6 +166,11 @@ class BusyTime:
         """Whether all of it is past; does not wait."""
         return not self._pairs or self._pairs[-1][1].done()
 
+    def synchronize(self) -> None:
+        """Block the calling thread until all of it is past."""
+        if self._pairs:
+            self._pairs[-1][1].synchronize()
+
     def seconds(self) -> float:
         """What is past."""
         return sum(seconds for _, seconds in self.spans())

@@ -57,7 +57,7 @@ class _Window:
 class StepRecords:
     """Marks the phases of each step, adds finished steps to the telemetry, and reports those that were not applied.
 
-    It never waits.
+    Only `wait` waits.
 
     Attributes:
         plan: of the present placement.
@@ -133,6 +133,15 @@ class StepRecords:
         self._ended.clear()
         self._unreported.clear()
         self._beside.clear()
+
+    def wait(self) -> None:
+        """Block until all windows are finished whose update is applied, so that `read` records them."""
+        for window in self._ended:
+            assert window.update is not None
+            for busy in (*window.busy, *window.update.busy):
+                busy[1].synchronize()
+            for _, end in window.forwards + window.backwards:
+                end.synchronize()
 
     def read(self) -> None:
         """Record finished steps, and report those that were not applied.

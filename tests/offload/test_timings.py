@@ -153,3 +153,25 @@ def test_the_vram_of_the_process_is_torchs_and_the_context() -> None:
     vram = last.bytes["vram"]
     assert 0 < vram["process reserved"] <= vram["process"]
     assert 0 <= vram["process"] - vram["process reserved"] <= 1 << 30
+
+
+class _OnceWaited(Event):
+    """As on a GPU that is behind: reached when somebody waits for it."""
+
+    is_reached = False
+
+    def done(self) -> bool:
+        return self.is_reached
+
+    def synchronize(self) -> None:
+        self.is_reached = True
+
+
+def test_a_synchronised_engine_has_a_record_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offloadkit.offload.records.record_compute", lambda device, timing: _OnceWaited())
+    with OffloadEngine(TinyLM(), OffloadConfig(placement=Placement()), device="cpu") as engine:
+        for number, batch in enumerate(tokens(3), start=1):
+            engine.backward(engine(batch))
+            engine.step()
+            engine.synchronize()
+            assert len(engine.telemetry.records) == number
