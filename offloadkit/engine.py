@@ -1221,10 +1221,12 @@ class OffloadEngine:
         ranks.fail()
         error = sys.exception()
         if lacks and error is not None:
-            error.add_note(
+            said = (
                 "The weights of this process lack what other ranks have stepped in the newest update: save nothing of "
                 "them, and go on from a checkpoint"
             )
+            error.add_note(said)
+            warnings.warn(said, RuntimeWarning, stacklevel=3)  # a handler may swallow the error
 
     def _let_go(self) -> None:
         """Detach from the model and free memory. Whatever fails, the model's weights are its own afterwards."""

@@ -55,6 +55,10 @@ def joined_ranks(device: torch.device) -> Ranks | None:
     return Ranks(device)
 
 
+_HANDLED = "_offloadkit_handled"
+"""On an error that was being handled when ranks met."""
+
+
 class Ranks:
     """The processes of torch.distributed's default group, this one among them.
 
@@ -68,12 +72,12 @@ class Ranks:
     """
 
     _watch: Watch | None = None
-    _handled = id(None)
     _stepped: SteppedLayers | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
-        self._handled = id(sys.exception())  # held, an error would keep all that its frames hold
+        if (error := sys.exception()) is not None:
+            vars(error)[_HANDLED] = True  # held here, it would keep all that its frames hold
         default: Any = dist.group.WORLD
         self._timeout: timedelta = default._get_backend(default._device_types[0]).options._timeout
         timeout = self._timeout
@@ -222,7 +226,7 @@ class Ranks:
     def is_failing(self) -> bool:
         """Whether an error is on its way to the caller. One that was being handled when the ranks met is not."""
         error = sys.exception()
-        return error is not None and id(error) != self._handled
+        return error is not None and _HANDLED not in vars(error)
 
     def fail(self) -> None:
         """Tell the others that this rank has failed."""

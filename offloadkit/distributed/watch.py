@@ -101,8 +101,8 @@ class Watch:
         if self._left.wait(_GRACE_SECONDS):
             return
         print(
-            f"rank {self._rank}: rank {lost} has ended, died or failed. This rank waits for it, or does something "
-            "else. All its threads:",
+            f"rank {self._rank}: rank {lost} has ended, died or failed. This rank waits, or does something else. All "
+            "its threads:",
             file=sys.stderr,
             flush=True,
         )

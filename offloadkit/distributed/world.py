@@ -33,15 +33,15 @@ def join(timeout: float | None = None) -> None:
     Raises:
         RankError: the others cannot be reached.
     """
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    if limit is not None and dist.is_available() and dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(limit)
     if int(os.environ.get("WORLD_SIZE") or 1) == 1 or "RANK" not in os.environ or not dist.is_available():
         return
     on_gpu = torch.cuda.is_available()
     if on_gpu and torch.cuda.current_device() == 0:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0) % torch.cuda.device_count())
-    limit = None if timeout is None else timedelta(seconds=timeout)
     if dist.is_initialized():
-        if limit is not None:
-            dist.distributed_c10d._set_pg_timeout(limit)
         return
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=limit)

@@ -26,6 +26,7 @@ from offloadkit.hf.ragged import ResumableOrder
 from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.hf.source import ModelSource
 from offloadkit.offload.caches import configs_of
+from offloadkit.offload.unread import make_real
 from offloadkit.optim.table import DTYPES, trainer_names
 from offloadkit.planner import Dtype, Plan
 
@@ -196,6 +197,7 @@ def model_of_its_own(source: ModelSource, config: OffloadConfig, args: TrainingA
     try:
         given: Any = source.model
         if given is not None:
+            make_real(given.parameters())
             model: Any = copy.deepcopy(given).to(device=device, dtype=dtype)
         else:
             model = source.load(dtype=dtype, device=device)

@@ -125,7 +125,7 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
 
     Raises:
         ConfigError: a field of `offload` was changed from its default, or a ds_config.json writes it, and it
-            contradicts `args`. Rows of its batches do.
+            contradicts `args`; so do its batch sizes.
     """
     read = offload.deepspeed
     told: dict[str, Any] = {

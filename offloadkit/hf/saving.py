@@ -105,7 +105,7 @@ def read_later(model: nn.Module, folder: Path) -> bool:
     Raises:
         ModelError: a file is cut.
     """
-    if {os.path.abspath(source) for source in sources(model)} == {os.path.abspath(folder)}:
+    if {source and os.path.abspath(source) for source in sources(model)} == {os.path.abspath(folder)}:
         return True
     tensors = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, torch.Tensor)}
     paths: dict[torch.Tensor, tuple[Path, str]] = {}

@@ -354,7 +354,8 @@ def from_pretrained(
 
     They are read (or drawn) when an `OffloadEngine` takes the model, or a Trainer of this package begins to train or to
     evaluate it: one layer after the other, each into the place where it is trained. So RAM never holds a second copy of
-    the model, as it would for a while after transformers' own function. Until then a use of the weights' numbers is a
+    the model, as it would for a while after transformers' own function. (`finetune` with `num_gpus=` or
+    `engine="deepspeed"` needs it whole, and reads it first.) Until then a use of the weights' numbers is a
     `ModelError`, and so is writing or copying them. What the checkpoint lacks (a new head) is there at once, and all
     buffers are.
 
@@ -387,5 +388,6 @@ def from_pretrained(
             raise ConfigError(f"num_labels must be a whole number >= 1, got {num_labels!r}")
         if source.task != "classification":
             raise ConfigError(f"num_labels={num_labels} is for task='classification'; this model's is {source.task!r}")
-        source = source.for_rows("classification", {index: f"LABEL_{index}" for index in range(num_labels)})
+        if num_labels != source.config.num_labels:
+            source = source.for_rows("classification", {index: f"LABEL_{index}" for index in range(num_labels)})
     return source.load_lazily(dtype=dtype)

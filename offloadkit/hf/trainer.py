@@ -84,6 +84,10 @@ _trainers: WeakSet[OffloadTrainerMixin] = WeakSet()
 """Those that have begun to train."""
 _BEGINS = "the first update runs with little in VRAM, and training is planned for its micro-batches"
 _BEGINS_ON_CPU = "the budget is checked for the micro-batches of the first update, after it"
+_NOT_TRACED = (
+    "the longest rows do not run on the meta device, so activations cannot be planned: weights and states are planned "
+    "alone, and on a GPU training begins with little in VRAM"
+)
 _GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
 
 
@@ -227,12 +231,13 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         try:
             batch, said = longest_batch(self)
         except NotReadableError as error:
-            self._unplanned = f"the longest rows are not known before training ({error})"
+            begins = _BEGINS if self.args.device.type == "cuda" else _BEGINS_ON_CPU
+            self._unplanned = f"the longest rows are not known before training ({error}): {begins}"
             return None
         rows: dict[str, Any] = {"rows_option": "per_device_train_batch_size", "evaluation_rows": evaluation_rows(self)}
         plan = plan_for(self.model, config, self.args.device, batch, **rows)
         if plan is None:
-            self._unplanned = "the longest rows do not run on the meta device"
+            self._unplanned = _NOT_TRACED
             return None
         check_fits(proposing_disk(plan))
         self._say(f"{plan}\n  ({said})" if said else plan)
@@ -375,7 +380,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self._begins = False
             self._say(self.engine.plan)
         elif self._unplanned:
-            self._say(f"{self._unplanned}: {_BEGINS_ON_CPU if self.engine.plan.on_cpu else _BEGINS}")
+            self._say(self._unplanned)
             self._unplanned = ""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:

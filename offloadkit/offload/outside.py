@@ -2,7 +2,8 @@
 
 Between modules' forwards a trained parameter is *watched*: it is of a subclass whose `__torch_function__` sees every
 operation on it. Before such an operation the layer's update is waited for, and streamed weights are bound to RAM. While
-a module runs, and in backward, its parameters are plain ones, and torch does not call Python.
+a module runs, and in backward, its parameters are plain ones, and torch does not call Python. In backward those of
+streamed blocks that are not in use are *guarded* (`weight_ring.py`).
 
 `.data`, `.detach()` and views made between steps are watched too, and count as the parameter does: all share its
 version counter. A boundary finds by this counter which weights were written. Where an operation was seen here, weights
@@ -128,7 +129,7 @@ class Outside:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """While it is open, all parameters are plain ones. The engine sees to the waits."""
+        """While it is open, no parameter is watched. The engine sees to the waits."""
         before, self._released = self._released, True
         for layer in self._of_layer:
             self.release(layer)

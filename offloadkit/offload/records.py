@@ -138,9 +138,9 @@ class StepRecords:
         """Block until all windows are finished whose update is applied, so that `read` records them."""
         for window in self._ended:
             assert window.update is not None
-            for busy in (*window.busy, *window.update.busy):
-                busy[1].synchronize()
-            for _, end in window.forwards + window.backwards:
+            ends: list[Event | BusyTime] = [busy for _, busy in (*window.busy, *window.update.busy)]
+            ends += [end for _, end in window.forwards + window.backwards]
+            for end in ends:
                 end.synchronize()
 
     def read(self) -> None:

@@ -89,6 +89,8 @@ class WeightGathers:
         self._ranks, self._waits = ranks, waits
         self.looks_ahead = device.type != "cpu"
         self._coming: deque[LayerWeights] = deque()
+        self._newest: Event | None = None
+        """The end of the newest gather that was issued."""
 
     def begin(self, coming: Sequence[LayerWeights]) -> None:
         """An update of the layers `coming` starts."""
@@ -102,12 +104,15 @@ class WeightGathers:
         """
         must = len(self._coming) if wanted is None else self._position(wanted)
         while self._coming and (must > 0 or (self.looks_ahead and self._is_stepped(self._coming[0]))):
-            self._issue(self._coming.popleft())
+            self._issue(self._coming[0])
+            self._coming.popleft()
             must -= 1
 
     @property
     def has_any(self) -> bool:
-        """Whether an update that is done here, and was applied, has gathers to come."""
+        """Whether an update that is done here, and was applied, has gathers that have not ended."""
+        if self._newest is not None and not self._newest.done():
+            return True
         return any(each.pending is not None and each.pending.arrived is not None for each in self._coming)
 
     def forget(self) -> None:
@@ -134,4 +139,4 @@ class WeightGathers:
         layer, flat = weights.layer, weights.flat
         with stream.traced(f"gather {layer.name}", flat.nbytes - layer.shard.numel * flat.element_size()):
             stream.run(partial(self._ranks.gather, flat, layer.cuts))
-        pending.arrived = stream.record()
+        pending.arrived = self._newest = stream.record()

@@ -33,9 +33,6 @@ def _scalars(optimizer: Optimizer, options: GroupOptions, step: int) -> tuple[fl
     return optimizer.scalars(**vars(options), step=step)
 
 
-"""Makes parameters without memory real, in RAM and in their dtype; they stay the same objects."""
-
-
 def exchanges_sums(layer: FlatLayer, config: OffloadConfig) -> bool:
     """Whether several ranks each add up a window of the whole layer, and then exchange it."""
     return bool(layer.cuts) and config.exchange == "step" and config.gradient_accumulation > 1

@@ -99,8 +99,9 @@ class _Watched:
                 raise ModelError(_HINT) from error
             if versions != [each._version for each in tensors]:
                 raise ModelError(_HINT)
-            if func in _DATA_OF:
-                result.__class__ = _UnreadData
+            for each in tree_leaves(result):
+                if type(each) is torch.Tensor and (func in _DATA_OF or each._is_view()):
+                    each.__class__ = _UnreadData
             return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -115,4 +116,4 @@ class _Unread(_Watched, nn.Parameter):
 
 
 class _UnreadData(_Watched, torch.Tensor):
-    """Its `.data`, or what `state_dict()` has of it."""
+    """Its `.data`, a view of it, or what `state_dict()` has of it."""

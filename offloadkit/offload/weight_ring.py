@@ -13,7 +13,7 @@ it, as all ranks write the same.
 
 Autograd never keeps a view of a buffer. A saved weight is packed as its place in the block, and looked up again in
 backward. Tensors of a recomputation are not packed: their views live until the block's own backward is done. If other
-blocks take its buffer before that, as where several blocks are recomputed as one, it is an error.
+blocks take its buffer before that, as where several blocks are recomputed as one, its next gradient is an error.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate, pairwise
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import dlpack
 
 from offloadkit.device.host_memory import SharedSlab
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import FlatLayer, ParameterView
-from offloadkit.offload.outside import Outside, unwatched
+from offloadkit.offload.outside import Outside, set_data, unwatched
 from offloadkit.offload.recompute import changed_in_place
 from offloadkit.offload.weights import LayerWeights, PendingUpdate
 
@@ -131,7 +133,7 @@ class StreamedWeights(LayerWeights):
         if self._bound is self._home or self._bound is self._unbound:
             return False
         counts = [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in self._bound]
-        return max(counts) > _OWN_USERS
+        return max(counts) > _own_users()
 
     def use(self) -> None:
         self.block.use()
@@ -220,8 +222,15 @@ class StreamedWeights(LayerWeights):
             )
 
 
-_OWN_USERS = 4
-"""Of the memory of a bound parameter: the parameter, the tensor whose memory it shares, its base, and who asks."""
+@cache
+def _own_users() -> int:
+    """Of the memory of a bound parameter: itself, the tensor whose memory it shares, its base, and who asks."""
+    exchange: Any = dlpack  # as in `LayerWeights.tensors`
+    with torch.inference_mode(False):
+        tensor = exchange.from_dlpack(exchange.to_dlpack(torch.zeros(1))).view(1)
+        parameter = nn.Parameter(torch.zeros(0))
+    set_data(parameter, tensor)
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 class StreamedBlock:

@@ -178,9 +178,11 @@ def test_killed_ranks_lose_nothing_that_was_saved(ranks: RankPool, one_thread: N
 
 
 PROGRAM = """
-import os, sys, threading
+import os, signal, sys, threading
 from pathlib import Path
 from offloadkit.distributed.launch import launch, told
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 
 def hang():
     told(os.getpid())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,14 +26,24 @@ ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2
 def run(launchers: list[list[str]], what: str, folder: Path) -> list[dict[str, torch.Tensor]]:
     """The weights that each rank has in the end; what was printed is in a file. All launchers run at the same time."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_CONFIG_FILE": ""}
-    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    outputs = [(folder / f"printed-{at}").open("w+") for at in range(len(launchers))]
     commands = [[sys.executable, "-m", *launcher, launched.__file__, what, str(folder)] for launcher in launchers]
-    started = [subprocess.Popen(command, env=environment, **output) for command in commands]
+    common: dict[str, Any] = {"env": environment, "stderr": subprocess.STDOUT, "start_new_session": True}
+    started = [subprocess.Popen(command, stdout=to, **common) for command, to in zip(commands, outputs, strict=True)]
     try:
-        printed = [each.communicate(timeout=120)[0] for each in started]
+        for each in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                each.wait(120)
     finally:
         for each in started:
-            each.kill()
+            if each.poll() is None:
+                os.killpg(each.pid, signal.SIGKILL)
+                each.wait()
+    printed = []
+    for output in outputs:
+        output.seek(0)
+        printed.append(output.read())
+        output.close()
     assert all(each.returncode == 0 for each in started), "".join(printed)[-4000:]
     (folder / "printed").write_text("".join(printed))
     return [torch.load(folder / f"weights-{rank}.pt") for rank in range(2)]

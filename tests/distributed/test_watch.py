@@ -15,7 +15,6 @@ from offloadkit.distributed import watch as watch_module
 from offloadkit.distributed import world
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import RankError
-from tests.distributed.doors import as_launched
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import model
 from tests.models import tokens
@@ -51,27 +50,33 @@ def test_all_ranks_learn_which_one_has_failed(ranks: RankPool, steps: int, noted
     assert [found.partition(": ")[2] for found in others] == [message] * 2
 
 
-def trains_after_an_error() -> dict[str, torch.Tensor]:
-    """The weights of a rank that trains while it handles an error of before."""
+def trains_after_an_error() -> tuple[dict[str, torch.Tensor], bool]:
+    """The weights of a rank that trains while it handles an error of before; whether a later one counts as failing."""
     made = model()
     try:
         raise ValueError("something else")
     except ValueError:
-        with OffloadEngine(made, OffloadConfig(), device="cpu") as engine:
-            engine.backward(engine(tokens(2)[dist.get_rank()]))
-            engine.step()
-    return {name: parameter.detach() for name, parameter in made.named_parameters()}
+        engine = OffloadEngine(made, OffloadConfig(), device="cpu")
+        engine.backward(engine(tokens(2)[dist.get_rank()]))
+        engine.step()
+        before = engine._ranks.is_failing
+    try:
+        raise ValueError("a new one, where the old one was in memory")
+    except ValueError:
+        is_failing = engine._ranks.is_failing and not before
+    engine.close()
+    return {name: parameter.detach() for name, parameter in made.named_parameters()}, is_failing
 
 
 def test_an_error_that_is_handled_already_is_no_failure(ranks: RankPool) -> None:
-    first, second = ranks.run(2, trains_after_an_error)
+    (first, is_failing), (second, _) = ranks.run(2, trains_after_an_error)
     assert all(torch.equal(first[name], weights) for name, weights in second.items())
+    assert is_failing
 
 
 def first_hangs(file: Path) -> str:
     """The error of the rank that waits in vain. The one that hangs writes to `file`."""
-    with as_launched():
-        world.join(1)
+    world.join(1)
     with pytest.MonkeyPatch.context() as patch, file.open("a") as output:
         patch.setattr(watch_module, "_GRACE_SECONDS", 0.1)
         with OffloadEngine(model(), OffloadConfig(), device="cpu") as engine:

@@ -173,6 +173,10 @@ def test_a_head_that_the_checkpoint_lacks_is_drawn_as_by_transformers(tmp_path: 
     make_real(model.parameters())
     assert_same(model, theirs)
     assert model.config.num_labels == 3
+    theirs.config.id2label = {0: "bad", 1: "so-so", 2: "good"}
+    theirs.save_pretrained(tmp_path / "named")
+    named = from_pretrained(tmp_path / "named", task="classification", num_labels=3)
+    assert named.config.id2label == theirs.config.id2label
 
 
 @pytest.mark.parametrize(
@@ -200,6 +204,8 @@ USES: dict[str, Callable[[Any, Path], object]] = {
     "write": lambda model, _: nn.init.zeros_(model.lm_head.weight),
     "write data": lambda model, _: model.lm_head.weight.data.normal_(),
     "write an element": lambda model, _: model.lm_head.weight.data.__setitem__(0, 1.0),
+    "write a view": lambda model, _: model.lm_head.weight.detach().view(-1).mul_(5),
+    "write a view of data": lambda model, _: model.lm_head.weight.data[0].zero_(),
     "load": lambda model, _: model.load_state_dict({"lm_head.weight": torch.ones(64, 16)}, strict=False),
 }
 
@@ -217,11 +223,10 @@ def test_using_weights_that_are_not_read_yet_says_what_to_do(llama: Path, tmp_pa
     assert pickle.loads(pickle.dumps(model)).lm_head.weight.equal(model.lm_head.weight)
 
 
-def test_a_part_that_was_added_without_numbers_is_refused(llama: Path) -> None:
+def test_an_embedding_is_not_resized_before_it_is_read(llama: Path) -> None:
     model: Any = from_pretrained(llama)
-    model.resize_token_embeddings(70, mean_resizing=False)
-    with pytest.raises(ModelError, match=r"a weight has the shape \(64, 16\), and was made \(70, 16\)"):
-        OffloadEngine(model, OffloadConfig(), device="cpu")
+    with pytest.raises(ModelError, match="not read yet"):
+        model.resize_token_embeddings(70, mean_resizing=False)
 
 
 def test_an_engine_that_could_not_be_built_leaves_all_numbers(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +280,16 @@ def test_a_resumed_trainer_reads_the_checkpoints_weights_instead(
     resumed = trained(str(tmp_path / "checkpoint-2"))
     assert (max(beside[resumed]) == 0) != renamed
     assert_same(straight, resumed)
+
+
+def test_a_checkpoint_in_the_working_directory_takes_the_place_of_drawn_weights(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(llama)
+    model = from_pretrained(llama, init="random")
+    assert read_later(model, Path())
+    make_real(model.parameters())
+    assert_same(model, load_model(llama))
 
 
 def test_a_checkpoint_of_other_tensors_is_not_read_later(llama: Path, t5: Path) -> None:

@@ -443,6 +443,7 @@ NEVER_MISSED = {
     Wait(
         "weights.py", "ForwardHooks._hook_functions.at_root", "weight.wait()"
     ): "`Outside` waits for what Python reads before its module runs; this one is for what Python does not see",
+    Wait("records.py", "StepRecords.wait", "end.synchronize()"): "it is for timings, and orders no work",
     Wait("recompute.py", "OffloadedInputs._fetch", "self.h2d.wait(saved.arrived)"): "the compute stream, which this "
     "stream waits for a line before, was made to wait for it by `_free_vram`",
     Wait("state_ring.py", "StateRing.copy_down", "self.d2h.wait(after)"): "this stream waited for each chunk's step",
