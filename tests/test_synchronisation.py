@@ -70,7 +70,7 @@ def in_steady_state(
     return found
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_the_main_thread_synchronises_nothing(dtype: Any, accumulation: int, device: str) -> None:
     for placement in PLACEMENTS:

@@ -231,8 +231,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         try:
             batch, said = longest_batch(self)
         except NotReadableError as error:
-            begins = _BEGINS if self.args.device.type == "cuda" else _BEGINS_ON_CPU
-            self._unplanned = f"the longest rows are not known before training ({error}): {begins}"
+            self._unplanned = f"the longest rows are not known before training ({error})"
             return None
         rows: dict[str, Any] = {"rows_option": "per_device_train_batch_size", "evaluation_rows": evaluation_rows(self)}
         plan = plan_for(self.model, config, self.args.device, batch, **rows)
@@ -380,7 +379,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self._begins = False
             self._say(self.engine.plan)
         elif self._unplanned:
-            self._say(self._unplanned)
+            how = _BEGINS_ON_CPU if self.engine.plan.on_cpu else _BEGINS
+            self._say(self._unplanned if self._unplanned == _NOT_TRACED else f"{self._unplanned}: {how}")
             self._unplanned = ""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:

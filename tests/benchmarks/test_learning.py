@@ -159,6 +159,7 @@ def test_the_demo_task_is_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert set(arguments) - named == set(recipe.arguments), "the demo says nothing that the task leaves out"
 
 
+@pytest.mark.slow
 def test_the_rows_of_the_llama_are_source_code_and_the_same_every_time() -> None:
     train, held_out = source_rows(64, 300, 20)
     assert [len(part) for part in (train, held_out)] == [300, 20]

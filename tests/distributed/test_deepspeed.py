@@ -96,6 +96,7 @@ def with_a_product_of_one_rank() -> None:
     deepspeed.initialize(model=nn.Linear(2, 2), config=CONFIG | {"gradient_accumulation_steps": 4})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_two_ranks_train_what_one_trains_and_go_on_from_each_other(ranks: RankPool, tmp_path: Path) -> None:
     begun = [ranks.run(size, script, folder=tmp_path / f"of {size}") for size in (1, 2)]

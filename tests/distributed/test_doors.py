@@ -78,7 +78,9 @@ def test_ranks_with_other_rows_are_told_before_they_train(ranks: RankPool, tmp_p
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("meets", "what"), [(False, "comparing notes"), (True, "an operation")])
+@pytest.mark.parametrize(
+    ("meets", "what"), [(False, "comparing notes"), pytest.param(True, "an operation", marks=pytest.mark.slow)]
+)
 def test_a_rank_that_fails_ends_the_others(ranks: RankPool, tmp_path: Path, meets: bool, what: str) -> None:
     """Whether these wait for it in an operation of the engine's, or in another one."""
     survivor, failed = ranks.run(2, error_of, call=finetuned_until_one_fails, folder=tmp_path, meets=meets)

@@ -85,6 +85,7 @@ def test_sharded_safetensors(hub: Hub, ask: Ask, model: T5ForConditionalGenerati
     assert shards <= set(hub.downloads("org/sharded"))
 
 
+@pytest.mark.slow
 def test_old_bin_file_is_read_and_no_conversion_is_asked_for(
     hub: Hub, ask: Ask, model: T5ForConditionalGeneration, tmp_path: Path
 ) -> None:

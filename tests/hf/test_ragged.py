@@ -132,6 +132,7 @@ def test_finetune_sees_the_updates_of_huggingfaces_trainer_in_random_order(
     assert max(map(len, ours[0][0])) == max(len(ids) for update in ours for batch in update for ids in batch)
 
 
+@pytest.mark.slow
 def test_a_resumed_epoch_goes_on_in_its_order(tmp_path: Path) -> None:
     data = prepared(pairs(), ByT5Tokenizer(), T5)
 

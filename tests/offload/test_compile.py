@@ -262,6 +262,7 @@ def test_a_copy_of_the_model_has_blocks_of_its_own(device: str) -> None:
         assert not torch.equal(twin(batch), engine(batch))
 
 
+@pytest.mark.slow
 def test_afterwards_the_model_is_as_it_was_and_can_go(device: str) -> None:
     model = tiny("llama")
     with engine_of(model, device, Placement(activations="checkpoint")) as engine:

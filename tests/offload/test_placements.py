@@ -142,7 +142,8 @@ def check_placements(
         assert_equal(expected, trained(kind, device, steps, placement, accumulation, *more), placement)
 
 
-@pytest.mark.parametrize(("kind", "accumulation"), [("t5", 2), pytest.param("llama", 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "accumulation"), [("t5", 2), ("llama", 1)])
 def test_no_two_values_of_a_placement_change_a_number(kind: str, accumulation: int) -> None:
     check_placements(FEW, kind, "cpu", 4 // accumulation, accumulation)
 

@@ -343,6 +343,7 @@ def test_streams_that_run_late_change_no_number(seed: int, accumulation: int, mo
     assert simulation.num_operations > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", [LEAST_RAM, STREAMED[2]], ids=["weights in vram", "weights in ram"])
 def test_what_is_still_on_its_way_to_ram_is_waited_for(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk in all, which the next step fetches before anything else; and weights that are saved at once."""
