@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from offloadkit import hardware
 from offloadkit.changes import changed
@@ -167,7 +168,8 @@ def _trained(model: nn.Module) -> set[int]:
 def _let_go_here(process: int, undo: ExitStack) -> None:
     """Detach from the model, but not in a forked process: threads, GPU and pinned memory stayed in `process`."""
     if os.getpid() == process:
-        undo.close()
+        with _disable_current_modes():  # an engine may be collected while torch.compile traces something
+            undo.close()
 
 
 class OffloadEngine:

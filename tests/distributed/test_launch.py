@@ -144,6 +144,7 @@ def meet(ends: Callable[[], Any]) -> None:
     """The last rank ends while the others wait for it."""
     dist.init_process_group("gloo")
     told(os.getpid())
+    dist.barrier()  # all have told
     if dist.get_rank() == dist.get_world_size() - 1:
         ends()
     dist.barrier()
