@@ -93,7 +93,6 @@ def row_of(package: str, num_ranks: int, options: argparse.Namespace, turns: lis
 
 def both(options: argparse.Namespace) -> None:
     """Each number of ranks by both packages in turn; rows are appended at the end."""
-    made: list[table.Row] = []
     turns: dict[tuple[int, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         config_of(options.model).save_pretrained(folder)
@@ -103,7 +102,7 @@ def both(options: argparse.Namespace) -> None:
                     found = measured(package, num_ranks, options, Path(folder))
                     turns.setdefault((num_ranks, package), []).append(found)
                     print(f"{package}, {num_ranks} ranks: {found.get('seconds') or found['reason']}", flush=True)
-                    made = [row_of(package, number, options, each) for (number, package), each in turns.items()]
+    made = [row_of(package, number, options, each) for (number, package), each in turns.items()]
     table.write([*table.read(options.out), *made], options.out)
 
 

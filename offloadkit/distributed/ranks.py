@@ -243,7 +243,7 @@ class Ranks:
         if self._watch is None:
             return
         if self.is_failing:
-            self._watch.fail()
+            self.fail()
         self._watch.leave()
         if dist.is_initialized():
             for group in (self._between_devices, self._of_main, self._of_stepping):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -352,9 +353,9 @@ _FACTS = frozenset(
 _READING_GETTERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _IN_PLACE = {"__setitem__", *(f"__i{operator}__" for operator in _OPERATORS)}
-_kinds: dict[Any, str] = {}
 
 
+@cache
 def _kind(func: Any) -> str:
     """What a function does with the weights: it tells a "fact" of them, "reads" or "writes" them."""
     name = getattr(func, "__name__", "")
@@ -371,9 +372,7 @@ def _kind(func: Any) -> str:
 
 def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on watched parameters and their aliases, with the newest weights, and take note of writes."""
-    kind = _kinds.get(func)
-    if kind is None:
-        kind = _kinds[func] = _kind(func)
+    kind = _kind(func)
     first = args[0] if args else None
     if kind == "fact":
         if type(first) is not Alias:

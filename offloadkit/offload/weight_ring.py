@@ -357,9 +357,7 @@ class WeightRing:
         """Have `block` in VRAM and bind its parameters. Then fetch the block that followed it the last time."""
         current = self._current
         if block.guarded:
-            block.guarded = False
-            for layer in block.layers:
-                self._outside.release(layer.layer)
+            self._release_guarded(block)
         if current is not None and current.block is block:
             return
         for layer in block.layers:
@@ -420,14 +418,17 @@ class WeightRing:
         finally:
             self.in_backward = False
             for block in self._blocks:
-                block.guarded = False
-                for layer in block.layers:
-                    self._outside.release(layer.layer)
+                self._release_guarded(block)
 
     def _guard(self, block: StreamedBlock) -> None:
         block.guarded = True
         for layer in block.layers:
             self._outside.guard(layer.layer)
+
+    def _release_guarded(self, block: StreamedBlock) -> None:
+        block.guarded = False
+        for layer in block.layers:
+            self._outside.release(layer.layer)
 
     def synchronize(self) -> None:
         """Block the calling thread until all copies are done. Their memory may be freed after that."""
