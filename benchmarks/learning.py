@@ -70,10 +70,7 @@ def _in_table(summary: Row, commit: str) -> table.Row:
         "status": "failed" if summary["verdict"] == "failed" else "measured",
         "commit": commit,
         "date": table.now(),
-        "gpu": machine["gpu"],
-        "cpu": machine["cpu"],
-        "cores": machine["num_cores"],
-        "ram_bytes": machine["ram_bytes"],
+        **table.of_machine(machine),
         kind: summary[kind],
         "figures": {
             name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in figures.items()

@@ -165,8 +165,8 @@ def row_of(name: str, case: Case, engine: str, setup: EngineSetup, raws: list[di
         name: number for name, number in last.get("telemetry_seconds", {}).items() if name in _OWN_PHASES
     }
     return row | {
-        **{name: machine[name] for name in ("gpu", "cpu", "ram_bytes")},
-        "cores": case.cores or machine["num_cores"],
+        **table.of_machine(machine),
+        **({"cores": case.cores} if case.cores else {}),
         **{name: versions[name] for name in ("torch", "transformers", "offloadkit")},
         "peer": f"{setup.package} {versions[setup.package]}" if setup.package else None,
         "num_parameters": last["num_parameters"],

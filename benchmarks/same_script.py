@@ -85,8 +85,7 @@ def row_of(package: str, num_ranks: int, options: argparse.Namespace, turns: lis
     row |= {"seconds": median(seconds), "min_seconds": min(seconds), "max_seconds": max(seconds)}
     row |= {"status": "measured", "turns": len(turns), "steps": options.steps, "dtype": last["dtype"]}
     row |= {"num_parameters": last["num_parameters"], "tokens": last["tokens"], "vram_bytes": last["vram_bytes"]}
-    row |= {name: last["machine"][name] for name in ("gpu", "cpu", "ram_bytes")}
-    row |= {"cores": last["machine"]["num_cores"], **last["versions"], "vram_budget_bytes": last["vram_budget"]}
+    row |= table.of_machine(last["machine"]) | last["versions"] | {"vram_budget_bytes": last["vram_budget"]}
     figures = {"GPUs": num_ranks, "tokens/s": round(last["tokens"] / row["seconds"]), "loss": last["loss"]}
     return row | {"figures": figures | {"peak RAM of rank 0": last["ram_bytes"]}}
 

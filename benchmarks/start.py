@@ -175,8 +175,7 @@ def _machine(device: str | None) -> Row:
     from offloadkit.engines.runner import version
 
     here = torch.device("cpu") if device == "cpu" else hardware.default_device()
-    machine = hardware.describe_machine(here)
-    found: Row = {name: machine[name] for name in ("gpu", "cpu", "ram_bytes")} | {"cores": machine["num_cores"]}
+    found = table.of_machine(hardware.describe_machine(here))
     return found | {name: version(name) for name in ("torch", "transformers")} | {"offloadkit": __version__}
 
 

@@ -6,7 +6,7 @@ import csv
 import datetime
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,11 @@ def write(rows: Iterable[Row], path: Path = PATH) -> None:
 def now() -> str:
     """For the column `date`."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def of_machine(machine: Mapping[str, Any]) -> Row:
+    """The columns that say where a row was measured, from what `hardware.describe_machine` gives."""
+    return {**{name: machine[name] for name in ("gpu", "cpu", "ram_bytes")}, "cores": machine["num_cores"]}
 
 
 def latest(rows: Sequence[Row], case: str, engine: str) -> Row | None:
