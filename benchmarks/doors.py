@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import random
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -37,6 +38,8 @@ from offloadkit.telemetry import Telemetry
 Row = dict[str, Any]
 _LEAST, _MOST = 32, 126
 """Bytes of printable ASCII."""
+_TIMES_THE_WEIGHTS = 8
+"""Bytes of a checkpoint and of the trained model, by those of the weights that are read."""
 
 
 def prepare(task: dict[str, Any]) -> Row:
@@ -137,9 +140,15 @@ def _finetune(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> 
 
 
 def _whole_run(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> tuple[Plan, list[float]]:
-    """`finetune` with an evaluation of twice the rows and a checkpoint, and again from that checkpoint."""
+    """`finetune` with an evaluation of twice the rows and a checkpoint, and again from that checkpoint.
+
+    Where the disk has no room for the checkpoint, there is the evaluation alone.
+    """
     with tempfile.TemporaryDirectory() as output:
         more: Row = {"eval_dataset": _rows(work, 4), "per_device_eval_batch_size": 2 * work.batch_size}
+        weights = sum(each.stat().st_size for each in Path(folder).glob("*.safetensors"))
+        if shutil.disk_usage(output).free < _TIMES_THE_WEIGHTS * weights:
+            return _of_result(_finetuned(work, folder, num_steps, output, **more), telemetry)
         first = _finetuned(work, folder, num_steps, output, save_strategy="steps", save_steps=num_steps, **more)
         found = _of_result(first, telemetry)
         del first  # with the model
