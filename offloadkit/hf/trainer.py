@@ -548,16 +548,20 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         ranks = None if self.engine is None else self.engine.ranks
         return nullcontext() if ranks is None else ranks.together(what)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer. In a checkpoint all ranks wait for the one that writes; its folder is there then."""
+        with self._together("writing the model") if self._is_saving else nullcontext():
+            super().save_model(output_dir, _internal_call)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As the Trainer, with the arguments as JSON: `training_args.bin` is a pickle. (Private, as above.)
 
-        Other ranks than the one that writes wait for it in a checkpoint, whose folder is there then.
+        Newer transformers call it on all ranks, and older ones on the one that writes.
         """
-        folder = Path(output_dir or self.args.output_dir)
-        with self._together("writing the model") if self._is_saving else nullcontext():
-            if self.args.should_save:
-                with saved_in_pieces(), arguments_as_data(folder, self.args), self._phase("saving"):
-                    super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            with saved_in_pieces(), arguments_as_data(folder, self.args), self._phase("saving"):
+                super()._save(output_dir, state_dict)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """As the Trainer, with the arguments as JSON. (Private, as above.)"""
