@@ -98,12 +98,12 @@ def test_a_budget_is_kept_while_kernels_load_and_torch_reserves_all_it_may() -> 
 def test_what_else_the_process_has_in_vram_counts() -> None:
     batch = {name: torch.stack([row[name] for row in rows(1)]).cuda() for name in rows(1)[0]}
     framework = []
-    for size in (1, GIB):
+    for size in (1, 1, GIB):  # the first engine of a process loads kernels, too
         held = torch.empty(size, dtype=torch.uint8, device="cuda")
         with OffloadEngine(t5(), OffloadConfig(vram=4 * GIB), example=batch) as engine:
             framework.append(engine.plan.tiers["vram"]["framework"])
         del held
-    assert 0.9 * GIB < framework[1] - framework[0] < 1.1 * GIB
+    assert 0.9 * GIB < framework[2] - framework[1] < 1.1 * GIB
 
 
 def test_the_trainer_plans_for_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
