@@ -252,7 +252,7 @@ class OffloadEngine:
             self._undo.callback(self._ranks.close)
             planning = None if plan is not None else (chooses(self.config, self.device), example is None)
             self._join(self._ranks, layers, planning)
-            self._undo.enter_context(shared_cores(self._ranks))
+            self._undo.enter_context(shared_cores(self._ranks, self.device))
         trained = {view.parameter for layer in layers for view in layer.views}
         self._first_window: FirstWindow | None = None
         plan = plan or self._planned(model, layers, example, evaluation_rows)

@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from offloadkit.config import Precision
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _MAX_CONTEXT_BYTES = 1 << 30
 _highest_ram = 0
 """What `process_peak_ram_bytes` was before the system's figure was started anew."""
@@ -119,6 +121,26 @@ def busiest_device() -> torch.device:
     if not cuda.is_initialized():
         return torch.device("cpu")
     return torch.device("cuda", max(range(cuda.device_count()), key=cuda.memory_reserved))
+
+
+def cores_near(device: torch.device) -> set[int]:
+    """The CPU cores of the NUMA node that a GPU is plugged into; none where the system does not say."""
+    if device.type != "cuda":
+        return set()
+    found: Any = torch.cuda.get_device_properties(device)
+    with suppress(AttributeError, OSError, ValueError):  # releases of torch, other systems, containers without /sys
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        return _core_numbers((_PCI_DEVICES / address / "local_cpulist").read_text())
+    return set()
+
+
+def _core_numbers(text: str) -> set[int]:
+    """Those of a list as the kernel writes it, such as "0-3,8"."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
 
 
 def num_cores() -> int:

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from offloadkit import hardware
 
@@ -132,3 +134,17 @@ def test_the_peak_is_this_programs_own_and_not_that_of_the_one_that_started_it()
     peak = int(subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout)
     assert 50 * MIB < peak < hardware.process_peak_ram_bytes() - 200 * MIB
     del large
+
+
+def test_the_cores_next_to_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(hardware, "_PCI_DEVICES", tmp_path)
+    gpu = torch.device("cuda", 1)
+    assert hardware.cores_near(gpu) == set(), "a system that does not say"
+    (tmp_path / "0000:9b:00.0").mkdir()
+    (tmp_path / "0000:9b:00.0" / "local_cpulist").write_text("0-2,8,10-11\n")
+    assert hardware.cores_near(gpu) == {0, 1, 2, 8, 10, 11}
+    assert hardware.cores_near(torch.device("cpu")) == set()
+    del found.pci_bus_id
+    assert hardware.cores_near(gpu) == set(), "a torch that does not say"

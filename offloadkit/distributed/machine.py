@@ -6,7 +6,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ _PIECE_BYTES = {"cuda": 32 << 20, "cpu": 1 << 20}
 _LINK = "link_bytes_per_second"
 _NUM_EXCHANGES = 4
 """The fastest one counts: the first ones open connections."""
+_MOST_CORES = 4096
+"""Of a host. Ranks are not bound to cores beyond."""
 
 
 @contextmanager
@@ -44,8 +46,7 @@ def cores_of_rank(ranks: Ranks) -> tuple[int, int]:
 
     Ranks that may run on the same cores share them evenly; a rank that was bound to cores of its own has these.
     """
-    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    own = [host(), zlib.crc32(repr(affinity).encode())]
+    own = [host(), zlib.crc32(repr(sorted(_cores())).encode())]
     told = ranks.agree(np.array(own))
     on_host = told[told[:, 0] == own[0]]
     sharing = int((on_host[:, 1] == own[1]).sum())
@@ -53,14 +54,57 @@ def cores_of_rank(ranks: Ranks) -> tuple[int, int]:
 
 
 @contextmanager
-def shared_cores(ranks: Ranks) -> Iterator[None]:
-    """While it is open, the C kernels of this process take its share of the host's cores."""
-    before = cpu.num_threads()
-    cpu.set_num_threads(cpu.default_num_threads(cores_of_rank(ranks)[1]))
+def shared_cores(ranks: Ranks, device: torch.device) -> Iterator[None]:
+    """While it is open, the C kernels of this process take its share of the host's cores.
+
+    Where every rank of the host can have as many cores as before on the NUMA node of its GPU, each one is bound to
+    them: RAM that it populates is then next to its GPU, too.
+    """
+    threads, cores = cpu.num_threads(), _cores()
+    near = _near_cores(ranks, device)
     try:
+        if near:
+            _bind(near)
+        cpu.set_num_threads(cpu.default_num_threads(cores_of_rank(ranks)[1]))
         yield
     finally:
-        cpu.set_num_threads(before)
+        cpu.set_num_threads(threads)
+        if near and _cores() == near:
+            _bind(cores)
+
+
+def _near_cores(ranks: Ranks, device: torch.device) -> set[int]:
+    """The cores that this process is to be bound to; none if it stays where it is."""
+    own = _cores()
+    near = own & hardware.cores_near(device)
+    told = ranks.agree(np.concatenate([[host()], _as_bits(own), _as_bits(near)]))
+    now, then = np.split(told[told[:, 0] == host(), 1:], 2, axis=1)
+    return near if near != own and (_share(then) >= _share(now)).all() else set()
+
+
+def _share(masks: NDArray[np.int64]) -> NDArray[np.float64]:
+    """How many cores each rank has, fp64 [ranks], by the cores that each may run on: those of equal masks share."""
+    sharing = (masks[:, None] == masks).all(2).sum(1)
+    found: NDArray[np.float64] = np.unpackbits(np.ascontiguousarray(masks).view(np.uint8), axis=1).sum(1) / sharing
+    return found
+
+
+def _as_bits(cores: set[int]) -> NDArray[np.int64]:
+    flags = np.zeros(_MOST_CORES, dtype=bool)
+    flags[[core for core in cores if core < _MOST_CORES]] = True
+    return np.packbits(flags).view(np.int64)
+
+
+def _cores() -> set[int]:
+    """Those that this thread may run on; none where the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def _bind(cores: set[int]) -> None:
+    """Have all threads of this process run on these cores."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(thread), cores)
 
 
 def measured_together(ranks: Ranks, device: torch.device, folder: str | Path | None = None) -> Hardware:
@@ -72,8 +116,8 @@ def measured_together(ranks: Ranks, device: torch.device, folder: str | Path | N
     Args:
         folder: as for `measure`.
     """
-    num_ranks, num_cores = cores_of_rank(ranks)
-    with shared_cores(ranks):
+    with shared_cores(ranks, device):
+        num_ranks, num_cores = cores_of_rank(ranks)
         all_know = ranks.agree(np.array([is_measured(device, num_ranks)], dtype=np.int64)).all()
         own = measure(device, folder=folder, fresh=not all_know, num_ranks=num_ranks)
     link = _link(ranks, device, num_ranks)

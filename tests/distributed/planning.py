@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import measure as measuring
 from offloadkit.distributed import machine
@@ -159,3 +162,29 @@ def measured(card: Hardware) -> tuple[Hardware, int, list[str]]:
         patch.setenv("NCCL_P2P_DISABLE", "1")
         assert machine.known_link(CPU, 2) == 0.0, "that is another link"
         return found[0], int(np.log2(found[0].link_bytes_per_second)), asked
+
+
+def bound(near: list[set[int]], own: set[int]) -> list[set[int]]:
+    """The cores of this thread and of an older one while cores are shared, and of both afterwards.
+
+    Args:
+        near: by rank, the cores next to its GPU.
+        own: those that each rank may run on before.
+    """
+    before, found = os.sched_getaffinity(0), []
+    ranks, end = Ranks(CPU), threading.Event()
+    older = threading.Thread(target=end.wait)
+    try:
+        os.sched_setaffinity(0, own)
+        older.start()
+        assert older.native_id is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hardware, "cores_near", lambda device: near[dist.get_rank()])
+            with machine.shared_cores(ranks, CPU):
+                found += [os.sched_getaffinity(0), os.sched_getaffinity(older.native_id)]
+        return [*found, os.sched_getaffinity(0), os.sched_getaffinity(older.native_id)]
+    finally:
+        end.set()
+        older.join()
+        os.sched_setaffinity(0, before)
+        ranks.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.kernels import cpu
 from offloadkit.offload.layers import flat_layers
 from offloadkit.planner.layout import communicated_bytes
-from tests.distributed.planning import all_used, apart, counted, least_vram, measured, planned_together, told
+from tests.distributed.planning import all_used, apart, bound, counted, least_vram, measured, planned_together, told
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT
 from tests.planner.machines import H200
@@ -95,3 +96,17 @@ def test_all_ranks_measure_if_one_has_to_and_keep_what_they_found(ranks: RankPoo
     first, second = ranks.run(2, measured, card=H200)
     assert first[0].dram_bytes_per_second == second[0].dram_bytes_per_second == H200.dram_bytes_per_second
     assert first[2] == second[2] == ["cpu"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_ranks_run_next_to_their_gpus_where_none_loses_cores_by_it(ranks: RankPool) -> None:
+    """All threads of a rank are bound, and let go afterwards."""
+    one, other = sorted(os.sched_getaffinity(0))[:2]
+    both = {one, other}
+    assert ranks.run(2, bound, near=[{one}, {other}], own=both) == [
+        [{one}] * 2 + [both] * 2,
+        [{other}] * 2 + [both] * 2,
+    ]
+    for near in ([{one}, {one}], [{one}, set()], [both, both]):
+        assert ranks.run(2, bound, near=near, own=both) == [[both] * 4] * 2
+    assert ranks.run(3, bound, near=[{one}, {one}, {other}], own=both) == [[both] * 4] * 3, "two would have half a core"
