@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,31 @@ class NeedsItsModel(nn.Module):
         if not x.is_meta:
             raise ValueError("no")
         return self.linear(x)
+
+
+class Disturbed(nn.Linear):
+    """A block beside which other work of the host takes the core, in its first calls."""
+
+    slow = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_meta and Disturbed.slow:
+            Disturbed.slow -= 1
+            time.sleep(0.01)
+        return super().forward(x)
+
+
+def test_what_other_work_takes_is_not_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With eight of the first calls slow, one quick burst is enough."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Disturbed(8, 8) for _ in range(3)))
+    with blocks_called(model) as blocks:
+        work = trace_micro_batch(model, torch.empty(4, 8, device="meta"))
+    monkeypatch.setattr(Disturbed, "slow", 8)
+    seconds = blocks.operation_seconds(work, CPU)
+    assert Disturbed.slow == 0
+    assert seconds is not None
+    assert seconds[0] * weighed(work.stages[0].forward) < 0.005
 
 
 def test_a_block_that_cannot_run_by_itself_is_planned_as_before() -> None:
