@@ -15,6 +15,7 @@ from offloadkit import hardware, python_time
 from offloadkit.device.measure import measure
 
 
+@pytest.mark.usefixtures("alone")
 def test_everything_is_measured_in_under_two_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     torch.zeros(1, device="cuda")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,9 @@ import offloadkit
 from offloadkit.demo.dates import date_pairs
 from offloadkit.demo.run import small_t5
 from offloadkit.device.measure import measure, vram_rate
+from tests.gpu.conftest import card
 
 MIB = 1 << 20
-
-
-def card() -> tuple[Any, Any]:
-    """NVML, and its handle of the card."""
-    pynvml = pytest.importorskip("pynvml")
-    pynvml.nvmlInit()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
-    return pynvml, pynvml.nvmlDeviceGetHandleByIndex(int(visible) if visible.isdigit() else 0)
-
-
-@pytest.fixture
-def alone() -> None:
-    """What others take of the card's memory comes and goes."""
-    pynvml, handle = card()
-    if {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)} - {os.getpid()}:
-        pytest.skip("another process uses this GPU: run this test alone")
 
 
 def device_bytes() -> int:
