@@ -148,6 +148,7 @@ def _whole_run(work: Work, folder: str, num_steps: int, telemetry: Telemetry) ->
         more: Row = {"eval_dataset": _rows(work, 4), "per_device_eval_batch_size": 2 * work.batch_size}
         weights = sum(each.stat().st_size for each in Path(folder).glob("*.safetensors"))
         if shutil.disk_usage(output).free < _TIMES_THE_WEIGHTS * weights:
+            print("the disk has no room for a checkpoint: nothing is resumed")
             return _of_result(_finetuned(work, folder, num_steps, output, **more), telemetry)
         first = _finetuned(work, folder, num_steps, output, save_strategy="steps", save_steps=num_steps, **more)
         found = _of_result(first, telemetry)

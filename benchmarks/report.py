@@ -525,7 +525,8 @@ _STARTS = """## Time to the first step
 Seconds from the start of a fresh process to the end of the first step of `finetune`, on rows of full length, and by
 phase; of commands, to their end. From a disk, the page cache is emptied before. Seconds and phases are those of the
 last turn: the first one on a machine also measures its rates and compiles kernels. *CPU* is what all its threads
-computed, user and system: other work on the machine disturbs it less than the seconds.
+computed, user and system, to the end of the process: other work on the machine disturbs it less than the seconds. Rows
+of `531781d` and before have the closing of the run in their seconds, too, under "rest".
 """
 
 

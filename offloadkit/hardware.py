@@ -146,7 +146,7 @@ def _core_numbers(text: str) -> set[int]:
 def num_cores() -> int:
     """CPU cores this process may use: its affinity, limited by the cgroup's CPU quota (v1 and v2). At least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_cpu_quota()
+    quota = cpu_quota()
     return max(1, min(cores, round(quota) if quota else cores))
 
 
@@ -177,7 +177,8 @@ def _dirs_of(own_cgroups: str, controller: str, mount: Path) -> tuple[Path, ...]
     return tuple(dirs)
 
 
-def _cgroup_cpu_quota() -> float | None:
+def cpu_quota() -> float | None:
+    """Cores whose time this process's cgroup may take, all of its processes together; None: as many as there are."""
     quotas: list[float] = []
     for folder in _cgroup_dirs("cpu"):
         quota, _, period = text_of(folder / "cpu.max").partition(" ")

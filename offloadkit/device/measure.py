@@ -37,7 +37,7 @@ from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu
 from offloadkit.optim.table import DTYPES, FlatState, Segment, state_table
 
-_VERSION = 3
+_VERSION = 4
 """Raise it when what is measured changes: cached rates of another version are not used."""
 _DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
 _RATES = {
@@ -111,7 +111,7 @@ def kept(
         measured: gives the figures, or {} if there are none, which is not cached.
         num_ranks: as for `measure`.
     """
-    key = f"{_machine_key(device)} | {what}"
+    key = f"{_machine_key(device, num_cores=os.cpu_count())} | {what}"  # ranks are bound to fewer for a while
     cached: dict[str, float] = (_of_this_process | _read_cache()).get(key, {})
     return cached if cached.keys() == names else _found(key, measured, num_ranks)
 
@@ -189,13 +189,13 @@ def _sizes(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _machine_key(device: torch.device, num_ranks: int = 1) -> str:
+def _machine_key(device: torch.device, num_ranks: int = 1, num_cores: int | None = None) -> str:
     gpu = "no GPU"
     if device.type == "cuda":
         driver = hardware.text_of(_DRIVER) or "unknown"
         gpu = f"{device} {torch.cuda.get_device_name(device)}, driver {driver}"
     kernel = ",".join(cpu.cpu_levels()) or "no C kernel"
-    processor = f"{hardware.cpu_name()}, {hardware.num_cores()} cores, {kernel}"
+    processor = f"{hardware.cpu_name()}, {num_cores or hardware.num_cores()} cores, {kernel}"
     together = f" | {num_ranks} ranks at once" if num_ranks > 1 else ""
     return f"{platform.node()} | {processor} | {gpu} | torch {torch.__version__} | {_VERSION}{together}"
 

@@ -44,13 +44,16 @@ def planning_ranks(device: torch.device) -> Iterator[Ranks | None]:
 def cores_of_rank(ranks: Ranks) -> tuple[int, int]:
     """How many ranks are on this host, and how many cores each has.
 
-    Ranks that may run on the same cores share them evenly; a rank that was bound to cores of its own has these.
+    Ranks that may run on the same cores share them evenly; a rank that was bound to cores of its own has these. All
+    ranks of a host share what a container may take.
     """
     own = [host(), zlib.crc32(repr(sorted(_cores())).encode())]
     told = ranks.agree(np.array(own))
     on_host = told[told[:, 0] == own[0]]
     sharing = int((on_host[:, 1] == own[1]).sum())
-    return len(on_host), max(1, hardware.num_cores() // sharing)
+    cores = (len(_cores()) or hardware.num_cores()) // sharing
+    quota = hardware.cpu_quota()
+    return len(on_host), max(1, min(cores, round(quota) // len(on_host) if quota else cores))
 
 
 @contextmanager
@@ -61,16 +64,14 @@ def shared_cores(ranks: Ranks, device: torch.device) -> Iterator[None]:
     them: RAM that it populates is then next to its GPU, too.
     """
     threads, cores = cpu.num_threads(), _cores()
-    near = _near_cores(ranks, device)
+    near = _near_cores(ranks, device) or cores
     try:
-        if near:
-            _bind(near)
+        _bind(cores, near)
         cpu.set_num_threads(cpu.default_num_threads(cores_of_rank(ranks)[1]))
         yield
     finally:
         cpu.set_num_threads(threads)
-        if near and _cores() == near:
-            _bind(cores)
+        _bind(near, cores)
 
 
 def _near_cores(ranks: Ranks, device: torch.device) -> set[int]:
@@ -79,7 +80,8 @@ def _near_cores(ranks: Ranks, device: torch.device) -> set[int]:
     near = own & hardware.cores_near(device)
     told = ranks.agree(np.concatenate([[host()], _as_bits(own), _as_bits(near)]))
     now, then = np.split(told[told[:, 0] == host(), 1:], 2, axis=1)
-    return near if near != own and (_share(then) >= _share(now)).all() else set()
+    apart = ((then[:, None] == then).all(2) >= (then[:, None] & then).any(2)).all()  # equal, or nothing in common
+    return near if apart and (_share(then) >= _share(now)).all() else set()
 
 
 def _share(masks: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -100,11 +102,12 @@ def _cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
-def _bind(cores: set[int]) -> None:
-    """Have all threads of this process run on these cores."""
-    for thread in os.listdir("/proc/self/task"):
+def _bind(before: set[int], cores: set[int]) -> None:
+    """Have the threads of this process that may run on the cores of `before` run on these."""
+    for thread in os.listdir("/proc/self/task") if before != cores else ():
         with suppress(OSError):  # it has ended
-            os.sched_setaffinity(int(thread), cores)
+            if os.sched_getaffinity(int(thread)) == before:
+                os.sched_setaffinity(int(thread), cores)
 
 
 def measured_together(ranks: Ranks, device: torch.device, folder: str | Path | None = None) -> Hardware:

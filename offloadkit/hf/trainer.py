@@ -548,15 +548,15 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         ranks = None if self.engine is None else self.engine.ranks
         return nullcontext() if ranks is None else ranks.together(what)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer. In a checkpoint all ranks wait for the one that writes; its folder is there then."""
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer. In a checkpoint all ranks call it, and wait for the one that writes: its folder is there."""
         with self._together("writing the model") if self._is_saving else nullcontext():
-            super().save_model(output_dir, _internal_call)
+            super().save_model(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As the Trainer, with the arguments as JSON: `training_args.bin` is a pickle. (Private, as above.)
 
-        Newer transformers call it on all ranks, and older ones on the one that writes.
+        transformers 5.23 calls it on all ranks, and older ones on the one that writes.
         """
         if self.args.should_save:
             folder = Path(output_dir or self.args.output_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -167,24 +168,44 @@ def measured(card: Hardware) -> tuple[Hardware, int, list[str]]:
 def bound(near: list[set[int]], own: set[int]) -> list[set[int]]:
     """The cores of this thread and of an older one while cores are shared, and of both afterwards.
 
+    A thread that its user has bound stays where it is.
+
     Args:
         near: by rank, the cores next to its GPU.
         own: those that each rank may run on before.
     """
-    before, found = os.sched_getaffinity(0), []
+    before, found, elsewhere = os.sched_getaffinity(0), [], {sorted(own)[dist.get_rank() == 0]}
     ranks, end = Ranks(CPU), threading.Event()
-    older = threading.Thread(target=end.wait)
+    older, pinned = (threading.Thread(target=end.wait) for _ in range(2))
     try:
         os.sched_setaffinity(0, own)
-        older.start()
-        assert older.native_id is not None
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hardware, "cores_near", lambda device: near[dist.get_rank()])
-            with machine.shared_cores(ranks, CPU):
-                found += [os.sched_getaffinity(0), os.sched_getaffinity(older.native_id)]
-        return [*found, os.sched_getaffinity(0), os.sched_getaffinity(older.native_id)]
+        for thread in (older, pinned):
+            thread.start()
+            assert thread.native_id is not None
+        os.sched_setaffinity(pinned.native_id, elsewhere)  # type: ignore[arg-type]
+        for shared in (True, False):
+            with pytest.MonkeyPatch.context() as patch, ExitStack() as opened:
+                patch.setattr(hardware, "cores_near", lambda device: near[dist.get_rank()])
+                if shared:
+                    opened.enter_context(machine.shared_cores(ranks, CPU))
+                found += [os.sched_getaffinity(0), os.sched_getaffinity(older.native_id)]  # type: ignore[arg-type]
+                assert os.sched_getaffinity(pinned.native_id) == elsewhere  # type: ignore[arg-type]
+        return found
     finally:
         end.set()
-        older.join()
+        for thread in (older, pinned):
+            thread.join()
         os.sched_setaffinity(0, before)
+        ranks.close()
+
+
+def cores_within(quota: float | None) -> tuple[int, int]:
+    """What each of the ranks has where each is bound to 16 cores, and their container may take so many."""
+    ranks = Ranks(CPU)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(machine, "_cores", lambda: {16 * ranks.rank + core for core in range(16)})
+            patch.setattr(hardware, "cpu_quota", lambda: quota)
+            return machine.cores_of_rank(ranks)
+    finally:
         ranks.close()

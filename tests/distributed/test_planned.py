@@ -12,7 +12,17 @@ from offloadkit.config import OffloadConfig
 from offloadkit.kernels import cpu
 from offloadkit.offload.layers import flat_layers
 from offloadkit.planner.layout import communicated_bytes
-from tests.distributed.planning import all_used, apart, bound, counted, least_vram, measured, planned_together, told
+from tests.distributed.planning import (
+    all_used,
+    apart,
+    bound,
+    cores_within,
+    counted,
+    least_vram,
+    measured,
+    planned_together,
+    told,
+)
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT
 from tests.planner.machines import H200
@@ -107,6 +117,11 @@ def test_ranks_run_next_to_their_gpus_where_none_loses_cores_by_it(ranks: RankPo
         [{one}] * 2 + [both] * 2,
         [{other}] * 2 + [both] * 2,
     ]
-    for near in ([{one}, {one}], [{one}, set()], [both, both]):
+    for near in ([{one}, {one}], [{one}, set()], [both, both], [{one}, both]):
         assert ranks.run(2, bound, near=near, own=both) == [[both] * 4] * 2
     assert ranks.run(3, bound, near=[{one}, {one}, {other}], own=both) == [[both] * 4] * 3, "two would have half a core"
+
+
+def test_ranks_with_cores_of_their_own_share_what_a_container_may_take(ranks: RankPool) -> None:
+    for quota, cores in ((None, 16), (64.0, 16), (16.0, 8), (1.0, 1)):
+        assert ranks.run(2, cores_within, quota=quota) == [(2, cores)] * 2
