@@ -143,9 +143,14 @@ def _core_numbers(text: str) -> set[int]:
     return found
 
 
+def own_cores() -> set[int]:
+    """The CPU cores that this thread may run on; none where the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
 def num_cores() -> int:
     """CPU cores this process may use: its affinity, limited by the cgroup's CPU quota (v1 and v2). At least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(own_cores()) or os.cpu_count() or 1
     quota = cpu_quota()
     return max(1, min(cores, round(quota) if quota else cores))
 

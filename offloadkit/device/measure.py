@@ -148,17 +148,17 @@ def host_rates() -> dict[str, float]:
     return {}
 
 
-def _own_cores() -> list[Any]:
+def _times_of_own_cores() -> list[Any]:
     """CPU times of each core that this process may run on, as psutil gives them."""
     cores = psutil.cpu_times(percpu=True)
-    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
+    own = hardware.own_cores() or range(len(cores))
     return [times for core, times in enumerate(cores) if core in own]
 
 
 def _seconds_of_others() -> float:
     """Seconds that other processes and virtual machines have used of these cores since they started."""
     uses = ("user", "nice", "system", "irq", "softirq", "steal")
-    return sum(getattr(core, use, 0.0) for core in _own_cores() for use in uses) - time.process_time()
+    return sum(getattr(core, use, 0.0) for core in _times_of_own_cores() for use in uses) - time.process_time()
 
 
 def _disturbed(started: float, others: float, num_ranks: int = 1) -> bool:
@@ -166,7 +166,7 @@ def _disturbed(started: float, others: float, num_ranks: int = 1) -> bool:
 
     The other ranks that measure at the same time may have their share.
     """
-    share = (_BUSY + 1 - 1 / num_ranks) * len(_own_cores()) * (time.perf_counter() - started)
+    share = (_BUSY + 1 - 1 / num_ranks) * len(_times_of_own_cores()) * (time.perf_counter() - started)
     return _seconds_of_others() - others > share + _COUNTING_SECONDS
 
 
@@ -303,7 +303,7 @@ def _wait(device: torch.device) -> None:
 def _last_level_cache_bytes() -> int:
     """Total bytes of the last-level caches of the cores that this process may use. 0 if the system does not tell."""
     caches: dict[tuple[str, str], int] = {}
-    for core in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
+    for core in hardware.own_cores():
         folder = _CPU_CACHES / f"cpu{core}" / "cache" / "index3"
         shared, size = hardware.text_of(folder / "shared_cpu_list"), hardware.text_of(folder / "size")
         if shared and size.endswith("K") and size[:-1].isdigit():

@@ -47,28 +47,29 @@ def cores_of_rank(ranks: Ranks) -> tuple[int, int]:
     Ranks that may run on the same cores share them evenly; a rank that was bound to cores of its own has these. All
     ranks of a host share what a container may take.
     """
-    own = [host(), zlib.crc32(repr(sorted(_cores())).encode())]
+    own = [host(), zlib.crc32(repr(sorted(hardware.own_cores())).encode())]
     told = ranks.agree(np.array(own))
     on_host = told[told[:, 0] == own[0]]
     sharing = int((on_host[:, 1] == own[1]).sum())
-    cores = (len(_cores()) or hardware.num_cores()) // sharing
+    cores = (len(hardware.own_cores()) or hardware.num_cores()) // sharing
     quota = hardware.cpu_quota()
     return len(on_host), max(1, min(cores, round(quota) // len(on_host) if quota else cores))
 
 
 @contextmanager
-def shared_cores(ranks: Ranks, device: torch.device) -> Iterator[None]:
-    """While it is open, the C kernels of this process take its share of the host's cores.
+def shared_cores(ranks: Ranks, device: torch.device) -> Iterator[tuple[int, int]]:
+    """While it is open, the C kernels of this process take its share of the host's cores (`cores_of_rank`).
 
     Where every rank of the host can have as many cores as before on the NUMA node of its GPU, each one is bound to
     them: RAM that it populates is then next to its GPU, too.
     """
-    threads, cores = cpu.num_threads(), _cores()
+    threads, cores = cpu.num_threads(), hardware.own_cores()
     near = _near_cores(ranks, device) or cores
     try:
         _bind(cores, near)
-        cpu.set_num_threads(cpu.default_num_threads(cores_of_rank(ranks)[1]))
-        yield
+        num_ranks, num_cores = cores_of_rank(ranks)
+        cpu.set_num_threads(cpu.default_num_threads(num_cores))
+        yield num_ranks, num_cores
     finally:
         cpu.set_num_threads(threads)
         _bind(near, cores)
@@ -76,7 +77,7 @@ def shared_cores(ranks: Ranks, device: torch.device) -> Iterator[None]:
 
 def _near_cores(ranks: Ranks, device: torch.device) -> set[int]:
     """The cores that this process is to be bound to; none if it stays where it is."""
-    own = _cores()
+    own = hardware.own_cores()
     near = own & hardware.cores_near(device)
     told = ranks.agree(np.concatenate([[host()], _as_bits(own), _as_bits(near)]))
     now, then = np.split(told[told[:, 0] == host(), 1:], 2, axis=1)
@@ -97,11 +98,6 @@ def _as_bits(cores: set[int]) -> NDArray[np.int64]:
     return np.packbits(flags).view(np.int64)
 
 
-def _cores() -> set[int]:
-    """Those that this thread may run on; none where the system does not say."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-
-
 def _bind(before: set[int], cores: set[int]) -> None:
     """Have the threads of this process that may run on the cores of `before` run on these."""
     for thread in os.listdir("/proc/self/task") if before != cores else ():
@@ -119,8 +115,7 @@ def measured_together(ranks: Ranks, device: torch.device, folder: str | Path | N
     Args:
         folder: as for `measure`.
     """
-    with shared_cores(ranks, device):
-        num_ranks, num_cores = cores_of_rank(ranks)
+    with shared_cores(ranks, device) as (num_ranks, num_cores):
         all_know = ranks.agree(np.array([is_measured(device, num_ranks)], dtype=np.int64)).all()
         own = measure(device, folder=folder, fresh=not all_know, num_ranks=num_ranks)
     link = _link(ranks, device, num_ranks)

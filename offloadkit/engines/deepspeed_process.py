@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from offloadkit import hardware
 from offloadkit.errors import ConfigError
 
 GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -88,7 +89,7 @@ def _bind_cores() -> None:
     `deepspeed` launcher has bound the ranks then, or the user.
     """
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    cores = sorted(hardware.own_cores())
     number = len(cores) // num_ranks
     if num_ranks == 1 or number == 0 or os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return

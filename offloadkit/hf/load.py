@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offloadkit import hardware
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.hf.hub import readable_hub_errors, where_to_look
 from offloadkit.hf.quiet import no_conversion_service, no_tying_advice, progress_bars
@@ -21,7 +22,7 @@ from offloadkit.offload.outside import unwatched
 from offloadkit.offload.unread import become, leave_unread, make_real
 
 _Draw = Callable[[], object]
-_ALL_THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_ALL_THREADS = len(hardware.own_cores()) or os.cpu_count() or 1
 
 
 class ConstructorNeededError(Exception):

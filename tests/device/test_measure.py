@@ -167,7 +167,7 @@ def test_what_others_disturbed_is_not_kept_on_disk(quick: list[torch.device], mo
 @pytest.mark.parametrize(("others", "disturbed"), [(0.02, False), (0.2, False), (0.4, True)])
 def test_a_tenth_of_the_cores_disturbs(monkeypatch: pytest.MonkeyPatch, others: float, disturbed: bool) -> None:
     monkeypatch.setattr(measuring, "_seconds_of_others", lambda: 100 + others)
-    monkeypatch.setattr(measuring, "_own_cores", lambda: [None, None])
+    monkeypatch.setattr(measuring, "_times_of_own_cores", lambda: [None, None])
     assert measuring._disturbed(time.perf_counter() - 1, 100) is disturbed
     assert not measuring._disturbed(time.perf_counter() - 1, 100, 2), "another rank that measures takes half of them"
 

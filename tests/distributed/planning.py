@@ -204,7 +204,7 @@ def cores_within(quota: float | None) -> tuple[int, int]:
     ranks = Ranks(CPU)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(machine, "_cores", lambda: {16 * ranks.rank + core for core in range(16)})
+            patch.setattr(hardware, "own_cores", lambda: {16 * ranks.rank + core for core in range(16)})
             patch.setattr(hardware, "cpu_quota", lambda: quota)
             return machine.cores_of_rank(ranks)
     finally:
