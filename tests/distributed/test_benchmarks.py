@@ -50,7 +50,7 @@ def of_rank(**task: Any) -> dict[str, Any]:
 
 def launched_in(pool: RankPool) -> Callable[..., list[Any]]:
     """In place of `launch`. The processes begin now, with this one's environment, and stay for other tests."""
-    pool.run(2, os.getpid)
+    pool.run(2, dist.barrier)  # else one may leave the group before the other has come
 
     def run(function: Any, arguments: dict[str, Any], num_ranks: int, **_: Any) -> list[Any]:
         return pool.run(num_ranks, of_rank, **arguments)
