@@ -3,9 +3,9 @@
     python -m benchmarks start t5-3b --vram 8GiB
 
 Each run is a fresh process. From a disk, the files' pages are dropped from the page cache before. The first run on a
-machine also measures its rates and compiles kernels; both are kept, so each start is run twice. A row of the table has
-the last one's seconds by phase, and the CPU's seconds (user and system, all threads), which other work on the machine
-disturbs less.
+machine also measures its rates and compiles kernels, and Python's bytecode where the libraries came without; all are
+kept, so each start is run twice. A row of the table has the last one's seconds by phase, and the CPU's seconds (user
+and system, all threads), which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def start(
         device: "cpu" hides the GPU.
     """
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # set in images of containers: each import would compile again
     within = [each for name, size in (("--vram", vram), ("--ram", ram)) if size for each in (name, size)]
     commands = {"startup-help": ["--help"], f"startup-plan-{model}": ["plan", model, *within]}
     about = _machine(device) | {"status": "measured", "commit": commit or git_commit(), "notes": notes or None}

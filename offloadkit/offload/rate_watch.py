@@ -12,7 +12,7 @@ from offloadkit.distributed.ranks import Ranks
 from offloadkit.hardware import Hardware
 from offloadkit.offload.shortage import of_all
 from offloadkit.planner import Plan
-from offloadkit.planner.faster import COMPUTE, MIN_GAIN, Rate, corrected, faster, judged
+from offloadkit.planner.faster import COMPUTE, MIN_GAIN, PYTHON, Rate, corrected, faster, judged
 from offloadkit.telemetry import StepRecord
 from offloadkit.units import format_seconds
 
@@ -135,7 +135,7 @@ def _slowest(ranks: Ranks, rates: Mapping[str, Rate]) -> dict[str, Rate]:
     Several ranks call it together. What a rank plans with is nearly the same on all of them, so its own is kept. What
     only other ranks have judged is left out.
     """
-    names = [*_RESOURCES, COMPUTE]
+    names = [*_RESOURCES, COMPUTE, PYTHON]
     own = [rates[name].measured / rates[name].planned if name in rates else np.inf for name in names]
     told = ranks.agree(np.array(own, dtype=np.float64).view(np.int64)).view(np.float64).min(axis=0)
     least = dict(zip(names, told.tolist(), strict=True))
@@ -153,7 +153,7 @@ def _in_words(rates: Mapping[str, Rate]) -> str:
     for name, rate in rates.items():
         if not rate.differs:
             continue
-        if name == COMPUTE:
+        if name in (COMPUTE, PYTHON):
             took, planned = (format_seconds(1 / each) for each in (rate.measured, rate.planned))
             parts.append(f"forward and backward take {took}, planned with {planned}")
         else:

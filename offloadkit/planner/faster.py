@@ -28,6 +28,9 @@ MIN_SECONDS = 1e-3
 for Python would count as its work."""
 COMPUTE = "compute"
 """Forward and backward with nothing waited for: its rate is in steps per second."""
+PYTHON = "Python"
+"""The same of shorter micro-batches than planned, where Python's launches bound those planned: Python's time is that of
+a micro-batch of any length."""
 _PHASES = {"H2D": "h2d", "D2H": "d2h", "CPU step": "cpu_step"}
 _ROUNDS, _CLOSE = 20, 0.01
 _AT_ONCE = 1e30
@@ -36,7 +39,7 @@ _AT_ONCE = 1e30
 
 @dataclass(frozen=True)
 class Rate:
-    """What a resource does in a second while it works, in bytes (`COMPUTE`: in steps)."""
+    """What a resource does in a second while it works, in bytes (`COMPUTE` and `PYTHON`: in steps)."""
 
     measured: float
     planned: float
@@ -49,11 +52,12 @@ class Rate:
 def judged(
     plan: Plan, machine: Hardware, placements: Sequence[Placement], records: Sequence[StepRecord]
 ) -> dict[str, Rate]:
-    """The medians of the steps' rates by resource ("H2D", "D2H", "CPU step", `COMPUTE`), beside those planned.
+    """The medians of the steps' rates by resource ("H2D", "D2H", "CPU step", `COMPUTE` or `PYTHON`), beside those
+    planned.
 
     Left out is what works too little to be judged, the CPU's step where states are on disk, and forward and backward of
-    micro-batches of other sizes than planned. With few cores, Python and the CPU's step share them, and neither has
-    seconds of its own.
+    micro-batches that are longer than planned, or shorter where the GPU bounds those planned. With few cores, Python
+    and the CPU's step share them, and neither has seconds of its own.
 
     Args:
         plan: of a micro-batch on a machine.
@@ -67,11 +71,10 @@ def judged(
     }
     if any(where.states == "disk" for where in placements):
         del found["CPU step"]
-    if all(record.num_tokens == plan.num_tokens for record in records):
-        found[COMPUTE] = [(1, record.without_waits("forward") + record.without_waits("backward")) for record in records]
     if machine.num_cores <= FEW_CORES:
         found.pop("CPU step", None)
-        found.pop(COMPUTE, None)
+    elif part := _judged_part(plan, machine, placements, records):
+        found[part] = [(1, record.without_waits("forward") + record.without_waits("backward")) for record in records]
     rates: dict[str, Rate] = {}
     for name, steps in found.items():
         seconds = median(each for _, each in steps)
@@ -81,6 +84,19 @@ def judged(
         if measured and seconds * measured / planned[name] >= MIN_SECONDS:
             rates[name] = Rate(measured, planned[name])
     return rates
+
+
+def _judged_part(
+    plan: Plan, machine: Hardware, placements: Sequence[Placement], records: Sequence[StepRecord]
+) -> str | None:
+    """What the seconds of forward and backward tell: `COMPUTE`, `PYTHON` or nothing."""
+    assert plan.basis.work is not None
+    planned = plan.accumulation * plan.basis.work.num_tokens
+    numbers = {record.num_tokens for record in records}
+    if numbers == {planned}:
+        return COMPUTE
+    longest = max(planned + 1 if number is None else number for number in numbers)
+    return PYTHON if longest <= planned and _computing(plan, machine, placements)[1] else None
 
 
 def corrected(
@@ -100,8 +116,8 @@ def corrected(
         for one, other in (("H2D", "D2H"), ("D2H", "H2D")):
             if one in factors and other not in rates:
                 factors[other] = factors[one]
-        if COMPUTE in factors:
-            machine = _with_compute(plan, machine, placements, factors[COMPUTE])
+        for part in factors.keys() & {COMPUTE, PYTHON}:
+            machine = _with_compute(plan, machine, placements, part, factors[part])
         machine = _with_copies_and_steps(machine, factors)
         if all(abs(factor - 1) < _CLOSE for factor in factors.values()):
             break
@@ -128,7 +144,7 @@ def _model(plan: Plan, machine: Hardware) -> StepModel:
 
 def _planned_rates(plan: Plan, machine: Hardware, placements: Sequence[Placement]) -> dict[str, float]:
     seconds, _ = _computing(plan, machine, placements)
-    return _model(plan, machine).rates(placements) | {COMPUTE: 1 / seconds}
+    return _model(plan, machine).rates(placements) | dict.fromkeys((COMPUTE, PYTHON), 1 / seconds)
 
 
 def _computing(plan: Plan, machine: Hardware, placements: Sequence[Placement]) -> tuple[float, bool]:
@@ -140,10 +156,13 @@ def _computing(plan: Plan, machine: Hardware, placements: Sequence[Placement]) -
     return found.step - found.busy["GPU step"], found.busy["launches"] > on_gpu
 
 
-def _with_compute(plan: Plan, machine: Hardware, placements: Sequence[Placement], factor: float) -> Hardware:
-    """The machine with `factor` times the rate of what bounds forward and backward: Python's launches, or the GPU."""
+def _with_compute(plan: Plan, machine: Hardware, placements: Sequence[Placement], part: str, factor: float) -> Hardware:
+    """The machine with `factor` times the rate of what bounds forward and backward: Python's launches, or the GPU, of
+    which shorter micro-batches say nothing."""
     if _computing(plan, machine, placements)[1]:
         return replace(machine, launch_seconds=machine.launch_seconds / factor)
+    if part == PYTHON:
+        return machine
     flops = [f"{dtype}_flops_per_second" for dtype in DTYPES]
     return _times(machine, factor, [*flops, "vram_bytes_per_second"])
 

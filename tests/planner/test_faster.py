@@ -12,7 +12,7 @@ import pytest
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hardware import Hardware
 from offloadkit.planner import MicroBatch, Pass, Plan, Stage, make_plan
-from offloadkit.planner.faster import COMPUTE, MIN_SECONDS, TOLERANCE, Rate, corrected, faster, judged
+from offloadkit.planner.faster import COMPUTE, MIN_SECONDS, PYTHON, TOLERANCE, Rate, corrected, faster, judged
 from offloadkit.planner.seconds import StepModel
 from offloadkit.telemetry import StepRecord
 from tests.planner.machines import GIB, H200, TWO_CORES, shape, stage
@@ -103,6 +103,37 @@ def test_where_python_bounds_a_pass_its_launches_are_corrected() -> None:
     assert machine.bf16_flops_per_second == H200.bf16_flops_per_second
 
 
+def test_shorter_rows_tell_what_python_takes_and_nothing_of_the_gpu() -> None:
+    """The truth has the GPU of the plan, and rows of half the length. Python took 25 times the seconds of a bare H200,
+    and then so little that only an upper bound of it can be seen."""
+    plan, slow = plan_on(H200), times(10, "launch_seconds")
+    records = [replace(each, num_tokens=2048) for each in steps_on(times(25, "launch_seconds"), plan)]
+    assert PYTHON not in found_in(plan, H200, records), "the GPU bounds this plan"
+    rates = found_in(plan, slow, records)
+    assert COMPUTE not in rates
+    machine = corrected(plan, slow, plan.placements, rates)
+    assert machine is not None
+    assert machine.launch_seconds == pytest.approx(25 * H200.launch_seconds, rel=0.15)  # as with rows as planned
+
+    half = times(2, "bf16_flops_per_second", "vram_bytes_per_second")  # what half the rows would take
+    records = [replace(each, num_tokens=2048) for each in steps_on(half, plan)]
+    machine = corrected(plan, slow, plan.placements, found_in(plan, slow, records))
+    assert machine is not None
+    assert machine.launch_seconds < slow.launch_seconds / TOLERANCE
+    assert replace(machine, launch_seconds=slow.launch_seconds) == slow
+    assert computing(plan, machine) >= computing(plan, half)
+    longer = [replace(each, num_tokens=number) for each, number in zip(records, (4096, 4096, 4097), strict=True)]
+    unknown = [replace(each, num_tokens=None) for each in records]
+    assert not any({COMPUTE, PYTHON} & found_in(plan, slow, each).keys() for each in (longer, unknown))
+
+
+def test_a_rank_judges_its_own_rows() -> None:
+    """The plan's tokens are those of all ranks, and a record's are the rank's own."""
+    plan = plan_on(H200)
+    of_two = replace(plan, num_tokens=2 * WORK.num_tokens)
+    assert COMPUTE in found_in(of_two, H200, steps_on(H200, plan))
+
+
 def test_a_plan_that_needs_more_than_there_is_is_none() -> None:
     plan = plan_on(times(0.1, "cpu_adamw_bytes_per_second"))
     assert faster(plan, H200, plan.placements, BUDGETS) is not None
@@ -144,7 +175,7 @@ def test_what_cannot_be_judged_is_left_out() -> None:
     records = steps_on(H200, plan)
     assert found_in(plan, H200, records).keys() == {"H2D", "D2H", "CPU step", COMPUTE}
     others = [replace(record, num_tokens=4095) for record in records]
-    assert COMPUTE not in found_in(plan, H200, others)
+    assert not {COMPUTE, PYTHON} & found_in(plan, H200, others).keys()
     assert found_in(plan, replace(H200, num_cores=TWO_CORES.num_cores), records).keys() == {"H2D", "D2H"}
     on_disk = [replace(plan.placements[0], states="disk", step="cpu"), *plan.placements[1:]]
     slow_disk = replace(H200, disk_read_bytes_per_second=1e9, disk_write_bytes_per_second=1e9)
