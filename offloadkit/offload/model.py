@@ -27,7 +27,7 @@ from offloadkit.device.streams import BusyTime, Waits
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import ConfigError, EngineStateError
-from offloadkit.hardware import trim_heap
+from offloadkit.hardware import process_ram_bytes, trim_heap
 from offloadkit.offload.caches import caching_configs, without_caches
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.gradients import Gradients
@@ -52,8 +52,8 @@ from offloadkit.planner import (
 )
 
 _READ_AHEAD_BYTES = 640 << 20
-"""Most bytes of parameters that are read or drawn at once on a GPU, where no single layer has more. They take no more
-RAM than the framework will when the first step comes (`planner.phases`)."""
+"""Most bytes of parameters that are read or drawn at once on a GPU, where no single layer has more. The framework will
+take as much when the first step comes (`planner.phases`)."""
 
 
 class PlacedModel:
@@ -101,6 +101,9 @@ class PlacedModel:
         """
         self.module, self._device, self._config = module, device, config
         self._shapes, self._accumulation = plan.layers, config.gradient_accumulation
+        self._planned_ram = (
+            plan.total_bytes("ram") + plan.basis.held_bytes if "framework" in plan.tiers["ram"] else None
+        )
         self.states: list[LayerState] = []
         self.is_whole = self._is_stepped = False
         self._disk: DiskStates | None = None
@@ -207,9 +210,7 @@ class PlacedModel:
         sums_slabs = self._share_sums([(layer, shape) for layer, shape, where in placed if where.gradients == "ram"])
         self.pinning_seconds = time.perf_counter() - started
         self._take_disk([(layer, shape) for layer, shape, placement in placed if placement.states == "disk"])
-        together = _read_together(
-            [layer for layer, _, _ in placed], _READ_AHEAD_BYTES if self._device.type == "cuda" else 0
-        )
+        together = _read_together([layer for layer, _, _ in placed], self._read_ahead_bytes())
         for index, ((layer, _, placement), slab) in enumerate(zip(placed, own, strict=True)):
             if index in together:
                 self._make_real(together[index])
@@ -233,6 +234,15 @@ class PlacedModel:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return buffers
+
+    def _read_ahead_bytes(self) -> int:
+        """Most bytes of parameters to read or draw at once, of several layers: none beyond the RAM that is planned. The
+        pages that ranks share count for each of them, so theirs is not known."""
+        if self._device.type != "cuda":
+            return 0
+        if self._planned_ram is None or self._ranks is not None:
+            return _READ_AHEAD_BYTES
+        return max(0, min(_READ_AHEAD_BYTES, self._planned_ram - process_ram_bytes()))
 
     def _make_real(self, parameters: Sequence[nn.Parameter]) -> None:
         """Read or draw those of `parameters` that are unread. With several ranks all get rank 0's numbers."""

@@ -21,7 +21,8 @@ PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 
 _LATE_FRAMEWORK_BYTES = 700 << 20
 """RAM of the framework on a GPU that comes with the first step: cuBLAS, kernels, Triton. Before it there is at most
-1.0 GiB: in benchmarks/results.csv (w6, w6-48) reading, with its staged layer, was not the peak."""
+1.0 GiB: in benchmarks/results.csv (w6, w6-48) reading, with its staged layer, was not the peak. Where rates were
+measured or blocks were timed just now, it is there before."""
 _TOLERANCE, _TOLERATED_BYTES = 0.05, 1 << 29
 """A peak is named beside the plan's if it differs by more than both: this fraction, and these bytes."""
 
@@ -84,7 +85,8 @@ def phases_of(
     """The phases in time order. `tiers`: the training step's bytes (`layout.run_bytes`), with their leavings-out.
 
     - Reading: all slabs are populated, then each layer is staged, and copied to its place (`PlacedModel._allocate`).
-      Buckets of gradients come with the first backward.
+      On a GPU several are staged at once, in the room of what the framework takes later. Buckets of gradients come with
+      the first backward.
     - First step and training: what `tiers` says. All buffers are made in the first step.
     - Evaluation: no gradient is there, and one stage's activations at a time. Its micro-batch may have more rows.
     - Generation: as evaluation, with keys and values of all blocks.
@@ -115,7 +117,8 @@ def phases_of(
         }
     else:
         reserved = lasting + held
-        read = begun + staged - min(framework, _LATE_FRAMEWORK_BYTES)
+        together = min(_LATE_FRAMEWORK_BYTES, sum(layer.weight_bytes() for layer in layers))
+        read = begun + max(staged, together) - min(framework, _LATE_FRAMEWORK_BYTES)
         found = {
             "reading": (built, read),
             "first step": (reserved, full),

@@ -16,8 +16,9 @@ from offloadkit.finetuning import finetune
 from offloadkit.hf.load import draw_lazily
 from offloadkit.hf.source import from_pretrained
 from offloadkit.hf.trainer import OffloadTrainer
+from offloadkit.offload import model as placing
 from offloadkit.offload import states
-from offloadkit.offload.model import _read_together
+from offloadkit.offload.model import PlacedModel, _read_together
 from offloadkit.offload.unread import is_unread, make_real
 from offloadkit.optim.reference import split_master
 from tests.hf import tiny
@@ -138,6 +139,21 @@ def test_layers_that_are_small_are_made_real_together() -> None:
     sizes = {at: len(some) for at, some in _read_together(layers, 8 * 5).items()}
     assert sizes == {0: 6, 3: 2, 4: 2}  # the fourth has more than may be real at once
     assert list(_read_together(layers, 0)) == [0, 1, 2, 3, 4]
+
+
+def test_no_more_is_read_at_once_than_the_plan_has_ram_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook that has measured its machine, say, has the libraries in RAM that others load with the first step."""
+    gib, most = 1 << 30, placing._READ_AHEAD_BYTES
+
+    def read_ahead(device: str, planned: int | None, present: int, ranks: object = None) -> int:
+        monkeypatch.setattr(placing, "process_ram_bytes", lambda: present)
+        model: Any = SimpleNamespace(_device=torch.device(device), _planned_ram=planned, _ranks=ranks)
+        return PlacedModel._read_ahead_bytes(model)
+
+    assert read_ahead("cuda", 5 * gib, 4 * gib) == read_ahead("cuda", None, 4 * gib) == most
+    assert read_ahead("cuda", 5 * gib, 5 * gib - 1000) == 1000
+    assert read_ahead("cuda", 5 * gib, 6 * gib) == read_ahead("cpu", 5 * gib, gib) == 0
+    assert read_ahead("cuda", 5 * gib, 6 * gib, ranks=object()) == most
 
 
 @pytest.mark.parametrize("together", [1, 3])

@@ -62,6 +62,13 @@ def test_a_large_layer_is_staged_in_ram_while_it_is_read() -> None:
     assert phases["reading"].vram < phases["training"].vram
 
 
+def test_small_layers_are_staged_together_in_the_room_of_what_the_framework_takes_later() -> None:
+    one, two, all_of_them = (by_name(planned(layers=LAYERS[:number])) for number in (1, 2, len(LAYERS)))
+    early = one["training"].ram - one["reading"].ram
+    assert two["training"].ram - two["reading"].ram == early - LAYERS[1].weight_bytes() > 0
+    assert all_of_them["training"].ram == all_of_them["reading"].ram
+
+
 def test_without_a_gpu_everything_is_ram_and_activations_go_after_each_step() -> None:
     made = make_plan(LAYERS, OffloadConfig(), work=WORK, hardware=replace(H200, device="cpu"))
     phases = by_name(made)
