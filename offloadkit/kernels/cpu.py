@@ -22,12 +22,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offloadkit import hardware
-from offloadkit.optim.reference import step_reference
+from offloadkit.optim.reference import split_master, step_reference
 from offloadkit.optim.table import OPTIMIZERS, FlatState, Segment, check_state
 
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _PRECISIONS = {"exact": 0, "compact": 1, "tiny": 2}
 _MAX_MOMENTS, _MAX_SCALARS = 2, 8
+_NEWER = {"plan_seconds", "split"}
+"""What older builds of the library lack."""
+_SLICE = 1 << 18
+"""Elements of master weights that torch splits at a time, so that its temporaries stay in the caches: as a whole it
+takes five times as long."""
 _LEVELS = ("baseline", "avx2", "avx512")
 _NO_LIBRARY = (
     "offloadkit's C kernels are missing or do not load, so the CPU optimizer step runs on torch operations: the same "
@@ -88,6 +93,7 @@ def _library() -> ctypes.CDLL | None:
     signatures: dict[str, tuple[list[Any], Any]] = {
         **dict.fromkeys(steps, ([pointer, pointer, c_int64, c_float], c_int)),
         "accumulate": ([c_int, c_int, pointer, pointer, c_int64], None),
+        "split": ([pointer, pointer, pointer, c_int64], None),
         "block_sums": ([c_int, pointer, pointer, c_int64, pointer], None),
         "triad": ([pointer, pointer, c_float, c_int64], None),
         "populate": ([pointer, ctypes.c_uint64], c_int),
@@ -98,8 +104,8 @@ def _library() -> ctypes.CDLL | None:
         "force_level": ([c_int], None),
     }
     for name, (arguments, result) in signatures.items():
-        if name == "plan_seconds" and not hasattr(library, "offloadkit_plan_seconds"):
-            continue  # an older build: plans are simulated in Python
+        if name in _NEWER and not hasattr(library, f"offloadkit_{name}"):
+            continue  # an older build: Python does it
         function = library[f"offloadkit_{name}"]
         function.argtypes, function.restype = arguments, result
         setattr(library, name, function)
@@ -224,6 +230,31 @@ def accumulate(accumulator: Tensor, gradient: Tensor, *, add: bool) -> None:
         accumulator.add_(gradient)
     else:
         accumulator.copy_(gradient)
+
+
+def split_into(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
+    """Writes the halves that `split_master` cuts `master` into.
+
+    master: fp32; weights: bf16; remainder: int16; all 1-D, contiguous, of one length, on the CPU.
+    Raises TypeError for another dtype, ValueError for another layout.
+    """
+    arrays = master, weights, remainder
+    if [array.dtype for array in arrays] != [torch.float32, torch.bfloat16, torch.int16]:
+        raise TypeError(f"fp32, bf16 and int16 are needed, not {', '.join(str(array.dtype) for array in arrays)}")
+    if master.dim() != 1 or len({array.shape for array in arrays}) > 1:
+        raise ValueError(f"flat arrays of one length are needed, not {', '.join(str(each.shape) for each in arrays)}")
+    if not all(array.is_contiguous() for array in arrays):
+        raise ValueError("master weights, weights and remainders must be contiguous")
+    for array in arrays:
+        _check_on_cpu(array)
+    kernel = getattr(_library(), "split", None)
+    if kernel is not None:
+        kernel(*(array.data_ptr() for array in arrays), master.numel())
+        return
+    for begin in range(0, master.numel(), _SLICE):
+        at = slice(begin, begin + _SLICE)
+        for half, found in zip((weights, remainder), split_master(master[at]), strict=True):
+            half[at].copy_(found)
 
 
 def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:

@@ -410,6 +410,26 @@ EXPORT void offloadkit_accumulate(int kind, int add, float *accumulator, const v
     run_job(accumulate_piece, &call, (length + ACCUMULATE_PIECE - 1) / ACCUMULATE_PIECE);
 }
 
+struct split_call {
+    const float *master;
+    void *weights, *remainder;
+    int64_t length;
+};
+
+static void split_piece(const void *untyped, int64_t piece) {
+    const struct split_call *call = untyped;
+    int64_t start = piece * ACCUMULATE_PIECE, end = start + ACCUMULATE_PIECE;
+    if (end > call->length) end = call->length;
+    INDEPENDENT
+    for (int64_t i = start; i < end; i++) store_master(BF16, call->weights, call->remainder, i, call->master[i]);
+}
+
+/* fp32 master weights as bf16 weights and remainders. DRAM bounds it at every CPU level. */
+EXPORT void offloadkit_split(const float *master, void *weights, void *remainder, int64_t length) {
+    struct split_call call = {master, weights, remainder, length};
+    run_job(split_piece, &call, (length + ACCUMULATE_PIECE - 1) / ACCUMULATE_PIECE);
+}
+
 struct norm_call {
     norm_function function;
     const void *gradient;

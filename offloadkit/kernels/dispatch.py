@@ -1,4 +1,5 @@
-"""The optimizer step and the norm's block sums wherever the arrays lie: one name for the kernels of all processors."""
+"""The optimizer step, the norm's block sums and the split of master weights wherever the arrays lie: one name for the
+kernels of all processors."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from offloadkit.kernels import cpu, gpu
 from offloadkit.optim.norm import block_sums_reference, check_arguments
-from offloadkit.optim.reference import step_reference
+from offloadkit.optim.reference import split_master, step_reference
 from offloadkit.optim.table import FlatState, Segment
 
 
@@ -21,6 +22,18 @@ def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segmen
     """
     step = {"cpu": cpu.optimizer_step, "cuda": gpu.optimizer_step}.get(state.weights.device.type, step_reference)
     step(state, gradient, segments, grad_scale)
+
+
+def split_into(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
+    """Writes the halves that `split_master` cuts fp32 master weights into, wherever the three arrays lie.
+
+    All are 1-D, contiguous and of one length. On the CPU a wrong dtype raises TypeError, a wrong layout ValueError.
+    """
+    if master.device.type == "cpu":
+        cpu.split_into(master, weights, remainder)
+        return
+    for half, found in zip((weights, remainder), split_master(master), strict=True):
+        half.copy_(found)
 
 
 def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:

@@ -15,7 +15,7 @@ from offloadkit.device.state_file import Region
 from offloadkit.device.streams import CopyStream, Event, Waits
 from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import ModelError
-from offloadkit.kernels.dispatch import optimizer_step
+from offloadkit.kernels.dispatch import optimizer_step, split_into
 from offloadkit.offload.gradients import LayerGradient, runs
 from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.outside import unwatched
@@ -56,8 +56,8 @@ class Posting(NamedTuple):
         self.stepped.post()
 
 
-_SPLIT, _SPLIT_IN_VRAM = 1 << 18, 1 << 22
-"""Elements of master weights that are split at a time, where their remainders are in RAM and in VRAM."""
+_SPLIT = 1 << 22
+"""Elements of master weights that are split at a time. In VRAM there is room for few."""
 
 
 class LayerState:
@@ -265,18 +265,13 @@ class LayerState:
         return [] if piece is None else [piece]
 
     def _take_split(self, master: torch.Tensor, start: int) -> None:
-        """Take fp32 master weights as bf16 weights and remainders, from element `start` on.
-
-        They pass in slices that stay in the caches: as a whole, their temporaries take five times as long.
-        """
-        assert self.flat.remainder is not None
-        size = _SPLIT if self.flat.remainder.device.type == "cpu" else _SPLIT_IN_VRAM
-        for begin in range(0, master.numel(), size):
-            part = master[begin : begin + size].to(self.flat.remainder.device)
+        """Take fp32 master weights as bf16 weights and remainders, from element `start` on."""
+        remainder = self.flat.remainder
+        assert remainder is not None
+        for begin in range(0, master.numel(), _SPLIT):
+            part = master[begin : begin + _SPLIT].to(remainder.device)
             elements = slice(start + begin, start + begin + part.numel())
-            high, low = split_master(part)
-            self.flat.weights[elements].copy_(high)
-            self.flat.remainder[elements].copy_(low)
+            split_into(part, self.flat.weights[elements], remainder[elements])
 
     def open(self) -> None:
         """Have the newest weights where they live, so that anyone may read or write them."""

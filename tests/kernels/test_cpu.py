@@ -13,7 +13,7 @@ from offloadkit.config import Precision
 from offloadkit.kernels import cpu
 from offloadkit.optim.adamw import adamw_scalars
 from offloadkit.optim.moments import random_key
-from offloadkit.optim.reference import step_reference
+from offloadkit.optim.reference import split_master, step_reference
 from offloadkit.optim.table import FlatState, Segment
 from tests.optim.states import (
     DTYPES,
@@ -149,6 +149,29 @@ def test_accumulate_equals_torch(level: str, dtype: torch.dtype) -> None:
     assert_same_array_bits(accumulator, expected)
     cpu.accumulate(accumulator, gradient, add=False)
     assert_same_array_bits(accumulator, gradient.float())
+
+
+@pytest.mark.parametrize("with_library", [pytest.param(True, marks=needs_library), False])
+def test_masters_are_split_as_the_reference_does(with_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every bf16 number: itself, the ties beside it and their neighbours, NaNs and infinities among them."""
+    if not with_library:
+        monkeypatch.setattr(cpu, "_library", lambda: None)
+        monkeypatch.setattr(cpu, "_SLICE", 1000)
+    high = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    master = (high[:, None] | low).view(torch.float32).flatten()
+    weights, remainder = torch.zeros_like(master, dtype=torch.bfloat16), torch.zeros_like(master, dtype=torch.int16)
+    cpu.split_into(master, weights, remainder)
+    for found, expected in zip((weights, remainder), split_master(master), strict=True):
+        assert_same_array_bits(found, expected)
+    cpu.split_into(master[:0], weights[:0], remainder[:0])
+    for wrong, error, words in (
+        ((master, master, remainder), TypeError, "bf16 and int16"),
+        ((master, weights, remainder[1:]), ValueError, "one length"),
+        ((master[::2], weights[::2], remainder[::2]), ValueError, "contiguous"),
+    ):
+        with pytest.raises(error, match=words):
+            cpu.split_into(*wrong)
 
 
 @pytest.mark.parametrize(
