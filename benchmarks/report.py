@@ -449,8 +449,9 @@ def _chart_rows(rows: Sequence[Row]) -> list[tuple[str, Row]]:
 
 
 def _chart_run(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the newest commit at which all bars were measured, since hosts differ. If there is none, all rows."""
-    of_case = [row for row in rows if row["case"] == CHART_CASE and row["seconds"]]
+    """The rows of the newest commit at which all bars were measured: rows of several hosts do not compare. If there is
+    none, all rows."""
+    of_case = [row for row in rows if row["case"] == CHART_CASE and row["status"] == "measured"]
     for commit in dict.fromkeys(row["commit"] for row in reversed(of_case)):
         run = [row for row in of_case if row["commit"] == commit]
         engines = {row["engine"] for row in run}

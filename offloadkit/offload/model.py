@@ -50,10 +50,7 @@ from offloadkit.planner import (
     Plan,
     step_buffer_bytes,
 )
-
-_READ_AHEAD_BYTES = 640 << 20
-"""Most bytes of parameters that are read or drawn at once on a GPU, where no single layer has more. The framework will
-take as much when the first step comes (`planner.phases`)."""
+from offloadkit.planner.phases import READ_AHEAD_BYTES
 
 
 class PlacedModel:
@@ -101,9 +98,6 @@ class PlacedModel:
         """
         self.module, self._device, self._config = module, device, config
         self._shapes, self._accumulation = plan.layers, config.gradient_accumulation
-        self._planned_ram = (
-            plan.total_bytes("ram") + plan.basis.held_bytes if "framework" in plan.tiers["ram"] else None
-        )
         self.states: list[LayerState] = []
         self.is_whole = self._is_stepped = False
         self._disk: DiskStates | None = None
@@ -119,7 +113,7 @@ class PlacedModel:
         cpu = torch.device("cpu")
         self._given = {each: (cpu if each.is_meta else each.device, each.dtype) for each in parameters}
         undo.callback(self._give_back)
-        shared = self._begin(layers, plan.placements, ram_watch, leaner)
+        shared = self._begin(layers, plan, ram_watch, leaner)
         if ranks is not None:
             for buffer in module.buffers():
                 ranks.broadcast(buffer)
@@ -162,7 +156,7 @@ class PlacedModel:
     def _begin(
         self,
         layers: Sequence[FlatLayer],
-        placements: Sequence[Placement],
+        plan: Plan,
         ram_watch: RamWatch,
         leaner: Callable[[], Plan | None],
     ) -> list[HostSlab]:
@@ -173,29 +167,25 @@ class PlacedModel:
         trained = {view.parameter for layer in layers for view in layer.views}
         while True:
             try:
-                for at, where in self._changes(placements):  # with several ranks no plan is leaner here
+                for at, where in self._changes(plan.placements):  # with several ranks no plan is leaner here
                     self.states[at] = self._elsewhere(self.states[at], where)
-                shared = self._allocate(layers, placements, ram_watch)
+                shared = self._allocate(layers, plan, ram_watch)
                 move_rest(self.module, trained, self._device, self._config.working_dtype, self._make_real)
                 return shared
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # what the layer had begun to take
-                if (plan := leaner()) is None:
+                if (other := leaner()) is None:
                     raise
-                placements = plan.placements
+                plan = other
 
     def _give_back(self) -> None:
         """If building failed, have the parameters as they were: whoever tries again trains the same numbers."""
         while self.states and self._given:
             self.states.pop().give_back(self._given)
 
-    def _allocate(
-        self,
-        layers: Sequence[FlatLayer],
-        placements: Sequence[Placement],
-        ram_watch: RamWatch,
-    ) -> list[HostSlab]:
+    def _allocate(self, layers: Sequence[FlatLayer], plan: Plan, ram_watch: RamWatch) -> list[HostSlab]:
         """Make the states of the layers that have none, each in RAM of its own; returns the RAM that layers share."""
+        placements = plan.placements
         placed = list(zip(layers, self._shapes, placements, strict=True))[len(self.states) :]
         sizes = [self._own_bytes(shape, where) for _, shape, where in placed]
         shared = self._shared_sizes(placements)
@@ -210,7 +200,7 @@ class PlacedModel:
         sums_slabs = self._share_sums([(layer, shape) for layer, shape, where in placed if where.gradients == "ram"])
         self.pinning_seconds = time.perf_counter() - started
         self._take_disk([(layer, shape) for layer, shape, placement in placed if placement.states == "disk"])
-        together = _read_together([layer for layer, _, _ in placed], self._read_ahead_bytes())
+        together = _read_together([layer for layer, _, _ in placed], self._read_ahead_bytes(plan))
         for index, ((layer, _, placement), slab) in enumerate(zip(placed, own, strict=True)):
             if index in together:
                 self._make_real(together[index])
@@ -235,14 +225,17 @@ class PlacedModel:
             torch.cuda.empty_cache()
         return buffers
 
-    def _read_ahead_bytes(self) -> int:
-        """Most bytes of parameters to read or draw at once, of several layers: none beyond the RAM that is planned. The
-        pages that ranks share count for each of them, so theirs is not known."""
+    def _read_ahead_bytes(self, plan: Plan) -> int:
+        """Most bytes of parameters to read or draw at once, of several layers: none beyond the RAM that is planned.
+
+        Not known is how much of that is left where the plan has no framework, and on several ranks: the pages that
+        these share count for each of them.
+        """
         if self._device.type != "cuda":
             return 0
-        if self._planned_ram is None or self._ranks is not None:
-            return _READ_AHEAD_BYTES
-        return max(0, min(_READ_AHEAD_BYTES, self._planned_ram - process_ram_bytes()))
+        if "framework" not in plan.tiers["ram"] or self._ranks is not None:
+            return READ_AHEAD_BYTES
+        return max(0, min(READ_AHEAD_BYTES, plan.total_bytes("ram") + plan.basis.held_bytes - process_ram_bytes()))
 
     def _make_real(self, parameters: Sequence[nn.Parameter]) -> None:
         """Read or draw those of `parameters` that are unread. With several ranks all get rank 0's numbers."""

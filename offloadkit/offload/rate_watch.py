@@ -135,7 +135,7 @@ def _slowest(ranks: Ranks, rates: Mapping[str, Rate]) -> dict[str, Rate]:
     Several ranks call it together. What a rank plans with is nearly the same on all of them, so its own is kept. What
     only other ranks have judged is left out.
     """
-    names = [*_RESOURCES, COMPUTE, PYTHON]
+    names = list(_RESOURCES)
     own = [rates[name].measured / rates[name].planned if name in rates else np.inf for name in names]
     told = ranks.agree(np.array(own, dtype=np.float64).view(np.int64)).view(np.float64).min(axis=0)
     least = dict(zip(names, told.tolist(), strict=True))
@@ -155,7 +155,8 @@ def _in_words(rates: Mapping[str, Rate]) -> str:
             continue
         if name in (COMPUTE, PYTHON):
             took, planned = (format_seconds(1 / each) for each in (rate.measured, rate.planned))
-            parts.append(f"forward and backward take {took}, planned with {planned}")
+            of = " of shorter micro-batches" if name == PYTHON else ""
+            parts.append(f"forward and backward{of} take {took}, planned with {planned}")
         else:
             took, planned = (f"{each / 1e9:.3g} GB/s" for each in (rate.measured, rate.planned))
             parts.append(f"{_RESOURCES[name]} {took}, planned with {planned}")

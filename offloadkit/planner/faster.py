@@ -55,9 +55,10 @@ def judged(
     """The medians of the steps' rates by resource ("H2D", "D2H", "CPU step", `COMPUTE` or `PYTHON`), beside those
     planned.
 
-    Left out is what works too little to be judged, the CPU's step where states are on disk, and forward and backward of
-    micro-batches that are longer than planned, or shorter where the GPU bounds those planned. With few cores, Python
-    and the CPU's step share them, and neither has seconds of its own.
+    Left out is what works too little to be judged, and the CPU's step where states are on disk. With few cores, Python
+    and the CPU's step share them, and neither has seconds of its own. Forward and backward are left out on several
+    ranks, whose exchange is in the plan's seconds of them and not in those measured; and for micro-batches of other
+    sizes than planned, unless they are shorter, each is a step of its own, and Python bounds those planned.
 
     Args:
         plan: of a micro-batch on a machine.
@@ -90,13 +91,14 @@ def _judged_part(
     plan: Plan, machine: Hardware, placements: Sequence[Placement], records: Sequence[StepRecord]
 ) -> str | None:
     """What the seconds of forward and backward tell: `COMPUTE`, `PYTHON` or nothing."""
-    assert plan.basis.work is not None
-    planned = plan.accumulation * plan.basis.work.num_tokens
     numbers = {record.num_tokens for record in records}
-    if numbers == {planned}:
+    if plan.num_tokens is None or plan.layers[0].num_ranks > 1:
+        return None
+    if numbers == {plan.num_tokens}:
         return COMPUTE
-    longest = max(planned + 1 if number is None else number for number in numbers)
-    return PYTHON if longest <= planned and _computing(plan, machine, placements)[1] else None
+    known = [number for number in numbers if number is not None]
+    shorter = plan.accumulation == 1 and len(known) == len(numbers) and max(known) <= plan.num_tokens
+    return PYTHON if shorter and _computing(plan, machine, placements)[1] else None
 
 
 def corrected(
@@ -116,7 +118,7 @@ def corrected(
         for one, other in (("H2D", "D2H"), ("D2H", "H2D")):
             if one in factors and other not in rates:
                 factors[other] = factors[one]
-        for part in factors.keys() & {COMPUTE, PYTHON}:
+        if part := next((name for name in (COMPUTE, PYTHON) if name in factors), None):
             machine = _with_compute(plan, machine, placements, part, factors[part])
         machine = _with_copies_and_steps(machine, factors)
         if all(abs(factor - 1) < _CLOSE for factor in factors.values()):

@@ -22,7 +22,10 @@ PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 _LATE_FRAMEWORK_BYTES = 700 << 20
 """RAM of the framework on a GPU that comes with the first step: cuBLAS, kernels, Triton. Before it there is at most
 1.0 GiB: in benchmarks/results.csv (w6, w6-48) reading, with its staged layer, was not the peak. Where rates were
-measured or blocks were timed just now, it is there before."""
+measured or blocks were timed just now, it is there before, and a single large layer is staged on top."""
+READ_AHEAD_BYTES = 640 << 20
+"""Most bytes of parameters that are read or drawn at once on a GPU, where no single layer has more: less than what the
+framework takes later."""
 _TOLERANCE, _TOLERATED_BYTES = 0.05, 1 << 29
 """A peak is named beside the plan's if it differs by more than both: this fraction, and these bytes."""
 
@@ -81,8 +84,13 @@ def phases_of(
     work: MicroBatch | None,
     *,
     on_cpu: bool,
+    reads: bool = True,
 ) -> tuple[Phase, ...]:
-    """The phases in time order. `tiers`: the training step's bytes (`layout.run_bytes`), with their leavings-out.
+    """The phases in time order.
+
+    Args:
+        tiers: the training step's bytes (`layout.run_bytes`), with their leavings-out.
+        reads: whether weights are read or drawn. Else the model is in memory.
 
     - Reading: all slabs are populated, then each layer is staged, and copied to its place (`PlacedModel._allocate`).
       On a GPU several are staged at once, in the room of what the framework takes later. Buckets of gradients come with
@@ -117,8 +125,9 @@ def phases_of(
         }
     else:
         reserved = lasting + held
-        together = min(_LATE_FRAMEWORK_BYTES, sum(layer.weight_bytes() for layer in layers))
-        read = begun + max(staged, together) - min(framework, _LATE_FRAMEWORK_BYTES)
+        late = min(framework, _LATE_FRAMEWORK_BYTES)
+        together = min(late, READ_AHEAD_BYTES, sum(layer.weight_bytes() for layer in layers)) if reads else 0
+        read = begun + max(staged, together) - late
         found = {
             "reading": (built, read),
             "first step": (reserved, full),

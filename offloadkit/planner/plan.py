@@ -105,7 +105,7 @@ class Plan:
         args = self.layers, self.placements, self.accumulation, self.tiers, work
         return tuple(
             replace(each, ram=each.ram + held) if each.name == "reading" else each
-            for each in phases_of(*args, on_cpu=self.on_cpu)
+            for each in phases_of(*args, on_cpu=self.on_cpu, reads=not held)
         )
 
     def needs(self) -> dict[str, int]:

@@ -21,6 +21,7 @@ from offloadkit.offload import states
 from offloadkit.offload.model import PlacedModel, _read_together
 from offloadkit.offload.unread import is_unread, make_real
 from offloadkit.optim.reference import split_master
+from offloadkit.planner.phases import READ_AHEAD_BYTES
 from tests.hf import tiny
 from tests.hf.tiny import load_model
 from tests.hf.training import arguments, causal_rows
@@ -143,17 +144,24 @@ def test_layers_that_are_small_are_made_real_together() -> None:
 
 def test_no_more_is_read_at_once_than_the_plan_has_ram_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook that has measured its machine, say, has the libraries in RAM that others load with the first step."""
-    gib, most = 1 << 30, placing._READ_AHEAD_BYTES
+    gib = 1 << 30
 
-    def read_ahead(device: str, planned: int | None, present: int, ranks: object = None) -> int:
+    def read_ahead(device: str, categories: dict[str, int], present: int, ranks: object = None) -> int:
         monkeypatch.setattr(placing, "process_ram_bytes", lambda: present)
-        model: Any = SimpleNamespace(_device=torch.device(device), _planned_ram=planned, _ranks=ranks)
-        return PlacedModel._read_ahead_bytes(model)
+        plan: Any = SimpleNamespace(
+            tiers={"ram": categories},
+            total_bytes=lambda _: sum(categories.values()),
+            basis=SimpleNamespace(held_bytes=gib),
+        )
+        model: Any = SimpleNamespace(_device=torch.device(device), _ranks=ranks)
+        return PlacedModel._read_ahead_bytes(model, plan)
 
-    assert read_ahead("cuda", 5 * gib, 4 * gib) == read_ahead("cuda", None, 4 * gib) == most
-    assert read_ahead("cuda", 5 * gib, 5 * gib - 1000) == 1000
-    assert read_ahead("cuda", 5 * gib, 6 * gib) == read_ahead("cpu", 5 * gib, gib) == 0
-    assert read_ahead("cuda", 5 * gib, 6 * gib, ranks=object()) == most
+    planned = {"moments": 2 * gib, "framework": 2 * gib}  # and a model of 1 GiB, in memory
+    assert read_ahead("cuda", planned, 4 * gib) == READ_AHEAD_BYTES
+    assert read_ahead("cuda", planned, 5 * gib - 1000) == 1000
+    assert read_ahead("cuda", planned, 6 * gib) == read_ahead("cpu", planned, gib) == 0
+    assert read_ahead("cuda", {"moments": gib}, 6 * gib) == READ_AHEAD_BYTES
+    assert read_ahead("cuda", planned, 6 * gib, ranks=object()) == READ_AHEAD_BYTES
 
 
 @pytest.mark.parametrize("together", [1, 3])

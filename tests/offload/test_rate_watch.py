@@ -20,6 +20,7 @@ from offloadkit.offload.rate_watch import MAX_SEARCHES, RateWatch
 from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import Plan, make_plan
 from offloadkit.planner import layout as shapes
+from offloadkit.planner.faster import COMPUTE, PYTHON, Rate
 from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.layout import ALLOCATOR_BYTES
 from offloadkit.planner.seconds import StepModel
@@ -282,3 +283,9 @@ def test_nothing_is_collected_where_nothing_was_searched_and_skipped_steps_count
     for record in 3 * skipped:
         watch.add(record)
     assert not watch.is_due
+
+
+def test_what_shorter_micro_batches_took_is_not_said_of_those_planned() -> None:
+    said = {name: rate_watch._in_words({name: Rate(1 / 0.3, 1 / 0.2)}) for name in (COMPUTE, PYTHON)}
+    assert said[COMPUTE] == "forward and backward take 300 ms, planned with 200 ms"
+    assert said[PYTHON] == "forward and backward of shorter micro-batches take 300 ms, planned with 200 ms"

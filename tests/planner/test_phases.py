@@ -10,7 +10,7 @@ import pytest
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.planner import LayerShape, MicroBatch, Plan, make_plan
 from offloadkit.planner.layout import activations, choices, run_bytes
-from offloadkit.planner.phases import PHASES, Phase, differing
+from offloadkit.planner.phases import PHASES, READ_AHEAD_BYTES, Phase, differing
 from offloadkit.planner.search import Search
 from tests.planner.machines import GIB, H200, shape, stage
 
@@ -66,7 +66,22 @@ def test_small_layers_are_staged_together_in_the_room_of_what_the_framework_take
     one, two, all_of_them = (by_name(planned(layers=LAYERS[:number])) for number in (1, 2, len(LAYERS)))
     early = one["training"].ram - one["reading"].ram
     assert two["training"].ram - two["reading"].ram == early - LAYERS[1].weight_bytes() > 0
-    assert all_of_them["training"].ram == all_of_them["reading"].ram
+    late = early + LAYERS[0].weight_bytes()
+    assert all_of_them["training"].ram - all_of_them["reading"].ram == late - READ_AHEAD_BYTES > 0
+
+
+def test_what_is_not_known_of_the_framework_is_not_taken_for_reading_either() -> None:
+    for where in ("vram", "ram"):
+        made = make_plan(LAYERS, OffloadConfig(placement=Placement(weights=where)))
+        assert "framework" not in made.tiers["ram"]
+        assert made.needs()["ram"] == made.total_bytes("ram") + LAYERS[0].weight_bytes()
+
+
+def test_of_a_model_in_memory_no_more_than_a_layer_is_staged() -> None:
+    made = planned(layers=LAYERS[:2])
+    held = replace(made, basis=replace(made.basis, held_bytes=GIB))
+    fewer = by_name(made)["reading"].ram - by_name(held)["reading"].ram
+    assert fewer == LAYERS[1].weight_bytes() - GIB
 
 
 def test_without_a_gpu_everything_is_ram_and_activations_go_after_each_step() -> None:
