@@ -18,7 +18,7 @@ What the arguments of `finetune` take:
 - `overwrite`: replace the model and the checkpoints of an earlier run in `output_dir`. Without it (and without
   `resume`) such a folder is refused. They stay until the first step is done, the model until the new one is written.
 - `epochs`, `max_steps`: how long to train; `max_steps` goes before `epochs`.
-- The rows' order follows from `seed`. Batches hold rows of nearly equal length, as HuggingFace's
+- The rows' order follows from `seed` (or `data_seed`). Batches hold rows of nearly equal length, as HuggingFace's
   `train_sampling_strategy="group_by_length"` makes them; they come in random order after the first, which holds the
   longest row. Where a row's length says what kind of row it is, batches are of one kind: pass "random" then.
 - `batch_size`: rows in a micro-batch; "auto": see `planning.BATCH_SIZES`.
@@ -626,7 +626,7 @@ class TrainingRun:
             processing_class=self.tokenizer,
             **self.hooks,
         )
-        trainer.mixes_updates = True
+        trainer.order_of_seed = True
         show_progress(trainer, monitored=self.monitor.is_drawn)
         return trainer
 

@@ -188,6 +188,21 @@ def test_an_interrupt_finishes_the_step_and_resume_gives_the_weights_of_a_run_th
     assert all(torch.equal(weight, weights(resumed)[name]) for name, weight in weights(whole).items())
 
 
+def test_a_callback_that_stops_in_mid_epoch_leaves_a_checkpoint_as_an_interrupt_does(by_name: str) -> None:
+    class Stops(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 4
+
+    options: dict[str, Any] = {"eval_dataset": PAIRS, "save_strategy": "epoch", "eval_strategy": "epoch"}
+    whole = finetune(by_name, "whole", **options)
+    assert len(finetune(by_name, callbacks=[Stops], **options).steps) == 4
+    resumed = finetune(by_name, resume=True, **options)
+    assert len(resumed.steps) == 4
+    assert all(torch.equal(weight, weights(resumed)[name]) for name, weight in weights(whole).items())
+    finetune(by_name, callbacks=[Stops], **options | {"save_strategy": "no"})
+    assert not list(Path("out").glob("checkpoint-*"))
+
+
 def test_a_checkpoint_of_weights_alone_and_a_best_one_do_not_keep_the_stopped_one_from_being_resumed(
     by_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

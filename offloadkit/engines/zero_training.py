@@ -22,7 +22,7 @@ from offloadkit.errors import ConfigError
 from offloadkit.hf.arguments import engine_config
 from offloadkit.hf.loss import num_targets, on_device, with_a_target
 from offloadkit.hf.patches import choose_attention
-from offloadkit.hf.ragged import ResumableOrder
+from offloadkit.hf.ragged import OrderOfSeed
 from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.hf.source import ModelSource
 from offloadkit.offload.caches import configs_of
@@ -99,29 +99,11 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
     loss_is_scaled_for_ga = True
     _mean_targets: Any = 1
     """Targets of an update, a rank."""
-    _order: ResumableOrder | None = None
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """As the Trainer; an order by length can be resumed. (Private, as are the next three, which offloadkit's
-        Trainer has too.)"""
+        """As the Trainer; an order by length follows from the seed. (Private: there is no public hook.)"""
         sampler = super()._get_train_sampler(train_dataset)
-        self._order = ResumableOrder(sampler, mixed=False) if isinstance(sampler, LengthGroupedSampler) else None
-        return sampler if self._order is None else self._order
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if self._order is not None and self.args.should_save:
-            self._order.write(Path(output_dir))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and self._order is not None:
-            self._order.read(Path(checkpoint))
-        super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self._order is not None:
-            self._order.begin_anew()
-        super()._load_rng_state(checkpoint)
+        return OrderOfSeed(sampler, self.args) if isinstance(sampler, LengthGroupedSampler) else sampler
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer; counts the targets."""

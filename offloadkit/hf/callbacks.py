@@ -84,9 +84,10 @@ class TrainingProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
 class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Starts the monitor when the weights are in place, and ends training when the monitor requests it.
 
-    Training then writes the checkpoint that an uninterrupted run would write after the current step. Add this callback
-    after those that decide by `TrainingArguments` what happens at the end of a step and of an epoch. While a monitor is
-    drawn, libraries show no progress bars; `close` ends that.
+    Training then writes the checkpoint that an uninterrupted run would write after the current step; also where another
+    callback ends it in mid-epoch, if it writes checkpoints at all. Add this callback last: those before it decide what
+    happens at the end of a step and of an epoch. While a monitor is drawn, libraries show no progress bars; `close`
+    ends that.
 
     Attributes:
         stopped: whether training ended by that request.
@@ -96,6 +97,7 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """any_rank: whether something is so on any rank: an interrupt may reach one of them a step earlier."""
         self._monitor, self._any_rank = monitor, any_rank
         self._quiet = ExitStack()
+        self._is_cut_short = False
         self.stopped = False
 
     def close(self) -> None:
@@ -109,10 +111,15 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._monitor.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not self._any_rank(self._monitor.stop_requested) or state.global_step >= state.max_steps:
+        asked = self._any_rank(self._monitor.stop_requested)
+        if not (asked or control.should_training_stop) or state.global_step >= state.max_steps:
+            return
+        self._is_cut_short = not float(state.epoch).is_integer()
+        if not asked:  # by another callback
+            control.should_save |= self._is_cut_short and args.save_strategy != "no"
             return
         self.stopped = control.should_training_stop = True
-        control.should_save = not float(state.epoch).is_integer()
+        control.should_save = self._is_cut_short
         args.save_only_model = False  # a checkpoint of weights alone cannot be resumed
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             args.save_total_limit = 2  # else only the best model's checkpoint would be kept
@@ -120,9 +127,10 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # The Trainer calls this for an epoch that is cut short, too; its checkpoint is written already. At a true end
         # the checkpoint follows the evaluation, as in an uninterrupted run: evaluating draws random numbers.
-        if self.stopped:
-            control.should_save = float(state.epoch).is_integer()
-            control.should_evaluate = control.should_evaluate and control.should_save
+        if self._is_cut_short:
+            control.should_save = control.should_evaluate = False
+        elif self.stopped:
+            control.should_save = True
 
 
 def _numbers(logs: dict[str, Any]) -> str:

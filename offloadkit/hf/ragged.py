@@ -2,8 +2,9 @@
 
 HuggingFace's order `group_by_length` shuffles rows, cuts them into windows of many batches, and sorts each window, the
 longest first. A batch's rows are then of nearly equal length. The first batch of an epoch holds the longest row of all.
-`finetune` has the same updates in random order. Otherwise long and short rows would take turns, and an epoch would end
-on short ones.
+It is drawn from torch's random state, so it depends on what else has drawn from that (`ResumableOrder`). `finetune`'s
+order follows from its seed alone, and has the updates in random order (`OrderOfSeed`). Otherwise long and short rows
+would take turns, and an epoch would end on short ones.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from offloadkit.checkpoint.values import read_json, write_json
 from offloadkit.distributed import world
 
 if TYPE_CHECKING:
+    from transformers import TrainingArguments
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -88,6 +90,37 @@ class PadToWidths:
         return batch
 
 
+class OrderOfSeed(Sampler[int]):
+    """HuggingFace's order by length as it follows from a seed and the number of the epoch.
+
+    Its updates come in random order after the first, which holds the longest row.
+    """
+
+    def __init__(self, sampler: LengthGroupedSampler, args: TrainingArguments) -> None:
+        """args: their `data_seed`, else their `seed` is the order's."""
+        self._sampler, self._epoch = sampler, 0
+        self._seed: int = args.seed if args.data_seed is None else args.data_seed
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next order is that of this epoch. The Trainer calls it."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator()
+        generator.manual_seed((self._seed << 24) + self._epoch)  # no epoch has the order of another seed's
+        self._sampler.generator = generator
+        rows, size = list(self._sampler), self._sampler.batch_size
+        if len(rows) <= size:
+            return iter(rows)
+        end = len(rows) - len(rows) % size
+        whole = torch.tensor(rows[size:end]).view(-1, size)
+        order = torch.randperm(len(whole), generator=generator)
+        return iter(rows[:size] + whole[order].flatten().tolist() + rows[end:])
+
+
 class ResumableOrder(Sampler[int]):
     """The order that HuggingFace's sampler draws from torch's random state; it can be drawn again.
 
@@ -95,9 +128,8 @@ class ResumableOrder(Sampler[int]):
     ranks have rank 0's order: their random states part as soon as one draws more than another.
     """
 
-    def __init__(self, sampler: LengthGroupedSampler, *, mixed: bool) -> None:
-        """mixed: whether an epoch's updates come in random order, after the first, which holds the longest row."""
-        self._sampler, self._mixed = sampler, mixed
+    def __init__(self, sampler: LengthGroupedSampler) -> None:
+        self._sampler = sampler
         self._drawn_from: torch.Tensor | None = None
         """The random state that the present epoch's order was drawn from."""
         self._again: torch.Tensor | None = None
@@ -116,12 +148,7 @@ class ResumableOrder(Sampler[int]):
             generator.set_state(drawn_from)
         self._drawn_from, self._again = drawn_from, None
         self._sampler.generator = generator
-        rows, size = list(self._sampler), self._sampler.batch_size
-        if not self._mixed or len(rows) <= size:
-            return iter(rows)
-        whole = torch.tensor(rows[size : len(rows) - len(rows) % size]).view(-1, size)
-        order = torch.randperm(len(whole), generator=generator)
-        return iter(rows[:size] + whole[order].flatten().tolist() + rows[len(rows) - len(rows) % size :])
+        return iter(self._sampler)
 
     def write(self, folder: Path) -> None:
         """Write what the present epoch's order was drawn from into a checkpoint's folder."""

@@ -64,7 +64,7 @@ from offloadkit.hf.load import fill
 from offloadkit.hf.longest import NotReadableError, evaluation_rows, is_standard, longest_batch
 from offloadkit.hf.loss import num_targets, on_device, shifts_labels, targets_in, with_a_target
 from offloadkit.hf.masks import Noted, answering, without_note
-from offloadkit.hf.ragged import ResumableOrder
+from offloadkit.hf.ragged import OrderOfSeed, ResumableOrder
 from offloadkit.hf.saving import arguments_as_data, load_in_pieces, read_later, saved_in_pieces
 from offloadkit.hf.window import Window
 from offloadkit.offload.unread import is_unread, make_real
@@ -108,8 +108,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     """
 
     engine: OffloadEngine | None = None
-    mixes_updates = False
-    """Whether updates of rows sorted by length come in random order. HuggingFace's come as they are sorted."""
+    order_of_seed = False
+    """Whether rows by length come in the order of `OrderOfSeed`, not in HuggingFace's."""
     data_collator: Any
     gather_function: Any
     _tr_loss: Any
@@ -326,7 +326,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._order = None
         if isinstance(sampler, LengthGroupedSampler):
             sampler.batch_size *= self.args.world_size
-            self._order = ResumableOrder(sampler, mixed=self.mixes_updates)
+            if self.order_of_seed:
+                return OrderOfSeed(sampler, self.args)
+            self._order = ResumableOrder(sampler)
         return sampler if self._order is None else self._order
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:

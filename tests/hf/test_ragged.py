@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer, Seq2SeqTrainer
+from transformers import ByT5Tokenizer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import offloadkit
 from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
@@ -102,34 +103,58 @@ def trainer(kind: Any, folder: Path, collate: Any, model: Any, rows: Any, **more
     return kind(model=model, args=args, train_dataset=rows, data_collator=collate, processing_class=ByT5Tokenizer())
 
 
-def test_finetune_sees_the_updates_of_huggingfaces_trainer_in_random_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The rows of each batch that is made, as tokens."""
+    found: list[Any] = []
     collate = PadToWidths.__call__
 
     def noted(self: PadToWidths, rows: list[dict[str, Any]]) -> Any:
-        seen.append([row["input_ids"] for row in rows])
+        found.append([row["input_ids"] for row in rows])
         return collate(self, rows)
 
     monkeypatch.setattr(PadToWidths, "__call__", noted)
-    size: dict[str, Any] = {"gradient_accumulation_steps": 2, "num_train_epochs": 2}
-    model = tiny.load_model(tiny.save_config(T5, tmp_path / "t5"), init="random")
+    return found
+
+
+def finetuned(tmp_path: Path, **options: Any) -> Any:
+    given: dict[str, Any] = {"batch_size": 2, "seed": 3, "epochs": 2, "save_strategy": "no", "overwrite": True}
+    folder = tiny.save_config(T5, tmp_path / "t5")
+    how: dict[str, Any] = {"tokenizer": "byte", "init": "random", "use_cpu": True, "monitor": False}
+    return offloadkit.finetune(folder, pairs(), output_dir=tmp_path / "ours", **how, **given | options)
+
+
+def test_finetune_sees_the_updates_of_huggingfaces_sampler_in_random_order(tmp_path: Path, seen: list[Any]) -> None:
     data = prepared(pairs(), ByT5Tokenizer(), T5)
-    plain = trainer(Seq2SeqTrainer, tmp_path / "plain", data.collator, model, data.dataset, seed=3, **size)
-    plain.train()
-    theirs = list(seen)
-    seen.clear()
-    offloadkit.finetune(
-        tmp_path / "t5", pairs(), tokenizer="byte", init="random", output_dir=tmp_path / "ours", batch_size=2, seed=3,
-        epochs=2, gradient_accumulation=2, use_cpu=True, monitor=False, save_strategy="no",
-    )  # fmt: skip
+    lengths = [len(row["input_ids"]) for row in data.dataset]
+    finetuned(tmp_path, gradient_accumulation=2)
     assert len(seen) == 40
-    ours, in_order = ([batches[at : at + 2] for at in range(0, 20, 2)] for batches in (seen, theirs))
-    assert sorted(ours) == sorted(in_order)
-    assert ours[0] == in_order[0]
-    assert ours[1:] != in_order[1:]
-    assert max(map(len, ours[0][0])) == max(len(ids) for update in ours for batch in update for ids in batch)
+    for epoch in range(2):
+        generator = torch.Generator().manual_seed((3 << 24) + epoch)
+        order = list(LengthGroupedSampler(4, lengths=lengths, generator=generator))
+        theirs = [data.dataset[at]["input_ids"] for at in order]
+        in_order = [[theirs[at : at + 2], theirs[at + 2 : at + 4]] for at in range(0, 40, 4)]
+        ours = [seen[at : at + 2] for at in range(20 * epoch, 20 * epoch + 20, 2)]
+        assert sorted(ours) == sorted(in_order)
+        assert ours[0] == in_order[0]
+        assert ours[1:] != in_order[1:]
+        assert max(map(len, ours[0][0])) == max(len(ids) for update in ours for batch in update for ids in batch)
+
+
+def test_finetunes_order_follows_from_the_seed_alone(tmp_path: Path, seen: list[Any]) -> None:
+    def rows_of(**options: Any) -> list[Any]:
+        seen.clear()
+        finetuned(tmp_path, batch_size=4, **options)
+        return [batch for batch in seen if all(len(ids) > 4 for ids in batch)]  # those of evaluation are shorter
+
+    held_out = [{"input": "abc", "target": "a"}] * 3
+    alone = rows_of()
+    assert len(alone) == 20
+    assert alone[:10] != alone[10:]
+    assert rows_of(eval_dataset=held_out) == alone
+    assert rows_of(eval_dataset=held_out, eval_steps=3, eval_on_start=True) == alone
+    assert rows_of(seed=4) != alone
+    assert rows_of(data_seed=4) != alone
 
 
 @pytest.mark.slow
