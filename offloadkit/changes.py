@@ -75,7 +75,7 @@ class _Claimed:
 
 
 _claimed: dict[tuple[int, str], _Claimed] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # Python may collect an engine that was dropped while this thread has the lock
 
 
 def claim(owner: Any, name: str, value: Any) -> Callable[[], None]:

@@ -154,9 +154,11 @@ def plan(
 ) -> None:
     """Show how much memory training MODEL needs, where it is placed and how long a step takes.
 
-    Exits with 1 if it does not fit. No weights are read. --gpu plans for a card that is not here. On a machine without
-    a GPU, --vram alone plans for an assumed card of that size. With --num-gpus, --vram is that of each GPU and --ram
-    that of a host.
+    Exits with 1 if it does not fit. No weights are read. --gpu plans for a card that is not here.
+
+    On a machine without a GPU, --vram alone plans for an assumed card of that size.
+
+    With --num-gpus, --vram is that of each GPU and --ram that of a host.
     """
     from offloadkit.config import OffloadConfig
     from offloadkit.planning import plan as plan_model
@@ -296,7 +298,7 @@ def _share_or_name(eval_dataset: str | None) -> float | str | None:
 def _settings(given: list[str]) -> dict[str, Any]:
     """`--set KEY=VALUE` as training arguments. A value is JSON (0.1, true, [1, 2]) or Python's True, False and None;
     anything else is text."""
-    from offloadkit.hf.arguments import argument_names, did_you_mean
+    from offloadkit.hf.arguments import INSTEAD, argument_names, did_you_mean
 
     found: dict[str, Any] = {}
     for each in given:
@@ -306,6 +308,9 @@ def _settings(given: list[str]) -> dict[str, Any]:
         known = [name for name in argument_names() if name not in _HAVE_OPTIONS]
         if option := _HAVE_OPTIONS.get(key):
             raise typer.BadParameter(f"{key} has an option of its own: {option}", param_hint="--set")
+        if key in INSTEAD and (name := INSTEAD[key].partition("=")[0]) not in known:
+            option = _HAVE_OPTIONS.get(name, f"--{name.replace('_', '-')}")
+            raise typer.BadParameter(f"no training argument {key!r}; did you mean {option}?", param_hint="--set")
         if key not in known:
             raise typer.BadParameter(f"no training argument {key!r}{did_you_mean(key, known)}", param_hint="--set")
         if key in found:

@@ -108,13 +108,21 @@ def is_trained(model: nn.Module) -> bool:
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
-def _check_not_wrapped(model: nn.Module) -> None:
+def check_not_wrapped(model: nn.Module) -> None:
     """
     Raises:
-        ModelError: the model is in a wrapper that trains it on several ranks, or its weights are cut between them.
+        ModelError: the model is in a wrapper that trains it on several ranks, its weights are cut between them, or
+            what is trained of it was compiled.
     """
     for module in model.modules():
-        if (name := type(module).__name__) in _WRAPPERS:
+        name = type(module).__name__
+        if name == "OptimizedModule" and any(parameter.requires_grad for parameter in module.parameters()):
+            raise ModelError(
+                "torch.compile() made this model: what it makes of the hooks that wait for weights depends on where "
+                "these live, and so would the numbers. Pass the model that was given to torch.compile(); "
+                "OffloadConfig(compile_blocks=True) compiles its blocks"
+            )
+        if name in _WRAPPERS:
             raise ModelError(
                 f"the model is wrapped in {name}, which is not needed: pass the module inside it (its `.module`). "
                 "The engines of all ranks add up gradients themselves. In a loop with accelerate, give the DataLoader "
@@ -226,7 +234,7 @@ class OffloadEngine:
 
         Raises:
             ModelError: nothing can be trained, a parameter's dtype is not supported, the plan is another model's, or
-                the model is wrapped for distributed training already.
+                the model is compiled or wrapped for distributed training already.
             ConfigError: the plan was made with another accumulation, recomputation or placement. With several ranks:
                 some have weights in RAM that others have in VRAM, or weights are in RAM and the ranks on several hosts.
             RankError: the ranks have other models or configs, only some of them plan, or they cannot share memory.
@@ -237,7 +245,7 @@ class OffloadEngine:
         """
         world.join()
         self.module, self.config = model, config or OffloadConfig()
-        _check_not_wrapped(model)
+        check_not_wrapped(model)
         _check_free(model, self.config)
         self.device = hardware.indexed(torch.device(device)) if device is not None else hardware.default_device()
         self.telemetry = telemetry or Telemetry()

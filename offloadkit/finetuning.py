@@ -35,7 +35,7 @@ What the arguments of `finetune` take:
 - `retry_leaner`: has no effect, and will be removed. When the GPU's memory is full, every run goes on by a plan with
   less in VRAM, until none is left. The weights come out as if there had been room.
 - `resume`: go on from the newest complete checkpoint in `output_dir`. One is written after each epoch, and when
-  training is stopped.
+  training is stopped. The newest one is kept; `save_total_limit=3` keeps three.
 - `monitor`: show memory, time, slowdown and loss live, in a notebook or on a terminal (see `Monitor`). False shows a
   progress bar there. Elsewhere a line is printed now and then. In every case an interrupt (in a notebook the stop
   button too) finishes the current step, writes a checkpoint, evaluates and saves; a second one stops at once.
@@ -340,9 +340,14 @@ def finetune(
     from offloadkit.hf.arguments import arguments_of_finetune, check_arguments, engine_config
 
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    numbers = {"batch_size": batch_size, "max_steps": max_steps, "gradient_accumulation": gradient_accumulation}
+    numbers: dict[str, Any] = {
+        "batch_size": batch_size,
+        "max_steps": max_steps,
+        "gradient_accumulation": gradient_accumulation,
+    }
     numbers["per_device_eval_batch_size"] = training_arguments.get("per_device_eval_batch_size")
-    check_whole_numbers(**numbers, **lengths)
+    check_whole_numbers(**numbers)
+    check_whole_numbers(least=2, **lengths)  # a token, and the end token
     switches = {"resume": resume, "overwrite": overwrite, "retry_leaner": retry_leaner, "monitor": monitor}
     _check(epochs, learning_rate, init, seed, baseline, verbose=verbose, **switches)
     _check_evaluation(eval_dataset, callbacks, compute_metrics)
@@ -420,7 +425,8 @@ def finetune(
         if is_launched()
         else Monitor(plan, baseline_seconds=seconds, display="auto" if is_shown else "none")
     )
-    hooks: dict[str, Any] = {"callbacks": list(callbacks), "compute_metrics": compute_metrics}
+    hooks: dict[str, Any] = {"callbacks": list(callbacks)}
+    hooks["compute_metrics"] = compute_metrics and _returns_a_dict(compute_metrics)
     run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch, earlier, hooks)
     if engine == "deepspeed":
         return _by_deepspeed(run, plan, checkpoint, output)
@@ -501,6 +507,19 @@ def _check_evaluation(eval_dataset: Any, callbacks: Any, compute_metrics: Any) -
         raise ConfigError(f"compute_metrics must be a function of an EvalPrediction, got {compute_metrics!r}")
     if compute_metrics is not None and eval_dataset is None:
         raise ConfigError("compute_metrics needs eval_dataset: pass rows, or a share of the training rows such as 0.1")
+
+
+def _returns_a_dict(compute_metrics: Callable[..., Any]) -> Callable[..., Any]:
+    """`compute_metrics`, which raises `ConfigError` where it returns something else."""
+
+    @functools.wraps(compute_metrics)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        found = compute_metrics(*args, **kwargs)
+        if not isinstance(found, dict) and kwargs.get("compute_result", True):  # False with `batch_eval_metrics`
+            raise ConfigError(f"compute_metrics must return a dict of numbers by their names, got {found!r}")
+        return found
+
+    return checked
 
 
 def _working_dtype(offload: OffloadConfig, given: dict[str, Any]) -> Dtype:

@@ -44,7 +44,10 @@ _SHARES_OF_VRAM = (8, 4, 2, 1)
 
 @dataclass(frozen=True)
 class Outline:
-    """A module on the meta device, ready to be traced over micro-batches of any shape and to be planned."""
+    """A module on the meta device, ready to be traced over micro-batches of any shape and to be planned.
+
+    What is computed otherwise in training is changed while a micro-batch is traced, and is as it was afterwards.
+    """
 
     model: Any
     layers: list[FlatLayer]
@@ -67,18 +70,31 @@ class Outline:
             rows: its shape; None: read from `input_ids` and `labels`, if it has them.
             loss_of: as for `trace_micro_batch`.
         """
-        try:
-            with blocks_called(self.model) as blocks:
-                traced = trace_micro_batch(self.model, batch, loss_of)
-        except Exception as error:
-            logger.warning(f"activations and seconds of this model cannot be planned: {type(error).__name__}: {error}")
-            return None
-        device = torch.device(self.machine.device)
-        is_here = device.type == "cuda" and torch.cuda.is_available() and not self.machine.assumed
-        seconds = blocks.operation_seconds(traced, device) if is_here else None
+        with self._as_trained():
+            try:
+                with blocks_called(self.model) as blocks:
+                    traced = trace_micro_batch(self.model, batch, loss_of)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                logger.warning(f"activations and seconds of this model cannot be planned: {what}")
+                return None
+            device = torch.device(self.machine.device)
+            is_here = device.type == "cuda" and torch.cuda.is_available() and not self.machine.assumed
+            seconds = blocks.operation_seconds(traced, device) if is_here else None
         launch = self.machine.launch_seconds
         launches = None if seconds is None else (seconds[0] / launch, seconds[1] / launch)
         return replace(traced, rows=rows or _rows(self.model, batch), operation_launches=launches)
+
+    @contextmanager
+    def _as_trained(self) -> Iterator[None]:
+        """While it is open, the model computes what it does in training."""
+        kernels = self.machine.device != "cpu"
+        capability = self.machine.compute_capability if self.machine.assumed else None
+        with ExitStack() as undo:
+            undo.callback(changed(self.model, self.config, kernels=kernels, capability=capability))
+            for caching in caching_configs(self.model):
+                undo.callback(claim(caching, "use_cache", False))
+            yield
 
     def plan(self, work: MicroBatch | None, **changes: Any) -> Plan:
         """The plan for a micro-batch that was traced, with `changes` in the config."""
@@ -88,35 +104,14 @@ class Outline:
         return replace(made, basis=replace(made.basis, held_bytes=self.held_bytes))
 
 
-@contextmanager
-def outlined(model: Any, config: OffloadConfig, machine: Hardware, *, assumed: bool = False) -> Iterator[Outline]:
-    """The outline of `model`, which is on the meta device. Its dtypes stay changed; all other changes are undone."""
-    outline, undo = _outline(model, config, machine, assumed=assumed)
-    try:
-        yield outline
-    finally:
-        undo()
-
-
-def _outline(
-    model: Any, config: OffloadConfig, machine: Hardware, *, assumed: bool = False
-) -> tuple[Outline, Callable[[], None]]:
-    """The outline, and what undoes the changes to what is computed."""
-    undo = ExitStack()
-    capability = machine.compute_capability if machine.assumed else None
-    undo.callback(changed(model, config, kernels=machine.device != "cpu", capability=capability))
-    for caching in caching_configs(model):
-        undo.callback(claim(caching, "use_cache", False))
-    try:
-        layers = flat_layers(model, config)
-        _take_working_dtypes(model, layers, config)
-        for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False):  # a recomputation of the model's own cannot be traced
-                module.gradient_checkpointing = False
-        return Outline(model.train(), layers, machine, config, assumed), undo.close
-    except BaseException:
-        undo.close()
-        raise
+def outlined(model: Any, config: OffloadConfig, machine: Hardware, *, assumed: bool = False) -> Outline:
+    """The outline of `model`, which is on the meta device. Its dtypes, and that it trains, stay changed."""
+    layers = flat_layers(model, config)
+    _take_working_dtypes(model, layers, config)
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):  # a recomputation of the model's own cannot be traced
+            module.gradient_checkpointing = False
+    return Outline(model.train(), layers, machine, config, assumed)
 
 
 def _take_working_dtypes(model: nn.Module, layers: list[FlatLayer], config: OffloadConfig) -> None:
@@ -265,7 +260,7 @@ def _outline_of_copy(
         logger.warning(f"this model cannot be planned, since it cannot be copied: {type(error).__name__}: {error}")
         return None
     size = 1 if ranks is None else ranks.size
-    return replace(_outline(copied, config, machine)[0], held_bytes=held_in_ram(model), num_ranks=size)
+    return replace(outlined(copied, config, machine), held_bytes=held_in_ram(model), num_ranks=size)
 
 
 def held_in_ram(model: nn.Module) -> int:

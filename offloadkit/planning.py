@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -147,7 +146,7 @@ def plan_source(
     Raises:
         ConfigError: as `plan`; also if rows are longer than the model's table of positions.
     """
-    lengths = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     check_whole_numbers(batch_size=batch_size, num_gpus=num_gpus, **lengths)
     for name, length in lengths.items():
         if length and (limit := num_positions(source.config)) and length > limit:
@@ -166,17 +165,17 @@ def plan_source(
 
         def make() -> Plan:
             decided = _with_dtype(config, machine)
-            with _outline(source, decided, machine, assumed=assumed, label_smoothing=label_smoothing) as found:
-                rows = found.rows(batch_size, max_input_length, max_target_length)
-                outline = replace(
-                    found, outline=replace(found.outline, num_ranks=number), eval_batch_size=eval_batch_size or 0
-                )
-                made = outline.outline.plan(outline.work(rows))
-                if made.fits:
-                    return made
-                smaller = tuple(outline.smaller(rows))
-                basis = replace(made.basis, chosen=f"batch_size={rows.batch_size}", smaller=smaller)
-                return proposing_disk(replace(made, basis=basis))
+            found = _outline(source, decided, machine, assumed=assumed, label_smoothing=label_smoothing)
+            rows = found.rows(batch_size, max_input_length, max_target_length)
+            outline = replace(
+                found, outline=replace(found.outline, num_ranks=number), eval_batch_size=eval_batch_size or 0
+            )
+            made = outline.outline.plan(outline.work(rows))
+            if made.fits:
+                return made
+            smaller = tuple(outline.smaller(rows))
+            basis = replace(made.basis, chosen=f"batch_size={rows.batch_size}", smaller=smaller)
+            return proposing_disk(replace(made, basis=basis))
 
         return make() if ranks is None else ranks.told(make)
 
@@ -263,8 +262,8 @@ def auto_batch_size(
         return AUTO_BATCH_SIZE
     machine = measure(device)
     config = _with_dtype(config, machine)
-    with _outline(source, config, machine, label_smoothing=label_smoothing) as outline:
-        return outline.rows("auto", max_input_length, max_target_length).batch_size
+    outline = _outline(source, config, machine, label_smoothing=label_smoothing)
+    return outline.rows("auto", max_input_length, max_target_length).batch_size
 
 
 def _with_dtype(config: OffloadConfig, machine: Hardware) -> OffloadConfig:
@@ -282,12 +281,13 @@ def default_dtype(*, on_gpu: bool, native_bf16: bool) -> Dtype:
     return "bf16" if native_bf16 else "fp16"
 
 
-def check_whole_numbers(**wishes: Any) -> None:
-    """Raise `ConfigError` for a wish that is not a whole number >= 1, None (left out), or "auto" as `batch_size`."""
+def check_whole_numbers(least: int = 1, **wishes: Any) -> None:
+    """Raise `ConfigError` for a wish that is not a whole number of at least so much, None (left out), or "auto" as
+    `batch_size`."""
     for name, value in wishes.items():
         left_out = value == "auto" if name == "batch_size" else value is None
-        if not left_out and (type(value) is not int or value < 1):
-            raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+        if not left_out and (type(value) is not int or value < least):
+            raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
 
 
 def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Hardware, bool]:
@@ -422,7 +422,6 @@ class _TaskOutline:
                 yield words, work
 
 
-@contextmanager
 def _outline(
     source: ModelSource,
     config: OffloadConfig,
@@ -430,12 +429,12 @@ def _outline(
     *,
     assumed: bool = False,
     label_smoothing: float = 0.0,
-) -> Iterator[_TaskOutline]:
-    """The model without numbers, as it is trained. Changes to what it computes end with the context.
+) -> _TaskOutline:
+    """The model without numbers, as it is trained.
 
     Args:
         config: its working dtype is decided.
     """
     held = 0 if source.model is None else held_in_ram(source.model)
-    with outlined(source.on_meta, config, machine, assumed=assumed) as outline:
-        yield _TaskOutline(replace(outline, held_bytes=held), source.task, label_smoothing=label_smoothing)
+    outline = outlined(source.on_meta, config, machine, assumed=assumed)
+    return _TaskOutline(replace(outline, held_bytes=held), source.task, label_smoothing=label_smoothing)

@@ -32,6 +32,7 @@ _FLASH = (
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
 )
+_INDEXING = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "_index_put_impl_"))
 _EMPTY = Stage("", Pass(), Pass(), 0, 0, 0, 0, 0, 0)
 _ALLOCATION = 512
 """torch's CUDA allocator rounds a tensor up to multiples of this many bytes."""
@@ -125,6 +126,7 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.total = Pass()
         self._mask_is_full = mask_is_full
+        self._alike: torch.Size | None = None  # shape of what the model wants to be equal: each row's end tokens
         self._storages: dict[int, weakref.ref[Any]] = {}
         for tensor in known:
             self._remember(tensor, 0)
@@ -147,8 +149,13 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is torch.ops.aten._local_scalar_dense.default:
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].device == META:
             return self._mask_is_full if args[0].dtype == torch.bool else 0
+        if function is torch.ops.aten.unique_consecutive.default:
+            self._alike = args[0].shape
+            return args[0].new_empty(1), *(args[0].new_empty(0, dtype=torch.int64) for _ in range(2))
+        if function.overloadpacket in _INDEXING:
+            args = args[0], self._indices(args[1]), *args[2:]
         output = function(*args, **kwargs)
         made, read = _tensors(tree_flatten(output)[0]), _tensors(tree_flatten((args, kwargs))[0])
         storages = {id(tensor.untyped_storage()) for tensor in read}
@@ -159,6 +166,16 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.device == META:
                 self._remember(tensor, allocated_bytes(tensor.untyped_storage().nbytes()))
         return output
+
+    def _indices(self, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The indices. A mask that picks equally many elements of each row, as the model has asked, picks one."""
+        found: list[torch.Tensor | None] = []
+        for index in given:
+            if index is not None and index.dtype == torch.bool and index.shape[:-1] == self._alike:
+                found += [index.new_empty(self._alike.numel(), dtype=torch.int64)] * index.dim()
+            else:
+                found.append(index)
+        return found
 
     def _count(self, function: Any, args: Any, kwargs: Any, output: Any, moved: int) -> None:
         flops = flop_registry.get(function.overloadpacket)

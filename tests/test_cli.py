@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -44,6 +45,13 @@ def test_plan_prints_where_everything_goes() -> None:
     assert "60,506,624 parameters in bf16" in done.stdout
     assert "Adam moments" not in done.stdout
     assert "Adam moments" in run("plan", "t5-small", "--verbose").stdout
+
+
+def test_help_breaks_no_line_within_a_paragraph() -> None:
+    """typer keeps the line breaks of all paragraphs but the first."""
+    for command in app.registered_commands:
+        _, *paragraphs = inspect.cleandoc(getattr(command.callback, "__doc__", None) or "").split("\n\n")
+        assert not any("\n" in paragraph for paragraph in paragraphs), command.callback
 
 
 def test_train_goes_from_a_file_to_a_model(model_folder: Path, tmp_path: Path) -> None:
@@ -123,6 +131,9 @@ def test_train_takes_any_training_argument_and_a_share_to_hold_out(monkeypatch: 
         ("warmup", "'warmup' is not KEY=VALUE"),
         ("warmup_step=1", "did you mean 'warmup_steps'"),
         ("lr=1", "lr has an option of its own: --learning-rate"),
+        ("max_seq_length=9", "no training argument 'max_seq_length'; did you mean --max-input-length?"),
+        ("train_batch_size=9", "did you mean --batch-size?"),
+        ("no_cuda=true", "did you mean use_cpu=True?"),
     ],
 )
 def test_a_setting_without_a_meaning_is_refused(setting: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:

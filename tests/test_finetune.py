@@ -23,6 +23,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     TrainerCallback,
+    trainer_utils,
     training_args,
 )
 
@@ -260,6 +261,20 @@ def test_callbacks_end_a_run_and_metrics_are_computed_from_the_rows_held_out() -
     assert result.metrics.keys() == {"train_loss", "train_seconds", "eval_loss", "accuracy"}
 
 
+def test_metrics_that_are_no_dict_are_named_and_the_epoch_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(trainer_utils.logger, "warning_once", said.append, raising=False)
+    options: dict[str, Any] = {"eval_dataset": 0.25, "epochs": 2, "seed": 0}
+    with pytest.raises(ConfigError, match="compute_metrics must return a dict of numbers by their names, got None"):
+        finetune(t5(), PAIRS, compute_metrics=lambda found: None, **options)
+    whole = finetune(t5(), PAIRS, output_dir="whole", **options)
+    resumed = finetune(t5(), PAIRS, resume=True, compute_metrics=lambda found: {"rows": 1}, **options)
+    assert 0 < len(resumed.steps) < len(whole.steps)
+    assert resumed.metrics["eval_rows"] == 1
+    assert all(map(torch.equal, resumed.model.state_dict().values(), whole.model.state_dict().values()))
+    assert not [each for each in said if "trainer_state.json" in each], "nothing differs from the checkpoint"
+
+
 def test_a_verbose_run_says_where_everything_lives(capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for verbose in (False, True):
@@ -347,6 +362,8 @@ def test_fp16_trains_with_master_weights_in_fp32() -> None:
         ({"batch_size": 2.5}, "batch_size"),
         ({"max_steps": 0}, "max_steps"),
         ({"epochs": 0}, "epochs"),
+        *(({"max_input_length": length}, "max_input_length must be a whole number >= 2, got") for length in (1, 3.5)),
+        ({"max_target_length": 0}, "max_target_length must be a whole number >= 2, got 0"),
         ({"gradient_accumulation": 0}, "gradient_accumulation"),
         ({"learning_rate": 0}, "learning_rate"),
         ({"learning_rate": float("nan")}, "learning_rate"),
@@ -366,13 +383,24 @@ def test_fp16_trains_with_master_weights_in_fp32() -> None:
         ({"eval_dataset": 2}, "eval_dataset must be rows, .* got 2"),
         ({"verbose": 1}, "verbose must be True or False, got 1"),
         ({"lr_scheduler_type": "diagonal"}, "transformers refuses"),
-        ({"warmup_steps": "abc"}, r"transformers refuses .*, warmup_steps='abc'\): "),
+        ({"warmup_steps": -3}, r"transformers refuses .*, warmup_steps=-3\): "),
+        ({"warmup_steps": "abc"}, "warmup_steps must be a number, got 'abc'"),
+        ({"save_steps": True}, "save_steps must be a number, got True"),
+        ({"bf16": "no"}, "bf16 must be True or False, got 'no'"),
+        ({"gradient_checkpointing": 1}, "gradient_checkpointing must be True or False, got 1"),
+        ({"save_total_limit": "no"}, "save_total_limit must be a whole number, got 'no'"),
+        ({"save_total_limit": 1.5}, "save_total_limit must be a whole number, got 1.5"),
+        ({"run_name": 3}, "run_name must be a text, got 3"),
+        ({"eval_accumulation_steps": 0}, "eval_accumulation_steps must be a whole number >= 1, got 0"),
+        ({"group_by_length": True}, "did you mean train_sampling_strategy='group_by_length'"),
+        ({"overwrite_output_dir": True}, "did you mean overwrite=True"),
+        ({"max_seq_length": 9}, "did you mean max_input_length"),
         ({"offload": OffloadConfig(max_grad_norm=3.0)}, "max_grad_norm"),
         ({"offload": {"vram": "8GiB"}}, "offload must be an OffloadConfig"),
         ({"resume_from_checkpoint": True}, r"does not take resume_from_checkpoint: resume=True \(--resume\) goes on"),
         ({"eval_strategy": "epoch"}, "eval_strategy needs eval_dataset: pass rows, or a share"),
         ({"eval_dataset": 0.5, "per_device_eval_batch_size": 0}, "per_device_eval_batch_size must be a whole number"),
-        ({"report_to": ["ledger"]}, "report_to: ledger is not known, or the package for it is not installed"),
+        ({"report_to": ["ledger"]}, "report_to='ledger' is not known: transformers has .*, wandb, and 'none'"),
         ({"fp16": True, "bf16": True}, "At most one of fp16 and bf16"),
     ],
 )

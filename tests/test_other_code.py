@@ -116,6 +116,8 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
     "a part of it": lambda model: model.get_submodule("embed").double(),
     "to shared memory": lambda model: model.share_memory(),
     "to the meta device": lambda model: model.to("meta"),
+    "emptied": lambda model: model.to_empty(device="cpu"),
+    "a part of it emptied": lambda model: model.get_submodule("embed").to_empty(device="cpu"),
 }
 
 
@@ -125,7 +127,7 @@ def test_a_conversion_in_mid_run_is_refused_and_changes_nothing(placement: Place
     with OffloadEngine(model, config(placement), device="cpu") as engine:
         for convert in CONVERSIONS.values():
             train(engine, tokens(1))
-            with pytest.raises(EngineStateError, match=r"parameter 'embed\.weight' .* model\.to\(\), \.half\(\)"):
+            with pytest.raises(EngineStateError, match=r"'(embed\.weight|unused)' .* \.half\(\), to_empty\(\)"):
                 convert(model)
     with OffloadEngine(untouched, config(placement), device="cpu") as engine:
         train(engine, tokens(1) * len(CONVERSIONS))
@@ -144,6 +146,14 @@ def test_a_model_that_is_brought_to_where_it_computes_stays_as_it_is(device: str
             train(engine, tokens(1, device))
             masters.append(engine.master_weights())
     assert all(torch.equal(value, masters[1][name]) for name, value in masters[0].items())
+
+
+def test_what_is_not_trained_may_be_emptied_and_a_closed_model_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 1))
+    with OffloadEngine(model, config(), device="cpu"):
+        model[0].to_empty(device="cpu")
+    model.to_empty(device="meta")
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def exchange(model: Any) -> None:
@@ -186,26 +196,30 @@ def test_what_two_engines_share_is_cast_by_neither() -> None:
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("part", "backend"),
-    [
-        ("whole", "eager"),
-        ("in place", "eager"),
-        ("block", "eager"),
-        pytest.param("whole", "inductor", marks=pytest.mark.slow),  # its import alone takes seconds
-    ],
-)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])  # a long import
+@pytest.mark.parametrize("part", ["whole", "block"])
 def test_training_through_a_model_compiled_around_the_hooks_is_refused(part: str, backend: str) -> None:
     torch._dynamo.reset()
     model: Any = small()
-    given = torch.compile(model, backend=backend) if part == "whole" else model
-    if part != "whole":
-        (model if part == "in place" else model.blocks[1]).compile(backend=backend)
+    (model if part == "whole" else model.blocks[1]).compile(backend=backend)
     with (
-        OffloadEngine(given, config(), device="cpu") as engine,
+        OffloadEngine(model, config(), device="cpu") as engine,
         pytest.raises(EngineStateError, match=r"OffloadConfig\(compile_blocks=True\)"),
     ):
         engine(tokens(1)[0])
+
+
+def test_what_torch_compile_returns_is_refused_unless_it_is_frozen() -> None:
+    advice = r"Pass the model that was given to torch.compile\(\); OffloadConfig\(compile_blocks=True\) compiles"
+    with pytest.raises(ModelError, match=advice):
+        OffloadEngine(torch.compile(small(), backend="eager"), device="cpu")
+    model: Any = small()
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    with pytest.raises(ModelError, match=advice):
+        OffloadEngine(model, device="cpu")
+    model.blocks[1].requires_grad_(False)
+    with OffloadEngine(model, config(), device="cpu") as engine:
+        train(engine, tokens(1))
 
 
 # ---- processes, interrupts and what is left behind -------------------------------------------------------------------

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5ForSequenceClassification,
+    modeling_utils,
+)
 from typer.testing import CliRunner
 
 import offloadkit
@@ -160,6 +171,32 @@ def test_a_classifier_is_planned() -> None:
     assert made.num_tokens == 2 * 512
     assert str(made).endswith(" parameters in bf16, 2 x 512 tokens a step")
     assert made.to_dict()["target_length"] is None
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_a_classifier_that_counts_end_tokens_is_planned_whole(kind: str) -> None:
+    """A model says by its class that it is one."""
+    model: Any
+    if kind == "t5":
+        model = T5ForSequenceClassification(T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2))
+        model.config.decoder_start_token_id = 0
+    else:
+        model = BartForSequenceClassification(BartConfig(d_model=32, encoder_layers=2, decoder_layers=2))
+    made = offloadkit.plan(model, vram="4GiB", ram="8GiB", batch_size=2, max_input_length=64)
+    assert made.verdict.startswith("FITS")
+    assert str(made).endswith(", 2 x 64 tokens a step")
+    assert made.tiers["vram"]["activations"] > 0
+
+
+def test_a_plan_of_gpt2_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers finds no loss in the name of its class, and takes the right one with a warning."""
+    said: list[str] = []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", said.append, raising=False)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64))
+    for each in ("gpt2", model):
+        assert offloadkit.plan(each, vram="8GiB", batch_size=1, max_input_length=64).seconds is not None
+    assert said == []
+    assert model.loss_type is None
 
 
 def test_a_model_that_the_meta_device_cannot_run_is_planned_without_activations(

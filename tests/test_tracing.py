@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5ForSequenceClassification,
+)
 
 from offloadkit import tracing
 from offloadkit.hf.loss import compute_loss_in_chunks
@@ -119,6 +127,33 @@ def test_what_t5_keeps_is_what_autograd_saves() -> None:
     assert work.num_tokens == 4 * (64 + 32)
 
 
+def t5_classifier() -> nn.Module:
+    config = T5Config(d_model=128, d_kv=32, d_ff=512, num_layers=3, num_heads=4, vocab_size=512, dropout_rate=0.0)
+    config.decoder_start_token_id, config._attn_implementation = 0, "eager"
+    return T5ForSequenceClassification(config).train()
+
+
+def bart_classifier() -> nn.Module:
+    encoder = {"encoder_layers": 2, "encoder_ffn_dim": 256, "encoder_attention_heads": 4}
+    decoder = {"decoder_layers": 2, "decoder_ffn_dim": 256, "decoder_attention_heads": 4}
+    config = BartConfig(d_model=128, vocab_size=512, dropout=0.0, **encoder, **decoder)
+    config._attn_implementation = "eager"
+    return BartForSequenceClassification(config).train()
+
+
+@pytest.mark.parametrize("make", [t5_classifier, bart_classifier])
+def test_what_a_classifier_of_the_end_tokens_state_keeps_is_what_autograd_saves(make: Callable[[], Any]) -> None:
+    """It asks whether all rows have equally many end tokens, and takes the states at these."""
+    model = make()
+    batch = {"input_ids": torch.full((4, 64), 5), "labels": torch.zeros(4, dtype=torch.int64)}
+    batch["input_ids"][:, -1] = model.config.eos_token_id
+    saved = saved_in_a_real_run(model, batch)
+    work = trace_micro_batch(on_meta(model), batch)
+    assert saved <= sum(stage.kept_bytes for stage in work.stages) <= 1.02 * saved
+    states = 4 * 4 * 64 * 128
+    assert work.stages[-1].kept_bytes < 1.1 * states  # T5's last norm keeps these; what is taken is a state a row
+
+
 def test_llama_keeps_no_attention_weights() -> None:
     model = on_meta(llama())
     short, long = (trace_micro_batch(model, tokens(2, length)) for length in (64, 256))
@@ -195,6 +230,19 @@ def test_dropout_saves_a_mask_of_bytes_as_on_a_gpu() -> None:
     )
     kept = [sum(stage.kept_bytes for stage in work.stages) for work in (without, with_dropout)]
     assert kept[1] - kept[0] == 4 * BATCH * HIDDEN + BATCH * HIDDEN  # what goes into `down`, and the mask
+
+
+def test_numbers_that_are_known_are_read() -> None:
+    """transformers draws whether to leave out a layer, on the CPU."""
+
+    class Drops(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean() if torch.rand([]) < 0 else super().forward(x)
+
+    with torch.device("meta"):
+        model = Drops()
+    work = trace_micro_batch(model, {"x": torch.empty(BATCH, WIDTH)})
+    assert [stage.block for stage in work.stages if stage.block] == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 class _Mean(nn.Module):

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from inspect import signature
-from typing import Any
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.integrations import integration_utils
@@ -56,8 +58,33 @@ def argument_names() -> list[str]:
     return [field.name for field in fields(Seq2SeqTrainingArguments) if field.init]
 
 
+INSTEAD = {
+    "train_batch_size": "batch_size",
+    "per_device_batch_size": "batch_size",
+    "per_gpu_train_batch_size": "batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "num_epochs": "epochs",
+    "max_length": "max_input_length",
+    "max_seq_length": "max_input_length",
+    "max_source_length": "max_input_length",
+    "text_column": "input_column",
+    "label_column": "target_column",
+    "validation_dataset": "eval_dataset",
+    "test_size": "eval_dataset=0.1",
+    "overwrite_output_dir": "overwrite=True",
+    "no_cuda": "use_cpu=True",
+    "evaluation_strategy": "eval_strategy",
+    "group_by_length": "train_sampling_strategy='group_by_length'",
+    "warmup_ratio": "warmup_steps=0.05",
+}
+"""By names that other versions and libraries have for them: arguments of `finetune`, some with a value."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown argument: the nearest known one, or nothing."""
+    """The end of a message about an unknown argument: the one that it is called here, the nearest one, or nothing."""
+    if name in INSTEAD:
+        return f"; did you mean {INSTEAD[name]}?"
     near = difflib.get_close_matches(name, list(known), 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -87,6 +114,7 @@ def arguments_of_finetune(
     if given.get("resume_from_checkpoint"):  # the Trainer itself ignores it
         why = "resume=True (--resume) goes on from the newest checkpoint in output_dir"
         raise ConfigError(f"finetune does not take resume_from_checkpoint: {why}")
+    _check_values(given)
     on_gpu = hardware.default_device().type == "cuda"
     defaults = {
         "bf16": dtype == "bf16",
@@ -113,11 +141,49 @@ def arguments_of_finetune(
         raise ConfigError(f"transformers refuses these training arguments ({said}): {error}") from error
     if args.eval_strategy != "no" and not evaluates:
         raise ConfigError("eval_strategy needs eval_dataset: pass rows, or a share of the training rows such as 0.1")
+    _check_reports(args.report_to or ())
+    return args
+
+
+_KINDS: dict[Any, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a text"),
+}
+"""By the type of an argument: what its value must be, and that in words."""
+_POSITIVE = ("eval_accumulation_steps", "generation_max_length", "generation_num_beams")
+
+
+def _check_values(given: dict[str, Any]) -> None:
+    """Raise `ConfigError` for a value of another type than its argument's.
+
+    transformers takes the text "no" for True, and finds out about other values when training has ended. None is always
+    taken.
+    """
+    types = get_type_hints(Seq2SeqTrainingArguments)
+    for name, value in given.items():
+        wanted = types[name]
+        choices = set(get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)) - {NoneType}
+        if value is None or len(choices) > 1 or (found := _KINDS.get(choices.pop())) is None:
+            continue
+        kind, words = found
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ConfigError(f"{name} must be {words}, got {value!r}")
+        if name in _POSITIVE and given[name] < 1:
+            raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+
+
+def _check_reports(names: Iterable[str]) -> None:
+    """Raise `ConfigError` for what `report_to` names and transformers does not know, or cannot import."""
     reporting: Any = integration_utils
     usable = {*reporting.get_available_reporting_integrations(), "flyte"}  # which transformers' list leaves out
-    if unusable := [name for name in args.report_to or () if name not in usable]:
-        raise ConfigError(f"report_to: {', '.join(unusable)} is not known, or the package for it is not installed")
-    return args
+    for name in names:
+        if name not in reporting.INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(reporting.INTEGRATION_TO_CALLBACK))
+            raise ConfigError(f"report_to={name!r} is not known: transformers has {known}, and 'none'")
+        if name not in usable:
+            raise ConfigError(f"report_to={name!r}: its package is not installed. Install it, or leave report_to out")
 
 
 def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadConfig:

@@ -87,9 +87,6 @@ def prepare(
     dataset = dataset.with_format(None)
     columns = _columns(dataset, model_config, task, wish)
     task = _task_of(columns, dataset, model_config, task)
-    for length in (max_input_length, max_target_length):
-        if length is not None and (not isinstance(length, int) or length < 2):
-            raise DataError(f"max_input_length and max_target_length are whole numbers of tokens >= 2, got {length!r}")
     if task == "classification" and id2label is None:
         id2label = label_names(dataset, columns.target or "labels", model_config)
     run = Tokenizing(

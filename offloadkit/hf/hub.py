@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -81,6 +81,30 @@ def readable_hub_errors(name: str, *, kind: str = "model", found: bool = False) 
         raise translated from error
 
 
+@contextmanager
+def readable_push_errors() -> Iterator[None]:
+    """Translate errors while a repository of the hub is made into offloadkit's own.
+
+    Raises:
+        ModelAccessError: the hub wants a token, or one that may write there.
+        DownloadError: the hub cannot be reached.
+    """
+    without = "or leave push_to_hub out: the model is saved in output_dir in any case"
+    try:
+        yield
+    except Exception as error:
+        chain = list(causes(error))
+        if any(_status(link) in (401, 403) for link in chain) or "LocalTokenNotFoundError" in map(_class_name, chain):
+            todo = (
+                f"set the environment variable HF_TOKEN to a token that may write (hub_model_id says where), {without}"
+            )
+            raise ModelAccessError(f"push_to_hub: the hub refuses to make the repository ({error}): {todo}") from error
+        if _is_lost(chain) or not hub_answers():
+            todo = f"check the connection and run again, {without}"
+            raise DownloadError(f"push_to_hub: the hub could not be reached ({chain[-1]}): {todo}") from error
+        raise
+
+
 def hub_answers() -> bool:
     """Whether the hub answers: one request without retries, since the hub's client retries for 20 s."""
     from huggingface_hub import constants, get_session
@@ -141,8 +165,9 @@ def _translate(error: BaseException, name: str, kind: str, found: bool) -> Offlo
         return ModelNotFoundError(f"{no_model_message(name, 'the hub knows none')}. {private}")
     if status is not None and (status == 429 or status >= 500):
         return DownloadError(f"the hub answered {status} for {name!r}. {_RERUN}")
-    lost = class_names & _CONNECTION_CLASSES or any(isinstance(link, ConnectionError | TimeoutError) for link in chain)
-    if lost or (kind != "dataset" and isinstance(error, OSError) and not os.path.isdir(name) and not hub_answers()):
+    if _is_lost(chain) or (
+        kind != "dataset" and isinstance(error, OSError) and not os.path.isdir(name) and not hub_answers()
+    ):
         if found or _snapshots(name, kind).is_dir():
             missing = f"no connection to the hub while files of {name!r} are missing ({chain[-1]})"
             return DownloadError(f"{missing}. {_RERUN}")
@@ -206,6 +231,18 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _is_lost(chain: Sequence[BaseException]) -> bool:
+    """Whether an error, with what caused it, says that a connection broke."""
+    class_names = {kind.__name__ for link in chain for kind in type(link).__mro__}
+    return bool(class_names & _CONNECTION_CLASSES) or any(
+        isinstance(link, ConnectionError | TimeoutError) for link in chain
+    )
+
+
+def _class_name(error: BaseException) -> str:
+    return type(error).__name__
 
 
 def _status(error: BaseException) -> int | None:

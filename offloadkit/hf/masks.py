@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from offloadkit.changes import claim
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,7 +76,8 @@ def answering(full: bool | None) -> Iterator[None]:
 
 def ask_nothing(model: PreTrainedModel) -> Callable[[], None]:
     """Have forwards of `model` ask the GPU only what nobody knows; returns what undoes it."""
-    _install()
+    undo = ExitStack()
+    undo.callback(_answers.used())
 
     def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         given = kwargs.get("position_ids") is not None or len(args) > 2  # it is the third argument of most models
@@ -86,22 +88,42 @@ def ask_nothing(model: PreTrainedModel) -> Callable[[], None]:
     def after(*_: Any) -> None:
         _known.is_packed = _known.shape = None
 
-    hooks = [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, always_call=True),
-    ]
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-        after()  # torch ran no hook after a forward that was interrupted
-
-    return undo
+    undo.callback(after)  # torch runs no hook after a forward that was interrupted
+    undo.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+    undo.callback(model.register_forward_hook(after, always_call=True).remove)
+    return undo.close
 
 
-@cache
-def _install() -> None:
-    """Put ourselves before transformers' questions. Where nothing is known they are asked as before."""
+class _Answers:
+    """What stands in the place of transformers' questions while any model uses it.
+
+    Models have one in common: what others have put there since stays, and calls ours or does not.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # Python may collect a model that was dropped while this thread has the lock
+        self._num_models, self._undo = 0, ExitStack()
+
+    def used(self) -> Callable[[], None]:
+        """Count a model that uses it; returns what is called when the model is done."""
+        with self._lock:
+            if not self._num_models:
+                self._undo = _asked_of_us()
+            self._num_models += 1
+        return self._left
+
+    def _left(self) -> None:
+        with self._lock:
+            self._num_models -= 1
+            if not self._num_models:
+                self._undo.close()
+
+
+_answers = _Answers()
+
+
+def _asked_of_us() -> ExitStack:
+    """Put ourselves before transformers' questions; returns what undoes it. Where nothing is known they are asked."""
     from transformers import masking_utils
 
     asked: Any = masking_utils
@@ -127,8 +149,11 @@ def _install() -> None:
         shared = position_ids.shape[0] == 1 or position_ids.stride(0) == 0  # made from a length alone
         return None if shared and _known.is_packed is False else ask_packed(position_ids)
 
-    asked.fast_all, asked._ignore_bidirectional_mask_sdpa = fast_all, ignore_bidirectional
-    asked.find_packed_sequence_indices = find_packed
+    undo = ExitStack()
+    undo.callback(claim(asked, "fast_all", fast_all))
+    undo.callback(claim(asked, "_ignore_bidirectional_mask_sdpa", ignore_bidirectional))
+    undo.callback(claim(asked, "find_packed_sequence_indices", find_packed))
+    return undo
 
 
 def added_mask(

@@ -54,20 +54,21 @@ def _features(path: Path, named: Collection[str]) -> Features:
     """The columns of all the rows, and their types; nothing of those that are not read."""
     from datasets import Features, Sequence, Value
 
-    found: dict[str, set[type]] = {}
-    for row in _objects(path):
+    found: dict[str, dict[type, int]] = {}  # by column, each type and the first row that has it
+    for number, row in enumerate(_objects(path)):
         for column in row:
-            found.setdefault(column, set()).add(type(_value(column, row)))
+            found.setdefault(column, {}).setdefault(type(_value(column, row)), number)
     if not found:
-        raise DataError(f"{str(path)!r} has no rows: training needs at least one")
+        raise DataError(f"{str(path)!r} has no rows: at least one is needed")
     known: dict[type, Any] = {str: Value("string"), bool: Value("bool"), int: Value("int64"), float: Value("float64")}
     known[list] = Sequence(Value("int64"))
     features, read = {}, columns_to_read(found, named)
-    for column, types in found.items():
-        types = types if column in read else set()
+    for column, first_rows in found.items():
+        types = set(first_rows) if column in read else set()
         types -= {type(None)} | ({int} if float in types else set())
         if len(types) > 1 or not types <= set(known):
-            names = " and ".join(sorted(each.__name__ for each in types))
+            named_types = sorted((each.__name__, first_rows[each]) for each in types)
+            names = " and ".join(f"{name} (row {number})" for name, number in named_types)
             raise DataError(f"{str(path)!r}: column {column!r} holds {names}: give every row text")
         features[column] = known[types.pop()] if types else Value("null")
     return Features(features)
@@ -125,7 +126,7 @@ def load_dataset_like(data: object, *, split: str = "train", columns: Collection
     """
     dataset = _load(data, split, columns)
     if len(dataset) == 0:
-        raise DataError("the dataset is empty: training needs at least one row")
+        raise DataError("the dataset is empty: at least one row is needed")
     return dataset
 
 
@@ -173,9 +174,13 @@ def _from_rows(rows: Sequence[Any]) -> Dataset:
     columns = dict.fromkeys(name for row in rows for name in row)
     values = {name: [row.get(name) for row in rows] for name in columns}
     for name, column in values.items():
-        types = sorted({type(value).__name__ for value in column if value is not None})
+        types: dict[str, int] = {}
+        for number, value in enumerate(column):
+            if value is not None:
+                types.setdefault(type(value).__name__, number)
         if len(types) > 1 and set(types) != {"int", "float"}:
-            raise DataError(f"column {name!r} mixes {' and '.join(types)}: give every row the same type")
+            mixed = " and ".join(f"{each} (row {number})" for each, number in sorted(types.items()))
+            raise DataError(f"column {name!r} mixes {mixed}: give every row the same type")
     return _as_table(lambda: datasets.Dataset.from_dict(values))
 
 
@@ -207,7 +212,7 @@ def _from_file(path: Path, columns: Collection[str]) -> Dataset:
     if builder is None:
         raise DataError(f"the extension of {path.name!r} says nothing about its form: use {', '.join(_BUILDERS)}")
     if path.stat().st_size == 0:
-        raise DataError(f"{str(path)!r} is empty: training needs at least one row")
+        raise DataError(f"{str(path)!r} is empty: at least one row is needed")
     if builder == "json":
         return dataset_from_json(path, columns)
     options: dict[str, Any] = {}
@@ -219,7 +224,7 @@ def _from_file(path: Path, columns: Collection[str]) -> Dataset:
             return cast("Dataset", datasets.load_dataset(builder, data_files=str(path), split="train", **options))
     except Exception as error:  # each of the builders has its own classes
         if "corresponds to no data" in str(error):
-            raise DataError(f"{str(path)!r} has no rows: training needs at least one") from error
+            raise DataError(f"{str(path)!r} has no rows: at least one is needed") from error
         raise DataError(f"{str(path)!r} cannot be read as {builder}: {list(causes(error))[-1]}") from error
 
 

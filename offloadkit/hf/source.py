@@ -97,11 +97,14 @@ class ModelSource:
 
     @property
     def task(self) -> Task:
-        """What the model learns; by the config where nobody said.
+        """What the model learns; by its class or config where nobody said.
 
         Raises:
             ModelError: the architecture was made for no task that can be trained.
         """
+        kinds = type(self.model).__mro__
+        if self._task is None and any(kind.__name__.endswith("ForSequenceClassification") for kind in kinds):
+            return "classification"
         return self._task or infer_task(self._preset_config or self.config)
 
     def for_rows(self, task: Task, id2label: dict[int, str] | None) -> ModelSource:
@@ -137,12 +140,17 @@ class ModelSource:
         Raises:
             ModelError: the architecture has no head for the task, or its decoder has no first token.
         """
+        model: Any
         if self.model is not None:
-            return cast("PreTrainedModel", without_memory(self.model))
-        config = self.training_config(self._preset_config)
-        _check_decoder(config, f"the config of {self.given!r}", f"decoder_start_token_id in {self.given}'s config.json")
-        with collector_off():  # its module is imported
-            return build(config, self.task, None, torch.device("meta"))
+            model = without_memory(self.model)
+        else:
+            config, given = self.training_config(self._preset_config), self.given
+            _check_decoder(config, f"the config of {given!r}", f"decoder_start_token_id in {given}'s config.json")
+            with collector_off():  # its module is imported
+                model = build(config, self.task, None, torch.device("meta"))
+        if getattr(model, "loss_type", "") is None:
+            model.loss_type = "ForCausalLM"  # what transformers takes then, with a warning: GPT-2's class names no loss
+        return cast("PreTrainedModel", model)
 
     # -- its weights
 
@@ -271,7 +279,8 @@ def resolve(
     Raises:
         ConfigError: `init` is neither.
         ModelNotFoundError: it can only be a folder, and there is none.
-        ModelError: it is neither a name, nor a path, nor a HuggingFace model; or its decoder has no first token.
+        ModelError: it is neither a name, nor a path, nor a HuggingFace model; it is compiled or wrapped for distributed
+            training; or its decoder has no first token.
     """
     if init not in ("pretrained", "random"):
         raise ConfigError(f"init must be 'pretrained' or 'random', got {init!r}")
@@ -280,6 +289,9 @@ def resolve(
     from transformers import PreTrainedModel
 
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        from offloadkit.engine import check_not_wrapped
+
+        check_not_wrapped(model)  # a model in a wrapper may be HuggingFace's
         engine = "offloadkit.OffloadEngine, which takes any torch.nn.Module"
         raise ModelError(f"a {type(model).__name__} is not a HuggingFace model: train it with {engine}")
     if not isinstance(model, PreTrainedModel):

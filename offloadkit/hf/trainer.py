@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
-from math import isfinite
+from math import ceil, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -56,10 +56,11 @@ from offloadkit.config import OffloadConfig
 from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
-from offloadkit.engine import OffloadEngine, is_trained
+from offloadkit.engine import OffloadEngine, check_not_wrapped, is_trained
 from offloadkit.errors import ConfigError, DataError, EngineStateError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, check_optim, engine_config, left_to_the_engine
 from offloadkit.hf.dealing import TARGETS, Counted, DealtBatches, GatheredRows, deal, without_targets
+from offloadkit.hf.hub import readable_push_errors
 from offloadkit.hf.load import fill
 from offloadkit.hf.longest import NotReadableError, evaluation_rows, is_standard, longest_batch
 from offloadkit.hf.loss import num_targets, on_device, shifts_labels, targets_in, with_a_target
@@ -105,6 +106,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     Raises:
         ConfigError: the engine cannot work with the arguments (another optimizer, FSDP, ...), or they contradict
             `offload`.
+        ModelError: the model is compiled, or wrapped for distributed training.
     """
 
     engine: OffloadEngine | None = None
@@ -135,6 +137,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._order: ResumableOrder | None = None
         self._before_the_engine = ExitStack()
         super().__init__(*args, **kwargs)
+        if self.model is not None:
+            check_not_wrapped(self.model)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             raise ConfigError(
                 "offloadkit steps with optimizers of its own, chosen by `optim`, and takes no optimizer. Leave "
@@ -545,6 +549,15 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 use_mtime=True,
             )
 
+    def _evaluate(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer; where it fails on the only rank, a checkpoint that is due is written first. (Private.)"""
+        try:
+            return super()._evaluate(trial, *args, **kwargs)
+        except Exception:
+            if self.control.should_save and self.args.world_size == 1:
+                self._save_checkpoint(self.model, trial)
+            raise
+
     def _together(self, what: str) -> AbstractContextManager[None]:
         """A context after which all ranks have done `what`, or raise an error."""
         ranks = None if self.engine is None else self.engine.ranks
@@ -564,6 +577,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             folder = Path(output_dir or self.args.output_dir)
             with saved_in_pieces(), arguments_as_data(folder, self.args), self._phase("saving"):
                 super()._save(output_dir, state_dict)
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer, with errors that say what to do. Its constructor calls it for `push_to_hub`."""
+        with readable_push_errors():
+            super().init_hf_repo(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """As the Trainer, with the arguments as JSON. (Private, as above.)"""
@@ -636,6 +654,21 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         found = newest_checkpoint(Path(self.args.output_dir)) if given is True else Path(str(given))
         check_readable(found)
         return str(found)
+
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer, which would compare a share such as `logging_steps=0.05` with a checkpoint's steps, and warn.
+
+        (Private.)
+        """
+        names = [f"{kind}_steps" for kind in ("logging", "eval", "save")]
+        shares = {name: share for name in names if 0 < (share := getattr(self.args, name) or 0) < 1}
+        try:
+            for name, share in shares.items():
+                setattr(self.args, name, ceil(max_steps * share))
+            return super()._init_training_state(max_steps, *args, **kwargs)
+        finally:
+            for name, share in shares.items():
+                setattr(self.args, name, share)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer; the loss since it was last logged is the mean over ranks, as the logged one. (Private.)"""

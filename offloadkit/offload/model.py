@@ -32,7 +32,7 @@ from offloadkit.offload.caches import caching_configs, without_caches
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, ParameterView
-from offloadkit.offload.outside import Alias, Outside, unwatched
+from offloadkit.offload.outside import Alias, Outside, refuse_to_empty, unwatched
 from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint_activations, forget_found
 from offloadkit.offload.shards import WeightGathers
 from offloadkit.offload.shortage import RamWatch
@@ -129,6 +129,7 @@ class PlacedModel:
         undo.callback(lambda: self._stop_recomputing())
         self.outside = Outside(self.states, self._finish_updates, device)
         undo.callback(self.outside.close)
+        undo.callback(refuse_to_empty(module))
         self.forward_hooks = ForwardHooks(module, [state.weights for state in self.states], settle, self.outside)
         undo.callback(self.forward_hooks.remove)
         self.gradients = Gradients(

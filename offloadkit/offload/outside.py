@@ -18,9 +18,11 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import FlatLayer, ParameterView
@@ -482,10 +484,35 @@ def moved_or_cast(view: ParameterView) -> EngineStateError:
     """The error for a parameter that others give other memory."""
     return EngineStateError(
         f"parameter {view.name!r} would get other memory, and its memory is the engine's: model.to(), .half(), "
-        "resize_token_embeddings(), share_memory() and the like need an engine that is closed. Call engine.close() "
-        "(or trainer.close()), change the model, and build a new engine or train() again. state_dict(), deepcopy() and "
-        "torch.save() work as it is"
+        "to_empty(), resize_token_embeddings(), share_memory() and the like need an engine that is closed. Call "
+        "engine.close() (or trainer.close()), change the model, and build a new engine or train() again. state_dict(), "
+        "deepcopy() and torch.save() work as it is"
     )
+
+
+def refuse_to_empty(model: nn.Module) -> Callable[[], None]:
+    """Have `to_empty` of `model` and its parts refused; returns what ends that.
+
+    On the device where the weights are, it looks like an assignment of other numbers.
+    """
+    modules = [module for module in model.modules() if "to_empty" not in vars(module)]
+    for module in modules:
+        vars(module)["to_empty"] = MethodType(_to_empty, module)
+
+    def end() -> None:
+        for module in modules:
+            vars(module).pop("to_empty", None)
+
+    return end
+
+
+def _to_empty(module: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+    for parameter in module.parameters(recurse):
+        if isinstance(parameter, Watched):
+            raise moved_or_cast(parameter.outside.place_of(parameter).view)
+    kind: Any = type(module)
+    emptied: nn.Module = kind.to_empty(module, device=device, recurse=recurse)
+    return emptied
 
 
 def _aliased(result: Any, living: dict[int, _Place]) -> Any:

@@ -819,9 +819,10 @@ def _help_of_gpus(plan: Plan) -> Iterator[str]:
         return
     number = _MORE_MICRO_BATCHES * plan.accumulation
     rarely = replanned(plan, gradient_accumulation=number)
-    if rarely.fits and rarely.tokens_per_second is not None:
+    speedup = (rarely.tokens_per_second or 0.0) / plan.tokens_per_second
+    if rarely.fits and speedup >= _MIN_SPEEDUP:
         now, then = (format_bytes(sum(each.communicated.values()) // each.accumulation) for each in (plan, rarely))
-        faster = _faster(rarely, rarely.tokens_per_second / plan.tokens_per_second)
+        faster = _faster(rarely, speedup)
         yield f"gradient_accumulation={number} would communicate {then} a micro-batch instead of {now}: {faster}"
     if plan.accumulation > 1:
         yield _in_the_other_order(plan)

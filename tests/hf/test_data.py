@@ -187,7 +187,7 @@ def test_evaluation_set_uses_the_ids_of_the_training_set() -> None:
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (["a", 1], "column 'label' mixes int and str"),
+        (["a", 1], r"column 'label' mixes int \(row 1\) and str \(row 0\)"),
         (["a", None], "row 1 has no 'label'"),
         ([0.5, 1.5], "row 0 has the label 0.5"),
         (["a", "a"], "every row has the label 'a'"),
@@ -254,7 +254,7 @@ def test_columns_for_another_kind_of_model_are_refused(rows: Any, tokenizer: Any
 
 @pytest.mark.parametrize("rows", [[], datasets.Dataset.from_dict({"text": []}), pd.DataFrame({"text": []})])
 def test_empty_dataset_is_refused(rows: Any) -> None:
-    with pytest.raises(DataError, match="empty: training needs at least one row"):
+    with pytest.raises(DataError, match="empty: at least one row is needed"):
         load_dataset_like(rows)
 
 
@@ -356,12 +356,6 @@ def test_file_that_is_missing_or_of_unknown_form_is_refused(tmp_path: Path) -> N
 def test_what_is_no_dataset_says_what_is_accepted(data: Any) -> None:
     with pytest.raises(DataError, match=r"a list of dicts, a pandas frame, a path to a \.jsonl"):
         load_dataset_like(data)
-
-
-@pytest.mark.parametrize("length", [0, 1, -5, 3.5])
-def test_length_too_short_to_learn_from_is_refused(length: Any) -> None:
-    with pytest.raises(DataError, match="whole numbers of tokens >= 2"):
-        prepared(PAIRS, max_input_length=length)
 
 
 def test_tokenising_writes_nothing_beside_the_users_files_and_leaves_caching_as_it_was(tmp_path: Path) -> None:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel, masking_utils
+from transformers import (
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5ForConditionalGeneration,
+    masking_utils,
+)
 from transformers.masking_utils import causal_mask_function, eager_mask
 
-from offloadkit import OffloadConfig, OffloadEngine
+from offloadkit import OffloadConfig, OffloadEngine, plan
 from offloadkit.hf.masks import NOTE, Noted, added_mask
 from offloadkit.hf.trainer import OffloadTrainer
-from tests.hf.tiny import bert_config, llama_config
+from tests.hf.tiny import bert_config, llama_config, t5_config
 from tests.hf.training import arguments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+QUESTIONS = ("fast_all", "_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
+"""transformers' functions that ask the GPU."""
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -42,6 +50,8 @@ def model(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
     if kind == "llama":
         return LlamaForCausalLM(llama_config(attn_implementation="sdpa"))
+    if kind == "t5":
+        return T5ForConditionalGeneration(t5_config())
     return BertForSequenceClassification(bert_config(attn_implementation="sdpa", num_labels=2))
 
 
@@ -55,14 +65,10 @@ def rows(kind: str, lengths: list[int]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The questions that reach transformers' own functions, by name."""
     found: list[str] = []
-    names = ("fast_all", "_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
-    from offloadkit.hf import masks
-
-    masks._install.cache_clear()
-    for name in names:
+    for name in QUESTIONS:
         own = getattr(masking_utils, name)
 
         def ask(*args: Any, own: Any = own, name: str = name) -> Any:
@@ -71,8 +77,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             return own(*args)
 
         monkeypatch.setattr(masking_utils, name, ask)
-    yield found
-    masks._install.cache_clear()
+    return found
 
 
 LENGTHS = {"full": [8, 8, 8, 8], "ragged": [8, 3, 5, 8], "mixed": [8, 8, 3, 8]}
@@ -133,6 +138,65 @@ def test_what_an_interrupted_forward_knew_is_forgotten_when_the_engine_closes() 
             engine(input_ids=packed["input_ids"])
         hook.remove()
     assert torch.equal(trained(**packed).logits, before)
+
+
+def questions() -> list[Any]:
+    return [getattr(masking_utils, name) for name in QUESTIONS]
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+@pytest.mark.parametrize("budget", [None, "1GiB"])
+def test_transformers_has_its_own_functions_when_the_last_engine_closes(kind: str, budget: str | None) -> None:
+    """With a budget the engine plans, and traces the model for it."""
+    own, config = questions(), OffloadConfig(vram=budget)
+    first = OffloadEngine(model(kind), config, device="cpu")
+    ours = questions()
+    assert not set(ours) & set(own)
+    second = OffloadEngine(model(kind), config, device="cpu", example=rows_of_one(kind))
+    for engine in (first, second):
+        engine.backward(engine(**rows_of_one(kind)).loss)
+        engine.step()
+    first.close()
+    assert questions() == ours
+    third = OffloadEngine(model(kind), config, device="cpu")
+    second.close()
+    assert questions() == ours
+    third.close()
+    assert questions() == own
+
+
+def rows_of_one(kind: str) -> dict[str, torch.Tensor]:
+    row = {"input_ids": torch.arange(8)[None] + 3, "labels": torch.arange(8)[None] + 3}
+    return row | {"attention_mask": torch.ones(1, 8, dtype=torch.int64)} if kind == "t5" else row
+
+
+def test_a_plan_leaves_transformers_functions_as_they_were() -> None:
+    own = questions()
+    plan(model("llama"), vram="1GiB", batch_size=1, max_input_length=8)
+    assert questions() == own
+
+
+def test_what_others_have_put_in_the_place_of_transformers_functions_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, asked = masking_utils.fast_all, []
+    monkeypatch.setattr(masking_utils, "fast_all", own)  # so that it is put back
+    first = OffloadEngine(model("llama"), OffloadConfig(), device="cpu")
+    ours: Any = masking_utils.fast_all
+
+    def theirs(mask: torch.Tensor) -> Any:
+        asked.append(mask.shape)
+        return ours(mask)
+
+    masking_utils.fast_all = theirs
+    second = OffloadEngine(model("llama"), OffloadConfig(), device="cpu")
+    assert masking_utils.fast_all is theirs
+    first.close()
+    second.close()
+    assert masking_utils.fast_all is theirs
+    assert masking_utils.fast_all(torch.ones(2, 2))
+    with OffloadEngine(model("llama"), OffloadConfig(), device="cpu"):
+        assert not masking_utils.fast_all(torch.zeros(2, 2))
+    assert masking_utils.fast_all is theirs
+    assert asked == [(2, 2), (2, 2)]
 
 
 def test_a_note_is_only_made_where_masks_agree() -> None:

@@ -24,7 +24,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from offloadkit import OffloadConfig, OffloadEngine, finetune, finetuning
 from offloadkit.config import Placement
-from offloadkit.errors import EngineStateError
+from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.hf.patches import NAME, patched
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
 from offloadkit.planner import placed
@@ -263,3 +263,11 @@ def test_a_second_finetune_waits_for_the_first(
     assert not other.is_alive()
     assert most == [1]
     assert "another finetune of this process is under way" in capsys.readouterr().out
+
+
+def test_trainer_and_finetune_refuse_what_torch_compile_returns(tmp_path: Path) -> None:
+    model: Any = torch.compile(t5(), backend="eager")
+    with pytest.raises(ModelError, match=r"Pass the model that was given to torch.compile\(\)"):
+        OffloadTrainer(model=model, args=arguments(tmp_path))
+    with pytest.raises(ModelError, match=r"Pass the model that was given to torch.compile\(\)"):
+        finetune(model, [{"input": "a", "target": "b"}], output_dir=tmp_path / "out", tokenizer="byte")

@@ -251,6 +251,17 @@ def test_what_another_gpu_and_more_micro_batches_would_bring_is_said() -> None:
     assert "communicate" not in alone
 
 
+def test_more_micro_batches_are_named_only_where_they_are_faster() -> None:
+    """Their sums take VRAM that weights or activations would have."""
+    made = plan(2, vram="6GiB", ram="100GiB")
+    rarely = replanned(made, gradient_accumulation=4)
+    assert rarely.fits
+    assert made.tokens_per_second is not None
+    assert rarely.tokens_per_second is not None
+    assert rarely.tokens_per_second < made.tokens_per_second
+    assert "gradient_accumulation" not in made.explain()
+
+
 def test_another_gpu_is_named_where_it_makes_a_plan_fit() -> None:
     """The first GPU lacks RAM for the states, which two have in VRAM."""
     short = plan(vram="13GiB", ram="6GiB")
