@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from offloadkit.kernels import cpu, gpu
@@ -25,15 +26,19 @@ def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segmen
 
 
 def split_into(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
-    """Writes the halves that `split_master` cuts fp32 master weights into, wherever the three arrays lie.
+    """Writes the halves that `split_master` cuts fp32 master weights into, wherever each of the three arrays lies.
 
-    All are 1-D, contiguous and of one length. On the CPU a wrong dtype raises TypeError, a wrong layout ValueError.
+    All are 1-D, contiguous and of one length. From the CPU a wrong dtype raises TypeError, a wrong layout ValueError.
     """
+    halves = weights, remainder
     if master.device.type == "cpu":
-        cpu.split_into(master, weights, remainder)
-        return
-    for half, found in zip((weights, remainder), split_master(master), strict=True):
-        half.copy_(found)
+        made = [half if half.device == master.device else torch.empty_like(half, device="cpu") for half in halves]
+        cpu.split_into(master, *made)
+    else:
+        made = list(split_master(master))
+    for half, found in zip(halves, made, strict=True):
+        if half is not found:
+            half.copy_(found)
 
 
 def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:

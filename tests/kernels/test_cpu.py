@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from offloadkit.config import Precision
-from offloadkit.kernels import cpu
+from offloadkit.kernels import cpu, dispatch
 from offloadkit.optim.adamw import adamw_scalars
 from offloadkit.optim.moments import random_key
 from offloadkit.optim.reference import split_master, step_reference
@@ -172,6 +173,22 @@ def test_masters_are_split_as_the_reference_does(with_library: bool, monkeypatch
     ):
         with pytest.raises(error, match=words):
             cpu.split_into(*wrong)
+
+
+@pytest.mark.parametrize("places", list(itertools.product(["cpu", "there"], repeat=3)))
+@pytest.mark.parametrize("there", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_masters_are_split_wherever_each_array_lies(places: tuple[str, ...], there: str) -> None:
+    """The meta device stands for a GPU: what lies there has no numbers, and what lies on the CPU has its own."""
+    devices = [there if place == "there" else place for place in places]
+    if devices[0] == "meta" and "cpu" in devices:
+        pytest.skip("no numbers to split")
+    master = torch.linspace(-3, 3, 1001)
+    weights, remainder = (torch.zeros(1001, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+    arrays = [array.to(device) for array, device in zip((master, weights, remainder), devices, strict=True)]
+    dispatch.split_into(*arrays)
+    for found, expected in zip(arrays[1:], split_master(master), strict=True):
+        if found.device.type != "meta":
+            assert_same_array_bits(found.cpu(), expected)
 
 
 @pytest.mark.parametrize(
