@@ -22,6 +22,10 @@ from offloadkit.offload.outside import unwatched
 from offloadkit.offload.unread import become, leave_unread, make_real
 
 _Draw = Callable[[], object]
+_FILLS = (torch.ops.aten.normal_, torch.ops.aten.uniform_, torch.ops.aten.zero_, torch.ops.aten.fill_)
+"""Operations that give every element of a tensor a new value, whatever it was before."""
+_PART = 1 << 22
+"""Elements of a tensor that are drawn by one thread, from a seed of their own."""
 _ALL_THREADS = len(hardware.own_cores()) or os.cpu_count() or 1
 
 
@@ -46,8 +50,9 @@ class InitialWeights:
         self._model, self._seed = model, seed
         self._draws = _draws(model) | {parameter: [draw] for parameter, draw in own.items()}
         self._bar = ByteBar("Drawing weights", sum(p.numel() * p.element_size() for p in self._names))
-        for parameter in self._names:
-            self._draw(parameter, set())
+        for parameter, name in self._names.items():
+            found = self._draws.get(parameter, [])
+            self._draws[parameter] = found[self._write(parameter, name, set(), found) :]
         draws = _draws(model, of_buffers=True)
         for prefix, module in model.named_modules():
             for attribute, buffer in module._buffers.items():
@@ -64,21 +69,37 @@ class InitialWeights:
         others = {_storage(tensor) for tensor in tensors if not tensor.is_meta}
 
         def draw(parameter: nn.Parameter) -> None:
-            self._draw(parameter, others)
+            self._write(parameter, self._names[parameter], others, self._draws[parameter], of_parts)
             self._bar.advance(parameter.numel() * parameter.element_size())
 
-        with ThreadPoolExecutor(_ALL_THREADS, "offloadkit-draw") as pool:
+        with (
+            ThreadPoolExecutor(_ALL_THREADS, "offloadkit-draw-part") as of_parts,
+            ThreadPoolExecutor(_ALL_THREADS, "offloadkit-draw") as pool,
+        ):
             list(pool.map(draw, sorted(waiting, key=torch.numel, reverse=True)))  # the longest ones first
 
-    def _draw(self, parameter: nn.Parameter, others: set[int]) -> None:
-        self._write(parameter, self._names[parameter], others, self._draws.get(parameter, []))
+    def _write(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        others: set[int],
+        draws: Sequence[_Draw],
+        of_parts: ThreadPoolExecutor | None = None,
+    ) -> int:
+        """Have `draws` write to the tensor. Returns the first of them that counts: later ones overwrite what it held.
 
-    def _write(self, tensor: torch.Tensor, name: str, others: set[int], draws: Sequence[_Draw]) -> None:
-        with torch.no_grad(), unwatched(), _OnlyInto(tensor, f"{self._seed} {name}", others) as only:
-            for draw in draws:
+        T5, for one, has every matrix drawn twice.
+        """
+        first = 0
+        with torch.no_grad(), unwatched(), _OnlyInto(tensor, f"{self._seed} {name}", others, of_parts) as only:
+            for number, draw in enumerate(draws):
+                only.fills = None
                 draw()
+                if only.fills:
+                    first = number
         if not only.written:
             raise ConstructorNeededError(f"{type(self._model).__name__}._init_weights does not initialise {name!r}")
+        return first
 
 
 def _draws(model: Any, *, of_buffers: bool = False) -> dict[torch.Tensor, list[_Draw]]:
@@ -105,14 +126,27 @@ class _OnlyInto(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets in-place operations write to one tensor and to scratch memory, with two random generators of its own.
 
     Scratch memory has its own generator, because how much of it is drawn depends on which tensors are real.
+
+    Attributes:
+        written: whether something wrote to the tensor.
+        fills: whether the first operation that wrote to it gave every element a new value; None: nothing wrote to it.
+            Whoever uses the mode sets it to None to look again.
     """
 
-    def __init__(self, target: torch.Tensor, seed: str, others: set[int]) -> None:
-        """`others`: storages, by `_storage`, that are left unchanged, as are tensors without memory."""
+    def __init__(
+        self, target: torch.Tensor, seed: str, others: set[int], of_parts: ThreadPoolExecutor | None = None
+    ) -> None:
+        """
+        Args:
+            others: storages, by `_storage`, that are left unchanged, as are tensors without memory.
+            of_parts: threads that draw a large tensor together; None where nothing is drawn.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._target, self._others = _storage(target), others
+        self._seed, self._num_elements, self._of_parts = seed, target.numel(), of_parts
         self._generator, self._scratch_generator = _generator(seed), _generator(f"{seed} scratch")
         self.written = False
+        self.fills: bool | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,11 +155,31 @@ class _OnlyInto(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = _storage(args[0])
             if storage == self._target:
                 self.written, generator = True, self._generator
+                fills = func.overloadpacket in _FILLS and args[0].numel() == self._num_elements
+                self.fills = fills if self.fills is None else self.fills
             if args[0].is_meta or (storage != self._target and storage in self._others):
                 return args[0]
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
             func, kwargs = _seeded(func), {**kwargs, "generator": generator}
+            if generator is self._generator and self._is_large(func, args[0]):
+                return self._in_parts(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _is_large(self, func: Any, tensor: torch.Tensor) -> bool:
+        """Whether several threads fill the tensor, each a part of it."""
+        large = self._of_parts is not None and tensor.numel() == self._num_elements > _PART
+        return large and func.overloadpacket in _FILLS and tensor.is_contiguous()
+
+    def _in_parts(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        assert self._of_parts is not None
+
+        def fill(number: int, part: torch.Tensor) -> None:
+            func(part, *args[1:], **{**kwargs, "generator": _generator(f"{self._seed} {number}")})
+
+        parts = args[0].detach().view(-1).split(_PART)
+        list(self._of_parts.map(fill, range(len(parts)), parts))
+        filled: torch.Tensor = args[0]
+        return filled
 
 
 def _seeded(func: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import GPT2Config, LlamaForCausalLM, MixtralConfig, PreTrainedModel, T5ForConditionalGeneration
 
 from offloadkit.errors import ModelError
-from offloadkit.hf import weight_files
+from offloadkit.hf import load, weight_files
 from tests.hf import tiny
 from tests.hf.hub_client import digest
 from tests.hf.hub_server import Hub, Repository
@@ -274,9 +274,9 @@ def test_bar_counts_the_bytes_of_the_file(tmp_path: Path, monkeypatch: pytest.Mo
 def test_initial_weights_do_not_depend_on_order_or_company(tmp_path: Path, name: str) -> None:
     tiny.save_config(CONFIGS[name], tmp_path)
     models = []
-    for load in (built, lambda folder, init: load_model(folder, init=init, progress=False)):
+    for make in (built, lambda folder, init: load_model(folder, init=init, progress=False)):
         torch.manual_seed(5)
-        models.append(load(tmp_path, init="random"))
+        models.append(make(tmp_path, init="random"))
         torch.rand(100)
     assert_same(*models)
     torch.manual_seed(6)
@@ -297,6 +297,38 @@ def test_drawing_leaves_what_is_drawn_already_and_torchs_generator_alone(tmp_pat
     assert torch.equal(torch.get_rng_state(), state)
     assert all((parameter == 2).all() for parameter in parameters[:4])
     assert not any((parameter == 2).all() for parameter in parameters[4:])
+
+
+def test_each_matrix_of_t5_is_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `_init_weights` draws each one as that of any linear layer, and then as T5's."""
+    folder, drawn = tiny.save_config(CONFIGS["t5"], tmp_path), list[Any]()
+    model, materialise = build_model(folder, init="random")
+    assert materialise is not None
+    seeded = load._seeded
+    monkeypatch.setattr(load, "_seeded", lambda func: (drawn.append(func), seeded(func))[1])
+    parameters = list(model.parameters())
+    materialise(parameters)
+    assert len(drawn) == sum(parameter.dim() > 1 for parameter in parameters)
+    (wi,) = (
+        each for name, each in model.named_parameters() if name == "encoder.block.0.layer.1.DenseReluDense.wi.weight"
+    )
+    assert wi.std().item() == pytest.approx(CONFIGS["t5"].d_model ** -0.5, rel=0.1)
+
+
+def test_large_tensors_are_drawn_in_parts_to_the_same_numbers_by_any_number_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.save_config(CONFIGS["t5"], tmp_path)
+    monkeypatch.setattr(load, "_PART", 64)
+    models = []
+    for num_threads in (1, 3):
+        monkeypatch.setattr(load, "_ALL_THREADS", num_threads)
+        torch.manual_seed(5)
+        models.append(load_model(folder, init="random", progress=False))
+    assert_same(*models)
+    for parameter in models[0].parameters():
+        if parameter.dim() > 1 and parameter.numel() > 64:
+            assert parameter.unique().numel() > 0.9 * parameter.numel(), "each part has a seed of its own"
 
 
 def test_model_whose_init_weights_forgets_a_parameter_is_built_at_once(
