@@ -88,8 +88,9 @@ def claim(owner: Any, name: str, value: Any) -> Callable[[], None]:
     with _lock:
         found = _claimed.get(key)
         if found is None:
-            found = _claimed[key] = _Claimed(owner, getattr(owner, name))
+            found = _Claimed(owner, getattr(owner, name))
         found.values[mine] = value
+        _claimed[key] = found  # also where an engine that was collected just now has taken it away
         setattr(owner, name, value)
 
     def undo() -> None:
@@ -102,7 +103,7 @@ def claim(owner: Any, name: str, value: Any) -> Callable[[], None]:
             if getattr(owner, name) == shown:
                 setattr(owner, name, left)
             if not found.values:
-                del _claimed[key]
+                _claimed.pop(key, None)
 
     return undo
 

@@ -297,8 +297,8 @@ def _share_or_name(eval_dataset: str | None) -> float | str | None:
 
 def _settings(given: list[str]) -> dict[str, Any]:
     """`--set KEY=VALUE` as training arguments. A value is JSON (0.1, true, [1, 2]) or Python's True, False and None;
-    anything else is text."""
-    from offloadkit.hf.arguments import INSTEAD, argument_names, did_you_mean
+    anything else is text, and so is the value of an argument that takes nothing else."""
+    from offloadkit.hf.arguments import INSTEAD, argument_names, did_you_mean, is_text
 
     found: dict[str, Any] = {}
     for each in given:
@@ -319,6 +319,8 @@ def _settings(given: list[str]) -> dict[str, Any]:
             found[key] = json.loads(text)
         except json.JSONDecodeError:
             found[key] = {"True": True, "False": False, "None": None}.get(text, text)
+        if is_text(key) and found[key] is not None and not isinstance(found[key], str):
+            found[key] = text
     return found
 
 

@@ -118,9 +118,9 @@ def check_not_wrapped(model: nn.Module) -> None:
         name = type(module).__name__
         if name == "OptimizedModule" and any(parameter.requires_grad for parameter in module.parameters()):
             raise ModelError(
-                "torch.compile() made this model: what it makes of the hooks that wait for weights depends on where "
-                "these live, and so would the numbers. Pass the model that was given to torch.compile(); "
-                "OffloadConfig(compile_blocks=True) compiles its blocks"
+                "torch.compile() made this model, or a part of it: compiled as a whole, it would compute other numbers "
+                "under each plan. Pass the model that was given to torch.compile(); OffloadConfig(compile_blocks=True) "
+                "compiles its blocks"
             )
         if name in _WRAPPERS:
             raise ModelError(

@@ -126,7 +126,9 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.total = Pass()
         self._mask_is_full = mask_is_full
-        self._alike: torch.Size | None = None  # shape of what the model wants to be equal: each row's end tokens
+        self._alike: torch.Size | None = (
+            None  # shape of the numbers that the model wants to be equal: how many end tokens each row has
+        )
         self._storages: dict[int, weakref.ref[Any]] = {}
         for tensor in known:
             self._remember(tensor, 0)
@@ -151,9 +153,10 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if function is torch.ops.aten._local_scalar_dense.default and args[0].device == META:
             return self._mask_is_full if args[0].dtype == torch.bool else 0
-        if function is torch.ops.aten.unique_consecutive.default:
+        if function is torch.ops.aten.unique_consecutive.default and args[0].device == META:
             self._alike = args[0].shape
-            return args[0].new_empty(1), *(args[0].new_empty(0, dtype=torch.int64) for _ in range(2))
+            inverse, counts = (args[0].new_empty(shape, dtype=torch.int64) for shape in (self._alike, 1))
+            return args[0].new_empty(1), inverse, counts
         if function.overloadpacket in _INDEXING:
             args = args[0], self._indices(args[1]), *args[2:]
         output = function(*args, **kwargs)
@@ -168,7 +171,7 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _indices(self, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The indices. A mask that picks equally many elements of each row, as the model has asked, picks one."""
+        """The indices. A mask of which the model has asked whether it picks equally many of each row picks one."""
         found: list[torch.Tensor | None] = []
         for index in given:
             if index is not None and index.dtype == torch.bool and index.shape[:-1] == self._alike:

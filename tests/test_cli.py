@@ -117,10 +117,24 @@ def test_train_takes_any_training_argument_and_a_share_to_hold_out(monkeypatch: 
     told: list[dict[str, Any]] = []
     done, finetune = SimpleNamespace(stopped=False), importlib.import_module("offloadkit.finetuning")
     monkeypatch.setattr(finetune, "finetune", lambda *_, **options: (told.append(options), done)[1])
-    values = {"warmup_steps": "10", "save_steps": "0.5", "bf16": "true", "tf32": "False", "optim": "lion_32bit"}
+    values = {
+        "run_name": "2024",
+        "warmup_steps": "10",
+        "save_steps": "0.5",
+        "bf16": "true",
+        "tf32": "False",
+        "optim": "lion_32bit",
+    }
     given = [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
     assert run("train", "model", "data.jsonl", "--eval-dataset", "0.1", "--verbose", *given).exit_code == 0
-    expected = {"warmup_steps": 10, "save_steps": 0.5, "bf16": True, "tf32": False, "optim": "lion_32bit"}
+    expected = {
+        "run_name": "2024",
+        "warmup_steps": 10,
+        "save_steps": 0.5,
+        "bf16": True,
+        "tf32": False,
+        "optim": "lion_32bit",
+    }
     assert {name: told[0][name] for name in values} == expected
     assert (told[0]["eval_dataset"], told[0]["verbose"]) == (0.1, True)
 

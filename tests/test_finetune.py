@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
     ByT5Tokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    SchedulerType,
     T5Config,
     T5ForConditionalGeneration,
     TrainerCallback,
@@ -261,6 +263,13 @@ def test_callbacks_end_a_run_and_metrics_are_computed_from_the_rows_held_out() -
     assert result.metrics.keys() == {"train_loss", "train_seconds", "eval_loss", "accuracy"}
 
 
+def test_values_of_other_libraries_types_are_taken() -> None:
+    given: dict[str, Any] = {"bf16": np.False_, "weight_decay": np.float32(0.1), "logging_steps": np.int64(1)}
+    given |= {"save_total_limit": None, "resume_from_checkpoint": False, "ddp_timeout": 600.5, "fsdp": False}
+    given |= {"hub_token": True, "data_seed": np.int64(3), "lr_scheduler_type": SchedulerType.COSINE}
+    assert len(finetune(t5(), PAIRS, max_steps=1, **given).steps) == 1
+
+
 def test_metrics_that_are_no_dict_are_named_and_the_epoch_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(trainer_utils.logger, "warning_once", said.append, raising=False)
@@ -392,6 +401,14 @@ def test_fp16_trains_with_master_weights_in_fp32() -> None:
         ({"save_total_limit": 1.5}, "save_total_limit must be a whole number, got 1.5"),
         ({"run_name": 3}, "run_name must be a text, got 3"),
         ({"eval_accumulation_steps": 0}, "eval_accumulation_steps must be a whole number >= 1, got 0"),
+        ({"bf16": np.float32(1)}, "bf16 must be True or False, got"),
+        ({"fsdp": True}, "fsdp: leave it out"),
+        ({"save_strategy": "best"}, "save_strategy='best' needs eval_dataset: pass rows"),
+        ({"save_strategy": "best", "eval_dataset": 0.5}, "save_strategy='best' needs metric_for_best_model, such as"),
+        (
+            {"load_best_model_at_end": True, "eval_dataset": 0.5, "metric_for_best_model": "f1"},
+            "metric_for_best_model='f1': without compute_metrics there is 'loss' alone",
+        ),
         ({"group_by_length": True}, "did you mean train_sampling_strategy='group_by_length'"),
         ({"overwrite_output_dir": True}, "did you mean overwrite=True"),
         ({"max_seq_length": 9}, "did you mean max_input_length"),

@@ -20,6 +20,7 @@ from offloadkit.engines.deepspeed_process import check_installed, prepare
 from offloadkit.engines.zero import BUCKET_ELEMENTS, ds_config, forecast_line, zero_for
 from offloadkit.errors import ConfigError
 from offloadkit.hf.arguments import engine_config
+from offloadkit.hf.dealing import tell_epochs
 from offloadkit.hf.loss import num_targets, on_device, with_a_target
 from offloadkit.hf.patches import choose_attention
 from offloadkit.hf.ragged import OrderOfSeed
@@ -103,7 +104,16 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """As the Trainer; an order by length follows from the seed. (Private: there is no public hook.)"""
         sampler = super()._get_train_sampler(train_dataset)
-        return OrderOfSeed(sampler, self.args) if isinstance(sampler, LengthGroupedSampler) else sampler
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        sampler.batch_size *= self.args.world_size
+        return OrderOfSeed(sampler, self.args)
+
+    def get_train_dataloader(self) -> Any:
+        """As the Trainer; an order that follows from the epoch is told which one begins."""
+        loader = super().get_train_dataloader()
+        tell_epochs(loader)
+        return loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer; counts the targets."""

@@ -7,11 +7,13 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import cache
 from inspect import signature
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.utils import logging
@@ -76,7 +78,7 @@ INSTEAD = {
     "no_cuda": "use_cpu=True",
     "evaluation_strategy": "eval_strategy",
     "group_by_length": "train_sampling_strategy='group_by_length'",
-    "warmup_ratio": "warmup_steps=0.05",
+    "warmup_ratio": "warmup_steps",
 }
 """By names that other versions and libraries have for them: arguments of `finetune`, some with a value."""
 
@@ -114,6 +116,8 @@ def arguments_of_finetune(
     if given.get("resume_from_checkpoint"):  # the Trainer itself ignores it
         why = "resume=True (--resume) goes on from the newest checkpoint in output_dir"
         raise ConfigError(f"finetune does not take resume_from_checkpoint: {why}")
+    given = {name: value for name, value in given.items() if name != "resume_from_checkpoint"}
+    given |= {name: value.item() for name, value in given.items() if isinstance(value, np.generic)}
     _check_values(given)
     on_gpu = hardware.default_device().type == "cuda"
     defaults = {
@@ -141,6 +145,7 @@ def arguments_of_finetune(
         raise ConfigError(f"transformers refuses these training arguments ({said}): {error}") from error
     if args.eval_strategy != "no" and not evaluates:
         raise ConfigError("eval_strategy needs eval_dataset: pass rows, or a share of the training rows such as 0.1")
+    _check_best(args, evaluates=evaluates)
     _check_reports(args.report_to or ())
     return args
 
@@ -151,7 +156,9 @@ _KINDS: dict[Any, tuple[type, str]] = {
     float: (Real, "a number"),
     str: (str, "a text"),
 }
-"""By the type of an argument: what its value must be, and that in words."""
+"""By the type of an argument: of which its value must be, and that in words."""
+_LEFT_TO_OTHERS = ("fsdp", "hub_token", "ddp_timeout")
+"""Arguments that take more than their type says, or are refused in any case."""
 _POSITIVE = ("eval_accumulation_steps", "generation_max_length", "generation_num_beams")
 
 
@@ -161,17 +168,47 @@ def _check_values(given: dict[str, Any]) -> None:
     transformers takes the text "no" for True, and finds out about other values when training has ended. None is always
     taken.
     """
-    types = get_type_hints(Seq2SeqTrainingArguments)
     for name, value in given.items():
-        wanted = types[name]
-        choices = set(get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)) - {NoneType}
-        if value is None or len(choices) > 1 or (found := _KINDS.get(choices.pop())) is None:
+        wanted = _type_of(name)
+        if value is None or wanted not in _KINDS or name in _LEFT_TO_OTHERS:
             continue
-        kind, words = found
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        kind, words = _KINDS[wanted]
+        if not isinstance(value, kind) or (isinstance(value, bool) and wanted is not bool):
             raise ConfigError(f"{name} must be {words}, got {value!r}")
         if name in _POSITIVE and given[name] < 1:
             raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+
+
+def is_text(name: str) -> bool:
+    """Whether the value of an argument of `Seq2SeqTrainingArguments` is a text and nothing else."""
+    return _type_of(name) is str
+
+
+def _type_of(name: str) -> Any:
+    """The type of an argument's values besides None; None where there are several."""
+    wanted = _types()[name]
+    choices = set(get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)) - {NoneType}
+    return choices.pop() if len(choices) == 1 else None
+
+
+@cache
+def _types() -> dict[str, Any]:
+    return get_type_hints(Seq2SeqTrainingArguments)
+
+
+def _check_best(args: Seq2SeqTrainingArguments, *, evaluates: bool) -> None:
+    """Raise `ConfigError` for a best model that nothing tells from the others."""
+    by_strategy = str(getattr(args.save_strategy, "value", args.save_strategy)) == "best"
+    if not by_strategy and not args.load_best_model_at_end:
+        return
+    what = "save_strategy='best'" if by_strategy else "load_best_model_at_end=True"
+    metric = args.metric_for_best_model
+    if not evaluates:
+        raise ConfigError(f"{what} needs eval_dataset: pass rows, or a share of the training rows such as 0.1")
+    if metric is None:
+        raise ConfigError(f"{what} needs metric_for_best_model, such as 'loss'")
+    if args.prediction_loss_only and metric.removeprefix("eval_") != "loss":
+        raise ConfigError(f"metric_for_best_model={metric!r}: without compute_metrics there is 'loss' alone")
 
 
 def _check_reports(names: Iterable[str]) -> None:

@@ -84,10 +84,10 @@ class TrainingProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
 class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Starts the monitor when the weights are in place, and ends training when the monitor requests it.
 
-    Training then writes the checkpoint that an uninterrupted run would write after the current step; also where another
-    callback ends it in mid-epoch, if it writes checkpoints at all. Add this callback last: those before it decide what
-    happens at the end of a step and of an epoch. While a monitor is drawn, libraries show no progress bars; `close`
-    ends that.
+    Training then writes the checkpoint that an uninterrupted run would write after the current step. So it does where
+    another callback ends training after a step, unless no checkpoints are wanted, or the best model: then that epoch's
+    evaluation counts. Add this callback last: those before it decide what happens at the end of a step and of an epoch.
+    While a monitor is drawn, libraries show no progress bars; `close` ends that.
 
     Attributes:
         stopped: whether training ended by that request.
@@ -105,6 +105,7 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._quiet.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._is_cut_short = self.stopped = False
         self._monitor.total_steps, self._monitor.steps_before = state.max_steps, state.global_step
         if self._monitor.is_drawn:
             self._quiet.enter_context(progress_bars(False))
@@ -112,11 +113,12 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         asked = self._any_rank(self._monitor.stop_requested)
-        if not (asked or control.should_training_stop) or state.global_step >= state.max_steps:
+        by_others = control.should_training_stop and args.save_strategy != "no" and not args.load_best_model_at_end
+        if not (asked or by_others) or state.global_step >= state.max_steps:
             return
         self._is_cut_short = not float(state.epoch).is_integer()
         if not asked:  # by another callback
-            control.should_save |= self._is_cut_short and args.save_strategy != "no"
+            control.should_save |= self._is_cut_short
             return
         self.stopped = control.should_training_stop = True
         control.should_save = self._is_cut_short

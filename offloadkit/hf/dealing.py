@@ -19,7 +19,17 @@ TARGETS = "number_of_targets"
 """Key of a batch under which `Counted` says how many targets it has; no argument of any model."""
 
 
-class DealtBatches(BatchSamplerShard):  # type: ignore[misc, unused-ignore]
+class ToldBatches(BatchSamplerShard):  # type: ignore[misc, unused-ignore]
+    """As accelerate's, and tells the sampler of rows which epoch begins. accelerate itself does not, on resuming."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next rows are those of this epoch."""
+        sampler: Any = getattr(self.batch_sampler, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+
+
+class DealtBatches(ToldBatches):
     """One rank's micro-batches, each a list of rows' numbers. It takes the place of accelerate's own."""
 
     def __len__(self) -> int:
@@ -37,6 +47,13 @@ class DealtBatches(BatchSamplerShard):  # type: ignore[misc, unused-ignore]
                 yield batch
         if self.ends_with_filler:
             yield batch[:1]
+
+
+def tell_epochs(loader: Any) -> None:
+    """Have a loader that accelerate has prepared for several ranks tell its sampler which epoch begins."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    if type(batches) is BatchSamplerShard:
+        batches.__class__ = ToldBatches  # nobody may exchange a DataLoader's batch sampler
 
 
 def deal(loader: Any) -> DealtBatches | None:

@@ -36,6 +36,8 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
         return str(folder)
     if name in PRESETS:
         return PRESETS[name].hub_name
+    if name and folder.is_file():
+        raise ModelNotFoundError(f"{name!r} is a file: give the folder that it is in, {str(folder.parent)!r}")
     looks_like_path = isinstance(name_or_path, os.PathLike) or name.startswith((".", "~", "/")) or name.count("/") > 1
     if looks_like_path or not name or "\\" in name:
         raise ModelNotFoundError(no_model_message(name, "it is no hub name (owner/name)"))
@@ -99,7 +101,7 @@ def readable_push_errors() -> Iterator[None]:
                 f"set the environment variable HF_TOKEN to a token that may write (hub_model_id says where), {without}"
             )
             raise ModelAccessError(f"push_to_hub: the hub refuses to make the repository ({error}): {todo}") from error
-        if _is_lost(chain) or not hub_answers():
+        if _is_lost(chain) or (isinstance(error, OSError) and not hub_answers()):
             todo = f"check the connection and run again, {without}"
             raise DownloadError(f"push_to_hub: the hub could not be reached ({chain[-1]}): {todo}") from error
         raise

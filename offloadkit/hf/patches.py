@@ -1,10 +1,10 @@
 """What offloadkit computes otherwise than transformers while it trains a model, by model family.
 
 `FAMILIES` is the one place that names model families; to add a family is to add an entry. `patched` reads it for a
-model on any device. `offloadkit.changes` calls it whenever an engine is built or a plan is made. One change is the same
-for every family: the loss over a large vocabulary is taken in chunks, from fp32 logits. The GPU is asked nothing about
-masks that is known without it (`masks.py`). That no keys and values are
-cached in training is the engine's doing (`offload/caches.py`).
+model on any device. `offloadkit.changes` calls it whenever an engine is built, or a micro-batch is traced for a plan.
+One change is the same for every family: the loss over a large vocabulary is taken in chunks, from fp32 logits. The GPU
+is asked nothing about masks that is known without it (`masks.py`). That no keys and values are cached in training is
+the engine's doing (`offload/caches.py`).
 """
 
 from __future__ import annotations

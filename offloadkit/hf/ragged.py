@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.data import Sampler
@@ -99,7 +100,7 @@ class OrderOfSeed(Sampler[int]):
     def __init__(self, sampler: LengthGroupedSampler, args: TrainingArguments) -> None:
         """args: their `data_seed`, else their `seed` is the order's."""
         self._sampler, self._epoch = sampler, 0
-        self._seed: int = args.seed if args.data_seed is None else args.data_seed
+        self._seed = int(args.seed if args.data_seed is None else args.data_seed) % 2**64
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -108,9 +109,12 @@ class OrderOfSeed(Sampler[int]):
         """The next order is that of this epoch. The Trainer calls it."""
         self._epoch = epoch
 
+    def seed_of_epoch(self) -> int:
+        """Of 32 bits, which is what torch's generator takes. Epochs and seeds that differ have others."""
+        return int(np.random.SeedSequence([self._epoch, self._seed]).generate_state(1)[0])
+
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator()
-        generator.manual_seed((self._seed << 24) + self._epoch)  # no epoch has the order of another seed's
+        generator = torch.Generator().manual_seed(self.seed_of_epoch())
         self._sampler.generator = generator
         rows, size = list(self._sampler), self._sampler.batch_size
         if len(rows) <= size:

@@ -288,10 +288,11 @@ def resolve(
         return ModelSource(os.fspath(model), locate(model), cast(Init, init), task)
     from transformers import PreTrainedModel
 
-    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+    if isinstance(model, nn.Module):
         from offloadkit.engine import check_not_wrapped
 
-        check_not_wrapped(model)  # a model in a wrapper may be HuggingFace's
+        check_not_wrapped(model)
+    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
         engine = "offloadkit.OffloadEngine, which takes any torch.nn.Module"
         raise ModelError(f"a {type(model).__name__} is not a HuggingFace model: train it with {engine}")
     if not isinstance(model, PreTrainedModel):

@@ -29,7 +29,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
-from math import ceil, isfinite
+from inspect import signature
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -553,9 +554,15 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """As the Trainer; where it fails on the only rank, a checkpoint that is due is written first. (Private.)"""
         try:
             return super()._evaluate(trial, *args, **kwargs)
-        except Exception:
+        except Exception as error:
             if self.control.should_save and self.args.world_size == 1:
-                self._save_checkpoint(self.model, trial)
+                try:
+                    self._save_checkpoint(self.model, trial)
+                    error.add_note(
+                        f"The checkpoint of step {self.state.global_step} was written before this was raised."
+                    )
+                except Exception as lost:
+                    error.add_note(f"The checkpoint that was due could not be written: {lost}")
             raise
 
     def _together(self, what: str) -> AbstractContextManager[None]:
@@ -658,13 +665,14 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer, which would compare a share such as `logging_steps=0.05` with a checkpoint's steps, and warn.
 
-        (Private.)
+        In resuming the checkpoint's steps hold. (Private.)
         """
         names = [f"{kind}_steps" for kind in ("logging", "eval", "save")]
         shares = {name: share for name in names if 0 < (share := getattr(self.args, name) or 0) < 1}
+        given = signature(super()._init_training_state).bind(max_steps, *args, **kwargs).arguments
         try:
-            for name, share in shares.items():
-                setattr(self.args, name, ceil(max_steps * share))
+            for name in shares if given.get("resume_from_checkpoint") else ():
+                setattr(self.args, name, None)
             return super()._init_training_state(max_steps, *args, **kwargs)
         finally:
             for name, share in shares.items():

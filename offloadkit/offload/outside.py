@@ -493,7 +493,7 @@ def moved_or_cast(view: ParameterView) -> EngineStateError:
 def refuse_to_empty(model: nn.Module) -> Callable[[], None]:
     """Have `to_empty` of `model` and its parts refused; returns what ends that.
 
-    On the device where the weights are, it looks like an assignment of other numbers.
+    It exchanges a parameter for an empty one on the same device, and nothing else would notice that.
     """
     modules = [module for module in model.modules() if "to_empty" not in vars(module)]
     for module in modules:

@@ -800,8 +800,8 @@ def _help(plan: Plan) -> Iterator[str]:
             tier = "disk" if plan.total_bytes("disk") else "ram"
             less = max(0, plan.total_bytes(tier) - other.total_bytes(tier))
             saved = format_bytes(_of_all(plan, {tier: less})[tier])
-            faster = _faster(other, step / other.seconds.step)
-            yield f"precision='compact' would save {saved} of {TIERS[tier]}: {faster}"
+            saves = f"precision='compact' would save {saved} of {TIERS[tier]}" if less else "precision='compact'"
+            yield f"{saves}: {_faster(other, step / other.seconds.step)}"
     yield from _help_of_gpus(plan)
 
 

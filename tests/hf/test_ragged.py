@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import ByT5Tokenizer
@@ -13,7 +15,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import offloadkit
 from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
-from offloadkit.hf.ragged import PadToWidths, rounded_up, width_step
+from offloadkit.hf.ragged import OrderOfSeed, PadToWidths, rounded_up, width_step
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 from tests.hf import tiny
 from tests.hf.training import arguments
@@ -130,9 +132,11 @@ def test_finetune_sees_the_updates_of_huggingfaces_sampler_in_random_order(tmp_p
     finetuned(tmp_path, gradient_accumulation=2)
     assert len(seen) == 40
     for epoch in range(2):
-        generator = torch.Generator().manual_seed((3 << 24) + epoch)
-        order = list(LengthGroupedSampler(4, lengths=lengths, generator=generator))
-        theirs = [data.dataset[at]["input_ids"] for at in order]
+        sampler = LengthGroupedSampler(4, lengths=lengths)
+        order = OrderOfSeed(sampler, SimpleNamespace(seed=3, data_seed=None))
+        order.set_epoch(epoch)
+        sampler.generator = torch.Generator().manual_seed(order.seed_of_epoch())
+        theirs = [data.dataset[at]["input_ids"] for at in sampler]
         in_order = [[theirs[at : at + 2], theirs[at + 2 : at + 4]] for at in range(0, 40, 4)]
         ours = [seen[at : at + 2] for at in range(20 * epoch, 20 * epoch + 20, 2)]
         assert sorted(ours) == sorted(in_order)
@@ -155,6 +159,18 @@ def test_finetunes_order_follows_from_the_seed_alone(tmp_path: Path, seen: list[
     assert rows_of(eval_dataset=held_out, eval_steps=3, eval_on_start=True) == alone
     assert rows_of(seed=4) != alone
     assert rows_of(data_seed=4) != alone
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    """torch's generator takes 32 bits of a seed, and numpy's numbers are seeds too."""
+    seen = set()
+    for seed in (0, 1, 256, 65536, 2**32, 2**40, -1, np.int64(7)):
+        for epoch in range(20):
+            order = OrderOfSeed(LengthGroupedSampler(1, lengths=[1]), SimpleNamespace(seed=0, data_seed=seed))
+            order.set_epoch(epoch)
+            seen.add(order.seed_of_epoch())
+            assert list(order) == [0]
+    assert len(seen) == 8 * 20
 
 
 @pytest.mark.slow
