@@ -203,6 +203,21 @@ def test_a_callback_that_stops_in_mid_epoch_leaves_a_checkpoint_as_an_interrupt_
     assert not list(Path("out").glob("checkpoint-*"))
 
 
+def test_a_callback_that_stops_leaves_the_best_models_evaluation_to_the_trainer(by_name: str) -> None:
+    """The unfinished epoch is evaluated, and its weights are the best."""
+
+    class Stops(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 4
+
+    options: dict[str, Any] = {"eval_dataset": PAIRS, "save_strategy": "epoch", "load_best_model_at_end": True}
+    result = finetune(by_name, callbacks=[Stops], **options)
+    losses = {log["step"]: log["eval_loss"] for log in result.history if "eval_loss" in log}
+    assert losses.keys() == {3, 4}
+    best = min(losses, key=losses.__getitem__)
+    assert [path.name for path in Path("out").glob("checkpoint-*")] == [f"checkpoint-{best}"]
+
+
 def test_a_checkpoint_of_weights_alone_and_a_best_one_do_not_keep_the_stopped_one_from_being_resumed(
     by_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,7 +110,7 @@ def _continue(model: Any, tokenizer: Any, row: dict[str, Any]) -> Sample:
 
 def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, num_tokens: int) -> Any:
     inputs = {"input_ids": input_ids.to(model.device), "attention_mask": mask.to(model.device)}
-    return model.generate(**inputs, max_new_tokens=num_tokens, num_beams=1, do_sample=False)
+    return model.generate(**inputs, max_new_tokens=num_tokens, max_length=None, num_beams=1, do_sample=False)
 
 
 def _text(tokenizer: Any, rows: Any) -> list[str]:

@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from transformers import T5ForConditionalGeneration
 
+from offloadkit.errors import DownloadError, ModelAccessError
+from offloadkit.hf import hub as hub_errors
 from tests.hf import tiny
 from tests.hf.hub_client import digest
 from tests.hf.hub_server import Hub, Repository, running_hub
@@ -212,3 +215,29 @@ def test_without_a_network_the_cache_serves_and_a_missing_model_is_told_at_once(
     assert ask("model", "org/half-cached")["error"] == "DownloadError"
     assert ask("dataset", "org/never-seen")["error"] == "DataError"
     assert time.monotonic() - start < 10  # the hub's client alone retries each of them for 20 s
+
+
+# ---- pushing --------------------------------------------------------------------------------------------------------
+
+
+def refused(status: int) -> Exception:
+    error = OSError(f"{status} of the hub")
+    error.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (ConnectionError("no route"), DownloadError, r"could not be reached \(no route\): check the connection"),
+        (refused(401), ModelAccessError, "refuses to make the repository .*HF_TOKEN .*leave push_to_hub out"),
+        (refused(403), ModelAccessError, "HF_TOKEN"),
+        (ValueError("no such form of a name"), ValueError, "^no such form of a name$"),
+    ],
+)
+def test_errors_of_pushing_say_what_to_do(
+    error: Exception, kind: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_errors, "hub_answers", lambda: False)
+    with pytest.raises(kind, match=words), hub_errors.readable_push_errors():
+        raise error
