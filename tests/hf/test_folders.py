@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
-        raise error
+        raise copy.copy(error)  # the parameter would keep the trainer by its traceback
 
     trainer = one_step_trainer(tmp_path)
     monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", full)

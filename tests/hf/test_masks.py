@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from transformers import (
 )
 from transformers.masking_utils import causal_mask_function, eager_mask
 
-from offloadkit import OffloadConfig, OffloadEngine, plan
+from offloadkit import OffloadConfig, OffloadEngine, changes, plan
+from offloadkit.hf import masks
 from offloadkit.hf.masks import NOTE, Noted, added_mask
 from offloadkit.hf.trainer import OffloadTrainer
 from tests.hf.tiny import bert_config, llama_config, t5_config
@@ -26,6 +28,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUESTIONS = ("fast_all", "_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
 """transformers' functions that ask the GPU."""
+
+
+@pytest.fixture(autouse=True)
+def _transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests' models, which nobody closed, use none of it."""
+    gc.collect()
+    for name in QUESTIONS:
+        monkeypatch.setattr(masking_utils, name, changes.unclaimed(masking_utils, name))
+        assert getattr(masking_utils, name).__module__ == masking_utils.__name__
+    monkeypatch.setattr(changes, "_claimed", {})
+    monkeypatch.setattr(masks, "_answers", masks._Answers())
 
 
 @pytest.mark.parametrize("causal", [True, False])
