@@ -85,7 +85,7 @@ class EngineSetup:
     @property
     def plans(self) -> bool:
         """Whether a case's budgets are for this engine."""
-        return self.engine == "offloadkit" or self.is_door
+        return self.engine in ("offloadkit", "hashed") or self.is_door
 
     @property
     def is_door(self) -> bool:

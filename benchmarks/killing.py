@@ -1,7 +1,9 @@
 """Ranks that are killed at random: no process hangs or stays, and the numbers are those of a run that nobody killed.
 
-python -m benchmarks killing                                      # two GPUs, 20 times, then on with one GPU
-python -m benchmarks killing --device cpu --num-ranks 2           # without a GPU: then on with one and three ranks
+python -m benchmarks killing                                      # 20 times, then on with two, one and three ranks
+python -m benchmarks killing --device cpu                         # without a GPU
+
+Ranks share the GPUs where there are fewer of them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from torch import nn
 
 from benchmarks import table
+from benchmarks.ranks import take_gpu
 from benchmarks.run import ended_by_signals, git_commit
 from benchmarks.table import Row
 from offloadkit.checkpoint.folder import newest_checkpoint
@@ -74,6 +77,8 @@ def train(folder: Path, last_step: int | None) -> dict[str, torch.Tensor]:
     from offloadkit.distributed import world
     from offloadkit.engine import OffloadEngine
 
+    if torch.cuda.is_available():
+        take_gpu(int(os.environ["RANK"]))
     world.join()
     rank, size = world.rank(), world.size()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -128,8 +133,8 @@ def run(
     device: str | None = None,
 ) -> Row:
     """Kill a random rank of `num_ranks` at a random moment, `times` times, each time going on from the newest
-    checkpoint. Then go on with `num_ranks`, with one and, on the CPU, with three ranks, and compare with a run on one
-    rank that nobody killed. Appends a row to `out` and returns it.
+    checkpoint. Then go on with `num_ranks`, with one and with three ranks, and compare with a run on one rank that
+    nobody killed. Appends a row to `out` and returns it.
 
     Args:
         seconds: after so many nobody else is killed, and what follows begins.
@@ -143,7 +148,7 @@ def run(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         with tempfile.TemporaryDirectory() as scratch, ended_by_signals():
-            figures = _killed_and_compared(Path(scratch), times, num_ranks, end, draw, on_cpu=device == "cpu")
+            figures = _killed_and_compared(Path(scratch), times, num_ranks, end, draw, device == "cpu")
     finally:
         if device == "cpu":
             os.environ.pop("CUDA_VISIBLE_DEVICES")
@@ -164,7 +169,7 @@ def run(
 
 
 def _killed_and_compared(
-    scratch: Path, times: int, num_ranks: int, end: float, draw: random.Random, *, on_cpu: bool
+    scratch: Path, times: int, num_ranks: int, end: float, draw: random.Random, on_cpu: bool
 ) -> dict[str, Any]:
     folder = scratch / "run"
     folder.mkdir()
@@ -175,7 +180,7 @@ def _killed_and_compared(
         print(f"killed rank {killed} after step {newest_step(folder)}; all were gone {seconds:.2f} s later", flush=True)
     last = newest_step(folder) + _MORE_STEPS
     expected = _finished(scratch / "undisturbed", scratch, 1, last)
-    sizes = [num_ranks, 1, *([3] if on_cpu else [])]
+    sizes = [num_ranks, 1, 3]
     for size in sizes:
         shutil.copytree(folder, again := scratch / f"on-{size}")
         found = _finished(again, scratch, size, last)

@@ -9,6 +9,7 @@ from benchmarks.cases import Case, EngineSetup
 
 RANK_ENGINES = {
     "ours": EngineSetup("offloadkit", "offloadkit"),
+    "ours-hashed": EngineSetup("offloadkit, deterministic kernels", "hashed"),
     "fsdp2": EngineSetup("FSDP2, HF (bf16 compute and reduce, fp32 master weights)", "fsdp2"),
     "fsdp2-our-compute": EngineSetup("FSDP2, our compute", "fsdp2", (("our_compute", True),)),
     "fsdp2-recomputed": EngineSetup("FSDP2, our compute", "fsdp2", (("our_compute", True), ("recomputed", True))),
@@ -91,7 +92,11 @@ RANK_CASES: dict[str, RankCase] = {
     "llama-7b-x1-pcie": _llama_7b(1, (*_DDP, "zero2", "ours"), pcie_only=True),
     "llama-7b-x4-pcie": _llama_7b(4, ("zero2", "ours"), pcie_only=True),
     "t5-3b-2x24-pcie": _t5(8, 24, pcie_only=True),
+    "t5-3b-1x24-hashed": _t5(8, 24, num_gpus=1, accumulation=2, engines=("ours-hashed",)),
+    "t5-3b-2x24-hashed": _t5(8, 24, limit=240, engines=("ours-hashed",)),
     "tiny-1": RankCase("try", "t5-tiny", 2, 16, 8, vram=2, num_gpus=1),
+    "tiny-1-hashed": RankCase("try", "t5-tiny", 2, 16, 8, vram=2, num_gpus=1, accumulation=2, engines=("ours-hashed",)),
+    "tiny-2-hashed": RankCase("try", "t5-tiny", 2, 16, 8, vram=2, engines=("ours-hashed",)),
     "tiny-2": RankCase(
         "try", "t5-tiny", 2, 16, 8, vram=2, accumulation=2, engines=("ours", "fsdp2", "fsdp2-our-compute", *_DDP)
     ),
@@ -100,4 +105,5 @@ RANK_CASES: dict[str, RankCase] = {
         "try", "t5-tiny", 2, 16, 8, engines=("zero2", "zero2-offload-200m", "zero3-offload-200m")
     ),
 }
-"""Names end in GPUs x GiB of each; "strong": one GPU's batch in all; "x4": four micro-batches an update."""
+"""Names end in GPUs x GiB of each; "strong": one GPU's batch in all; "x4": four micro-batches an update; "hashed": two
+micro-batches in all, of the same rows, so the weights must be the same."""

@@ -1,4 +1,5 @@
-"""The peers on several GPUs, as their users have them, and the bytes that a rank receives from the others."""
+"""The peers on several GPUs, as their users have them; ours with its weights hashed; and the bytes that a rank
+receives from the others."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.same_numbers import be_deterministic, sha256
 from offloadkit.device.process_memory import VramCap
 from offloadkit.engines.deepspeed import Zero2, Zero3
 from offloadkit.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, Engine
@@ -143,6 +145,22 @@ class Zero2OnGpu(Zero2):
     offloads = False
 
 
+class Hashed(Offloadkit):
+    """Ours with deterministic kernels. Its row also has the sha256 of all trained weights and the last gradient norm,
+    and closes it."""
+
+    def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
+        num_threads = torch.get_num_threads()
+        be_deterministic()
+        torch.set_num_threads(num_threads)
+        super().__init__(work, dtype, device)
+
+    def row(self) -> dict[str, Any]:
+        found = super().row() | {"gradient norm": self._model.grad_norm()}
+        self._model.close()
+        return found | {"weights": sha256(dict(self._model.module.named_parameters()))}
+
+
 def _one_batch(work: Work, rows: int, device: torch.device) -> Batch:
     return random_steps(replace(work, batch_size=rows, accumulation=1), device)[0][0]
 
@@ -153,6 +171,7 @@ def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 ENGINES: dict[str, Callable[[Work, Dtype, torch.device], Engine]] = {
     "offloadkit": Offloadkit,
+    "hashed": Hashed,
     "fsdp2": Fsdp2,
     "ddp": Ddp,
     "zero2": Zero2,

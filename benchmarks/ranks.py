@@ -15,6 +15,8 @@ All of it on two H200s, in commands of at most ten minutes. Each stops by itself
     # 3. Where time is left: strong scaling, T5-11B, DeepSpeed; then the first command's cases again, for a median
     python -m benchmarks ranks t5-3b-2x24-strong llama-8b-2x24-strong t5-3b-2-deepspeed t5-11b-2x80 t5-11b-2x24 $OUT \
         --seconds 570
+    # One GPU is enough for this: ranks share it. Numbers, memory and bytes are as on two, seconds are not
+    python -m benchmarks ranks t5-3b-1x24-hashed t5-3b-2x24-hashed $OUT
     python -m benchmarks merge ranks.csv                       # afterwards, where the table is kept
 
 `--turns 2` measures everything twice; the turns of all cases of a command alternate. The rank processes are children of
@@ -170,6 +172,7 @@ def _variables(case: RankCase, device: str | None) -> Iterator[None]:
     """The environment that the ranks inherit."""
     before = dict(os.environ)
     os.environ.update(_VARIABLES | (_PCIE_ONLY if case.pcie_only else {}))
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # set in images of containers: each turn would compile again
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
@@ -184,7 +187,7 @@ def _together(raws: Sequence[Raw], case: RankCase) -> Raw:
     first, slowest = raws[0], max(raws, key=lambda raw: float(raw["step_seconds"]))
     tokens, planned = sum(raw["num_tokens"] for raw in raws), first.get("planned", {})
     figures = {
-        "GPUs": case.num_gpus,
+        "GPUs": first["GPUs"],
         "tokens/s": round(tokens / slowest["step_seconds"]),
         "received": _most(raw["received"] for raw in raws),
         "link": "PCIe" if case.pcie_only else "as it is",
@@ -192,6 +195,8 @@ def _together(raws: Sequence[Raw], case: RankCase) -> Raw:
     }
     if "received" in planned:
         figures["planned to be received"] = _most(raw["planned"]["received"] for raw in raws)
+    if "weights" in first:
+        figures |= {name: " ".join(sorted({str(raw[name]) for raw in raws})) for name in ("weights", "gradient norm")}
     if "uncounted" in first:
         figures["uncounted"] = first["uncounted"]
     return slowest | {
@@ -214,6 +219,24 @@ def _most(received: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 # ---- in a rank -------------------------------------------------------------------------------------------------------
+
+
+def take_gpu(rank: int) -> int:
+    """Compute on a GPU, before NCCL is used; its number. Ranks share the GPUs where there are fewer of them.
+
+    NCCL takes two ranks on one GPU for a mistake, unless they say that they are on different hosts. They then send over
+    TCP, and their kernels take turns: right, and slow. Over TCP, NCCL also sees that a peer has ended, and torch would
+    end this process for it, as between hosts: here the engine's own watch is to end what waits.
+    """
+    number = rank % torch.cuda.device_count()
+    if number != rank or torch.cuda.device_count() == 1:
+        os.environ |= {
+            "NCCL_HOSTID": f"rank {rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        }
+    torch.cuda.set_device(number)
+    return number
 
 
 def measure_rank(work: dict[str, Any], engine: str, binds: bool) -> Raw:
@@ -244,14 +267,13 @@ def _measure_rank(work: Work, engine_name: str, binds: bool) -> Raw:
     from offloadkit.engines.work import num_tokens, random_steps
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", take_gpu(rank)) if on_gpu else torch.device("cpu")
     vram = DeviceMemory(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # nothing is to take memory of another GPU
     machine = dict(hardware.describe_machine(device))
     if binds:
         _bind(rank, size)
-    if device.type == "cuda" and size > 1 and binds:
+    if on_gpu and size > 1 and binds:
         dist.init_process_group("nccl")
     world.join()
     let_segments_grow(device)  # the same allocator for every engine
@@ -259,12 +281,14 @@ def _measure_rank(work: Work, engine_name: str, binds: bool) -> Raw:
     dtype = work.dtype_on(device)
     engine = ENGINES[engine_name](work, dtype, device)
     engine.settle()
-    if device.type == "cuda":
+    if on_gpu:
         torch.cuda.empty_cache()
     forget_peak(device)
-    own = replace(work, seed=work.seed + rank, batch_size=getattr(engine, "batch_size", work.batch_size))
-    steps = random_steps(own, device)
+    own = replace(work, batch_size=getattr(engine, "batch_size", work.batch_size))
+    all_steps = random_steps(replace(own, accumulation=size * work.accumulation), device)
+    steps = [step[rank::size] for step in all_steps]
     row: Raw = {"dtype": dtype, "num_tokens": num_tokens(steps), "batch_size": own.batch_size, "machine": machine}
+    row["GPUs"] = min(size, torch.cuda.device_count()) if on_gpu else size
     row |= timed_steps(engine, steps, own, device, vram)
     if dist.is_initialized():
         dist.barrier()  # all are in the middle of training, and share what they share

@@ -197,7 +197,7 @@ Each GPU has a process of its own. Rows and *VRAM* are those of each GPU, *token
 several processes share counts once (PSS). *received* is what a GPU receives from the others in an optimizer step: ours
 as counted, the peers' from one further step, as rings send it. "strong": one GPU's batch in all. "pcie": NCCL copies
 through RAM. The peers have the whole cards, but for LLaMA-7B, where all have 80 GiB. DeepSpeed's processes are bound to
-their shares of the cores.
+their shares of the cores. "hashed": deterministic kernels; one GPU takes the micro-batches of both in an update.
 """
 
 
@@ -227,6 +227,10 @@ def _several(rows: Sequence[Row]) -> Iterator[str]:
             cells += [str(row["reason"]), *[""] * 8]
         yield _line([*cells, _origin(row)])
     yield ""
+    hashes = {row["case"]: row["figures"]["weights"] for row in found if "weights" in (row["figures"] or {})}
+    if len(hashes) > 1:
+        verdict = "the same trained weights, bit for bit" if len(set(hashes.values())) == 1 else "DIFFERENT weights"
+        yield from (f"{' and '.join(hashes)}: {verdict}.", "")
 
 
 def _newest_of(rows: Sequence[Row], case: str) -> Iterator[Row]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
-import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -23,26 +22,6 @@ ON_GPUS = 3
 """Both are so many times as long there: kernels are compiled, and ranks that share a GPU take turns."""
 
 
-def take_gpu(rank: int) -> int:
-    """Compute on a GPU, before NCCL is used; its number. Ranks share the GPUs where there are fewer of them.
-
-    NCCL takes two ranks on one GPU for a mistake, unless they say that they are on different hosts. They then send over
-    TCP, and their kernels take turns: right, and slow. Over TCP, NCCL also sees that a peer has ended, and torch would
-    end this process for it, as between hosts: here the engine's own watch is to end what waits.
-    """
-    import torch
-
-    number = rank % torch.cuda.device_count()
-    if number != rank or torch.cuda.device_count() == 1:
-        os.environ |= {
-            "NCCL_HOSTID": f"rank {rank}",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        }
-    torch.cuda.set_device(number)
-    return number
-
-
 def _serve(rank: int, on_gpus: bool, tasks: Connection) -> None:
     """Run tasks until there are none."""
     import torch
@@ -51,6 +30,8 @@ def _serve(rank: int, on_gpus: bool, tasks: Connection) -> None:
     torch.set_num_threads(1)
     longer = ON_GPUS if on_gpus else 1
     if on_gpus:
+        from benchmarks.ranks import take_gpu
+
         take_gpu(rank)
     while (task := tasks.recv()) is not None:
         function, size, file, backend, arguments = task

@@ -32,6 +32,7 @@ RAW: dict[str, Any] = {
     "ram_bytes": 5 << 30,
     "resident_bytes": 6 << 30,
     "received": {"gather": 10**9},
+    "GPUs": 2,
     "machine": {"gpu": "NVIDIA H200", "cpu": "a CPU", "num_cores": 32, "ram_bytes": 256 << 30},
     "versions": dict.fromkeys(("torch", "transformers", "offloadkit", "deepspeed"), "1.0"),
 }
@@ -104,6 +105,17 @@ def test_peers_on_two_ranks_are_measured_and_what_they_receive_is_counted(
     assert reduced == pytest.approx(times * num_bytes / 2, rel=0.1)
     if engine == "ddp":
         assert row["batch_size"] == 32 * 2, "nothing was ever full"
+
+
+@pytest.mark.slow
+def test_the_hashed_cases_train_the_same_weights_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    cases = ["tiny-1-hashed", "tiny-2-hashed"]
+    rows = benchmark.run(cases, steps=1, out=tmp_path / "a.csv", commit="abc", device="cpu")
+    assert [row["status"] for row in rows] == ["measured"] * 2, [row["reason"] for row in rows]
+    for name in ("weights", "gradient norm"):
+        alone, together = (row["figures"][name] for row in rows)
+        assert alone == together, name
+    assert len(rows[0]["figures"]["weights"]) == 64, "one hash, the same on all ranks"
 
 
 @pytest.mark.slow
@@ -183,6 +195,24 @@ def test_rows_of_several_gpus_have_a_section_and_no_part_in_the_score(
     assert "| t5-11b | 2 x 1 x (512+128) | offloadkit | the plan needs more |" in text
     assert report.results(rows).replace(text + "\n", "") == before
     assert report.planned_rows(rows)[report.STREAMED] == []
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        (["a", "a"], "the same trained weights, bit for bit"),
+        (["a", "b"], "DIFFERENT weights"),
+        (["a", "a b"], "DIFFERENT"),
+    ],
+)
+def test_the_report_says_whether_hashed_cases_trained_the_same_weights(
+    measured_by: Callable[..., list[table.Row]], weights: list[str], said: str
+) -> None:
+    cases = ["t5-3b-1x24-hashed", "t5-3b-2x24-hashed"]
+    rows = measured_by(lambda *_, **__: [RAW] * 2, cases)
+    for row, found in zip(rows, weights, strict=True):
+        row["figures"]["weights"] = found
+    assert f"{' and '.join(cases)}: {said}" in "\n".join(report._several(rows))
 
 
 def test_ddps_largest_batch_is_found_to_an_eighth() -> None:
