@@ -195,6 +195,7 @@ def _together(raws: Sequence[Raw], case: RankCase) -> Raw:
     }
     if "received" in planned:
         figures["planned to be received"] = _most(raw["planned"]["received"] for raw in raws)
+        figures |= first.get("figures", {})  # by which Python's time was planned
     if "weights" in first:
         figures |= {name: " ".join(sorted({str(raw[name]) for raw in raws})) for name in ("weights", "gradient norm")}
     if "uncounted" in first:

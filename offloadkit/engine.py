@@ -258,6 +258,7 @@ class OffloadEngine:
         self._ranks = joined_ranks(self.device)
         if self._ranks is not None:
             self._undo.callback(self._ranks.close)
+            self._ranks.connect()
             planning = None if plan is not None else (chooses(self.config, self.device), example is None)
             self._join(self._ranks, layers, planning)
             self._undo.enter_context(shared_cores(self._ranks, self.device))

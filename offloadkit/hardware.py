@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import sys
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -280,15 +281,26 @@ def vram_bytes(device: torch.device) -> tuple[int, int]:
     return max(0, min(int(free), allowed - reserved)) + spare, min(int(total), allowed)
 
 
+library_bytes: Counter[int] = Counter()
+"""VRAM that communication libraries have taken in this process and not given back, by the GPU's index."""
+
+
+def vram_outside_bytes(device: torch.device) -> int:
+    """VRAM of a GPU in use outside torch's allocator, in bytes, that of other processes too."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total) - int(free) - torch.cuda.memory_reserved(device)
+
+
 def vram_context_bytes(device: torch.device) -> int:
     """VRAM in use outside torch's allocator, in bytes: this process's CUDA context and libraries; 0 for the CPU.
 
-    It is at most 1 GiB, which no context reaches: the VRAM of other processes cannot be told apart everywhere.
+    But for `library_bytes` it is at most 1 GiB, which no context reaches: the VRAM of other processes cannot be told
+    apart everywhere.
     """
     if device.type != "cuda":
         return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return min(int(total) - int(free) - torch.cuda.memory_reserved(device), _MAX_CONTEXT_BYTES)
+    known = library_bytes[device.index or 0]
+    return min(vram_outside_bytes(device) - known, _MAX_CONTEXT_BYTES) + known
 
 
 def supports_bf16(device: torch.device) -> bool:

@@ -37,7 +37,7 @@ from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu
 from offloadkit.optim.table import DTYPES, FlatState, Segment, state_table
 
-_VERSION = 4
+_VERSION = 5
 """Raise it when what is measured changes: cached rates of another version are not used."""
 _DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
 _RATES = {
@@ -61,6 +61,7 @@ def measure(
     folder: str | Path | None = None,
     fresh: bool = False,
     num_ranks: int = 1,
+    meet: Callable[[], object] = lambda: None,
 ) -> Hardware:
     """Measure this machine, in under two seconds. Rates are cached on disk; sizes are always read anew.
 
@@ -69,6 +70,7 @@ def measure(
         folder: where to measure the disk, by writing and reading at most 64 MiB. None: the disk is not measured.
         fresh: whether to measure again what is cached.
         num_ranks: processes of this host that measure at the same time. What each finds then is cached for itself.
+        meet: called before each rate is measured; it waits for the others, so that all measure the same at once.
 
     Raises:
         OutputError: `folder` is not a folder, or cannot be written.
@@ -82,7 +84,7 @@ def measure(
     key = _machine_key(device, num_ranks)
     rates = cached.get(key, {})
     if rates.keys() != _RATES:
-        rates = _found(key, lambda: machine_rates(device), num_ranks)
+        rates = _found(key, lambda: machine_rates(device, meet), num_ranks)
     disk: dict[str, Any] = {}
     if folder is not None:
         disk_key = f"{key} | {folder}"
@@ -250,14 +252,16 @@ _MATMUL_SIZES = (256, 512, 1024, 2048, 4096)
 _NUM_LAUNCHES = 200
 
 
-def machine_rates(device: torch.device) -> dict[str, Any]:
-    """The measured fields of `Hardware`, without the disk's."""
+def machine_rates(device: torch.device, meet: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """The measured fields of `Hardware`, without the disk's. `meet` as for `measure`."""
     numel = _num_parameters()
     slab = HostSlab(max(numel * _STATE_BYTES + 5 * 256, _COPY_BYTES))
     slab.populate()
+    meet()
     rates: dict[str, Any] = {"dram_bytes_per_second": _triad_rate(slab, numel * _STATE_BYTES // 8)}
     for precision, name in hardware.CPU_STEP_RATES.items():
         step = partial(_step, *_state(slab, numel, precision))
+        meet()
         rates[name] = step_traffic_bytes(precision) * numel / _best_seconds(step, torch.device("cpu"))
     rates["can_pin"] = False
     if device.type == "cuda":
@@ -265,12 +269,16 @@ def machine_rates(device: torch.device) -> dict[str, Any]:
         with torch.cuda.device(device):
             rates["can_pin"] = slab.pin()
     slab.clear()
+    meet()
     rates |= _copy_rates(slab.cut(_COPY_BYTES, torch.uint8), device)
     slab.clear()
+    meet()
     beside = _adamw_beside_copies(slab, numel, rates, device) if rates["can_pin"] else 0.0
     alone = rates["cpu_adamw_bytes_per_second"], rates["both_bytes_per_second"]
     rates["cpu_and_bus_bytes_per_second"] = max(beside, *alone)
+    meet()
     rates["vram_bytes_per_second"] = _vram_rate(device)
+    meet()
     rates["launch_seconds"] = _launch_seconds(device)
     for name, dtype in DTYPES.items():
         rates[f"{name}_flops_per_second"] = _matmul_rate(dtype, device)

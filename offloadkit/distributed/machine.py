@@ -115,9 +115,13 @@ def measured_together(ranks: Ranks, device: torch.device, folder: str | Path | N
     Args:
         folder: as for `measure`.
     """
+
+    def meet() -> None:
+        ranks.agree(np.array([0]))
+
     with shared_cores(ranks, device) as (num_ranks, num_cores):
         all_know = ranks.agree(np.array([is_measured(device, num_ranks)], dtype=np.int64)).all()
-        own = measure(device, folder=folder, fresh=not all_know, num_ranks=num_ranks)
+        own = measure(device, folder=folder, fresh=not all_know, num_ranks=num_ranks, meet=meet)
     link = _link(ranks, device, num_ranks)
     own = replace(own, num_ranks=num_ranks, num_cores=num_cores, link_bytes_per_second=link)
     names = [field.name for field in fields(Hardware) if type(getattr(own, field.name)) in (int, float)]

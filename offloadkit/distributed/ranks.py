@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from offloadkit import hardware
 from offloadkit.device.host_memory import file_in_ram
 from offloadkit.device.streams import CopyStream
 from offloadkit.distributed.stepped import Stepped, SteppedLayers
@@ -41,6 +42,12 @@ from offloadkit.errors import ConfigError, RankError
 
 _T = TypeVar("_T")
 
+MOST_CTAS = 4
+"""Thread blocks that NCCL may run at once. They keep processors of the GPU from computing, also while they wait for
+another rank. On two H200s a step of T5-3B with everything in VRAM took 0.19 s with 4, and 0.24 s with NCCL's choice;
+the link gives more than backward needs. NCCL_MAX_CTAS in the environment overrides it."""
+_CONNECTING_BYTES = 1 << 20
+"""What each rank sends to each other one to connect them: NCCL's choice of channels does not depend on it."""
 BROADCAST_BYTES = 64 * 2**20
 """A tensor that is not on the device is broadcast in pieces of so many bytes."""
 
@@ -54,6 +61,8 @@ def joined_ranks(device: torch.device) -> Ranks | None:
         return None
     return Ranks(device)
 
+
+_gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 
 _HANDLED = "_offloadkit_handled"
 """On an error that was being handled when ranks met."""
@@ -73,6 +82,7 @@ class Ranks:
 
     _watch: Watch | None = None
     _stepped: SteppedLayers | None = None
+    _library_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
@@ -81,15 +91,39 @@ class Ranks:
         default: Any = dist.group.WORLD
         self._timeout: timedelta = default._get_backend(default._device_types[0]).options._timeout
         timeout = self._timeout
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        on_gpu, options = device.type == "cuda", None
+        if on_gpu:
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas, options._timeout = MOST_CTAS, timeout
+        backend = "nccl" if on_gpu else "gloo"
         with self._explained("making process groups"):
-            self._between_devices: Any = dist.new_group(backend=backend, timeout=timeout)
+            self._between_devices: Any = dist.new_group(backend=backend, timeout=timeout, pg_options=options)
             self._of_main: Any = dist.new_group(backend="gloo", timeout=timeout)
             self._of_stepping: Any = dist.new_group(backend="gloo", timeout=timeout)
             of_watch = dist.new_group(backend="gloo", timeout=timeout)
         self._watch = Watch(self.rank, self.size, of_watch, self._abort)
         self.stream = CopyStream(device, "ranks")
         self._received: Counter[str] = Counter()
+
+    def connect(self) -> None:
+        """Have NCCL connect this GPU with the others, which it would do when they first exchange something.
+
+        So what it takes of VRAM is known before anything is placed (`hardware.library_bytes`).
+        """
+        if self._device.type != "cuda" or self._library_bytes:
+            return
+        before = hardware.vram_outside_bytes(self._device)
+        cuts = [at * _CONNECTING_BYTES for at in range(self.size + 1)]
+        sent = torch.zeros(cuts[-1] + 1, dtype=torch.uint8, device=self._device)
+        received = torch.empty_like(sent)
+        self.exchange(received[: cuts[-1]], sent[: cuts[-1]], cuts)
+        for last in (0, 1):  # ranges of one length, and of several
+            self.gather(sent[: cuts[-1] + last], [*cuts[:-1], cuts[-1] + last])
+        torch.cuda.synchronize(self._device)
+        del sent, received
+        torch.cuda.empty_cache()
+        self._library_bytes = max(0, hardware.vram_outside_bytes(self._device) - before)
+        hardware.library_bytes[self._device.index or 0] += self._library_bytes
 
     def take_received(self) -> dict[str, int]:
         """Bytes received from the other ranks since the last call: "exchange", "gather" and "agreement"."""
@@ -116,10 +150,17 @@ class Ranks:
     def gather(self, flat: torch.Tensor, cuts: Sequence[int]) -> None:
         """Have all ranks' ranges in `flat`, in place. `cuts` as for `exchange`."""
         self._received["gather"] += flat.nbytes - (cuts[self.rank + 1] - cuts[self.rank]) * flat.element_size()
+        pieces = [_bytes(flat[start:end]) for start, end in pairwise(cuts)]
+        sizes = {piece.numel() for piece in pieces}
         with self._explained("gathering new weights"):
-            for owner, (start, end) in enumerate(pairwise(cuts)):
-                if start < end:
-                    dist.broadcast(_bytes(flat[start:end]), owner, group=self._between_devices)
+            if self._device.type == "cpu" or 0 in sizes:
+                for owner, piece in enumerate(pieces):
+                    if piece.numel():
+                        dist.broadcast(piece, owner, group=self._between_devices)
+            elif len(sizes) > 1:  # NCCL takes them for broadcasts too, all at once
+                dist.all_gather(pieces, pieces[self.rank], group=self._between_devices)
+            else:
+                _gather_equal(_bytes(flat), pieces[self.rank], group=self._between_devices)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -249,6 +290,8 @@ class Ranks:
             for group in (self._between_devices, self._of_main, self._of_stepping):
                 with suppress(ValueError):  # the program has destroyed all groups, and made others
                     dist.destroy_process_group(group)
+        hardware.library_bytes[self._device.index or 0] -= self._library_bytes
+        self._library_bytes = 0
         self._between_devices = self._of_main = self._of_stepping = None
 
     def explain(self, error: RuntimeError) -> None:

@@ -23,7 +23,7 @@ struct plan_machine {
     double h2d, d2h, both, cpu_and_bus, launch_seconds, disk_read, disk_write, cpu_rate;
     /* and the constants of seconds.py and layout.py */
     double chunk_launches, disk_overlap, recomputed_forward, recomputed_backward, streamed_forward, streamed_backward,
-        layer_launches, thread_slows;
+        layer_launches, thread_slows, slowed_beside_cpu;
     double num_weight_buffers, num_gradient_buckets, num_staging, num_step_buffers;
     double shares_cores; /* whether Python and the CPU's step share the cores */
     double accumulation;
@@ -189,7 +189,7 @@ static double plan_python_slowed(const struct plan_model *model, const struct ca
         on_cpu |= steps_on_cpu(code);
         through_vram |= !states_in_vram(code) && !steps_on_cpu(code);
     }
-    return 1.0 + model->machine->thread_slows * (double)(on_cpu + through_vram);
+    return 1.0 + model->machine->slowed_beside_cpu * (double)on_cpu + model->machine->thread_slows * (double)through_vram;
 }
 
 static struct queues plan_forward(const struct plan_model *model, const struct candidate *of, struct plan_memory *memory,

@@ -38,7 +38,7 @@ class QuickSeconds:
         self._order = [layer.index for layer in model.layers]
         constants = (
             *(fitted.CHUNK_LAUNCHES, fitted.DISK_OVERLAP, *fitted.RECOMPUTED_LAUNCHES, *fitted.STREAMED_LAUNCHES),
-            *(fitted.LAYER_LAUNCHES, fitted.THREAD_SLOWS),
+            *(fitted.LAYER_LAUNCHES, fitted.THREAD_SLOWS, model.slowed_beside_cpu),
             *(NUM_WEIGHT_BUFFERS, NUM_GRADIENT_BUCKETS, NUM_STAGING, NUM_STEP_BUFFERS),
             *(hardware.num_cores <= FEW_CORES, accumulation, model.agreeing),
         )

@@ -43,6 +43,7 @@ from offloadkit.planner.fitted import (
     KERNEL_SECONDS,
     LAYER_LAUNCHES,
     NORM_EFFICIENCY,
+    RANKS_SLOW,
     RECOMPUTED_LAUNCHES,
     STEP_EFFICIENCY,
     STEP_LAUNCHES,
@@ -118,6 +119,7 @@ class StepModel:
         layers: the costs of each flat layer, in the same order.
         cpu_rate: bytes per second of the CPU's step.
         agreeing: seconds in which an update waits for the other ranks to say what they have.
+        slowed_beside_cpu: by which fraction Python is slower in forward beside the CPU's step.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class StepModel:
         forward, backward = (number * launch for number in timed)
         own = [number * launch if work.operation_launches else 0.0 for number in ENGINE_LAUNCHES]
         self.cpu_rate = cpu_step_rate(layers[0].precision, hardware)
+        self.slowed_beside_cpu = RANKS_SLOW if hardware.num_ranks > 1 else THREAD_SLOWS
         sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
         dtype = max(sizes, key=lambda name: sizes[name])
         members: list[list[LayerCost]] = [[] for _ in work.stages]
@@ -282,7 +285,7 @@ class StepModel:
             return 1.0
         on_cpu = any(where.step == "cpu" for where in placements)
         through_vram = any(where.step == "gpu" and where.states == "ram" for where in placements)
-        return 1.0 + THREAD_SLOWS * (on_cpu + through_vram)
+        return 1.0 + self.slowed_beside_cpu * on_cpu + THREAD_SLOWS * through_vram
 
     def _stepped(self, queues: Queues, layer: LayerCost, where: Placement, bus: _Bus) -> float:
         """When the CPU has stepped the layer. States on disk are read before that and written after it."""

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,13 +39,32 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """Rates without measuring: all are 1.0, 2.0, ... by the number of the call. The list holds the calls."""
     calls: list[torch.device] = []
 
-    def count(device: torch.device) -> dict[str, Any]:
+    def count(device: torch.device, meet: object) -> dict[str, Any]:
         calls.append(device)
         return dict.fromkeys(measuring._RATES, float(len(calls)))
 
     monkeypatch.setattr(measuring, "machine_rates", count)
     monkeypatch.setattr(measuring, "_disturbed", lambda *_: False)
     return calls
+
+
+def test_ranks_meet_before_each_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank would take its launches' time while another one keeps all cores busy with the CPU's step."""
+    log: list[str] = []
+
+    def logs(name: str, found: Any) -> Callable[..., Any]:
+        return lambda *_: log.append(name) or found
+
+    for name, found in (
+        *((f"_{each}", 1.0) for each in ("triad_rate", "best_seconds", "vram_rate", "launch_seconds", "matmul_rate")),
+        ("_copy_rates", {"both_bytes_per_second": 1.0}),
+    ):
+        monkeypatch.setattr(measuring, name, logs(name, found))
+    measuring.machine_rates(torch.device("cpu"), logs("meet", None))
+    steps = ["meet", "_best_seconds"] * 3
+    assert log[:-3] == [
+        *("meet", "_triad_rate", *steps, "meet", "_copy_rates", "meet", "meet", "_vram_rate", "meet", "_launch_seconds")
+    ]
 
 
 def test_everything_is_measured(tmp_path: Path) -> None:

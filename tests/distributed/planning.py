@@ -146,7 +146,7 @@ def measured(card: Hardware) -> tuple[Hardware, int, list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         asked: list[str] = []
         rates = {name: getattr(card, name) for name in measuring._RATES}
-        patch.setattr(measuring, "machine_rates", lambda device: asked.append(str(device)) or rates)
+        patch.setattr(measuring, "machine_rates", lambda device, meet: asked.append(str(device)) or rates)
         patch.setattr(measuring, "_of_this_process", {})
         patch.setattr(measuring, "_read_cache", dict)
         patch.setattr(measuring, "_store", lambda key, found: measuring._of_this_process.update({key: found}))

@@ -14,7 +14,7 @@ import torch
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
-from offloadkit.device.measure import measure
+from offloadkit.device.process_memory import DeviceMemory
 from offloadkit.distributed.machine import measured_together
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.engine import OffloadEngine
@@ -100,17 +100,19 @@ def measured() -> tuple[Hardware, int]:
     device = hardware.default_device()
     group = Ranks(device)
     try:
-        measure(device, num_ranks=2)
-        before = hardware.vram_context_bytes(device)
         found = measured_together(group, device)
-        return found, hardware.vram_context_bytes(device) - before
+        group.connect()
+        return found, hardware.library_bytes[device.index]
     finally:
         group.close()
+        assert hardware.library_bytes[device.index] == 0
 
 
-def counted(micro_batches: int) -> tuple[Any, dict[str, int], list[dict[str, int]], int]:
-    """The placements planned for an example, what a GPU receives by the plan, what it received, and how many plan."""
+def counted(micro_batches: int) -> tuple[Any, dict[str, int], list[dict[str, int]], int, int]:
+    """The placements planned for an example, what a GPU receives by the plan, what it received, how many plan, and the
+    process's VRAM."""
     device, telemetry = hardware.default_device(), Telemetry()
+    memory = DeviceMemory(device)
     options: dict[str, Any] = {"gradient_accumulation": micro_batches, "exchange": "micro_batch"}
     config = OffloadConfig(working_dtype="bf16", vram="8GiB", **options)
     made, batches = all_used(tied=False, hidden=4000), tokens(3 * micro_batches, str(device))
@@ -118,9 +120,10 @@ def counted(micro_batches: int) -> tuple[Any, dict[str, int], list[dict[str, int
         for batch in batches:
             engine.backward(engine(batch))
             engine.step()
+            memory.sample()
         engine.synchronize()
-        plan = engine.plan
-        return plan.placements, plan.communicated, [record.received for record in telemetry.records], plan.num_gpus
+        plan, received = engine.plan, [record.received for record in telemetry.records]
+        return plan.placements, plan.communicated, received, plan.num_gpus, memory.peak_bytes
 
 
 def test_two_ranks_measure_and_plan_together() -> None:
@@ -136,8 +139,9 @@ def test_two_ranks_measure_and_plan_together() -> None:
         for micro_batches in (1, 2):
             one, other = pool.run(2, counted, micro_batches=micro_batches)
             assert one[0] == other[0]
-            for _, planned, found, num_gpus in (one, other):
+            for _, planned, found, num_gpus, vram in (one, other):
                 assert num_gpus == 2
+                assert vram <= 8 << 30, "with all that NCCL takes"
                 assert {kind: size for kind, size in found[-1].items() if kind != "agreement"} == planned
     finally:
         pool.close()
