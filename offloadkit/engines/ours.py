@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from offloadkit import hardware
 from offloadkit.engine import OffloadEngine
 from offloadkit.engines.engine import Engine
 from offloadkit.engines.forecast import planned
@@ -41,6 +42,9 @@ class Offloadkit(Engine):
         made, moves = self._model.plan, self._model.telemetry.moves
         seconds, machine = made.seconds, made.basis and made.basis.hardware
         records = list(self._model.telemetry.records)
+        figures: dict[str, Any] = {"operation_launches": made.basis.work and made.basis.work.operation_launches}
+        if taken := hardware.library_bytes[self._model.device.index or 0]:
+            figures["VRAM of NCCL"] = taken
         return {
             "num_parameters": made.num_parameters,
             "planned": {
@@ -52,7 +56,7 @@ class Offloadkit(Engine):
                 "placements": {str(where): number for where, number in Counter(made.placements).items()},
                 "hardware": None if machine is None else asdict(machine),
             },
-            "figures": {"operation_launches": made.basis.work and made.basis.work.operation_launches},
+            "figures": figures,
             "telemetry_seconds": dict(records[-1].seconds) if records else {},
             "received": dict(records[-1].received) if records else {},
         } | ({"moves": [move.why for move in moves]} if moves else {})
