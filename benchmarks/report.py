@@ -227,6 +227,7 @@ def _several(rows: Sequence[Row]) -> Iterator[str]:
             cells += [str(row["reason"]), *[""] * 8]
         yield _line([*cells, _origin(row)])
     yield ""
+    yield from _notes(found, lambda row: f"*{row['case']}, {RANK_ENGINES[row['engine']].title}*")
     hashes = {row["case"]: row["figures"]["weights"] for row in found if "weights" in (row["figures"] or {})}
     if len(hashes) > 1:
         verdict = "the same trained weights, bit for bit" if len(set(hashes.values())) == 1 else "DIFFERENT weights"
@@ -316,15 +317,15 @@ def _one_table(rows: Sequence[Row], more: Sequence[str]) -> Iterator[str]:
         cells += [_origin(row)] if len(origins) > 1 else []
         yield _line(cells)
     yield ""
-    yield from _notes(rows)
+    yield from _notes(rows, lambda row: f"*{ENGINES[row['engine']].title}*")
 
 
-def _notes(rows: Sequence[Row]) -> Iterator[str]:
-    """Each remark once, with the engines that it is about; of planned rows none."""
+def _notes(rows: Sequence[Row], name: Callable[[Row], str]) -> Iterator[str]:
+    """Each remark once, with the names of the rows that it is about; of planned rows none."""
     engines: dict[str, list[str]] = {}
     for row in rows:
         if row["notes"] and row["status"] != "planned":
-            engines.setdefault(row["notes"], []).append(f"*{ENGINES[row['engine']].title}*")
+            engines.setdefault(row["notes"], []).append(name(row))
     for note, who in engines.items():
         which = "All" if len(who) == len(rows) else ", ".join(dict.fromkeys(who))
         yield f"- {which}: {note}."

@@ -258,13 +258,13 @@ class OffloadEngine:
         self._ranks = joined_ranks(self.device)
         if self._ranks is not None:
             self._undo.callback(self._ranks.close)
-            self._ranks.connect()
             planning = None if plan is not None else (chooses(self.config, self.device), example is None)
             self._join(self._ranks, layers, planning)
             self._undo.enter_context(shared_cores(self._ranks, self.device))
         trained = {view.parameter for layer in layers for view in layer.views}
         self._first_window: FirstWindow | None = None
         plan = plan or self._planned(model, layers, example, evaluation_rows)
+        self._connect(plan)
         check_plan(plan, layers, self.config)
         plan = self._own(plan, layers)
         here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
@@ -382,6 +382,11 @@ class OffloadEngine:
             made, self._first_window = first.plan, None if first.is_settled else first
         check_fits(proposing_disk(made))
         return made
+
+    def _connect(self, plan: Plan) -> None:
+        """Connect the ranks' GPUs as `plan` has it."""
+        if self._ranks is not None:
+            self._ranks.connect(plan.basis.hardware.most_ctas if plan.basis.hardware else 0)
 
     def _own(self, plan: Plan, layers: list[FlatLayer]) -> Plan:
         """`plan`, with what this rank has of each layer."""
@@ -767,6 +772,7 @@ class OffloadEngine:
         self._placed.take_over_outside_writes()
         with self._together("beginning to move"):
             self._placed.check_movable(plan.placements)
+        self._connect(plan)
         try:
             with explained_shortage(plan, self.device), torch.inference_mode(False), torch.no_grad():
                 self._placed.move(plan.placements, self._has_moved)

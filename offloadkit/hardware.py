@@ -23,7 +23,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-_MAX_CONTEXT_BYTES = 1 << 30
+_MAX_CONTEXT_BYTES = 3 << 29
 _highest_ram = 0
 """What `process_peak_ram_bytes` was before the system's figure was started anew."""
 
@@ -91,6 +91,10 @@ class Hardware:
     then; RAM in bytes is the whole host's."""
     link_bytes_per_second: float = 0.0
     """What a rank receives from the others while all of them exchange. 0: there is one rank, or nobody knows."""
+    most_ctas: int = 0
+    """Thread blocks of NCCL at once with which the link was measured. 0: as many as NCCL likes."""
+    few_ctas_link_bytes_per_second: float = 0.0
+    """The link with only a few, which leave more of the GPU to compute. 0: nobody knows, or the choice was made."""
     network_bytes_per_second: float = 0.0
     """What it receives from other hosts then, where the link is only that of one host's ranks; else 0."""
 
@@ -286,7 +290,9 @@ library_bytes: Counter[int] = Counter()
 
 
 def vram_outside_bytes(device: torch.device) -> int:
-    """VRAM of a GPU in use outside torch's allocator, in bytes, that of other processes too."""
+    """VRAM of a GPU in use outside torch's allocator, in bytes, that of other processes too; 0 for the CPU."""
+    if device.type != "cuda":
+        return 0
     free, total = torch.cuda.mem_get_info(device)
     return int(total) - int(free) - torch.cuda.memory_reserved(device)
 
@@ -294,7 +300,7 @@ def vram_outside_bytes(device: torch.device) -> int:
 def vram_context_bytes(device: torch.device) -> int:
     """VRAM in use outside torch's allocator, in bytes: this process's CUDA context and libraries; 0 for the CPU.
 
-    But for `library_bytes` it is at most 1 GiB, which no context reaches: the VRAM of other processes cannot be told
+    But for `library_bytes` it is at most 1.5 GiB, which no context reaches: the VRAM of other processes cannot be told
     apart everywhere.
     """
     if device.type != "cuda":

@@ -18,7 +18,7 @@ from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Precision
 from offloadkit.device.assumed_disk import proposing_disk, with_disk
 from offloadkit.device.measure import host_rates, measure
-from offloadkit.distributed.machine import known_link, measured_together, planning_ranks
+from offloadkit.distributed.machine import known_links, measured_together, planning_ranks
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.errors import ConfigError
 from offloadkit.hardware import Hardware
@@ -191,8 +191,8 @@ def _machine(
         return measured_together(ranks, device or hardware.default_device(), config.states_folder), False
     else:
         found, assumed = machine_for(config, device)
-    link = 0.0 if assumed or number == 1 else known_link(torch.device(found.device), number)
-    return for_ranks(found, number, link=link), assumed
+    links: dict[str, Any] = {} if assumed or number == 1 else known_links(torch.device(found.device), number)
+    return replace(for_ranks(found, number, link=links.get("link_bytes_per_second", 0.0)), **links), assumed
 
 
 def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:

@@ -44,7 +44,7 @@ _RATES = {
     field.name
     for field in fields(Hardware)
     if field.name.endswith("_per_second") or field.name in ("can_pin", "launch_seconds", "vram_context_bytes")
-} - {*_DISK_RATES, "link_bytes_per_second", "network_bytes_per_second"}
+} - {*_DISK_RATES, "link_bytes_per_second", "few_ctas_link_bytes_per_second", "network_bytes_per_second"}
 _DRAM_RATES = ("dram_bytes_per_second", "cpu_and_bus_bytes_per_second")
 _of_this_process: dict[str, Any] = {}
 """Rates that were measured on a busy machine, by key: they spare this process another measurement."""

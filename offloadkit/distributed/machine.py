@@ -20,10 +20,11 @@ from offloadkit.device.measure import is_measured, kept, measure
 from offloadkit.distributed.ranks import Ranks, host, joined_ranks
 from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu
+from offloadkit.planner.fitted import FEW_CTAS
 
-_PIECE_BYTES = {"cuda": 32 << 20, "cpu": 1 << 20}
-"""What each rank sends to each other one to measure the link: about what a large layer's gradient is cut into."""
-_LINK = "link_bytes_per_second"
+_SENT_BYTES = {"cuda": 256 << 20, "cpu": 2 << 20}
+"""What each rank sends to measure the link, an equal part to each."""
+_LINK, _FEW_CTAS_LINK = "link_bytes_per_second", "few_ctas_link_bytes_per_second"
 _NUM_EXCHANGES = 4
 """The fastest one counts: the first ones open connections."""
 _MOST_CORES = 4096
@@ -122,8 +123,8 @@ def measured_together(ranks: Ranks, device: torch.device, folder: str | Path | N
     with shared_cores(ranks, device) as (num_ranks, num_cores):
         all_know = ranks.agree(np.array([is_measured(device, num_ranks)], dtype=np.int64)).all()
         own = measure(device, folder=folder, fresh=not all_know, num_ranks=num_ranks, meet=meet)
-    link = _link(ranks, device, num_ranks)
-    own = replace(own, num_ranks=num_ranks, num_cores=num_cores, link_bytes_per_second=link)
+    links: dict[str, Any] = _links(ranks, device, num_ranks)
+    own = replace(own, num_ranks=num_ranks, num_cores=num_cores, **links)
     names = [field.name for field in fields(Hardware) if type(getattr(own, field.name)) in (int, float)]
     told = _of_all(ranks, [getattr(own, name) for name in names])
     least, most = told.min(0).tolist(), told.max(0).tolist()
@@ -139,9 +140,10 @@ def _of_all(ranks: Ranks, own: Sequence[float]) -> NDArray[np.float64]:
     return ranks.agree(np.array(own, dtype=np.float64).view(np.int64)).view(np.float64)
 
 
-def known_link(device: torch.device, num_ranks: int) -> float:
-    """What `measured_together` found before for so many ranks with GPUs like `device`; 0 if nothing."""
-    return kept(device, _link_of(num_ranks), {_LINK}, dict).get(_LINK, 0.0)
+def known_links(device: torch.device, num_ranks: int) -> dict[str, float]:
+    """What `measured_together` found before for so many ranks with GPUs like `device`, by field of `Hardware`; {} if
+    nothing."""
+    return kept(device, _link_of(num_ranks), {_LINK, _FEW_CTAS_LINK}, dict)
 
 
 def _link_of(num_ranks: int) -> str:
@@ -149,17 +151,21 @@ def _link_of(num_ranks: int) -> str:
     return f"link of {num_ranks} ranks{apart}"
 
 
-def _link(ranks: Ranks, device: torch.device, num_ranks: int) -> float:
-    """Bytes per second that the slowest rank receives while all of them exchange."""
-    known = known_link(device, ranks.size)
-    if not ranks.agree(np.array([known > 0], dtype=np.int64)).all():
-        known = float(_of_all(ranks, [_exchange_rate(ranks, device)]).min())
-        kept(device, _link_of(ranks.size), {_LINK}, lambda: {_LINK: known}, num_ranks=num_ranks)
+def _links(ranks: Ranks, device: torch.device, num_ranks: int) -> dict[str, float]:
+    """Bytes per second that the slowest rank receives while all of them exchange: with as many thread blocks as NCCL
+    likes, and, on GPUs, with few."""
+    known = known_links(device, ranks.size)
+    if not ranks.agree(np.array([bool(known)], dtype=np.int64)).all():
+        own = [_exchange_rate(ranks, device, most) for most in (0, *((FEW_CTAS,) if device.type == "cuda" else ()))]
+        link, few = [*_of_all(ranks, own).min(0).tolist(), 0.0][:2]
+        known = {_LINK: link, _FEW_CTAS_LINK: few}
+        kept(device, _link_of(ranks.size), {*known}, lambda: known, num_ranks=num_ranks)
     return known
 
 
-def _exchange_rate(ranks: Ranks, device: torch.device) -> float:
-    piece = _PIECE_BYTES[device.type]
+def _exchange_rate(ranks: Ranks, device: torch.device, most_ctas: int) -> float:
+    ranks.connect(most_ctas)
+    piece = _SENT_BYTES[device.type] // ranks.size
     sent = torch.zeros(ranks.size * piece, dtype=torch.uint8, device=device)
     received, cuts = torch.empty_like(sent), [at * piece for at in range(ranks.size + 1)]
     best = float("inf")

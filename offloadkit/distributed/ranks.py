@@ -42,10 +42,6 @@ from offloadkit.errors import ConfigError, RankError
 
 _T = TypeVar("_T")
 
-MOST_CTAS = 4
-"""Thread blocks that NCCL may run at once. They keep processors of the GPU from computing, also while they wait for
-another rank. On two H200s a step of T5-3B with everything in VRAM took 0.19 s with 4, and 0.24 s with NCCL's choice;
-the link gives more than backward needs. NCCL_MAX_CTAS in the environment overrides it."""
 _CONNECTING_BYTES = 1 << 20
 """What each rank sends to each other one to connect them: NCCL's choice of channels does not depend on it."""
 BROADCAST_BYTES = 64 * 2**20
@@ -83,6 +79,7 @@ class Ranks:
     _watch: Watch | None = None
     _stepped: SteppedLayers | None = None
     _library_bytes = 0
+    _most_ctas: int | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
@@ -91,13 +88,10 @@ class Ranks:
         default: Any = dist.group.WORLD
         self._timeout: timedelta = default._get_backend(default._device_types[0]).options._timeout
         timeout = self._timeout
-        on_gpu, options = device.type == "cuda", None
-        if on_gpu:
-            options = dist.ProcessGroupNCCL.Options()
-            options.config.max_ctas, options._timeout = MOST_CTAS, timeout
-        backend = "nccl" if on_gpu else "gloo"
+        self._between_devices: Any = None
         with self._explained("making process groups"):
-            self._between_devices: Any = dist.new_group(backend=backend, timeout=timeout, pg_options=options)
+            if device.type != "cuda":
+                self._between_devices = dist.new_group(backend="gloo", timeout=timeout)
             self._of_main: Any = dist.new_group(backend="gloo", timeout=timeout)
             self._of_stepping: Any = dist.new_group(backend="gloo", timeout=timeout)
             of_watch = dist.new_group(backend="gloo", timeout=timeout)
@@ -105,13 +99,30 @@ class Ranks:
         self.stream = CopyStream(device, "ranks")
         self._received: Counter[str] = Counter()
 
-    def connect(self) -> None:
-        """Have NCCL connect this GPU with the others, which it would do when they first exchange something.
+    def connect(self, most_ctas: int = 0) -> None:
+        """Have NCCL connect this GPU with the others, before anything goes between them. Without GPUs nothing is to do.
 
-        So what it takes of VRAM is known before anything is placed (`hardware.library_bytes`).
+        NCCL would do it when they first exchange something. So what it takes of VRAM is known before anything is placed
+        (`hardware.library_bytes`).
+
+        Args:
+            most_ctas: thread blocks that NCCL may run at once; 0: as many as it likes. If it had others before, it
+                connects anew: nothing may be under way. NCCL_MAX_CTAS in the environment overrides it.
         """
-        if self._device.type != "cuda" or self._library_bytes:
+        if self._device.type != "cuda" or most_ctas == self._most_ctas:
             return
+        torch.cuda.synchronize(self._device)
+        before = hardware.vram_outside_bytes(self._device)
+        self._disconnect()
+        self._took_vram(min(0, hardware.vram_outside_bytes(self._device) - before))
+        counted = self._received.copy()
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        if most_ctas:
+            options.config.max_ctas = most_ctas
+        with self._explained("making process groups"):
+            self._between_devices = dist.new_group(backend="nccl", timeout=self._timeout, pg_options=options)
+        self._most_ctas = most_ctas
         before = hardware.vram_outside_bytes(self._device)
         cuts = [at * _CONNECTING_BYTES for at in range(self.size + 1)]
         sent = torch.zeros(cuts[-1] + 1, dtype=torch.uint8, device=self._device)
@@ -122,8 +133,21 @@ class Ranks:
         torch.cuda.synchronize(self._device)
         del sent, received
         torch.cuda.empty_cache()
-        self._library_bytes = max(0, hardware.vram_outside_bytes(self._device) - before)
-        hardware.library_bytes[self._device.index or 0] += self._library_bytes
+        self._took_vram(hardware.vram_outside_bytes(self._device) - before)
+        self._received = counted
+
+    def _took_vram(self, num_bytes: int) -> None:
+        """Count what NCCL has taken; less than nothing where it gave some back."""
+        change = max(num_bytes, -self._library_bytes)
+        self._library_bytes += change
+        hardware.library_bytes[self._device.index or 0] += change
+
+    def _disconnect(self) -> None:
+        """Close the connections between devices."""
+        group, self._between_devices, self._most_ctas = self._between_devices, None, None
+        if group is not None and dist.is_initialized():
+            with suppress(ValueError):  # the program has destroyed all groups, and made others
+                dist.destroy_process_group(group)
 
     def take_received(self) -> dict[str, int]:
         """Bytes received from the other ranks since the last call: "exchange", "gather" and "agreement"."""
@@ -286,13 +310,13 @@ class Ranks:
         if self.is_failing:
             self.fail()
         self._watch.leave()
+        self._disconnect()
+        self._took_vram(-self._library_bytes)
         if dist.is_initialized():
-            for group in (self._between_devices, self._of_main, self._of_stepping):
+            for group in (self._of_main, self._of_stepping):
                 with suppress(ValueError):  # the program has destroyed all groups, and made others
                     dist.destroy_process_group(group)
-        hardware.library_bytes[self._device.index or 0] -= self._library_bytes
-        self._library_bytes = 0
-        self._between_devices = self._of_main = self._of_stepping = None
+        self._of_main = self._of_stepping = None
 
     def explain(self, error: RuntimeError) -> None:
         """Of an operation of torch.distributed that was not the engine's: a Trainer's, the user's.
@@ -308,7 +332,8 @@ class Ranks:
     def _abort(self) -> None:
         """End the device operations that wait for a rank which has ended. (gloo's end by themselves.)"""
         if self._device.type == "cuda":
-            groups: list[Any] = [self._between_devices, dist.group.WORLD]  # a Trainer uses the default group too
+            made = () if self._between_devices is None else (self._between_devices,)
+            groups: list[Any] = [*made, dist.group.WORLD]  # a Trainer uses the default group too
             for group in groups:
                 with suppress(RuntimeError, AttributeError):  # it is closed, or has none for GPUs
                     group._get_backend(self._device).abort()

@@ -23,9 +23,9 @@ BUS_EFFICIENCY = 0.87
 BOTH_WAYS_EFFICIENCY = 0.78
 """Of PCIe's bytes per second in both directions together. Rates: 97.9 of 126 GB/s."""
 
-LINK_EFFICIENCY = 0.67
-"""Of NVLink's bytes per second in one direction, in an exchange between all ranks. Not measured: it is the
-300 of 450 GB/s that the exchange was designed with. Where the ranks are, their link is measured."""
+LINK_EFFICIENCY = 0.3
+"""Of NVLink's bytes per second in one direction, in an exchange between all ranks: 136 of 450 GB/s between two H200s,
+with 32 MiB to each. Where the ranks are, their link is measured."""
 
 # ---- what the GPU reaches of the measured rates --------------------------------------------------------------------
 
@@ -63,9 +63,14 @@ H200 it was 0.1 GiB. A budget of VRAM leaves it out until the context stays as i
 
 # ---- several ranks --------------------------------------------------------------------------------------------------
 
-NCCL_BYTES = 512 << 20
-"""VRAM of NCCL's buffers and kernels. Not measured: NCCL has up to 32 channels, with a buffer of 4 MiB (its
-NCCL_BUFFSIZE) in each direction, for a ring and for the other ranks: 256 MiB each."""
+NCCL_BYTES = 576 << 20
+"""VRAM of NCCL's buffers and kernels: 564 MiB between two H200s."""
+FEW_CTAS = 4
+"""Thread blocks of NCCL at once, where few are enough. Each keeps a processor of the GPU from computing, also while it
+waits for another rank. With everything of T5-3B in VRAM of two H200s a step took 0.19 s with 4, and 0.24 s with NCCL's
+own choice; the link gave 34 and 136 GB/s."""
+CROWDED = 1.1
+"""By which factor a step may be planned longer with few: what NCCL's own choice takes of the GPU is not planned."""
 AGREE_SECONDS = 3e-4
 """Seconds of a gather or a sum of some thousand numbers by gloo, for each rank but the first. Two processes of a host
 with two cores took 0.26 to 0.33 ms at the least for the sum of 3,000 to 43,000 numbers, and 0.18 to 0.32 ms to gather

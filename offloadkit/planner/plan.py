@@ -15,7 +15,7 @@ from offloadkit.config import OffloadConfig, Placement, Precision
 from offloadkit.errors import DoesNotFitError
 from offloadkit.hardware import Hardware
 from offloadkit.optim.table import MOMENTS, optimizer_named
-from offloadkit.planner.fitted import LOADED_LATER_BYTES
+from offloadkit.planner.fitted import CROWDED, FEW_CTAS, LOADED_LATER_BYTES
 from offloadkit.planner.layout import (
     LayerShape,
     activations,
@@ -281,13 +281,30 @@ def make_plan(
     `hardware`, the placements are those with the fastest predicted step within the budgets. Else every layer has its
     states in RAM. The budgets are the config's `vram` and `ram`, or else what the machine has free. The other arguments
     are those of `Basis`.
+
+    Where ranks were measured with few of NCCL's thread blocks too, the plan chooses between these and NCCL's own choice
+    (`Hardware.most_ctas`), once for all.
     """
     of_run: Any = {"precision": config.precision, "optimizer": config.optimizer}
     of_run["exchanges_sums"] = config.exchange == "step"
     layers = tuple(replace(layer, **of_run) for layer in layers)
     basis = Basis(config, frozen, frozen_bytes, work, hardware, assumed)
     budgets = _budgets(config, hardware, layers[0].num_ranks)
-    return _plan(layers, basis, budgets, _placements(layers, basis, budgets))
+    if work is None or hardware is None or not hardware.few_ctas_link_bytes_per_second:
+        return _plan(layers, basis, budgets, _placements(layers, basis, budgets))
+    few, own = (
+        _plan(layers, each, budgets, _placements(layers, each, budgets))
+        for each in (replace(basis, hardware=machine) for machine in _with_ctas(hardware))
+    )
+    assert few.seconds is not None
+    assert own.seconds is not None
+    return few if few.seconds.step <= CROWDED * own.seconds.step else own
+
+
+def _with_ctas(machine: Hardware) -> tuple[Hardware, Hardware]:
+    """The machine with few of NCCL's thread blocks, and with as many as NCCL likes."""
+    own = replace(machine, few_ctas_link_bytes_per_second=0.0)
+    return replace(own, most_ctas=FEW_CTAS, link_bytes_per_second=machine.few_ctas_link_bytes_per_second), own
 
 
 def placed(plan: Plan, placements: Sequence[Placement]) -> Plan:

@@ -158,10 +158,12 @@ def measured(card: Hardware) -> tuple[Hardware, int, list[str]]:
             found = [machine.measured_together(group, CPU) for _ in range(2)]
         finally:
             group.close()
-        assert found[0].link_bytes_per_second == found[1].link_bytes_per_second == machine.known_link(CPU, 2)
+        known = machine.known_links(CPU, 2)
+        assert found[0].link_bytes_per_second == found[1].link_bytes_per_second == known["link_bytes_per_second"]
+        assert known["few_ctas_link_bytes_per_second"] == 0, "that is NCCL's"
         assert not measuring.is_measured(CPU, 1), "one rank alone has other rates"
         patch.setenv("NCCL_P2P_DISABLE", "1")
-        assert machine.known_link(CPU, 2) == 0.0, "that is another link"
+        assert machine.known_links(CPU, 2) == {}, "that is another link"
         return found[0], int(np.log2(found[0].link_bytes_per_second)), asked
 
 

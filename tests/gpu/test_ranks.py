@@ -19,7 +19,7 @@ from offloadkit.distributed.machine import measured_together
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.engine import OffloadEngine
 from offloadkit.hardware import Hardware
-from offloadkit.planner.fitted import NCCL_BYTES
+from offloadkit.planner.fitted import FEW_CTAS, NCCL_BYTES
 from offloadkit.telemetry import Telemetry
 from tests.distributed.doors import finetuned, pairs
 from tests.distributed.moves import moving
@@ -96,12 +96,13 @@ def test_finetune_on_two_ranks_is_that_on_one(tmp_path: Path, name: str) -> None
 
 
 def measured() -> tuple[Hardware, int]:
-    """The machine as both GPUs measure it together, and the VRAM that NCCL took for it."""
+    """The machine as both GPUs measure it together, and the VRAM that NCCL has taken afterwards."""
     device = hardware.default_device()
     group = Ranks(device)
     try:
         found = measured_together(group, device)
-        group.connect()
+        for most in (FEW_CTAS, 0, FEW_CTAS):
+            group.connect(most)
         return found, hardware.library_bytes[device.index]
     finally:
         group.close()
@@ -132,9 +133,10 @@ def test_two_ranks_measure_and_plan_together() -> None:
         (first, nccl), (second, _) = pool.run(2, measured)
         assert replace(first, device=second.device) == second
         assert first.num_ranks == 2
-        print(f"link {first.link_bytes_per_second / 1e9:.1f} GB/s, NCCL took {nccl >> 20} MiB")
+        few = f"{first.few_ctas_link_bytes_per_second / 1e9:.1f}"
+        print(f"link {first.link_bytes_per_second / 1e9:.1f} GB/s, {few} by few, NCCL took {nccl >> 20} MiB")
         if torch.cuda.device_count() > 1:  # what ranks take of one GPU cannot be told apart
-            assert first.link_bytes_per_second > 2e9
+            assert first.link_bytes_per_second > first.few_ctas_link_bytes_per_second > 2e9
             assert nccl <= NCCL_BYTES
         for micro_batches in (1, 2):
             one, other = pool.run(2, counted, micro_batches=micro_batches)

@@ -17,10 +17,14 @@ from offloadkit.planner.fitted import (
     AGREE_SECONDS,
     CPU_EFFICIENCY,
     EXCHANGE_SECONDS,
+    FEW_CTAS,
+    FORWARD_LAUNCHES,
     LINK_EFFICIENCY,
     NCCL_BYTES,
     NORM_EFFICIENCY,
+    RANKS_SLOW,
     STEP_EFFICIENCY,
+    THREAD_SLOWS,
 )
 from offloadkit.planner.layout import communicated_bytes
 from offloadkit.planner.phases import moved_bytes
@@ -83,12 +87,35 @@ def test_ranks_share_cores_and_dram_and_each_has_a_bus() -> None:
 def test_the_link_is_the_sheets_or_the_bus_and_says_so() -> None:
     sheet = for_ranks(H200, 2)
     assert sheet.link_bytes_per_second == LINK_EFFICIENCY * 450e9 == card_named("H200").link_bytes_per_second()
-    assert "2 GPUs are taken to be linked by NVLink with 302 GB/s, by the card's data sheet." in sheet.link_assumed
+    assert "2 GPUs are taken to be linked by NVLink with 135 GB/s, by the card's data sheet." in sheet.link_assumed
     by_bus = for_ranks(replace(H200, gpu_name="NVIDIA GeForce RTX 4090"), 2)
     assert by_bus.link_bytes_per_second == H200.both_bytes_per_second / 2
     assert "by their buses alone, with 49.5 GB/s" in by_bus.link_assumed
     known = for_ranks(H200, 2, link=123e9)
     assert (known.link_bytes_per_second, known.link_assumed) == (123e9, "")
+
+
+def test_few_of_nccls_thread_blocks_are_chosen_where_the_link_is_fast_enough_with_them() -> None:
+    """They leave more of the GPU to compute. A step of this plan computes for 0.1 s and exchanges 5.4 GB."""
+    for link, most_ctas in ((100e9, FEW_CTAS), (1e9, 0)):
+        made = plan(2, replace(for_ranks(H200, 2, link=150e9), few_ctas_link_bytes_per_second=link), vram="60GiB")
+        machine = made.basis.hardware
+        assert machine is not None
+        assert (machine.most_ctas, machine.link_bytes_per_second) == (most_ctas, link if most_ctas else 150e9)
+        assert machine.few_ctas_link_bytes_per_second == 0, "the choice is made once"
+        assert made.seconds == StepModel(made.layers, made.basis.work, machine, 1).seconds(made.placements)
+
+
+def test_python_is_slower_beside_the_cpus_steps_of_several_ranks() -> None:
+    """Forward takes nothing but Python's time here, beside a CPU's step that takes next to none."""
+    layers, work = layers_of(2), Pass(num_operations=1000)
+    stages = tuple(stage(layer.name, forward=work, backward=Pass()) for layer in layers)
+    for num_ranks, slower in ((1, THREAD_SLOWS), (2, RANKS_SLOW)):
+        alike = replace(machine(launch_seconds=1e-3), num_ranks=num_ranks, num_cores=16)
+        model = StepModel(layers, MicroBatch(stages, 640), alike, 1)
+        alone, beside = (model.seconds([where] * 4).busy["launches"] for where in (IN_VRAM, LATE))
+        forward = 4 * FORWARD_LAUNCHES * 1000 * 1e-3
+        assert beside - alone == pytest.approx(slower * forward, rel=1e-3)
 
 
 def test_more_than_eight_are_on_several_hosts() -> None:
