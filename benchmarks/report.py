@@ -324,7 +324,7 @@ def _notes(rows: Sequence[Row], name: Callable[[Row], str]) -> Iterator[str]:
     """Each remark once, with the names of the rows that it is about; of planned rows none."""
     engines: dict[str, list[str]] = {}
     for row in rows:
-        if row["notes"] and row["status"] != "planned":
+        if row.get("notes") and row["status"] != "planned":
             engines.setdefault(row["notes"], []).append(name(row))
     for note, who in engines.items():
         which = "All" if len(who) == len(rows) else ", ".join(dict.fromkeys(who))

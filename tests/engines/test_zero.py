@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,12 +94,13 @@ def test_the_config_says_to_deepspeed_what_ours_says() -> None:
 
 
 def test_the_ram_of_zero_is_what_was_measured() -> None:
-    """Runs on an H200 in bf16 that loaded nothing beside: within 1.5 %."""
+    """Runs on one H200 in bf16 that loaded nothing beside: within 1.5 %."""
     with RESULTS.open() as file:
         rows = [row for row in csv.DictReader(file) if row["status"] == "measured" and row["ram_peak_bytes"]]
     found = set()
     for row in rows:
-        if row["engine"] not in ("zero2", "zero3") or not row["num_parameters"]:
+        several = "GPUs" in json.loads(row["figures"] or "{}")
+        if row["engine"] not in ("zero2", "zero3") or not row["num_parameters"] or several:
             continue
         zero = Zero() if row["engine"] == "zero2" else Zero(3, weights="ram")
         plan = a_plan(int(row["num_parameters"]))
