@@ -200,6 +200,7 @@ def test_a_model_whose_evaluation_fails_is_saved(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_an_earlier_model_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finetune(t5(), PAIRS, output_dir=tmp_path / "out")
     before = (tmp_path / "out" / "model" / "model.safetensors").read_bytes()

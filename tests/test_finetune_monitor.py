@@ -188,6 +188,7 @@ def test_an_interrupt_finishes_the_step_and_resume_gives_the_weights_of_a_run_th
     assert all(torch.equal(weight, weights(resumed)[name]) for name, weight in weights(whole).items())
 
 
+@pytest.mark.slow
 def test_a_callback_that_stops_in_mid_epoch_leaves_a_checkpoint_as_an_interrupt_does(by_name: str) -> None:
     class Stops(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -218,6 +219,7 @@ def test_a_callback_that_stops_leaves_the_best_models_evaluation_to_the_trainer(
     assert [path.name for path in Path("out").glob("checkpoint-*")] == [f"checkpoint-{best}"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_weights_alone_and_a_best_one_do_not_keep_the_stopped_one_from_being_resumed(
     by_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

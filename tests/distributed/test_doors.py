@@ -42,7 +42,8 @@ def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("placement", [CPU_STEP, pytest.param(LEAST, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", [CPU_STEP, LEAST])
 def test_finetune_on_two_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path, placement: Placement) -> None:
     """Eleven rows are six micro-batches, the last one short: the third update of an epoch has a filler."""
     options: dict[str, Any] = {"accumulation": 4, "eval_dataset": pairs(16, 11), "per_device_eval_batch_size": 2}

@@ -92,6 +92,7 @@ def resumed(folder: Path, **options: Any) -> list[str]:
     return [str(each.message) for each in caught if "gradients were added" in str(each.message)]
 
 
+@pytest.mark.slow
 def test_going_on_with_another_order_of_addition_says_so(ranks: RankPool, one_thread: None, tmp_path: Path) -> None:
     """Once, on rank 0. Where the order is the same, nothing is said."""
     ranks.run(2, train, micro_batches=2, steps=1, save=tmp_path)

@@ -145,6 +145,7 @@ def test_finetune_sees_the_updates_of_huggingfaces_sampler_in_random_order(tmp_p
         assert max(map(len, ours[0][0])) == max(len(ids) for update in ours for batch in update for ids in batch)
 
 
+@pytest.mark.slow
 def test_finetunes_order_follows_from_the_seed_alone(tmp_path: Path, seen: list[Any]) -> None:
     def rows_of(**options: Any) -> list[Any]:
         seen.clear()
