@@ -95,6 +95,8 @@ class Hardware:
     """Thread blocks of NCCL at once with which the link was measured. 0: as many as NCCL likes."""
     few_ctas_link_bytes_per_second: float = 0.0
     """The link with only a few, which leave more of the GPU to compute. 0: nobody knows, or the choice was made."""
+    link_is_bus: bool = False
+    """Whether what GPUs of one host send each other goes over their buses, as their copies to and from RAM do."""
     network_bytes_per_second: float = 0.0
     """What it receives from other hosts then, where the link is only that of one host's ranks; else 0."""
 

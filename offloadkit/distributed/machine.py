@@ -21,6 +21,7 @@ from offloadkit.distributed.ranks import Ranks, host, joined_ranks
 from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu
 from offloadkit.planner.fitted import FEW_CTAS
+from offloadkit.planner.ranks import is_bus
 
 _SENT_BYTES = {"cuda": 256 << 20, "cpu": 2 << 20}
 """What each rank sends to measure the link, an equal part to each."""
@@ -132,7 +133,8 @@ def measured_together(ranks: Ranks, device: torch.device, folder: str | Path | N
     for name, low, high in zip(names, least, most, strict=True):
         is_cost = name in ("launch_seconds", "vram_context_bytes", "num_ranks")
         agreed[name] = type(getattr(own, name))(high if is_cost else low)
-    return replace(own, **agreed)
+    together = replace(own, **agreed)
+    return replace(together, link_is_bus=is_bus(together.link_bytes_per_second, together))
 
 
 def _of_all(ranks: Ranks, own: Sequence[float]) -> NDArray[np.float64]:

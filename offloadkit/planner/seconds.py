@@ -9,7 +9,8 @@ A step has two phases. They do not overlap, because clipping needs the whole nor
 
 With several ranks a step is that of one rank, beside the others. Backward's gradients are exchanged layer by layer over
 the link, which forward's new weights are gathered over. Both have one order, so each waits for the one before it. Sums
-that are exchanged once a step go in the last backward, and those in RAM are added before the norm.
+that are exchanged once a step go in the last backward, and those in RAM are added before the norm. Where the link is
+the bus, copies are slower by what goes over the link in the same phase.
 
 Each resource works through its own queue. A layer's work starts once its inputs have arrived and a buffer is free.
 
@@ -162,6 +163,7 @@ class StepModel:
         meetings = 3 if layers[0].sums_whole(accumulation) else 2  # what gradients there are, sums in RAM, the norm
         self.agreeing = meetings * others * AGREE_SECONDS
         self._resources = (*RESOURCES, "link") if others else RESOURCES
+        self._link = link_rate(hardware, layers[0].num_ranks)
 
     def on_large_gpu(self) -> float:
         """Seconds of a step with everything in VRAM and nothing recomputed."""
@@ -200,15 +202,15 @@ class StepModel:
         What the step does not use is left out.
         """
         alone, beside = self._bus_in_update(placements, False), self._bus_in_update(placements, True)
-        in_backward = _Bus(*self._bus(placements))
         others = self._accumulation - 1
         passes = [
             (1, beside, self._forward(placements, updates=True)),
-            (1, in_backward, self._backward(placements, is_last=True)),
+            (1, self._bus(placements, is_last=True), self._backward(placements, is_last=True)),
         ]
         if others:
             passes.append((others, alone, self._forward(placements, updates=False)))
-            passes.append((others, in_backward, self._backward(placements, is_last=False)))
+            before = self._bus(placements, is_last=False), self._backward(placements, is_last=False)
+            passes.append((others, *before))
         found: dict[str, float] = {}
         for name in ("H2D", "D2H"):
             busy = [(number * queues.busy[name], getattr(bus, name.lower())) for number, bus, queues in passes]
@@ -312,10 +314,10 @@ class StepModel:
         both while both run.
         """
         machine = self._hardware
-        alone = _Bus(machine.h2d_bytes_per_second, machine.d2h_bytes_per_second)
-        if not updates or not any(where.step == "gpu" and where.states == "ram" for where in placements):
-            return alone
-        h2d_bytes = d2h_bytes = cpu_seconds = 0.0
+        streams = any(where.step == "gpu" and where.states == "ram" for where in placements)
+        if not updates or not (streams or machine.link_is_bus):
+            return _Bus(machine.h2d_bytes_per_second, machine.d2h_bytes_per_second)
+        h2d_bytes = d2h_bytes = cpu_seconds = linked = 0.0
         for unit in self.stages:
             for layer in unit.layers:
                 where = placements[layer.index]
@@ -326,20 +328,25 @@ class StepModel:
                     h2d_bytes, d2h_bytes = h2d_bytes + there, d2h_bytes + back
                 if where.weights == "ram":
                     h2d_bytes += layer.weight_bytes
-                elif where.step == "cpu":
-                    h2d_bytes += layer.stepped_bytes
+                else:
+                    h2d_bytes += layer.stepped_bytes if where.step == "cpu" else 0
+                    linked += layer.gather
             if any(placements[layer.index].activations == "offload" for layer in unit.layers):
                 d2h_bytes += unit.input_bytes
-        h2d, d2h = both_ways(h2d_bytes, d2h_bytes, machine)
-        bus_seconds = max(h2d_bytes / h2d, d2h_bytes / d2h)
-        cores, bus = dram_slowdowns(cpu_seconds, self.cpu_rate, bus_seconds, h2d_bytes + d2h_bytes, machine)
-        return _Bus(h2d / bus, d2h / bus, cores)
+        bus = _Bus(machine.h2d_bytes_per_second, machine.d2h_bytes_per_second)
+        if streams:
+            h2d, d2h = both_ways(h2d_bytes, d2h_bytes, machine)
+            bus_seconds = max(h2d_bytes / h2d, d2h_bytes / d2h)
+            cores, slows = dram_slowdowns(cpu_seconds, self.cpu_rate, bus_seconds, h2d_bytes + d2h_bytes, machine)
+            bus = _Bus(h2d / slows, d2h / slows, cores)
+        return self._beside_link(bus, linked, h2d_bytes, d2h_bytes)
 
     def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> Queues:
         """Backward with recomputation. Beside it, weights and inputs are fetched, and gradients are sent and added."""
         queues, adds = Queues(self._hardware.num_cores), self._accumulation > 1
         python = queues.python
-        h2d, d2h = self._bus(placements)
+        bus = self._bus(placements, is_last=is_last)
+        h2d, d2h = bus.h2d, bus.d2h
         before, drained, num_streamed = 0.0, 0.0, 0
         ends: list[float] = []
         sent: list[float] = []
@@ -401,14 +408,34 @@ class StepModel:
                     queues.take("D2H", layer.gradient_bytes / d2h, done)
         return queues
 
-    def _bus(self, placements: Sequence[Placement]) -> tuple[float, float]:
-        """Bytes per second of H2D and D2H in backward: less if both directions are in use."""
+    def _bus(self, placements: Sequence[Placement], *, is_last: bool) -> _Bus:
+        """The bus beside backward: less each way if both directions are in use."""
         machine = self._hardware
         h2d, d2h = machine.h2d_bytes_per_second, machine.d2h_bytes_per_second
         fetches = any(where.weights == "ram" or where.activations == "offload" for where in placements)
         sends = any(where.gradients == "ram" for where in placements)
         share = min(1.0, machine.both_bytes_per_second / (h2d + d2h)) if fetches and sends else 1.0
-        return h2d * share, d2h * share
+        bus = _Bus(h2d * share, d2h * share)
+        if not machine.link_is_bus:
+            return bus
+        fetched = sent = linked = 0.0
+        for unit in self.stages:
+            for layer in unit.layers:
+                where = placements[layer.index]
+                fetched += layer.weight_bytes if where.weights == "ram" else 0
+                sent += layer.sent_bytes if where.gradients == "ram" else 0
+                linked += layer.exchange + (layer.sums_exchange if is_last and where.gradients == "vram" else 0.0)
+            if any(placements[layer.index].activations == "offload" for layer in unit.layers):
+                fetched += unit.input_bytes
+        return self._beside_link(bus, linked, fetched, sent)
+
+    def _beside_link(self, bus: _Bus, linked: float, h2d_bytes: float, d2h_bytes: float) -> _Bus:
+        """What copies of so many bytes have of the bus, if the link is this bus and works for `linked` seconds."""
+        if not self._hardware.link_is_bus:
+            return bus
+        num_bytes = linked * self._link
+        h2d, d2h = (own / (own + num_bytes) if own else 1.0 for own in (h2d_bytes, d2h_bytes))
+        return _Bus(bus.h2d * h2d, bus.d2h * d2h, bus.slows_cores)
 
 
 def place_in_stages(layers: Sequence[LayerShape], stages: Sequence[Stage]) -> list[int]:

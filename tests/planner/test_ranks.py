@@ -93,6 +93,12 @@ def test_the_link_is_the_sheets_or_the_bus_and_says_so() -> None:
     assert "by their buses alone, with 49.5 GB/s" in by_bus.link_assumed
     known = for_ranks(H200, 2, link=123e9)
     assert (known.link_bytes_per_second, known.link_assumed) == (123e9, "")
+    assert [each.link_is_bus for each in (sheet, by_bus, known, for_ranks(H200, 2, link=12e9))] == [
+        False,
+        True,
+        False,
+        True,
+    ], "no NVLink is slower than a bus"
 
 
 def test_few_of_nccls_thread_blocks_are_chosen_where_the_link_is_fast_enough_with_them() -> None:
@@ -183,6 +189,24 @@ def test_weights_in_ram_come_whole_over_each_bus_and_are_not_gathered() -> None:
     assert made[1].busy["link"] == pytest.approx(4 * (2 * own / 1e9 + EXCHANGE_SECONDS)), "gradients alone"
 
 
+def test_copies_share_the_bus_with_a_link_that_goes_over_it() -> None:
+    """Where gradients and states are in RAM, sums leave in backward and weights come in forward, beside the others'."""
+    rates = {"d2h_bytes_per_second": 1e9, "h2d_bytes_per_second": 1e9, "link_bytes_per_second": 5e8}
+    own, received = 4 * N // 2, 4 * (N + EXCHANGE_SECONDS * 5e8)
+    for accumulation in (1, 2):
+        apart = seconds(2, Placement(), accumulation, **rates)
+        made = seconds(2, Placement(), accumulation, **rates, link_is_bus=True)
+        assert made.busy["link"] == apart.busy["link"]
+        assert made.busy["D2H"] - apart.busy["D2H"] == pytest.approx(accumulation * received / 1e9)
+        assert made.busy["H2D"] - apart.busy["H2D"] == pytest.approx(received / 1e9), "new weights once"
+    assert apart.busy["H2D"] == pytest.approx(2 * own / 1e9)
+    streamed = Placement(gradients="vram", step="gpu")  # states come and go in forward, beside the others' new weights
+    apart, made = (seconds(2, streamed, **rates, link_is_bus=value) for value in (False, True))
+    for way in ("H2D", "D2H"):
+        assert made.busy[way] - apart.busy[way] == pytest.approx(received / 1e9)
+    assert seconds(2, IN_VRAM, **rates) == seconds(2, IN_VRAM, **rates, link_is_bus=True)
+
+
 def test_the_link_works_beside_computing() -> None:
     """The last layer's exchange and the first one's gather are what is left."""
     flops = 10**12
@@ -260,7 +284,7 @@ def test_a_larger_budget_that_is_named_fits() -> None:
 
 
 def test_what_another_gpu_and_more_micro_batches_would_bring_is_said() -> None:
-    made = plan(2, replace(H200, gpu_name=None, both_bytes_per_second=10e9), vram="6GiB", ram="100GiB")
+    made = plan(2, replace(H200, gpu_name=None, both_bytes_per_second=30e9), vram="6GiB", ram="100GiB")
     third = replanned(made, num_gpus=3)
     assert third.num_gpus == third.num_on_host == 3
     assert third.budgets["ram"] == 100 * GIB // 3
