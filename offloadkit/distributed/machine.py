@@ -134,7 +134,8 @@ def measured_together(ranks: Ranks, device: torch.device, folder: str | Path | N
         is_cost = name in ("launch_seconds", "vram_context_bytes", "num_ranks")
         agreed[name] = type(getattr(own, name))(high if is_cost else low)
     together = replace(own, **agreed)
-    return replace(together, link_is_bus=is_bus(together.link_bytes_per_second, together))
+    one_host = together.num_ranks == ranks.size  # else the link is a network's
+    return replace(together, link_is_bus=one_host and is_bus(together.link_bytes_per_second, together))
 
 
 def _of_all(ranks: Ranks, own: Sequence[float]) -> NDArray[np.float64]:
