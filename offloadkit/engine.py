@@ -264,8 +264,8 @@ class OffloadEngine:
         trained = {view.parameter for layer in layers for view in layer.views}
         self._first_window: FirstWindow | None = None
         plan = plan or self._planned(model, layers, example, evaluation_rows)
-        self._connect(plan)
         check_plan(plan, layers, self.config)
+        self._connect(plan)
         plan = self._own(plan, layers)
         here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
         self.plan = within_free_vram(plan, self.device, sum(each.nbytes for each in here), self._ranks)
@@ -751,7 +751,8 @@ class OffloadEngine:
             OffloadkitError: there is too little RAM or disk, or the GPU is full (`OutOfVramError`). Layers that moved
                 before stay there, and training can go on: `plan` says what is where. If not even that is possible, the
                 engine closes, and the model has its weights.
-            RankError: another rank did not call it, or cannot move.
+            RankError: another rank did not call it, or cannot move. Or the GPUs could not be connected anew as the plan
+                has it: then the engine closes, and the model has its weights.
         """
         self._check_open()
         with self._together("calling move()"):
@@ -772,7 +773,11 @@ class OffloadEngine:
         self._placed.take_over_outside_writes()
         with self._together("beginning to move"):
             self._placed.check_movable(plan.placements)
-        self._connect(plan)
+        try:
+            self._connect(plan)
+        except BaseException:
+            self.close()  # nothing can go between the ranks any more; the model has its weights
+            raise
         try:
             with explained_shortage(plan, self.device), torch.inference_mode(False), torch.no_grad():
                 self._placed.move(plan.placements, self._has_moved)

@@ -7,6 +7,7 @@ machine busy are used in this process only.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
@@ -47,7 +48,8 @@ _RATES = {
 } - {*_DISK_RATES, "link_bytes_per_second", "few_ctas_link_bytes_per_second", "network_bytes_per_second"}
 _DRAM_RATES = ("dram_bytes_per_second", "cpu_and_bus_bytes_per_second")
 _of_this_process: dict[str, Any] = {}
-"""Rates that were measured on a busy machine, by key: they spare this process another measurement."""
+"""Rates by key that spare this process another measurement: of a busy machine, or what ranks have agreed that they
+know."""
 _BUSY = 0.1
 """Other processes disturb a measurement if they use more than this fraction of the cores' time."""
 _COUNTING_SECONDS = 0.05
@@ -70,7 +72,7 @@ def measure(
         folder: where to measure the disk, by writing and reading at most 64 MiB. None: the disk is not measured.
         fresh: whether to measure again what is cached.
         num_ranks: processes of this host that measure at the same time. What each finds then is cached for itself.
-        meet: called before each rate is measured; it waits for the others, so that all measure the same at once.
+        meet: called between groups of rates; it waits for the others, so that all measure the same at once.
 
     Raises:
         OutputError: `folder` is not a folder, or cannot be written.
@@ -97,8 +99,11 @@ def measure(
 
 
 def is_measured(device: torch.device, num_ranks: int) -> bool:
-    """Whether `measure` has the rates already that each of so many ranks of this host has."""
-    rates: dict[str, Any] = (_of_this_process | _read_cache()).get(_machine_key(device, num_ranks), {})
+    """Whether `measure` has the rates already that each of so many ranks of this host has. If so, it keeps them."""
+    key = _machine_key(device, num_ranks)
+    rates: dict[str, Any] = (_of_this_process | _read_cache()).get(key, {})
+    if rates.keys() == _RATES:
+        _of_this_process[key] = rates  # ranks rely on that, and other processes may replace the file
     return rates.keys() == _RATES
 
 
@@ -223,9 +228,12 @@ def _store(key: str, rates: dict[str, Any]) -> None:
     path = cache_file()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-            json.dump(_read_cache() | {key: rates}, file, indent=1)
-        os.replace(file.name, path)
+        with path.with_suffix(".lock").open("w") as lock:
+            with suppress(OSError):  # not every file system has locks
+                fcntl.flock(lock, fcntl.LOCK_EX)  # several ranks add theirs at once
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
+                json.dump(_read_cache() | {key: rates}, file, indent=1)
+            os.replace(file.name, path)
 
 
 # ---- rates of processor, RAM, bus and GPU ------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from offloadkit.device.measure import is_measured, kept, measure
 from offloadkit.distributed.ranks import Ranks, host, joined_ranks
 from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu
+from offloadkit.optim.norm import NORM_BLOCK
 from offloadkit.planner.fitted import FEW_CTAS
 from offloadkit.planner.ranks import is_bus
 
@@ -27,7 +28,9 @@ _SENT_BYTES = {"cuda": 256 << 20, "cpu": 2 << 20}
 """What each rank sends to measure the link, an equal part to each."""
 _LINK, _FEW_CTAS_LINK = "link_bytes_per_second", "few_ctas_link_bytes_per_second"
 _NUM_EXCHANGES = 4
-"""The fastest one counts: the first ones open connections."""
+"""The fastest one counts."""
+_OF_CTAS = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS")
+"""Variables of the environment that say how many thread blocks NCCL runs, whatever the plan says."""
 _MOST_CORES = 4096
 """Of a host. Ranks are not bound to cores beyond."""
 
@@ -150,16 +153,18 @@ def known_links(device: torch.device, num_ranks: int) -> dict[str, float]:
 
 
 def _link_of(num_ranks: int) -> str:
-    apart = " without P2P" if os.environ.get("NCCL_P2P_DISABLE", "0") != "0" else ""  # another link
-    return f"link of {num_ranks} ranks{apart}"
+    apart = [f", {name}={os.environ[name]}" for name in (*_OF_CTAS, "NCCL_P2P_DISABLE") if name in os.environ]
+    return f"link of {num_ranks} ranks{''.join(apart)}"  # these make it another one
 
 
 def _links(ranks: Ranks, device: torch.device, num_ranks: int) -> dict[str, float]:
     """Bytes per second that the slowest rank receives while all of them exchange: with as many thread blocks as NCCL
-    likes, and, on GPUs, with few."""
+    likes, and, on GPUs, with few, unless the environment has chosen already."""
     known = known_links(device, ranks.size)
-    if not ranks.agree(np.array([bool(known)], dtype=np.int64)).all():
-        own = [_exchange_rate(ranks, device, most) for most in (0, *((FEW_CTAS,) if device.type == "cuda" else ()))]
+    can_choose = device.type == "cuda" and not any(name in os.environ for name in _OF_CTAS)
+    all_know, all_can_choose = ranks.agree(np.array([bool(known), can_choose], dtype=np.int64)).min(0).tolist()
+    if not all_know:
+        own = [_exchange_rate(ranks, device, most) for most in (0, *((FEW_CTAS,) if all_can_choose else ()))]
         link, few = [*_of_all(ranks, own).min(0).tolist(), 0.0][:2]
         known = {_LINK: link, _FEW_CTAS_LINK: few}
         kept(device, _link_of(ranks.size), {*known}, lambda: known, num_ranks=num_ranks)
@@ -168,7 +173,7 @@ def _links(ranks: Ranks, device: torch.device, num_ranks: int) -> dict[str, floa
 
 def _exchange_rate(ranks: Ranks, device: torch.device, most_ctas: int) -> float:
     ranks.connect(most_ctas)
-    piece = _SENT_BYTES[device.type] // ranks.size
+    piece = max(1, _SENT_BYTES[device.type] // ranks.size // NORM_BLOCK) * NORM_BLOCK  # layers are cut there too
     sent = torch.zeros(ranks.size * piece, dtype=torch.uint8, device=device)
     received, cuts = torch.empty_like(sent), [at * piece for at in range(ranks.size + 1)]
     best = float("inf")

@@ -39,11 +39,14 @@ from offloadkit.device.streams import CopyStream
 from offloadkit.distributed.stepped import Stepped, SteppedLayers
 from offloadkit.distributed.watch import Watch
 from offloadkit.errors import ConfigError, RankError
+from offloadkit.planner.fitted import NCCL_BYTES
 
 _T = TypeVar("_T")
 
-_CONNECTING_BYTES = 1 << 20
-"""What each rank sends to each other one to connect them: NCCL's choice of channels does not depend on it."""
+_CONNECTING_BYTES = 32 << 20
+"""What is gathered to connect ranks: as much as of a large layer, since NCCL's choice of an algorithm depends on it."""
+_MOST_LIBRARY_BYTES = 2 * NCCL_BYTES
+"""What NCCL can have taken at the most; the rest is another process's, which came meanwhile."""
 BROADCAST_BYTES = 64 * 2**20
 """A tensor that is not on the device is broadcast in pieces of so many bytes."""
 
@@ -57,8 +60,6 @@ def joined_ranks(device: torch.device) -> Ranks | None:
         return None
     return Ranks(device)
 
-
-_gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 
 _HANDLED = "_offloadkit_handled"
 """On an error that was being handled when ranks met."""
@@ -106,12 +107,28 @@ class Ranks:
         (`hardware.library_bytes`).
 
         Args:
-            most_ctas: thread blocks that NCCL may run at once; 0: as many as it likes. If it had others before, it
-                connects anew: nothing may be under way. NCCL_MAX_CTAS in the environment overrides it.
+            most_ctas: thread blocks that NCCL may run at once, equal on all ranks; 0: as many as it likes. If it had
+                others before, it connects anew: nothing may be under way. NCCL_MAX_CTAS in the environment overrides
+                it.
+
+        Raises:
+            RankError: the numbers differ, a rank has ended, or NCCL cannot connect.
         """
-        if self._device.type != "cuda" or most_ctas == self._most_ctas:
+        if self._device.type != "cuda":
             return
         torch.cuda.synchronize(self._device)
+        if len({*self.agree(np.array([most_ctas]))[:, 0].tolist()}) > 1:  # else none is still in what went before
+            raise RankError(
+                "the ranks have plans with different numbers of NCCL's thread blocks: make the plan on one rank and "
+                "give it to all, or let the ranks plan together"
+            )
+        if most_ctas == self._most_ctas:
+            return
+        with self._explained("connecting the GPUs"):
+            self._connect(most_ctas)
+
+    def _connect(self, most_ctas: int) -> None:
+        torch.cuda.empty_cache()  # NCCL allocates outside of torch's cache
         before = hardware.vram_outside_bytes(self._device)
         self._disconnect()
         self._took_vram(min(0, hardware.vram_outside_bytes(self._device) - before))
@@ -120,11 +137,10 @@ class Ranks:
         options._timeout = self._timeout
         if most_ctas:
             options.config.max_ctas = most_ctas
-        with self._explained("making process groups"):
-            self._between_devices = dist.new_group(backend="nccl", timeout=self._timeout, pg_options=options)
-        self._most_ctas = most_ctas
         before = hardware.vram_outside_bytes(self._device)
-        cuts = [at * _CONNECTING_BYTES for at in range(self.size + 1)]
+        self._between_devices = dist.new_group(backend="nccl", timeout=self._timeout, pg_options=options)
+        piece = _CONNECTING_BYTES // self.size
+        cuts = [at * piece for at in range(self.size + 1)]
         sent = torch.zeros(cuts[-1] + 1, dtype=torch.uint8, device=self._device)
         received = torch.empty_like(sent)
         self.exchange(received[: cuts[-1]], sent[: cuts[-1]], cuts)
@@ -133,8 +149,9 @@ class Ranks:
         torch.cuda.synchronize(self._device)
         del sent, received
         torch.cuda.empty_cache()
-        self._took_vram(hardware.vram_outside_bytes(self._device) - before)
-        self._received = counted
+        took = hardware.vram_outside_bytes(self._device) - before
+        self._took_vram(min(took, _MOST_LIBRARY_BYTES))
+        self._received, self._most_ctas = counted, most_ctas
 
     def _took_vram(self, num_bytes: int) -> None:
         """Count what NCCL has taken; less than nothing where it gave some back."""
@@ -144,10 +161,11 @@ class Ranks:
 
     def _disconnect(self) -> None:
         """Close the connections between devices."""
-        group, self._between_devices, self._most_ctas = self._between_devices, None, None
+        group, self._most_ctas = self._between_devices, None
         if group is not None and dist.is_initialized():
             with suppress(ValueError):  # the program has destroyed all groups, and made others
                 dist.destroy_process_group(group)
+        self._between_devices = None  # until here it is there to be aborted
 
     def take_received(self) -> dict[str, int]:
         """Bytes received from the other ranks since the last call: "exchange", "gather" and "agreement"."""
@@ -184,7 +202,8 @@ class Ranks:
             elif len(sizes) > 1:  # NCCL takes them for broadcasts too, all at once
                 dist.all_gather(pieces, pieces[self.rank], group=self._between_devices)
             else:
-                _gather_equal(_bytes(flat), pieces[self.rank], group=self._between_devices)
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since 2.13
+                gather(_bytes(flat), pieces[self.rank], group=self._between_devices)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -348,6 +367,8 @@ class Ranks:
             raise RankError(f"{what} was not begun: rank {self._watch.lost} has {_ENDED}")
         try:
             yield
+        except RankError:  # of an operation within
+            raise
         except RuntimeError as error:
             lost = None if self._watch is None else self._watch.who_is_lost()
             if self._watch is not None:

@@ -28,6 +28,7 @@ struct plan_machine {
     double shares_cores; /* whether Python and the CPU's step share the cores */
     double accumulation;
     double agreeing; /* seconds of an update that several ranks take to agree */
+    double link_is_bus, link;
 };
 
 struct plan_model {
@@ -107,14 +108,23 @@ static inline double plan_mean_rate(double num_bytes, double rate, double togeth
     return num_bytes != 0.0 ? num_bytes / (together + (num_bytes - together * rate * share) / rate) : rate;
 }
 
+static inline struct plan_bus plan_beside_link(const struct plan_machine *m, struct plan_bus bus, double linked,
+                                               double h2d_bytes, double d2h_bytes) {
+    if (m->link_is_bus == 0.0) return bus;
+    double num_bytes = linked * m->link;
+    bus.h2d *= h2d_bytes != 0.0 ? h2d_bytes / (h2d_bytes + num_bytes) : 1.0;
+    bus.d2h *= d2h_bytes != 0.0 ? d2h_bytes / (d2h_bytes + num_bytes) : 1.0;
+    return bus;
+}
+
 static struct plan_bus plan_bus_in_update(const struct plan_model *model, const struct candidate *of, int updates) {
     const struct plan_machine *m = model->machine;
     struct plan_bus bus = {m->h2d, m->d2h, 1.0};
     int any = 0;
     for (int64_t at = 0; at < model->num_layers; at++)
         any |= !states_in_vram(of->codes[at]) && (of->codes[at] & ON_GPU);
-    if (!updates || !any) return bus;
-    double h2d_bytes = 0.0, d2h_bytes = 0.0, cpu_seconds = 0.0;
+    if (!updates || !(any || m->link_is_bus != 0.0)) return bus;
+    double h2d_bytes = 0.0, d2h_bytes = 0.0, cpu_seconds = 0.0, linked = 0.0;
     for (int64_t stage = 0, at = 0; stage < model->num_stages; stage++) {
         int offloads = 0;
         for (; at < model->ends[stage]; at++) {
@@ -128,28 +138,30 @@ static struct plan_bus plan_bus_in_update(const struct plan_model *model, const 
                 h2d_bytes += there;
                 d2h_bytes += back;
             }
-            if (weights_in_ram(code))
+            if (weights_in_ram(code)) {
                 h2d_bytes += layer->weight_bytes;
-            else if (steps_on_cpu(code))
-                h2d_bytes += layer->stepped_bytes;
+            } else {
+                h2d_bytes += steps_on_cpu(code) ? layer->stepped_bytes : 0.0;
+                linked += layer->gather;
+            }
             offloads |= plan_offloads(model, of, at);
         }
         if (offloads) d2h_bytes += model->stages[stage].input_bytes;
     }
-    double share = smaller(1.0, m->both / (m->h2d + m->d2h));
-    double together = smaller(h2d_bytes / (m->h2d * share), d2h_bytes / (m->d2h * share));
-    double h2d = plan_mean_rate(h2d_bytes, m->h2d, together, share);
-    double d2h = plan_mean_rate(d2h_bytes, m->d2h, together, share);
-    double bus_seconds = larger(h2d_bytes / h2d, d2h_bytes / d2h), cores_slower = 1.0, bus_slower = 1.0;
-    if (cpu_seconds != 0.0 && bus_seconds != 0.0) {
-        double slower = larger(1.0, (m->cpu_rate + (h2d_bytes + d2h_bytes) / bus_seconds) / m->cpu_and_bus);
-        cores_slower = smaller(slower, 1.0 + (slower - 1.0) * bus_seconds / cpu_seconds);
-        bus_slower = smaller(slower, 1.0 + (slower - 1.0) * cpu_seconds / bus_seconds);
+    if (any) {
+        double share = smaller(1.0, m->both / (m->h2d + m->d2h));
+        double together = smaller(h2d_bytes / (m->h2d * share), d2h_bytes / (m->d2h * share));
+        double h2d = plan_mean_rate(h2d_bytes, m->h2d, together, share);
+        double d2h = plan_mean_rate(d2h_bytes, m->d2h, together, share);
+        double bus_seconds = larger(h2d_bytes / h2d, d2h_bytes / d2h), cores_slower = 1.0, bus_slower = 1.0;
+        if (cpu_seconds != 0.0 && bus_seconds != 0.0) {
+            double slower = larger(1.0, (m->cpu_rate + (h2d_bytes + d2h_bytes) / bus_seconds) / m->cpu_and_bus);
+            cores_slower = smaller(slower, 1.0 + (slower - 1.0) * bus_seconds / cpu_seconds);
+            bus_slower = smaller(slower, 1.0 + (slower - 1.0) * cpu_seconds / bus_seconds);
+        }
+        bus = (struct plan_bus){h2d / bus_slower, d2h / bus_slower, cores_slower};
     }
-    bus.h2d = h2d / bus_slower;
-    bus.d2h = d2h / bus_slower;
-    bus.slows_cores = cores_slower;
-    return bus;
+    return plan_beside_link(m, bus, linked, h2d_bytes, d2h_bytes);
 }
 
 /* seconds.Ring: its heap is a list here, of which the least is taken. */
@@ -275,17 +287,39 @@ static struct queues plan_forward(const struct plan_model *model, const struct c
     return q;
 }
 
+/* seconds._bus */
+static struct plan_bus plan_bus_in_backward(const struct plan_model *model, const struct candidate *of, int is_last) {
+    const struct plan_machine *m = model->machine;
+    int fetches = 0, sends = 0;
+    double fetched = 0.0, sent = 0.0, linked = 0.0;
+    for (int64_t stage = 0, at = 0; stage < model->num_stages; stage++) {
+        int offloads = 0;
+        for (; at < model->ends[stage]; at++) {
+            const struct layer_cost *layer = &model->layers[at];
+            int64_t code = of->codes[at];
+            int in_ram = gradients_in_ram(code);
+            fetches |= weights_in_ram(code);
+            sends |= in_ram;
+            offloads |= plan_offloads(model, of, at);
+            fetched += weights_in_ram(code) ? layer->weight_bytes : 0.0;
+            sent += in_ram ? layer->sent_bytes : 0.0;
+            linked += layer->exchange + (is_last && !in_ram ? layer->sums_exchange : 0.0);
+        }
+        fetches |= offloads;
+        if (offloads) fetched += model->stages[stage].input_bytes;
+    }
+    double share = fetches && sends ? smaller(1.0, m->both / (m->h2d + m->d2h)) : 1.0;
+    struct plan_bus bus = {m->h2d * share, m->d2h * share, 1.0};
+    return plan_beside_link(m, bus, linked, fetched, sent);
+}
+
 static struct queues plan_backward(const struct plan_model *model, const struct candidate *of,
                                    struct plan_memory *memory, int is_last) {
     const struct plan_machine *m = model->machine;
     struct queues q = {.shares_cores = m->shares_cores != 0.0};
-    int adds = m->accumulation > 1.0, fetches = 0, sends = 0;
-    for (int64_t at = 0; at < model->num_layers; at++) {
-        fetches |= weights_in_ram(of->codes[at]) || plan_offloads(model, of, at);
-        sends |= gradients_in_ram(of->codes[at]);
-    }
-    double share = fetches && sends ? smaller(1.0, m->both / (m->h2d + m->d2h)) : 1.0;
-    double h2d = m->h2d * share, d2h = m->d2h * share, before = 0.0, drained = 0.0;
+    int adds = m->accumulation > 1.0;
+    struct plan_bus bus = plan_bus_in_backward(model, of, is_last);
+    double h2d = bus.h2d, d2h = bus.d2h, before = 0.0, drained = 0.0;
     int64_t num_buffers = (int64_t)m->num_weight_buffers, num_buckets = (int64_t)m->num_gradient_buckets;
     int64_t num_staging = (int64_t)m->num_staging, num_streamed = 0, num_ends = 0, num_sent = 0, num_added = 0;
     for (int64_t stage = model->num_stages - 1; stage >= 0; stage--) {

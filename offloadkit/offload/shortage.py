@@ -233,8 +233,10 @@ def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int, ranks: 
     if device.type != "cuda":
         return plan
     machine = plan.basis.hardware  # its context is what the plan counts, with what else this process had in VRAM
-    context = machine.vram_context_bytes if machine else hardware.vram_context_bytes(device)
-    there = hardware.vram_bytes(device)[0] + context + hardware.library_bytes[device.index or 0] + freed_bytes
+    context = hardware.vram_context_bytes(device)
+    if machine:  # it was measured before ranks connected
+        context = machine.vram_context_bytes + hardware.library_bytes[device.index or 0]
+    there = hardware.vram_bytes(device)[0] + context + freed_bytes
     fits = plan.total_bytes("vram") <= _ABOUT * there
     if fits if ranks is None else ranks.agree(np.array([fits], dtype=np.int64)).all():
         return plan

@@ -54,13 +54,14 @@ def for_ranks(
     cores = max(1, round(machine.num_cores * share))
     assumed = f"{num_ranks} GPUs are taken to be linked by {where}." if where else machine.link_assumed
     others: dict[str, Any] = {**rates, "link_bytes_per_second": rate, "link_assumed": assumed}
-    others["link_is_bus"] = is_bus(rate, machine)
+    others["link_is_bus"] = is_bus(rate, machine) if link or not machine.link_bytes_per_second else machine.link_is_bus
     others["network_bytes_per_second"] = between
     return replace(machine, num_ranks=here, num_cores=cores, **others)
 
 
 def is_bus(link: float, machine: Hardware) -> bool:
-    """Whether a link of so many bytes per second is the GPUs' own buses: every NVLink is faster than they are."""
+    """Whether a link of so many bytes per second is the GPUs' own buses: every NVLink is faster than they are, with as
+    many of NCCL's thread blocks as it likes."""
     return machine.device != "cpu" and link <= machine.h2d_bytes_per_second
 
 

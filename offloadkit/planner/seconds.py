@@ -120,6 +120,7 @@ class StepModel:
         layers: the costs of each flat layer, in the same order.
         cpu_rate: bytes per second of the CPU's step.
         agreeing: seconds in which an update waits for the other ranks to say what they have.
+        link: bytes per second that a rank receives from the others.
         slowed_beside_cpu: by which fraction Python is slower in forward beside the CPU's step.
     """
 
@@ -163,7 +164,7 @@ class StepModel:
         meetings = 3 if layers[0].sums_whole(accumulation) else 2  # what gradients there are, sums in RAM, the norm
         self.agreeing = meetings * others * AGREE_SECONDS
         self._resources = (*RESOURCES, "link") if others else RESOURCES
-        self._link = link_rate(hardware, layers[0].num_ranks)
+        self.link = link_rate(hardware, layers[0].num_ranks)
 
     def on_large_gpu(self) -> float:
         """Seconds of a step with everything in VRAM and nothing recomputed."""
@@ -433,7 +434,7 @@ class StepModel:
         """What copies of so many bytes have of the bus, if the link is this bus and works for `linked` seconds."""
         if not self._hardware.link_is_bus:
             return bus
-        num_bytes = linked * self._link
+        num_bytes = linked * self.link
         h2d, d2h = (own / (own + num_bytes) if own else 1.0 for own in (h2d_bytes, d2h_bytes))
         return _Bus(bus.h2d * h2d, bus.d2h * d2h, bus.slows_cores)
 

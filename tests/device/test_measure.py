@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,22 @@ def test_ranks_meet_before_each_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log[:-3] == [
         *("meet", "_triad_rate", *steps, "meet", "_copy_rates", "meet", "meet", "_vram_rate", "meet", "_launch_seconds")
     ]
+
+
+def test_what_ranks_know_they_know_though_the_file_is_replaced(quick: list[torch.device], cache_folder: Path) -> None:
+    """Else one of them would measure alone, and wait for the others."""
+    measuring.measure(CPU, num_ranks=2)
+    assert measuring.is_measured(CPU, 2)
+    measuring.cache_file().unlink()
+    measuring.measure(CPU, num_ranks=2)
+    assert len(quick) == 1
+
+
+def test_several_ranks_add_to_one_file_at_once() -> None:
+    keys = [f"rank {rank}" for rank in range(8)]
+    with ThreadPoolExecutor(len(keys)) as pool:
+        list(pool.map(measuring._store, keys, [{"a rate": 1.0}] * len(keys)))
+    assert json.loads(measuring.cache_file().read_text()).keys() == {*keys}
 
 
 def test_everything_is_measured(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from offloadkit.device import host_memory
 from offloadkit.distributed import machine
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.engine import OffloadEngine
-from offloadkit.errors import OffloadkitError, RepeatWindowError
+from offloadkit.errors import OffloadkitError, RankError, RepeatWindowError
 from offloadkit.hardware import Hardware
 from offloadkit.offload import rate_watch, shortage
 from offloadkit.offload.gradients import Gradients
@@ -145,6 +146,13 @@ def moving(
         }
 
 
+def does_not_connect(ranks: Ranks, most_ctas: int = 0) -> None:
+    """`Ranks.connect` where NCCL has no room on rank 1."""
+    if dist.get_rank():
+        raise RankError("connecting the GPUs failed")
+    ranks.agree(np.array([most_ctas]))
+
+
 def moves_apart(how: str) -> dict[str, Any]:
     """Rank 1 does something else than rank 0 when the user moves the plan after the first step."""
     rank = dist.get_rank()
@@ -159,6 +167,8 @@ def moves_apart(how: str) -> dict[str, Any]:
             elif how == "window":
                 engine.backward(engine(tokens(1)[0]))
                 engine.drop_gradients()
+            if how == "connects":
+                patch.setattr(Ranks, "connect", does_not_connect)
             if how == "ends":
                 engine.synchronize()
             if rank and how == "ends":

@@ -164,6 +164,9 @@ def measured(card: Hardware) -> tuple[Hardware, int, list[str]]:
         assert not measuring.is_measured(CPU, 1), "one rank alone has other rates"
         patch.setenv("NCCL_P2P_DISABLE", "1")
         assert machine.known_links(CPU, 2) == {}, "that is another link"
+        patch.delenv("NCCL_P2P_DISABLE")
+        patch.setenv("NCCL_MAX_CTAS", "1")
+        assert machine.known_links(CPU, 2) == {}, "so is that"
         return found[0], int(np.log2(found[0].link_bytes_per_second)), asked
 
 

@@ -110,6 +110,10 @@ def test_where_no_plan_is_leaner_all_ranks_get_the_error(ranks: RankPool) -> Non
     [
         ("window", ["RankError: calling move() failed on rank 1", "EngineStateError: move() was called inside"]),
         ("fails", ["EngineStateError: a move failed, on this rank or another", "EngineStateError: a move failed, on"]),
+        (
+            "connects",
+            ["RankError: comparing notes with the other ranks failed", "RankError: connecting the GPUs failed"],
+        ),
         ("ends", ["RankError: comparing notes with the other ranks failed", "OffloadkitError: no move here"]),
     ],
 )
@@ -117,7 +121,7 @@ def test_all_ranks_move_or_none(ranks: RankPool, how: str, errors: list[str]) ->
     found = ranks.answers(2, moves_apart, how=how)
     for run, error in zip(found, errors, strict=True):
         assert run["error"].startswith(error)
-        assert run["is_open"] == (how != "fails")
+        assert run["is_open"] == (how not in ("fails", "connects"))
     assert all(where == CPU_STEP for run in found for where in run["placements"])
 
 

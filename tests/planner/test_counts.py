@@ -50,14 +50,19 @@ def some_counts(number: int) -> list[Counts]:
     return [Counts(0, 0, 0, 0), Counts(10, 10, 10, 14), *(one() for _ in range(number))]
 
 
-@pytest.mark.parametrize(("num_ranks", "once"), [(1, False), (3, False), (3, True), (8, True)])
+@pytest.mark.parametrize(
+    ("num_ranks", "once", "by_bus"),
+    [(1, False, False), (3, False, False), (3, True, False), (3, False, True), (3, True, True), (8, True, False)],
+)
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("machine", [WITH_DISK, replace(WITH_DISK, num_cores=16)], ids=["2 cores", "16 cores"])
-def test_many_at_once_are_as_one_by_one(machine: Any, accumulation: int, num_ranks: int, once: bool) -> None:
-    """`once`: sums are exchanged. Eight ranks are on two hosts."""
+def test_many_at_once_are_as_one_by_one(
+    machine: Any, accumulation: int, num_ranks: int, once: bool, by_bus: bool
+) -> None:
+    """`once`: sums are exchanged. `by_bus`: the link is the bus. Eight ranks are on two hosts."""
     layers, work = unlike_layers()
     layers = [replace(layer, exchanges_sums=once).shared_by(num_ranks) for layer in layers]
-    machine = replace(machine, link_bytes_per_second=2e10, num_ranks=min(num_ranks, 4))
+    machine = replace(machine, link_bytes_per_second=2e10, num_ranks=min(num_ranks, 4), link_is_bus=by_bus)
     search, counts = Search(layers, work, machine, accumulation, frozen_bytes=123), some_counts(60)
     search.learn(counts)
     search.simulate(counts)
