@@ -246,16 +246,23 @@ def _joined(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _takes_hf_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, which also takes the names in `HF_NAMES`. One value under two names is a `ConfigError`."""
+    """`function`, which also takes the names in `HF_NAMES`. One value under two names is a `ConfigError`; a value
+    without a meaning is refused by the name that was given."""
 
     @functools.wraps(function)
     def renamed(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        for theirs, ours in HF_NAMES.items():
-            if theirs in kwargs:
-                if ours in kwargs:
-                    raise ConfigError(f"{ours} and {theirs} are two names of one value: pass one of them")
-                kwargs[ours] = kwargs.pop(theirs)
-        return function(*args, **kwargs)
+        given = {ours: theirs for theirs, ours in HF_NAMES.items() if theirs in kwargs}
+        for ours, theirs in given.items():
+            if ours in kwargs:
+                raise ConfigError(f"{ours} and {theirs} are two names of one value: pass one of them")
+            kwargs[ours] = kwargs.pop(theirs)
+        try:
+            return function(*args, **kwargs)
+        except ConfigError as error:
+            ours, _, wrong = str(error).partition(" must be ")
+            if ours not in given:
+                raise
+            raise ConfigError(f"{given[ours]} must be {wrong}") from None
 
     return renamed
 

@@ -41,7 +41,7 @@ def model_folder(tmp_path: Path) -> Path:
 def test_plan_prints_where_everything_goes() -> None:
     done = run("plan", "t5-small", "--dtype", "bf16")
     assert done.exit_code == 0
-    assert done.stdout.startswith("FITS: ")
+    assert done.stdout.startswith("FITS (on the CPU): ")
     assert "60,506,624 parameters in bf16" in done.stdout
     assert "Adam moments" not in done.stdout
     assert "Adam moments" in run("plan", "t5-small", "--verbose").stdout

@@ -50,10 +50,16 @@ def test_an_engine_that_is_forgotten_lets_go_of_the_model() -> None:
     model, num_threads = TinyLM(), threading.active_count()
     engine = OffloadEngine(model)
     train(engine, tokens(1))
-    del engine
-    gc.collect()
-    assert threading.active_count() == num_threads
-    assert process_memory._open == []
+    optimizer = engine.optimizer
+    gc.disable()  # it goes with its last reference
+    try:
+        del engine
+        assert threading.active_count() == num_threads
+        assert process_memory._open == []
+    finally:
+        gc.enable()
+    with pytest.raises(EngineStateError, match="the engine of this optimizer is gone"):
+        optimizer.step()
     model(tokens(1)[0]).backward()
     assert model.norm.weight.grad is not None
     before = model.norm.weight.detach().clone()

@@ -64,7 +64,7 @@ def test_pairs_are_learned_and_the_folder_is_loaded_by_from_pretrained(
     options = {"eval_dataset": PAIRS, "max_steps": 150, "learning_rate": 5e-3, "batch_size": 10}
     result = finetune(t5(48), PAIRS, output_dir=tmp_path / "out", save_strategy="no", eval_strategy="no", **options)
     shown = capsys.readouterr().out
-    assert shown.index("FITS: ") < shown.index("step ")
+    assert shown.index("FITS (on the CPU): ") < shown.index("step ")
     assert "'0+1' -> '1'  (right)" in shown
     assert result.metrics["exact_match"] >= 0.9
     assert result.metrics["eval_loss"] < 0.5 < result.history[0]["loss"]
@@ -382,6 +382,8 @@ def test_fp16_trains_with_master_weights_in_fp32() -> None:
         ({"resume": "checkpoint-3"}, "resume must be True"),
         ({"seed": -1}, "seed must be"),
         ({"epochs": 3, "num_train_epochs": 3}, "epochs and num_train_epochs are two names of one value: pass one"),
+        ({"num_train_epochs": 0}, "num_train_epochs must be a positive number, got 0"),
+        ({"lr": 0}, "lr must be a positive number, got 0"),
         ({"per_device_train_batch_size": 4}, "batch_size and per_device_train_batch_size are two names"),
         ({"weight_decy": 0.1}, "did you mean 'weight_decay'"),
         ({"data_collator": len}, "finetune has no data_collator: .*OffloadTrainer and OffloadSeq2SeqTrainer take it"),

@@ -54,7 +54,7 @@ def test_rows_at_hand_are_planned_for_at_once(t5: Any, capsys: pytest.CaptureFix
     made = finetune(t5)
     assert made == planned(t5, **OF_PAIRS) != planned(t5)
     shown = capsys.readouterr().out
-    assert shown.count("FITS: ") == 1
+    assert shown.count("FITS (on the CPU): ") == 1
     assert "planned again" not in shown
 
 

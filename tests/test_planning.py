@@ -87,7 +87,8 @@ def test_what_is_missing_and_what_would_fit_are_said_once() -> None:
     said = f"{made}\n{made.explain()}"
     assert set(made.lacking()) == {"vram", "ram"}
     assert said.lower().count("does not fit") == 1
-    (larger,) = [line for line in said.splitlines() if " would fit: " in line]
+    larger, *leaner = [line for line in said.splitlines() if " would fit: " in line]
+    assert all("precision='tiny'" in line for line in leaner)
     asked, takes = larger.split(" would fit: ")
     assert re.fullmatch(r"batch_size=1 with \S+ GiB of VRAM and \S+ GiB of RAM", asked)
     vram, ram = re.findall(r"\S+ GiB", asked)
@@ -144,7 +145,7 @@ def test_without_a_gpu_the_plan_is_this_machines(monkeypatch: pytest.MonkeyPatch
     assert made.on_cpu
     assert made.num_tokens == 8 * 640
     assert made.seconds is not None
-    assert re.match(r"FITS: \S+ of \S+ GiB RAM, about ", made.verdict)
+    assert re.match(r"FITS \(on the CPU\): \S+ of \S+ GiB RAM, about ", made.verdict)
     assert "optimizer states in RAM" in made.details()
     short = offloadkit.plan("t5-small", ram="1GiB", device=torch.device("cpu"))
     assert set(short.lacking()) == {"ram"}

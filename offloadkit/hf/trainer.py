@@ -26,14 +26,14 @@ micro-batch of an evaluation (`OffloadEngine.evaluates`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from inspect import signature
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import numpy as np
 import torch
@@ -164,7 +164,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             super().create_accelerator_and_postprocess()
         finally:
             self.args.mixed_precision = chosen
-        self.accelerator.backward = self._backward
+        self.accelerator.backward = _weak(self._backward)
         if self.args.dataloader_pin_memory:  # else each batch's copy waits for all work queued on the GPU
             self.accelerator.dataloader_config.non_blocking = True
 
@@ -219,7 +219,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         # accelerate leaves a prepared optimizer alone; its own wrapper would copy all states to the GPU.
         optimizer._is_accelerate_prepared = True
         optimizer.step_was_skipped = False
-        optimizer.repeat_window = lambda: self._repeat_window(self.model_wrapped)
+        optimizer.repeat_window = _weak(self._repeat_wrapped)
         self.optimizer = optimizer
         return self.engine.optimizer
 
@@ -413,6 +413,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         elif self.lr_scheduler is self._own_scheduler:
             self._apply_own_schedule()
         return loss if self.args.world_size == 1 else loss * self.args.world_size
+
+    def _repeat_wrapped(self) -> None:
+        self._repeat_window(self.model_wrapped)
 
     def _repeat_window(self, model: Any) -> torch.Tensor:
         """The newest micro-batch's loss, after all micro-batches of the window so far."""
@@ -791,6 +794,18 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if self.engine is not None:
             engine, self.engine, self.optimizer, self.model_wrapped = self.engine, None, None, self.model
             engine.close()
+
+
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method`, without a reference to its trainer: one that is dropped lets go of the model at once, as stock does."""
+    kept = WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = kept()
+        assert found is not None, "the trainer's own objects call it"
+        return found(*args, **kwargs)
+
+    return call
 
 
 class OffloadTrainer(OffloadTrainerMixin, Trainer):

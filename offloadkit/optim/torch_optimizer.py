@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def __init__(
         self, param_groups: Sequence[dict[str, Any]], config: OffloadConfig, run: Run, states: dict[nn.Parameter, Any]
     ) -> None:
-        self._run: Run | None = None
+        self._run: ref[Run] | None = None
         defaults = {
             "lr": config.learning_rate,
             "betas": config.betas or optimizer_named(config.optimizer).betas,
@@ -52,11 +53,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         super().__init__([dict(group) for group in param_groups], defaults)
         for parameter, state in states.items():
             self.state[parameter] = state
-        self._run = run
+        self._run = ref(run)  # which holds this optimizer; an engine that is dropped lets go of the model at once
 
     def _engine(self) -> Run:
-        assert self._run is not None
-        return self._run
+        run = None if self._run is None else self._run()
+        if run is None:
+            raise EngineStateError(
+                "the engine of this optimizer is gone, since nothing refers to it: keep the OffloadEngine in a "
+                "variable for as long as you train"
+            )
+        return run
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """The engine's `step` at the end of an accumulation window.
@@ -64,7 +70,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         If the GPU is full and the engine has moved to a leaner plan, `repeat_window` is called, and the step follows.
 
         Raises:
-            EngineStateError: with a closure, which would need backward inside the step.
+            EngineStateError: with a closure, which would need backward inside the step; or the engine was dropped.
             RepeatWindowError: as `OffloadEngine.step`, without a `repeat_window`.
         """
         if closure is not None:

@@ -95,7 +95,7 @@ def card_named(name: str) -> Card:
     Raises:
         ConfigError: no such card is known.
     """
-    wanted = _plain(name)
+    wanted = _plain(name) if isinstance(name, str) else ""
     for given in (wanted, wanted.replace("pcie", "")):
         for card in CARDS:
             if given in (_plain(card.name), f"{_plain(card.name)}{card.memory_gb}gb"):

@@ -167,8 +167,8 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """One line: whether it fits, and on which assumed card; the memory of the worst phase and what there is, a
-        step's seconds, tokens/s."""
+        """One line: whether it fits, and on which assumed card or on the CPU; the memory of the worst phase and what
+        there is, a step's seconds, tokens/s."""
         if not self.fits:
             said, rest = why_not(self).replace("does not fit", "DOES NOT FIT", 1).split(": ", 1)
         else:
@@ -176,6 +176,7 @@ class Plan:
             said += f" on {self.num_gpus} GPUs" if self.num_gpus > 1 else ""
             rest = ", ".join(_takes(self))
         card = "" if self.basis.hardware is None else self.basis.hardware.assumed_card
+        card = card or ("on the CPU" if self.on_cpu else "")
         return f"{said} ({card}): {rest}" if card else f"{said}: {rest}"
 
     def explain(self) -> str:
@@ -488,7 +489,7 @@ def _about(plan: Plan) -> list[str]:
     if plan.num_tokens is None:
         lines.append("(activations and the framework's own memory come on top)")
     if plan.on_cpu:
-        lines.append("(without a GPU, VRAM is RAM too)")
+        lines.append('(VRAM is RAM there. For another machine: offloadkit plan ... --gpu "RTX 4090")')
     return lines
 
 
@@ -627,6 +628,8 @@ _MORE_MICRO_BATCHES = 4
 """By how many times as many an accumulation is compared."""
 _MIN_SPEEDUP = 1.05
 """A change is named only if it makes the step at least this many times faster."""
+_MIN_SAVED = 0.01
+"""A change is said to save memory only if it saves more than this fraction of it."""
 _MAX_LACKING = 0.9
 """A smaller micro-batch is named only if it lacks less than this fraction of what the present one lacks."""
 _AS_BUSY = 0.85
@@ -664,11 +667,12 @@ def exchanged_otherwise(plan: Plan) -> Plan:
     return replanned(plan, exchange="micro_batch" if plan.basis.config.exchange == "step" else "step")
 
 
-def nearest_fits(plan: Plan, most: int = 3) -> list[tuple[str, Plan]]:
+def nearest_fits(plan: Plan, most: int = 4) -> list[tuple[str, Plan]]:
     """Up to `most` plans that fit, each with the words for what to change. Smaller changes come first.
 
     The order: states in fewer bytes, a smaller micro-batch, both; states on disk, the same with these; a larger budget,
-    and last smaller micro-batches in a less enlarged budget. Two changes are tried together where neither is enough.
+    and last a smaller micro-batch, leaner states and both in a less enlarged budget. Two changes are tried together
+    where neither is enough.
     """
     return list(islice(((words, other) for words, other in _others(plan) if other.fits), most))
 
@@ -685,22 +689,50 @@ def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
     if basis.hardware is None:
         return
     yield from _leaner(plan)
-    if basis.with_disk is not None:
-        folder = basis.with_disk.disk_folder
-        how = f"optimizer states on disk (OffloadConfig(disk={folder!r}), or --disk {folder})"
-        on_disk = replanned(plan, hardware=basis.with_disk, disk=folder)
-        yield how, on_disk
-        if not on_disk.fits:
-            both = _leaner(replace(on_disk, basis=replace(on_disk.basis, smaller=basis.smaller)))
-            yield from ((f"{words} and {how}", other) for words, other in both if other.total_bytes("disk"))
+    how, on_disk = _to_disk(plan)
+    if on_disk:
+        other = replanned(plan, **on_disk)
+        yield how, other
+        if not other.fits:
+            both = _leaner(replace(other, basis=replace(other.basis, smaller=basis.smaller)))
+            yield from ((f"{words} and {how}", each) for words, each in both if each.total_bytes("disk"))
     for budgets, other in _larger(plan):
         chosen = basis.chosen if "vram" in plan.lacking() else ""
         yield f"{chosen} with {budgets}" if chosen else budgets, other
-    for words, work in basis.smaller[-2:]:  # the smallest ones, which need the least more memory
-        lean = replanned(plan, work=work)
+    for words, lean in _leanest(plan):  # these need the least more memory
         if sum(lean.lacking().values()) < _MAX_LACKING * sum(plan.lacking().values()):
             for budgets, other in _larger(lean):
                 yield f"{words} with {budgets}", other
+
+
+def _to_disk(plan: Plan) -> tuple[str, dict[str, Any]]:
+    """How states are put on the disk that may be proposed, in words and as changes of a plan; "" and {} without one."""
+    machine = plan.basis.with_disk
+    if machine is None:
+        return "", {}
+    folder = machine.disk_folder
+    words = f"optimizer states on disk (OffloadConfig(disk={folder!r}), or --disk {folder})"
+    return words, {"hardware": machine, "disk": folder}
+
+
+def _leanest(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The plan with a small micro-batch; where RAM lacks, with the leanest states too, on disk if there is one; and
+    with both."""
+    smaller = plan.basis.smaller[-2:]
+    for words, work in smaller[: 1 if "ram" in plan.lacking() else 2]:
+        yield words, replanned(plan, work=work)
+    if "ram" not in plan.lacking():
+        return
+    how, changes = _to_disk(plan)
+    leaner = _leaner_precisions(plan.basis.config)[-1:]
+    states = [*(f"precision={precision!r}" for precision in leaner), *([how] if how else [])]
+    if leaner:
+        changes["precision"] = leaner[0]
+    if states:
+        yield " and ".join(states), replanned(plan, **changes)
+        for words, work in smaller[-1:]:
+            *others, last = [*words.split(" and "), *states]
+            yield f"{', '.join(others)} and {last}", replanned(plan, work=work, **changes)
 
 
 def _leaner(plan: Plan) -> Iterator[tuple[str, Plan]]:
@@ -817,7 +849,9 @@ def _help(plan: Plan) -> Iterator[str]:
             tier = "disk" if plan.total_bytes("disk") else "ram"
             less = max(0, plan.total_bytes(tier) - other.total_bytes(tier))
             saved = format_bytes(_of_all(plan, {tier: less})[tier])
-            saves = f"precision='compact' would save {saved} of {TIERS[tier]}" if less else "precision='compact'"
+            saves = "precision='compact'"
+            if less > _MIN_SAVED * plan.total_bytes(tier):
+                saves += f" would save {saved} of {TIERS[tier]}"
             yield f"{saves}: {_faster(other, step / other.seconds.step)}"
     yield from _help_of_gpus(plan)
 

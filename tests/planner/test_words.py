@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +57,25 @@ def test_changes_are_tried_together_where_neither_is_enough() -> None:
     roomy = replace(with_disk, disk_free_bytes=600 * GIB)
     simple = replace(made, basis=replace(made.basis, with_disk=roomy))
     assert nearest_fits(simple, most=1)[0][0] == on_disk, "one change that is enough is named alone"
+
+
+def test_where_nothing_fits_the_leanest_settings_are_named_with_what_they_need() -> None:
+    """Not only more RAM for the present ones: far less is enough on a disk."""
+    short = plan(vram="2GiB", ram="200MiB")
+    disk: Any = {"disk_read_bytes_per_second": 1e9, "disk_write_bytes_per_second": 1e9, "disk_folder": "/disk"}
+    with_disk = replace(H200, disk_free_bytes=600 * GIB, **disk)
+    work = short.basis.work
+    assert work is not None
+    smaller = (("batch_size=1", work), ("batch_size=1 and max_input_length=9", work))
+    made = replace(short, basis=replace(short.basis, with_disk=with_disk, smaller=smaller))
+    (more, whole), (lean, less), (leanest, least) = nearest_fits(made)
+    on_disk = "optimizer states on disk (OffloadConfig(disk='/disk'), or --disk /disk)"
+    assert re.fullmatch(r"\S+ GiB of RAM", more)
+    assert re.fullmatch(re.escape(f"precision='tiny' and {on_disk} with ") + r"\S+ GiB of RAM", lean)
+    assert leanest.startswith(f"batch_size=1, max_input_length=9, precision='tiny' and {on_disk} with ")
+    assert less.fits
+    assert least.fits
+    assert less.budgets["ram"] < whole.budgets["ram"] / 2
 
 
 def test_who_steps_is_said_where_states_are_in_ram() -> None:
@@ -161,7 +181,7 @@ def test_larger_budgets_are_enough_as_they_are_written() -> None:
     disk: Any = {"disk_read_bytes_per_second": 1e9, "disk_write_bytes_per_second": 1e9, "disk_folder": "/disk"}
     short = plan(replace(H200, disk_free_bytes=GIB, **disk), vram="2GiB", ram="3GiB", disk="/disk")
     assert set(short.lacking()) == {"ram", "disk"}
-    words, other = nearest_fits(short)[-1]
+    words, other = next(each for each in nearest_fits(short) if each[0][0].isdigit())
     of_ram, of_disk = words.split(" and ")
     assert other.fits
     assert other.budgets["ram"] == parse_bytes(of_ram.removesuffix(" of RAM"))
