@@ -72,8 +72,8 @@ def replan() -> str:
     found = "\n".join(
         [
             "### Each row\n",
-            "Ragged rows are left out: their planned seconds are those of the longest rows. "
-            'Where today\'s search knows no such placements, there is a "-".\n',
+            'Ragged rows are left out: planned are the seconds of the longest rows. "-": nobody plans these placements now.',
+            "",
             *plans.replanned(planned_alone(table.read()), WITHIN),
             "\n### Cards that are not here\n",
             *published.lines(),
