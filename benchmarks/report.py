@@ -72,7 +72,7 @@ def replan() -> str:
     found = "\n".join(
         [
             "### Each row\n",
-            'Ragged rows are left out: planned are the seconds of the longest rows. "-": nobody plans these placements now.',
+            'Ragged rows are left out: planned seconds are of the longest rows. "-": no plan has such placements now.',
             "",
             *plans.replanned(planned_alone(table.read()), WITHIN),
             "\n### Cards that are not here\n",
