@@ -114,6 +114,7 @@ def test_where_no_change_is_enough_alone_fewer_rows_in_a_smaller_budget_are_prop
     assert less.budgets["ram"] < 0.9 * whole.budgets["ram"]
 
 
+@pytest.mark.slow
 def test_the_batch_size_is_chosen_before_what_lives_where() -> None:
     sizes = [offloadkit.plan("t5-base", vram=f"{vram}GiB", ram="30GiB").num_tokens for vram in (1.5, 2, 4, 24)]
     rows = [tokens // 640 for tokens in sizes if tokens]

@@ -262,6 +262,7 @@ def fails_on_first() -> None:
 
 def first_never_comes() -> None:
     """Rank 0 fails before the others hear from it."""
+    dist.barrier()  # all have joined the group
     if dist.get_rank() == 0:
         raise ValueError("nothing left")
     world.from_first("trying", lambda: None)

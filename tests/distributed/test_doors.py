@@ -55,6 +55,7 @@ def test_finetune_on_two_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path, p
     )
 
 
+@pytest.mark.slow
 def test_a_used_output_folder_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -78,10 +79,9 @@ def test_ranks_with_other_rows_are_told_before_they_train(ranks: RankPool, tmp_p
     assert all("steps: rank 0: 8, 2, 2; rank 1: 6, 2, 2)" in each for each in found), found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("meets", "what"), [(False, "comparing notes"), pytest.param(True, "an operation", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("meets", "what"), [(False, "comparing notes"), (True, "an operation")])
 def test_a_rank_that_fails_ends_the_others(ranks: RankPool, tmp_path: Path, meets: bool, what: str) -> None:
     """Whether these wait for it in an operation of the engine's, or in another one."""
     survivor, failed = ranks.run(2, error_of, call=finetuned_until_one_fails, folder=tmp_path, meets=meets)

@@ -404,6 +404,13 @@ RUNS: dict[str, Callable[[], None]] = {
     "several ranks, weights in RAM": ranks_that_share_weights,
     "several ranks, full": a_full_rank,
 }
+SLOW = (
+    "moved, accumulating",
+    "branches on disk",
+    "disk",
+    "several ranks, accumulating",
+    "several ranks, weights in RAM",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -432,7 +439,7 @@ def races(name: str) -> set[Any]:
     }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RUNS])
 def test_nothing_races(name: str) -> None:
     assert races(name) == set()
 
