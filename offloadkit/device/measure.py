@@ -82,7 +82,7 @@ def measure(
         folder = Path(folder).expanduser().resolve()
         if not folder.is_dir():
             raise OutputError(f"{folder} is no folder: the disk's rate is measured in a folder that exists")
-    cached = {} if fresh else _of_this_process | _read_cache()
+    cached = {} if fresh else _known()
     key = _machine_key(device, num_ranks)
     rates = cached.get(key, {})
     if rates.keys() != _RATES:
@@ -101,7 +101,7 @@ def measure(
 def is_measured(device: torch.device, num_ranks: int) -> bool:
     """Whether `measure` has the rates already that each of so many ranks of this host has. If so, it keeps them."""
     key = _machine_key(device, num_ranks)
-    rates: dict[str, Any] = (_of_this_process | _read_cache()).get(key, {})
+    rates: dict[str, Any] = _known().get(key, {})
     if rates.keys() == _RATES:
         _of_this_process[key] = rates  # ranks rely on that, and other processes may replace the file
     return rates.keys() == _RATES
@@ -119,7 +119,7 @@ def kept(
         num_ranks: as for `measure`.
     """
     key = f"{_machine_key(device, num_cores=os.cpu_count())} | {what}"  # ranks are bound to fewer for a while
-    cached: dict[str, float] = (_of_this_process | _read_cache()).get(key, {})
+    cached: dict[str, float] = _known().get(key, {})
     return cached if cached.keys() == names else _found(key, measured, num_ranks)
 
 
@@ -140,14 +140,14 @@ def vram_rate(device: torch.device) -> float | None:
     None if there is no room for the array that is needed to measure it.
     """
     device = hardware.indexed(device)
-    cached = (_of_this_process | _read_cache()).get(_machine_key(device), {})
+    cached = _known().get(_machine_key(device), {})
     rate: float | None = cached.get("vram_bytes_per_second") or quick_vram_rate(device)
     return rate
 
 
 def host_rates() -> dict[str, float]:
     """The rates of this machine's processor and RAM, by field of `Hardware`. {} if they were never measured."""
-    cached = _of_this_process | _read_cache()
+    cached = _known()
     for device in (hardware.default_device(), torch.device("cpu")):
         rates = cached.get(_machine_key(device), {})
         if rates.keys() == _RATES:
@@ -221,6 +221,11 @@ def _read_cache() -> dict[str, Any]:
         return {}
     entries = cached.items() if isinstance(cached, dict) else ()
     return {key: rates for key, rates in entries if isinstance(rates, dict)}
+
+
+def _known() -> dict[str, Any]:
+    """The rates that need not be measured again."""
+    return _of_this_process | _read_cache()
 
 
 def _store(key: str, rates: dict[str, Any]) -> None:

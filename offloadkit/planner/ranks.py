@@ -46,7 +46,7 @@ def for_ranks(
     rates = {name: share * getattr(machine, name) for name in _SHARED}
     dram = rates["cpu_and_bus_bytes_per_second"]
     rates |= {name: min(getattr(machine, name), dram) for name in _OF_BUS}
-    rate, where = (link, "") if link else _link(machine)
+    rate, by_bus, where = (link, is_bus(link, machine), "") if link else _link(machine)
     between = 0.0
     if num_ranks > here:
         between = network
@@ -54,8 +54,7 @@ def for_ranks(
     cores = max(1, round(machine.num_cores * share))
     assumed = f"{num_ranks} GPUs are taken to be linked by {where}." if where else machine.link_assumed
     others: dict[str, Any] = {**rates, "link_bytes_per_second": rate, "link_assumed": assumed}
-    others["link_is_bus"] = is_bus(rate, machine) if link or not machine.link_bytes_per_second else machine.link_is_bus
-    others["network_bytes_per_second"] = between
+    others |= {"link_is_bus": by_bus, "network_bytes_per_second": between}
     return replace(machine, num_ranks=here, num_cores=cores, **others)
 
 
@@ -65,18 +64,19 @@ def is_bus(link: float, machine: Hardware) -> bool:
     return machine.device != "cpu" and link <= machine.h2d_bytes_per_second
 
 
-def _link(machine: Hardware) -> tuple[float, str]:
-    """Bytes per second that a GPU receives from others of its host, and where that is from if it was not measured."""
+def _link(machine: Hardware) -> tuple[float, bool, str]:
+    """Bytes per second that a GPU receives from others of its host, whether over its bus, and where that is from if it
+    was not measured."""
     if machine.link_bytes_per_second:
-        return machine.link_bytes_per_second, ""
+        return machine.link_bytes_per_second, machine.link_is_bus, ""
     try:
         rate = card_named(machine.gpu_name or "").link_bytes_per_second()
     except ConfigError:
         rate = 0.0
     if rate:
-        return rate, f"NVLink with {_gb(rate)}, by the card's data sheet"
+        return rate, False, f"NVLink with {_gb(rate)}, by the card's data sheet"
     through_ram = machine.both_bytes_per_second / 2
-    return through_ram, f"their buses alone, with {_gb(through_ram)}"
+    return through_ram, is_bus(through_ram, machine), f"their buses alone, with {_gb(through_ram)}"
 
 
 def _gb(rate: float) -> str:

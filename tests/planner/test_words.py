@@ -41,38 +41,38 @@ def test_the_verdict_is_one_line_and_rounds_need_and_budget_alike() -> None:
     assert short.verdict == f"DOES NOT FIT: needs {vram} of VRAM, has 1 GiB, and needs {ram} of RAM, has 1 GiB"
 
 
+DISK: Any = {"disk_read_bytes_per_second": 1e9, "disk_write_bytes_per_second": 1e9, "disk_folder": "/disk"}
+ON_DISK = "optimizer states on disk (OffloadConfig(disk='/disk'), or --disk /disk)"
+
+
+def with_proposals(short: Plan, free_bytes: int, *smaller: str) -> Plan:
+    """`short`, which may propose a disk and micro-batches that are called smaller, and take as much."""
+    machine, work = replace(H200, disk_free_bytes=free_bytes, **DISK), short.basis.work
+    assert work is not None
+    works = tuple((words, work) for words in smaller)
+    return replace(short, basis=replace(short.basis, with_disk=machine, smaller=works))
+
+
 def test_changes_are_tried_together_where_neither_is_enough() -> None:
     """A smaller micro-batch changes nothing here; neither states in fewer bytes nor a small disk is enough."""
     short = plan(vram="2GiB", ram="10GiB")
-    disk: Any = {"disk_read_bytes_per_second": 1e9, "disk_write_bytes_per_second": 1e9, "disk_folder": "/disk"}
-    with_disk = replace(H200, disk_free_bytes=6 * GIB, **disk)
-    work = short.basis.work
-    assert work is not None
-    made = replace(short, basis=replace(short.basis, with_disk=with_disk, smaller=(("batch_size=1", work),)))
-    on_disk = "optimizer states on disk (OffloadConfig(disk='/disk'), or --disk /disk)"
+    made = with_proposals(short, 6 * GIB, "batch_size=1")
     words, other = nearest_fits(made, most=1)[0]
-    assert words == f"precision='compact' and {on_disk}"
+    assert words == f"precision='compact' and {ON_DISK}"
     assert other.fits
     assert 0 < other.total_bytes("disk") <= 6 * GIB
-    roomy = replace(with_disk, disk_free_bytes=600 * GIB)
-    simple = replace(made, basis=replace(made.basis, with_disk=roomy))
-    assert nearest_fits(simple, most=1)[0][0] == on_disk, "one change that is enough is named alone"
+    roomy = with_proposals(short, 600 * GIB, "batch_size=1")
+    assert nearest_fits(roomy, most=1)[0][0] == ON_DISK, "one change that is enough is named alone"
 
 
 def test_where_nothing_fits_the_leanest_settings_are_named_with_what_they_need() -> None:
     """Not only more RAM for the present ones: far less is enough on a disk."""
     short = plan(vram="2GiB", ram="200MiB")
-    disk: Any = {"disk_read_bytes_per_second": 1e9, "disk_write_bytes_per_second": 1e9, "disk_folder": "/disk"}
-    with_disk = replace(H200, disk_free_bytes=600 * GIB, **disk)
-    work = short.basis.work
-    assert work is not None
-    smaller = (("batch_size=1", work), ("batch_size=1 and max_input_length=9", work))
-    made = replace(short, basis=replace(short.basis, with_disk=with_disk, smaller=smaller))
+    made = with_proposals(short, 600 * GIB, "batch_size=1", "batch_size=1 and max_input_length=9")
     (more, whole), (lean, less), (leanest, least) = nearest_fits(made)
-    on_disk = "optimizer states on disk (OffloadConfig(disk='/disk'), or --disk /disk)"
     assert re.fullmatch(r"\S+ GiB of RAM", more)
-    assert re.fullmatch(re.escape(f"precision='tiny' and {on_disk} with ") + r"\S+ GiB of RAM", lean)
-    assert leanest.startswith(f"batch_size=1, max_input_length=9, precision='tiny' and {on_disk} with ")
+    assert re.fullmatch(re.escape(f"precision='tiny' and {ON_DISK} with ") + r"\S+ GiB of RAM", lean)
+    assert leanest.startswith(f"batch_size=1, max_input_length=9, precision='tiny' and {ON_DISK} with ")
     assert less.fits
     assert least.fits
     assert less.budgets["ram"] < whole.budgets["ram"] / 2
@@ -178,8 +178,7 @@ def test_what_is_asked_for_can_be_read_back_and_is_enough(num_bytes: int) -> Non
 
 def test_larger_budgets_are_enough_as_they_are_written() -> None:
     """Also of a disk that the user has named, and that is too small."""
-    disk: Any = {"disk_read_bytes_per_second": 1e9, "disk_write_bytes_per_second": 1e9, "disk_folder": "/disk"}
-    short = plan(replace(H200, disk_free_bytes=GIB, **disk), vram="2GiB", ram="3GiB", disk="/disk")
+    short = plan(replace(H200, disk_free_bytes=GIB, **DISK), vram="2GiB", ram="3GiB", disk="/disk")
     assert set(short.lacking()) == {"ram", "disk"}
     words, other = next(each for each in nearest_fits(short) if each[0][0].isdigit())
     of_ram, of_disk = words.split(" and ")
