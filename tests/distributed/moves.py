@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace
@@ -150,6 +151,8 @@ def does_not_connect(ranks: Ranks, most_ctas: int = 0) -> None:
     """`Ranks.connect` where NCCL has no room on rank 1."""
     if dist.get_rank():
         raise RankError("connecting the GPUs failed")
+    while ranks._lost() is None:  # until it is known here
+        time.sleep(0.01)
     ranks.agree(np.array([most_ctas]))
 
 

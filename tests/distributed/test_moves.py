@@ -112,9 +112,9 @@ def test_where_no_plan_is_leaner_all_ranks_get_the_error(ranks: RankPool) -> Non
         ("fails", ["EngineStateError: a move failed, on this rank or another", "EngineStateError: a move failed, on"]),
         (
             "connects",
-            ["RankError: comparing notes with the other ranks failed", "RankError: connecting the GPUs failed"],
+            ["RankError: comparing notes was not begun: rank 1 has died", "RankError: connecting the GPUs failed"],
         ),
-        ("ends", ["RankError: comparing notes", "OffloadkitError: no move here"]),
+        ("ends", ["RankError: comparing notes with the other ranks failed", "OffloadkitError: no move here"]),
     ],
 )
 def test_all_ranks_move_or_none(ranks: RankPool, how: str, errors: list[str]) -> None:
