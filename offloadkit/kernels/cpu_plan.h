@@ -54,6 +54,7 @@ struct candidate {
 struct queues {
     double gpu, cores, h2d, d2h, disk, launches, link;
     double busy_forward, busy_cores;
+    double slow_until[2], slow_factor[2];
     int shares_cores;
 };
 
@@ -67,8 +68,22 @@ static inline double plan_take(double *free, double seconds, double ready) {
 
 static inline double *plan_python(struct queues *q) { return q->shares_cores ? &q->cores : &q->launches; }
 
+/* seconds.Queues._slowed; a factor of 0: nothing slows Python */
+static inline double plan_slowed(const struct queues *q, double seconds, double began) {
+    double took = 0.0;
+    for (int i = 0; i < 2; i++) {
+        double room = q->slow_until[i] - (began + took);
+        if (q->slow_factor[i] == 0.0 || room <= 0.0) continue;
+        if (q->slow_factor[i] * seconds <= room) return took + q->slow_factor[i] * seconds;
+        took += room;
+        seconds -= room / q->slow_factor[i];
+    }
+    return took + seconds;
+}
+
 static inline double plan_launched(struct queues *q, double seconds, double ready) {
-    q->gpu = larger(q->gpu, plan_take(plan_python(q), seconds, ready));
+    double *python = plan_python(q), took = plan_slowed(q, seconds, larger(*python, ready));
+    q->gpu = larger(q->gpu, plan_take(python, took, ready));
     return q->gpu;
 }
 
@@ -193,15 +208,32 @@ static double plan_ring_step(struct plan_ring *ring, struct plan_memory *memory,
     return stepped;
 }
 
-static double plan_python_slowed(const struct plan_model *model, const struct candidate *of) {
-    if (model->machine->shares_cores != 0.0) return 1.0;
-    int on_cpu = 0, through_vram = 0;
+/* seconds._slowing */
+static void plan_slowing(const struct plan_model *model, const struct candidate *of, struct plan_bus bus, double norm,
+                         struct queues *q) {
+    const struct plan_machine *m = model->machine;
+    if (m->shares_cores != 0.0) return;
+    double stepped = norm, there = 0.0, back = 0.0, on_cpu = 0.0, through_vram = 0.0;
     for (int64_t at = 0; at < model->num_layers; at++) {
+        const struct layer_cost *layer = &model->layers[at];
         int64_t code = of->codes[at];
-        on_cpu |= steps_on_cpu(code);
-        through_vram |= !states_in_vram(code) && !steps_on_cpu(code);
+        if (steps_on_cpu(code)) {
+            on_cpu = m->slowed_beside_cpu;
+            stepped += bus.slows_cores * layer->cpu_step;
+        } else if (!states_in_vram(code)) {
+            double h2d_bytes, d2h_bytes;
+            plan_transfer(layer, code, &h2d_bytes, &d2h_bytes);
+            through_vram = m->thread_slows;
+            there += h2d_bytes / bus.h2d;
+            back += d2h_bytes / bus.d2h;
+        }
     }
-    return 1.0 + model->machine->slowed_beside_cpu * (double)on_cpu + model->machine->thread_slows * (double)through_vram;
+    double streamed = larger(there, back);
+    int stepped_first = stepped < streamed;
+    q->slow_until[0] = stepped_first ? stepped : streamed;
+    q->slow_factor[0] = 1.0 + on_cpu + through_vram;
+    q->slow_until[1] = stepped_first ? streamed : stepped;
+    q->slow_factor[1] = 1.0 + (stepped_first ? through_vram : on_cpu);
 }
 
 static struct queues plan_forward(const struct plan_model *model, const struct candidate *of, struct plan_memory *memory,
@@ -210,13 +242,13 @@ static struct queues plan_forward(const struct plan_model *model, const struct c
     struct queues q = {.shares_cores = m->shares_cores != 0.0};
     struct plan_ring ring = {0.0, 0.0, 0};
     struct plan_bus bus = plan_bus_in_update(model, of, updates);
-    double slowed = updates ? plan_python_slowed(model, of) : 1.0;
     int64_t num_buffers = (int64_t)m->num_weight_buffers, num_ends = 0;
     if (updates) {
         double norm = 0.0;
         for (int64_t at = 0; at < model->num_layers; at++)
             if (gradients_in_ram(of->codes[at])) norm += model->layers[at].norm_in_ram;
         plan_cores(&q, norm, 0.0);
+        plan_slowing(model, of, bus, norm, &q);
     }
     double before = 0.0, resident = 0.0;
     for (int64_t stage = 0, at = 0; stage < model->num_stages; stage++) {
@@ -277,7 +309,7 @@ static struct queues plan_forward(const struct plan_model *model, const struct c
         double launches = unit->forward_launches;
         launches += recomputes * m->recomputed_forward * unit->operation_launches;
         launches += num_streamed * m->streamed_forward * m->launch_seconds;
-        double end = plan_launched(&q, slowed * launches, cpu_done);
+        double end = plan_launched(&q, launches, cpu_done);
         if (num_streamed != 0.0) memory->ends[num_ends++] = end;
         if (offloads) {
             plan_take(&q.d2h, unit->input_bytes / bus.d2h, before);

@@ -116,8 +116,8 @@ STEP_LAUNCHES = 50
 CHUNK_LAUNCHES = 25
 """Python's time for a chunk of states that the GPU steps: copies, kernel and events. Steps."""
 THREAD_SLOWS = 0.35
-"""By which fraction Python's time in forward grows for each thread of the update beside it: the one that has the CPU
-step, and the one that queues the GPU's steps of states in RAM. All three take turns at the interpreter's lock.
+"""By which fraction Python is slower in forward for each thread of the update, as long as that works: the one that has
+the CPU step, and the one that queues the GPU's steps of states in RAM. All three take turns at the interpreter's lock.
 
 Steps of T5-base and T5-large since commit e70d484: their forward took 1.3 to 1.6 times what Python alone takes.
 """

@@ -227,12 +227,12 @@ class StepModel:
         """Forward and, if `updates`, beside it the update of the last step: CPU steps, uploads and GPU steps."""
         queues = Queues(self._hardware.num_cores)
         ring, bus = Ring(queues), self._bus_in_update(placements, updates)
-        slowed = self._python_slowed(placements) if updates else 1.0
         if updates:
             norm = 0.0
             for layer in self.layers:
                 norm += layer.norm_in_ram if placements[layer.index].gradients == "ram" else 0.0
             queues.take("CPU step", norm, 0.0)
+            queues.slowing = self._slowing(placements, bus, norm)
         before = resident = 0.0
         ends: list[float] = []
         for unit in self.stages:
@@ -274,7 +274,7 @@ class StepModel:
             launches = unit.forward_launches
             launches += recomputes * RECOMPUTED_LAUNCHES[0] * unit.operation_launches
             launches += num_streamed * STREAMED_LAUNCHES[0] * self._hardware.launch_seconds
-            end = queues.launched(slowed * launches, cpu_done)
+            end = queues.launched(launches, cpu_done)
             if num_streamed:
                 ends.append(end)
             if offloads:
@@ -282,13 +282,23 @@ class StepModel:
                 ring.sent(unit.input_bytes / bus.d2h)
         return queues
 
-    def _python_slowed(self, placements: Sequence[Placement]) -> float:
-        """By which factor Python is slower in forward, beside the threads of the update."""
+    def _slowing(self, placements: Sequence[Placement], bus: _Bus, norm: float) -> tuple[tuple[float, float], ...]:
+        """How long the threads of the update slow Python in forward, and by which factor: the earlier end first."""
         if self._hardware.num_cores <= FEW_CORES:  # one after the other already
-            return 1.0
-        on_cpu = any(where.step == "cpu" for where in placements)
-        through_vram = any(where.step == "gpu" and where.states == "ram" for where in placements)
-        return 1.0 + self.slowed_beside_cpu * on_cpu + THREAD_SLOWS * through_vram
+            return ()
+        stepped, there, back = norm, 0.0, 0.0
+        on_cpu = through_vram = 0.0
+        for layer in self.layers:
+            where = placements[layer.index]
+            if where.step == "cpu":
+                on_cpu, stepped = self.slowed_beside_cpu, stepped + bus.slows_cores * layer.cpu_step
+            elif where.states == "ram":
+                h2d_bytes, d2h_bytes = layer.transfer_bytes(where)
+                through_vram, there, back = THREAD_SLOWS, there + h2d_bytes / bus.h2d, back + d2h_bytes / bus.d2h
+        streamed, both = max(there, back), 1.0 + on_cpu + through_vram
+        if stepped < streamed:
+            return (stepped, both), (streamed, 1.0 + through_vram)
+        return (streamed, both), (stepped, 1.0 + on_cpu)
 
     def _stepped(self, queues: Queues, layer: LayerCost, where: Placement, bus: _Bus) -> float:
         """When the CPU has stepped the layer. States on disk are read before that and written after it."""
@@ -615,10 +625,12 @@ class Queues:
 
     Attributes:
         python: the resource that Python works on.
+        slowing: until when Python is slower, and by which factor; one after the other.
     """
 
     def __init__(self, num_cores: int) -> None:
         self.python = "CPU step" if num_cores <= FEW_CORES else "launches"
+        self.slowing: tuple[tuple[float, float], ...] = ()
         self.free: defaultdict[str, float] = defaultdict(float)
         self.busy: defaultdict[str, float] = defaultdict(float)
 
@@ -631,8 +643,21 @@ class Queues:
 
     def launched(self, seconds: float, ready: float) -> float:
         """Queue Python's launches of the GPU's newest work, which ends no sooner than they do. Returns when it ends."""
-        end = self.free["GPU"] = max(self.free["GPU"], self.take(self.python, seconds, ready, "launches"))
+        took = self._slowed(seconds, max(self.free[self.python], ready))
+        end = self.free["GPU"] = max(self.free["GPU"], self.take(self.python, took, ready, "launches"))
         return end
+
+    def _slowed(self, seconds: float, began: float) -> float:
+        """What Python takes for so many seconds of its work."""
+        took = 0.0
+        for until, factor in self.slowing:
+            room = until - (began + took)
+            if room > 0.0:
+                if factor * seconds <= room:
+                    return took + factor * seconds
+                took += room
+                seconds -= room / factor
+        return took + seconds
 
 
 class Ring:

@@ -114,15 +114,15 @@ def test_few_of_nccls_thread_blocks_are_chosen_where_the_link_is_fast_enough_wit
 
 
 def test_python_is_slower_beside_the_cpus_steps_of_several_ranks() -> None:
-    """Forward takes nothing but Python's time here, beside a CPU's step that takes next to none."""
+    """Forward takes nothing but Python's time here. A layer's waits for its step, so the last one's is beside none."""
     layers, work = layers_of(2), Pass(num_operations=1000)
     stages = tuple(stage(layer.name, forward=work, backward=Pass()) for layer in layers)
     for num_ranks, slower in ((1, THREAD_SLOWS), (2, RANKS_SLOW)):
-        alike = replace(machine(launch_seconds=1e-3), num_ranks=num_ranks, num_cores=16)
+        alike = replace(machine(launch_seconds=1e-3, cpu_adamw_bytes_per_second=1e5), num_ranks=num_ranks, num_cores=16)
         model = StepModel(layers, MicroBatch(stages, 640), alike, 1)
         alone, beside = (model.seconds([where] * 4).busy["launches"] for where in (IN_VRAM, LATE))
         forward = 4 * FORWARD_LAUNCHES * 1000 * 1e-3
-        assert beside - alone == pytest.approx(slower * forward, rel=1e-3)
+        assert beside - alone == pytest.approx(slower * forward * 3 / 4, rel=1e-3)
 
 
 def test_more_than_eight_are_on_several_hosts() -> None:
