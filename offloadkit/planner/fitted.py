@@ -115,7 +115,7 @@ STEP_LAUNCHES = 50
 """Python's time for a flat layer that the CPU steps. Steps."""
 CHUNK_LAUNCHES = 25
 """Python's time for a chunk of states that the GPU steps: copies, kernel and events. Steps."""
-THREAD_SLOWS = 0.35
+THREAD_SLOWS = 0.5
 """By which fraction Python is slower in forward for each thread of the update, as long as that works: the one that has
 the CPU step, and the one that queues the GPU's steps of states in RAM. All three take turns at the interpreter's lock.
 
