@@ -22,6 +22,7 @@ from dataclasses import fields
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -38,7 +39,7 @@ from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu
 from offloadkit.optim.table import DTYPES, FlatState, Segment, state_table
 
-_VERSION = 5
+_VERSION = 6
 """Raise it when what is measured changes: cached rates of another version are not used."""
 _DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
 _RATES = {
@@ -63,7 +64,7 @@ def measure(
     folder: str | Path | None = None,
     fresh: bool = False,
     num_ranks: int = 1,
-    meet: Callable[[], object] = lambda: None,
+    meet: Callable[[], object] | None = None,
 ) -> Hardware:
     """Measure this machine, in under two seconds. Rates are cached on disk; sizes are always read anew.
 
@@ -72,7 +73,8 @@ def measure(
         folder: where to measure the disk, by writing and reading at most 64 MiB. None: the disk is not measured.
         fresh: whether to measure again what is cached.
         num_ranks: processes of this host that measure at the same time. What each finds then is cached for itself.
-        meet: called between groups of rates; it waits for the others, so that all measure the same at once.
+        meet: called between groups of rates; it waits for the others, so that all measure the same at once. Rates of
+            RAM and bus are then the usual ones of a span in which all work, instead of the best.
 
     Raises:
         OutputError: `folder` is not a folder, or cannot be written.
@@ -127,7 +129,8 @@ def _found(key: str, measured: Callable[[], dict[str, Any]], num_ranks: int = 1)
     """What `measured` gives now, cached on disk, or in this process if others disturbed it."""
     began = time.perf_counter(), _seconds_of_others()
     found = measured()
-    if found and _disturbed(*began, num_ranks):
+    shared = found.get("vram_context_bytes", 0) >= hardware.MAX_CONTEXT_BYTES  # no context is so large
+    if found and (shared or _disturbed(*began, num_ranks)):
         _of_this_process[key] = found
     elif found:
         _store(key, found)
@@ -251,6 +254,9 @@ _ENOUGH_SECONDS = 0.02
 _SLOW_SECONDS = 0.05
 """Total seconds after which there are no more repetitions. A matmul that would take longer is not tried."""
 
+_TOGETHER_SECONDS = 0.1
+"""So long several ranks measure each rate of RAM or bus at once."""
+
 _COPY_BYTES = 64 << 20
 _COPY_PIECE_BYTES = 16 << 20
 _VRAM_BYTES = 256 << 20
@@ -265,17 +271,19 @@ _MATMUL_SIZES = (256, 512, 1024, 2048, 4096)
 _NUM_LAUNCHES = 200
 
 
-def machine_rates(device: torch.device, meet: Callable[[], object] = lambda: None) -> dict[str, Any]:
+def machine_rates(device: torch.device, meet: Callable[[], object] | None = None) -> dict[str, Any]:
     """The measured fields of `Hardware`, without the disk's. `meet` as for `measure`."""
+    seconds = _best_seconds if meet is None else _usual_seconds
+    meet = meet or (lambda: None)
     numel = _num_parameters()
     slab = HostSlab(max(numel * _STATE_BYTES + 5 * 256, _COPY_BYTES))
     slab.populate()
     meet()
-    rates: dict[str, Any] = {"dram_bytes_per_second": _triad_rate(slab, numel * _STATE_BYTES // 8)}
+    rates: dict[str, Any] = {"dram_bytes_per_second": _triad_rate(slab, numel * _STATE_BYTES // 8, seconds)}
     for precision, name in hardware.CPU_STEP_RATES.items():
         step = partial(_step, *_state(slab, numel, precision))
         meet()
-        rates[name] = step_traffic_bytes(precision) * numel / _best_seconds(step, torch.device("cpu"))
+        rates[name] = step_traffic_bytes(precision) * numel / seconds(step, torch.device("cpu"))
     rates["can_pin"] = False
     if device.type == "cuda":
         _cuda.init()
@@ -283,12 +291,12 @@ def machine_rates(device: torch.device, meet: Callable[[], object] = lambda: Non
             rates["can_pin"] = slab.pin()
     slab.clear()
     meet()
-    rates |= _copy_rates(slab.cut(_COPY_BYTES, torch.uint8), device)
+    rates |= _copy_rates(slab.cut(_COPY_BYTES, torch.uint8), device, seconds)
     slab.clear()
-    meet()
-    beside = _adamw_beside_copies(slab, numel, rates, device) if rates["can_pin"] else 0.0
+    beside = _adamw_beside_copies(slab, numel, rates, device, meet)
+    together = max(beside) if seconds is _best_seconds else median(beside)
     alone = rates["cpu_adamw_bytes_per_second"], rates["both_bytes_per_second"]
-    rates["cpu_and_bus_bytes_per_second"] = max(beside, *alone)
+    rates["cpu_and_bus_bytes_per_second"] = max(together, *alone)
     meet()
     rates["vram_bytes_per_second"] = _vram_rate(device)
     meet()
@@ -314,6 +322,22 @@ def _best_seconds(run: Callable[[], object], device: torch.device, times: int = 
         took = time.perf_counter() - started
         best, spent, repetitions = min(best, took / times), spent + took, repetitions + 1
     return best
+
+
+def _usual_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
+    """As `_best_seconds`, of ranks that all begin now: the median over a span, so that whoever is late or early counts
+    little. The best one may be of a moment in which the others rested."""
+    run()
+    _wait(device)
+    took: list[float] = []
+    began = time.perf_counter()
+    while len(took) < _NUM_REPETITIONS or time.perf_counter() - began < _TOGETHER_SECONDS:
+        started = time.perf_counter()
+        for _ in range(times):
+            run()
+        _wait(device)
+        took.append((time.perf_counter() - started) / times)
+    return median(took)
 
 
 def _wait(device: torch.device) -> None:
@@ -364,12 +388,16 @@ def step_traffic_bytes(precision: Precision) -> float:
     return 2 * (2 + states) + 2
 
 
-def _triad_rate(slab: HostSlab, numel: int) -> float:
+_Timing = Callable[..., float]
+"""`_best_seconds`, or `_usual_seconds`."""
+
+
+def _triad_rate(slab: HostSlab, numel: int, seconds: _Timing) -> float:
     """Bytes per second of a triad over two fp32 arrays of `numel` elements, which fill the slab."""
     a, b = (slab.cut(numel, torch.float32).fill_(1e-3) for _ in range(2))
     slab.clear()
     run = (lambda: cpu.triad(a, b, 1e-9)) if cpu.available() else (lambda: a.add_(b, alpha=1e-9))
-    return _TRIAD_TRAFFIC_BYTES * numel / _best_seconds(run, a.device)
+    return _TRIAD_TRAFFIC_BYTES * numel / seconds(run, a.device)
 
 
 def _step(state: FlatState, gradient: Tensor) -> None:
@@ -377,7 +405,7 @@ def _step(state: FlatState, gradient: Tensor) -> None:
     cpu.optimizer_step(state, gradient, [Segment(0, gradient.numel(), scalars)], 1.0)
 
 
-def _copy_rates(host: Tensor, device: torch.device) -> dict[str, float]:
+def _copy_rates(host: Tensor, device: torch.device, seconds: _Timing) -> dict[str, float]:
     """host: uint8, the bytes of one copy."""
     there, back = CopyStream(device, "H2D"), CopyStream(device, "D2H")
     half, num_bytes = host.numel() // 2, host.numel()
@@ -388,14 +416,16 @@ def _copy_rates(host: Tensor, device: torch.device) -> dict[str, float]:
         back.copy(host[half:], buffer[half:])
 
     return {
-        "h2d_bytes_per_second": num_bytes / _best_seconds(lambda: there.copy(buffer, host), device, 2),
-        "d2h_bytes_per_second": num_bytes / _best_seconds(lambda: back.copy(host, buffer), device, 2),
-        "both_bytes_per_second": num_bytes / _best_seconds(both, device, 2),
+        "h2d_bytes_per_second": num_bytes / seconds(lambda: there.copy(buffer, host), device, 2),
+        "d2h_bytes_per_second": num_bytes / seconds(lambda: back.copy(host, buffer), device, 2),
+        "both_bytes_per_second": num_bytes / seconds(both, device, 2),
     }
 
 
-def _adamw_beside_copies(slab: HostSlab, numel: int, rates: dict[str, Any], device: torch.device) -> float:
-    """Bytes per second of the CPU step and of copies beside it, together.
+def _adamw_beside_copies(
+    slab: HostSlab, numel: int, rates: dict[str, Any], device: torch.device, meet: Callable[[], object]
+) -> list[float]:
+    """Bytes per second of the CPU step and of copies beside it, together, of each repetition; 0 without pinned RAM.
 
     The copies read and write the step's own arrays, so that they come from DRAM and not from a cache.
     """
@@ -406,7 +436,10 @@ def _adamw_beside_copies(slab: HostSlab, numel: int, rates: dict[str, Any], devi
     buffers = [torch.empty(_COPY_PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     num_bytes = step_traffic_bytes("exact") * numel
     bus_bytes = 3 * num_bytes / rates["cpu_adamw_bytes_per_second"] * rates["both_bytes_per_second"]
-    best = 0.0
+    found: list[float] = []
+    meet()
+    if not rates["can_pin"]:
+        return [0.0]
     for _ in range(_NUM_REPETITIONS):
         ends: list[tuple[Event, int]] = []
         for index in range(max(2, int(bus_bytes / 2 / _COPY_PIECE_BYTES))):  # longer than the step takes
@@ -422,8 +455,8 @@ def _adamw_beside_copies(slab: HostSlab, numel: int, rates: dict[str, Any], devi
         seconds = time.perf_counter() - began
         copied = _done_bytes(ends) - before
         _wait(device)
-        best = max(best, (num_bytes + copied) / seconds)
-    return best
+        found.append((num_bytes + copied) / seconds)
+    return found
 
 
 def _done_bytes(ends: list[tuple[Event, int]]) -> int:

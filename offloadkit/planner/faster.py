@@ -150,12 +150,17 @@ def _planned_rates(plan: Plan, machine: Hardware, placements: Sequence[Placement
 
 
 def _computing(plan: Plan, machine: Hardware, placements: Sequence[Placement]) -> tuple[float, bool]:
-    """Seconds of a step's forward and backward with nothing waited for, and whether Python bounds them."""
+    """Seconds of a step's forward and backward with nothing waited for, and whether Python bounds them.
+
+    What the update's threads take from Python counts, though nothing waits for them.
+    """
     names = [name.name for name in fields(Hardware) if name.name.endswith("_bytes_per_second")]
     at_once: dict[str, Any] = dict.fromkeys(names, _AT_ONCE) | {"vram_bytes_per_second": machine.vram_bytes_per_second}
     found = _model(plan, replace(machine, **at_once)).seconds(placements)
-    on_gpu = found.busy["forward"] + found.busy["backward"]
-    return found.step - found.busy["GPU step"], found.busy["launches"] > on_gpu
+    launches = _model(plan, machine).seconds(placements).busy["launches"]
+    by_python = launches > found.busy["forward"] + found.busy["backward"]
+    slowed = launches - found.busy["launches"] if by_python else 0.0
+    return found.step - found.busy["GPU step"] + slowed, by_python
 
 
 def _with_compute(plan: Plan, machine: Hardware, placements: Sequence[Placement], part: str, factor: float) -> Hardware:

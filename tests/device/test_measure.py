@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """Rates without measuring: all are 1.0, 2.0, ... by the number of the call. The list holds the calls."""
     calls: list[torch.device] = []
 
-    def count(device: torch.device, meet: object) -> dict[str, Any]:
+    def count(device: torch.device, meet: object = None) -> dict[str, Any]:
         calls.append(device)
         return dict.fromkeys(measuring._RATES, float(len(calls)))
 
@@ -57,15 +57,32 @@ def test_ranks_meet_before_each_rate(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda *_: log.append(name) or found
 
     for name, found in (
-        *((f"_{each}", 1.0) for each in ("triad_rate", "best_seconds", "vram_rate", "launch_seconds", "matmul_rate")),
+        *((f"_{each}", 1.0) for each in ("triad_rate", "usual_seconds", "vram_rate", "launch_seconds", "matmul_rate")),
         ("_copy_rates", {"both_bytes_per_second": 1.0}),
     ):
         monkeypatch.setattr(measuring, name, logs(name, found))
     measuring.machine_rates(torch.device("cpu"), logs("meet", None))
-    steps = ["meet", "_best_seconds"] * 3
+    steps = ["meet", "_usual_seconds"] * 3
     assert log[:-3] == [
         *("meet", "_triad_rate", *steps, "meet", "_copy_rates", "meet", "meet", "_vram_rate", "meet", "_launch_seconds")
     ]
+
+
+@pytest.mark.parametrize("best", [True, False])
+def test_ranks_take_the_usual_time_and_not_that_of_a_moment_in_which_the_others_rest(
+    best: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of twelve runs are quick: the others have not begun yet, or are through."""
+    now, number = [0.0], [0]
+
+    def run() -> None:
+        number[0] += 1
+        now[0] += 0.004 if number[0] in (2, 13) else 0.01
+
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    timed = measuring._best_seconds if best else measuring._usual_seconds
+    assert timed(run, CPU) == pytest.approx(0.004 if best else 0.01)
+    assert best or now[0] > measuring._TOGETHER_SECONDS
 
 
 def test_what_ranks_know_they_know_though_the_file_is_replaced(quick: list[torch.device], cache_folder: Path) -> None:
@@ -102,8 +119,14 @@ def test_what_goes_on_beside_the_step_is_counted_by_bytes_that_arrived_meanwhile
     """On the CPU all copies are over before the step begins; a piece is larger than all arrays here."""
     numel = 1 << 17
     slab = HostSlab(numel * 14 + 5 * 256)
-    alone = {"cpu_adamw_bytes_per_second": 1e9, "both_bytes_per_second": 1e9}
-    assert 1e6 < rates._adamw_beside_copies(slab, numel, alone, CPU) < 1e13
+    alone = {"cpu_adamw_bytes_per_second": 1e9, "both_bytes_per_second": 1e9, "can_pin": True}
+    met: list[int] = []
+    found = rates._adamw_beside_copies(slab, numel, alone, CPU, lambda: met.append(1))
+    assert len(found) > 1
+    assert all(1e6 < each < 1e13 for each in found)
+    slab.clear()
+    assert rates._adamw_beside_copies(slab, numel, alone | {"can_pin": False}, CPU, lambda: met.append(1)) == [0.0]
+    assert len(met) == 2, "a rank without pinned RAM meets the others too"
     ends = [(SimpleNamespace(done=lambda: True), 3), (SimpleNamespace(done=lambda: True), 4)]
     later: Any = [*ends, (SimpleNamespace(done=lambda: False), 5)]
     assert rates._done_bytes(later) == 7
@@ -199,6 +222,15 @@ def test_what_others_disturbed_is_not_kept_on_disk(quick: list[torch.device], mo
     monkeypatch.setattr(measuring, "_of_this_process", {})
     monkeypatch.setattr(measuring, "_disturbed", lambda *_: False)
     assert [measuring.measure("cpu").h2d_bytes_per_second for _ in range(2)] == [3, 3]
+    assert measuring.cache_file().exists()
+
+
+def test_what_was_measured_beside_others_on_the_gpu_is_not_kept_on_disk(quick: list[torch.device]) -> None:
+    """No CUDA context is so large."""
+    found = {"vram_context_bytes": hardware.MAX_CONTEXT_BYTES}
+    assert measuring._found("a key", lambda: found) == found
+    assert not measuring.cache_file().exists()
+    measuring._found("a key", lambda: {"vram_context_bytes": hardware.MAX_CONTEXT_BYTES - 1})
     assert measuring.cache_file().exists()
 
 
