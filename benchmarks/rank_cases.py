@@ -9,6 +9,7 @@ from benchmarks.cases import Case, EngineSetup
 
 RANK_ENGINES = {
     "ours": EngineSetup("offloadkit", "offloadkit"),
+    "ours-compiled": EngineSetup("offloadkit, compiled", "offloadkit", (("compiled", True),)),
     "ours-hashed": EngineSetup("offloadkit, deterministic kernels", "hashed"),
     "fsdp2": EngineSetup("FSDP2, HF (bf16 compute and reduce, fp32 master weights)", "fsdp2"),
     "fsdp2-our-compute": EngineSetup("FSDP2, our compute", "fsdp2", (("our_compute", True),)),

@@ -199,17 +199,25 @@ _OF_RANKS = """## Several GPUs
 Each GPU has a process of its own. Rows and *VRAM* are those of each GPU, *tokens/s* and *RAM* those of all; RAM that
 several processes share counts once (PSS). *received* is what a GPU receives from the others in an optimizer step: ours
 as counted, the peers' from one further step, as rings send it. "strong": one GPU's batch in all. "pcie": NCCL copies
-through RAM. The peers have the whole cards, but for LLaMA-7B, where all have 80 GiB. DeepSpeed's processes are bound to
-their shares of the cores. "hashed": deterministic kernels; one GPU takes the micro-batches of both in an update.
+through RAM. The peers have the whole cards, but for LLaMA-7B, where all have 80 GiB, or 77 of an H100. DeepSpeed's
+processes are bound to their shares of the cores. "hashed": deterministic kernels; one GPU takes the micro-batches of
+both in an update.
 """
 
 
 def _several(rows: Sequence[Row]) -> Iterator[str]:
-    """One table of all cases on several GPUs."""
-    found = [row for name, case in RANK_CASES.items() if case.claim != "try" for row in _newest_of(rows, name)]
-    if not found:
-        return
-    yield _OF_RANKS
+    """All cases on several GPUs, a table for each GPU's name. Rows of what did not fit have none."""
+    cases = [name for name, case in RANK_CASES.items() if case.claim != "try"]
+    gpus = list(dict.fromkeys(row["gpu"] for row in rows if row["case"] in cases))
+    if gpus:
+        yield _OF_RANKS
+    for gpu in gpus:
+        on_these = [row for row in rows if row["gpu"] == gpu]
+        yield f"**{gpu.removeprefix('NVIDIA ')}**\n" if gpu else "**Not measured**\n"
+        yield from _rank_table([row for name in cases for row in _newest_of(on_these, name)])
+
+
+def _rank_table(found: Sequence[Row]) -> Iterator[str]:
     titles = ["case", "model", "rows", "engine", "s/step", "turns", "tokens/s", "VRAM each", "RAM", "received, GB"]
     titles += ["planned s", "planned VRAM", "planned RAM", "measured by"]
     yield _line(titles)
