@@ -206,15 +206,23 @@ both in an update.
 
 
 def _several(rows: Sequence[Row]) -> Iterator[str]:
-    """All cases on several GPUs, a table for each GPU's name. Rows of what did not fit have none."""
-    cases = [name for name, case in RANK_CASES.items() if case.claim != "try"]
-    gpus = list(dict.fromkeys(row["gpu"] for row in rows if row["case"] in cases))
-    if gpus:
+    """All cases on several GPUs: a table for each GPU's name, and one of what did not fit anywhere."""
+    named = [name for name, case in RANK_CASES.items() if case.claim != "try"]
+    pairs = [(case, engine) for case in named for engine in RANK_ENGINES]
+    of_pair = {pair: [row for row in rows if (row["case"], row["engine"]) == pair] for pair in pairs}
+    measured = {pair: [row for row in some if row["status"] == "measured"] for pair, some in of_pair.items()}
+    refused = {pair: [row for row in some if row["status"] == "does not fit"] for pair, some in of_pair.items()}
+    tables: dict[str, list[Row]] = {}
+    for some in measured.values():
+        for gpu, row in {row["gpu"]: row for row in some}.items():  # the newest of each
+            tables.setdefault(gpu.removeprefix("NVIDIA "), []).append(row)
+    if lacking := [some[-1] for pair, some in refused.items() if some and not measured[pair]]:
+        tables["What did not fit"] = lacking
+    if tables:
         yield _OF_RANKS
-    for gpu in gpus:
-        on_these = [row for row in rows if row["gpu"] == gpu]
-        yield f"**{gpu.removeprefix('NVIDIA ')}**\n" if gpu else "**Not measured**\n"
-        yield from _rank_table([row for name in cases for row in _newest_of(on_these, name)])
+    for title, found in tables.items():
+        yield f"**{title}**\n"
+        yield from _rank_table(found)
 
 
 def _rank_table(found: Sequence[Row]) -> Iterator[str]:
@@ -243,14 +251,6 @@ def _rank_table(found: Sequence[Row]) -> Iterator[str]:
     if len(hashes) > 1:
         verdict = "the same trained weights, bit for bit" if len(set(hashes.values())) == 1 else "DIFFERENT weights"
         yield from (f"{' and '.join(hashes)}: {verdict}.", "")
-
-
-def _newest_of(rows: Sequence[Row], case: str) -> Iterator[Row]:
-    """The newest row of each engine of a case on several GPUs: measured, or else one that did not fit."""
-    for engine in RANK_ENGINES:
-        refused = [row for row in rows if (row["case"], row["engine"]) == (case, engine) and row["status"] != "failed"]
-        if newest := latest(rows, case, engine) or (refused or [None])[-1]:
-            yield newest
 
 
 def _width_table(rows: Sequence[Row], full: Sequence[Row]) -> Iterator[str]:

@@ -23,7 +23,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-MAX_CONTEXT_BYTES = 3 << 29
+_MAX_CONTEXT_BYTES = 3 << 29
 _highest_ram = 0
 """What `process_peak_ram_bytes` was before the system's figure was started anew."""
 
@@ -308,7 +308,7 @@ def vram_context_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     known = library_bytes[device.index or 0]
-    return min(vram_outside_bytes(device) - known, MAX_CONTEXT_BYTES) + known
+    return min(vram_outside_bytes(device) - known, _MAX_CONTEXT_BYTES) + known
 
 
 def supports_bf16(device: torch.device) -> bool:

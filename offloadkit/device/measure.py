@@ -129,8 +129,7 @@ def _found(key: str, measured: Callable[[], dict[str, Any]], num_ranks: int = 1)
     """What `measured` gives now, cached on disk, or in this process if others disturbed it."""
     began = time.perf_counter(), _seconds_of_others()
     found = measured()
-    shared = found.get("vram_context_bytes", 0) >= hardware.MAX_CONTEXT_BYTES  # no context is so large
-    if found and (shared or _disturbed(*began, num_ranks)):
+    if found and _disturbed(*began, num_ranks):
         _of_this_process[key] = found
     elif found:
         _store(key, found)
@@ -427,8 +426,13 @@ def _adamw_beside_copies(
 ) -> list[float]:
     """Bytes per second of the CPU step and of copies beside it, together, of each repetition; 0 without pinned RAM.
 
-    The copies read and write the step's own arrays, so that they come from DRAM and not from a cache.
+    The copies read and write the step's own arrays, so that they come from DRAM and not from a cache. Ranks meet before
+    each repetition: else one's step would soon run beside the others' copies alone, which last longer.
     """
+    if not rates["can_pin"]:
+        for _ in range(_NUM_REPETITIONS):
+            meet()
+        return [0.0]
     memory = slab.cut(numel * _STATE_BYTES, torch.uint8)
     state, gradient = _state(slab, numel)
     pieces = [memory[start : start + _COPY_PIECE_BYTES] for start in range(0, len(memory), _COPY_PIECE_BYTES)]
@@ -437,10 +441,8 @@ def _adamw_beside_copies(
     num_bytes = step_traffic_bytes("exact") * numel
     bus_bytes = 3 * num_bytes / rates["cpu_adamw_bytes_per_second"] * rates["both_bytes_per_second"]
     found: list[float] = []
-    meet()
-    if not rates["can_pin"]:
-        return [0.0]
     for _ in range(_NUM_REPETITIONS):
+        meet()
         ends: list[tuple[Event, int]] = []
         for index in range(max(2, int(bus_bytes / 2 / _COPY_PIECE_BYTES))):  # longer than the step takes
             piece, buffer = pieces[index % len(pieces)], buffers[index % 2]

@@ -119,11 +119,12 @@ THREAD_SLOWS = 0.5
 """By which fraction Python is slower in forward for each thread of the update, as long as that works: the one that has
 the CPU step, and the one that queues the GPU's steps of states in RAM. All three take turns at the interpreter's lock.
 
-Steps of T5-base and T5-large since commit e70d484: their forward took 1.3 to 1.6 times what Python alone takes.
+Steps: with 0.5 or 0.6 most are planned right, and of T5-large and T5-base more than with 0.35. There it is uncertain:
+rows whose blocks were timed would have less, older ones more.
 """
 RANKS_SLOW = 1.0
 """The same for the CPU's step where several ranks of a host have theirs at once: they keep all cores and the RAM busy.
 
 Two ranks with T5-3B on two H200s: the main thread took 57 to 60 ms of processor time for a forward without any CPU step
-beside it, and 115 to 142 ms with one.
+beside it, and 115 to 142 ms with one, which went on for nearly all of that forward.
 """

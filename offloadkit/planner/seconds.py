@@ -283,7 +283,10 @@ class StepModel:
         return queues
 
     def _slowing(self, placements: Sequence[Placement], bus: _Bus, norm: float) -> tuple[tuple[float, float], ...]:
-        """How long the threads of the update slow Python in forward, and by which factor: the earlier end first."""
+        """How long the threads of the update slow Python in forward, and by which factor: the earlier end first.
+
+        They work without a pause from the start on, as if they waited for no disk and no other copy.
+        """
         if self._hardware.num_cores <= FEW_CORES:  # one after the other already
             return ()
         stepped, there, back = norm, 0.0, 0.0

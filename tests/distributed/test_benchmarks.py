@@ -197,6 +197,22 @@ def test_rows_of_several_gpus_have_a_section_and_no_part_in_the_score(
     assert report.planned_rows(rows)[report.STREAMED] == []
 
 
+def test_each_kind_of_gpu_has_a_table_and_what_fitted_at_last_is_no_refusal(
+    measured_by: Callable[..., list[table.Row]],
+) -> None:
+    (row,) = measured_by(lambda *_, **__: [RAW | {"batch_size": 8}] * 2, ["t5-3b-2x24"])
+    refused = row | {"status": "does not fit", "reason": "too much", "gpu": None, "seconds": None}
+    other = row | {"gpu": "NVIDIA H100", "seconds": 2 * row["seconds"]}
+    elsewhere = refused | {"case": "t5-3b-2x28"}
+    text = "\n".join(report._several([refused, row, other, elsewhere, row | {"seconds": 0.25}]))
+    tables = [part.split("\n| ")[3:] for part in text.split("\n**")[1:]]
+    assert [[cells.split(" | ")[4] for cells in part] for part in tables] == [["0.250"], ["1.000"], ["too much"]]
+    assert text.count("too much") == 1
+    assert (
+        text.index("**H200**") < text.index("**H100**") < text.index("**What did not fit**") < text.index("t5-3b-2x28")
+    )
+
+
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
