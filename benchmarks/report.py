@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -207,16 +207,16 @@ both in an update.
 
 def _several(rows: Sequence[Row]) -> Iterator[str]:
     """All cases on several GPUs: a table for each GPU's name, and one of what did not fit anywhere."""
-    named = [name for name, case in RANK_CASES.items() if case.claim != "try"]
-    pairs = [(case, engine) for case in named for engine in RANK_ENGINES]
-    of_pair = {pair: [row for row in rows if (row["case"], row["engine"]) == pair] for pair in pairs}
-    measured = {pair: [row for row in some if row["status"] == "measured"] for pair, some in of_pair.items()}
-    refused = {pair: [row for row in some if row["status"] == "does not fit"] for pair, some in of_pair.items()}
     tables: dict[str, list[Row]] = {}
-    for some in measured.values():
-        for gpu, row in {row["gpu"]: row for row in some}.items():  # the newest of each
+    lacking: list[Row] = []
+    for case, engine in product((name for name, case in RANK_CASES.items() if case.claim != "try"), RANK_ENGINES):
+        its_rows = [row for row in rows if (row["case"], row["engine"]) == (case, engine)]
+        newest = {row["gpu"]: row for row in its_rows if row["status"] == "measured"}
+        for gpu, row in newest.items():
             tables.setdefault(gpu.removeprefix("NVIDIA "), []).append(row)
-    if lacking := [some[-1] for pair, some in refused.items() if some and not measured[pair]]:
+        if not newest:
+            lacking += [row for row in its_rows if row["status"] == "does not fit"][-1:]
+    if lacking:
         tables["What did not fit"] = lacking
     if tables:
         yield _OF_RANKS

@@ -272,8 +272,8 @@ _NUM_LAUNCHES = 200
 
 def machine_rates(device: torch.device, meet: Callable[[], object] | None = None) -> dict[str, Any]:
     """The measured fields of `Hardware`, without the disk's. `meet` as for `measure`."""
-    seconds = _best_seconds if meet is None else _usual_seconds
-    meet = meet or (lambda: None)
+    alone, meet = meet is None, meet or (lambda: None)
+    seconds = _best_seconds if alone else _usual_seconds
     numel = _num_parameters()
     slab = HostSlab(max(numel * _STATE_BYTES + 5 * 256, _COPY_BYTES))
     slab.populate()
@@ -292,10 +292,9 @@ def machine_rates(device: torch.device, meet: Callable[[], object] | None = None
     meet()
     rates |= _copy_rates(slab.cut(_COPY_BYTES, torch.uint8), device, seconds)
     slab.clear()
-    beside = _adamw_beside_copies(slab, numel, rates, device, meet)
-    together = max(beside) if seconds is _best_seconds else median(beside)
-    alone = rates["cpu_adamw_bytes_per_second"], rates["both_bytes_per_second"]
-    rates["cpu_and_bus_bytes_per_second"] = max(together, *alone)
+    found = _adamw_beside_copies(slab, numel, rates, device, meet)
+    one_of_them = rates["cpu_adamw_bytes_per_second"], rates["both_bytes_per_second"]
+    rates["cpu_and_bus_bytes_per_second"] = max(max(found) if alone else median(found), *one_of_them)
     meet()
     rates["vram_bytes_per_second"] = _vram_rate(device)
     meet()
@@ -314,11 +313,7 @@ def _best_seconds(run: Callable[[], object], device: torch.device, times: int = 
     _wait(device)
     best, spent, repetitions = float("inf"), 0.0, 0
     while spent < (_ENOUGH_SECONDS if repetitions >= _NUM_REPETITIONS else _SLOW_SECONDS):
-        started = time.perf_counter()
-        for _ in range(times):
-            run()
-        _wait(device)
-        took = time.perf_counter() - started
+        took = _timed(run, device, times)
         best, spent, repetitions = min(best, took / times), spent + took, repetitions + 1
     return best
 
@@ -331,12 +326,17 @@ def _usual_seconds(run: Callable[[], object], device: torch.device, times: int =
     took: list[float] = []
     began = time.perf_counter()
     while len(took) < _NUM_REPETITIONS or time.perf_counter() - began < _TOGETHER_SECONDS:
-        started = time.perf_counter()
-        for _ in range(times):
-            run()
-        _wait(device)
-        took.append((time.perf_counter() - started) / times)
+        took.append(_timed(run, device, times) / times)
     return median(took)
+
+
+def _timed(run: Callable[[], object], device: torch.device, times: int) -> float:
+    """Seconds of `times` runs that are enqueued at once."""
+    started = time.perf_counter()
+    for _ in range(times):
+        run()
+    _wait(device)
+    return time.perf_counter() - started
 
 
 def _wait(device: torch.device) -> None:

@@ -68,12 +68,12 @@ static inline double plan_take(double *free, double seconds, double ready) {
 
 static inline double *plan_python(struct queues *q) { return q->shares_cores ? &q->cores : &q->launches; }
 
-/* seconds.Queues._slowed; a factor of 0: nothing slows Python */
+/* seconds.Queues._slowed; what slows nothing ends at 0 */
 static inline double plan_slowed(const struct queues *q, double seconds, double began) {
     double took = 0.0;
     for (int i = 0; i < 2; i++) {
         double room = q->slow_until[i] - (began + took);
-        if (q->slow_factor[i] == 0.0 || room <= 0.0) continue;
+        if (room <= 0.0) continue;
         if (q->slow_factor[i] * seconds <= room) return took + q->slow_factor[i] * seconds;
         took += room;
         seconds -= room / q->slow_factor[i];

@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """Rates without measuring: all are 1.0, 2.0, ... by the number of the call. The list holds the calls."""
     calls: list[torch.device] = []
 
-    def count(device: torch.device, meet: object = None) -> dict[str, Any]:
+    def count(device: torch.device, meet: object) -> dict[str, Any]:
         calls.append(device)
         return dict.fromkeys(measuring._RATES, float(len(calls)))
 
