@@ -100,7 +100,6 @@ def run(
             raw = _measured(case, engine, steps, min(case.limit, left), device, verbose)
             print(_said(raw), flush=True)
             found[name, engine].append(raw)
-            said = {"notes": notes} if notes else {}
             made = [
                 row_of(
                     name,
@@ -109,8 +108,8 @@ def run(
                     RANK_ENGINES[engine],
                     raws,
                     commit,
+                    notes,
                 )
-                | said
                 for (name, engine), raws in found.items()
                 if raws
             ]

@@ -201,20 +201,24 @@ several processes share counts once (PSS). *received* is what a GPU receives fro
 as counted, the peers' from one further step, as rings send it. "strong": one GPU's batch in all. "pcie": NCCL copies
 through RAM. The peers have the whole cards, but for LLaMA-7B, where all have 80 GiB, or 77 of an H100. DeepSpeed's
 processes are bound to their shares of the cores. "hashed": deterministic kernels; one GPU takes the micro-batches of
-both in an update.
+both in an update. *before*: seconds of earlier runs, on other hosts and by other commits, the oldest first. The host
+matters where Python binds a step, as with T5-3B: compare within a run.
 """
 
 
 def _several(rows: Sequence[Row]) -> Iterator[str]:
-    """All cases on several GPUs: a table for each GPU's name, and one of what did not fit anywhere."""
+    """All cases on several GPUs: a table for each GPU's name, and one of what did not fit anywhere. The newest row is
+    shown, and the seconds of those before it."""
     tables: dict[str, list[Row]] = {}
     lacking: list[Row] = []
     for case, engine in product((name for name, case in RANK_CASES.items() if case.claim != "try"), RANK_ENGINES):
         its_rows = [row for row in rows if (row["case"], row["engine"]) == (case, engine)]
-        newest = {row["gpu"]: row for row in its_rows if row["status"] == "measured"}
-        for gpu, row in newest.items():
-            tables.setdefault(gpu.removeprefix("NVIDIA "), []).append(row)
-        if not newest:
+        measured = [row for row in its_rows if row["status"] == "measured"]
+        for gpu in dict.fromkeys(row["gpu"] for row in measured):
+            *before, newest = [row for row in measured if row["gpu"] == gpu]
+            told = newest | {"before": ", ".join(f"{row['seconds']:.3f}" for row in before)}
+            tables.setdefault(gpu.removeprefix("NVIDIA "), []).append(told)
+        if not measured:
             lacking += [row for row in its_rows if row["status"] == "does not fit"][-1:]
     if lacking:
         tables["What did not fit"] = lacking
@@ -226,8 +230,8 @@ def _several(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _rank_table(found: Sequence[Row]) -> Iterator[str]:
-    titles = ["case", "model", "rows", "engine", "s/step", "turns", "tokens/s", "VRAM each", "RAM", "received, GB"]
-    titles += ["planned s", "planned VRAM", "planned RAM", "measured by"]
+    titles = ["case", "model", "rows", "engine", "s/step", "before", "turns", "tokens/s", "VRAM each", "RAM"]
+    titles += ["received, GB", "planned s", "planned VRAM", "planned RAM", "measured by"]
     yield _line(titles)
     yield _line(["---"] * len(titles))
     for row in found:
@@ -237,13 +241,13 @@ def _rank_table(found: Sequence[Row]) -> Iterator[str]:
         cells = [row["case"], row["model"], f"{case.num_gpus} x {shape}", name]
         if row["status"] == "measured":
             received = sum(figures["received"].values())
-            cells += [seconds_of(row), str(row["turns"]), f"{row['tokens'] / row['seconds']:,.0f}"]
-            cells += [_gib(row["vram_bytes"]), _gib(row["ram_peak_bytes"])]
+            cells += [seconds_of(row), row["before"] or "-", str(row["turns"])]
+            cells += [f"{row['tokens'] / row['seconds']:,.0f}", _gib(row["vram_bytes"]), _gib(row["ram_peak_bytes"])]
             cells += [f"{received / 1e9:.2f}" if received else "-"]
             cells += [f"{row['planned_seconds']:.3f}" if row["planned_seconds"] else "-"]
             cells += [_gib(row["planned_vram_bytes"]), _gib(row["planned_ram_bytes"])]
         else:
-            cells += [str(row["reason"]), *[""] * 8]
+            cells += [str(row["reason"]), *[""] * 9]
         yield _line([*cells, _origin(row)])
     yield ""
     yield from _notes(found, lambda row: f"*{row['case']}, {RANK_ENGINES[row['engine']].title}*")

@@ -59,9 +59,8 @@ def run(
                 raw = _measured(case, ENGINES[engine], steps, timeout, device, verbose)
                 found[engine].append(raw)
                 print(_said(raw), flush=True)
-                said = {"notes": notes} if notes else {}
                 done = [
-                    row_of(name, case, each, ENGINES[each], raws, commit) | said for each, raws in found.items() if raws
+                    row_of(name, case, each, ENGINES[each], raws, commit, notes) for each, raws in found.items() if raws
                 ]
                 table.write([*before, *made, *done], out)
         made += done
@@ -145,17 +144,24 @@ def measure_here(task: dict[str, Any]) -> dict[str, Any]:
     return row | {"machine": machine, "versions": versions}
 
 
-def row_of(name: str, case: Case, engine: str, setup: EngineSetup, raws: list[dict[str, Any]], commit: str) -> Row:
-    """What one engine's turns gave: seconds over all turns, the rest of the last one."""
-    last = raws[-1]
-    row: Row = of_case(name, case, setup) | {
-        "engine": engine,
-        "status": last["status"],
-        "reason": last.get("reason"),
-        "commit": commit,
-        "date": table.now(),
-        "recomputed": last["recomputed"],
-    }
+def row_of(
+    name: str, case: Case, engine: str, setup: EngineSetup, raws: list[dict[str, Any]], commit: str, notes: str
+) -> Row:
+    """What one engine's turns gave: seconds over all turns, the rest of the last one. `notes` also say that a turn ran
+    by a leaner plan than it began with."""
+    last, moved = raws[-1], "memory ran out: by a leaner plan" if any(raw.get("moves") for raw in raws) else ""
+    row: Row = (
+        of_case(name, case, setup)
+        | {
+            "engine": engine,
+            "status": last["status"],
+            "reason": last.get("reason"),
+            "commit": commit,
+            "date": table.now(),
+            "recomputed": last["recomputed"],
+        }
+        | ({"notes": said} if (said := "; ".join(filter(None, [notes, moved]))) else {})
+    )
     for raw in raws:
         if raw["status"] != "measured":
             return row | {"status": raw["status"], "reason": raw["reason"]}

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
+from contextlib import suppress
 from statistics import mean, median
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from offloadkit.device.process_memory import DeviceMemory, peak_reserved_bytes
 from offloadkit.engines.engine import Engine
 from offloadkit.engines.work import Batch, Work, width
+from offloadkit.errors import RepeatWindowError
 from offloadkit.hf.ragged import rounded_up
 
 LEAST_STEPS, MOST_STEPS = 6, 300
@@ -54,7 +56,17 @@ def timed_steps(
     before to its own end. Nothing is synchronised in between: what an engine hides under the next forward stays
     hidden, and what it does not is counted. `settled_seconds` is the mean with everything waited for at the end.
     `phase_seconds` are medians on the device's time line. Peaks of VRAM are over all steps, the first included.
+
+    Where memory runs out and the engine has moved to a leaner plan, all begins again by that one, as in `finetune`.
     """
+    while True:
+        with suppress(RepeatWindowError):
+            return _timed(engine, steps, work, device, vram)
+
+
+def _timed(
+    engine: Engine, steps: list[list[Batch]], work: Work, device: torch.device, vram: DeviceMemory
+) -> dict[str, Any]:
     on_cuda = device.type == "cuda"
     losses: list[torch.Tensor] = []
     turns = itertools.cycle(range(len(steps)))

@@ -100,10 +100,7 @@ def measured(work: Work, engine_name: str) -> Row:
         torch.cuda.empty_cache()  # what building needed for a while is not training's
     forget_peak(device)
     row: Row = {"engine_seconds": time.perf_counter() - began, "dtype": dtype, "num_tokens": tokens}
-    while True:
-        with contextlib.suppress(errors.RepeatWindowError):  # as `finetune`, go on by the leaner plan, and time that
-            row |= timed_steps(engine, steps, work, device, vram)
-            break
+    row |= timed_steps(engine, steps, work, device, vram)
     row["samples_per_second"] = work.rows / row["step_seconds"]
     row["peak_ram_bytes"] = hardware.process_peak_ram_bytes()
     row |= engine.row()

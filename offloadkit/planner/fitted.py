@@ -119,8 +119,8 @@ THREAD_SLOWS = 0.5
 """By which fraction Python is slower in forward for each thread of the update, as long as that works: the one that has
 the CPU step, and the one that queues the GPU's steps of states in RAM. All three take turns at the interpreter's lock.
 
-With 0.5 or 0.6, 73 of the 85 steps of docs/results.md are planned within 15 %, and with 0.35, 72. It is uncertain: rows
-whose blocks were timed fit a smaller fraction, older rows a larger one.
+Steps say little of it: from 0 to 0.5, 74 to 76 of the 89 of docs/results.md are planned within 15 %. T5-base, whose
+blocks were timed, fits a smaller fraction, older rows a larger one.
 """
 RANKS_SLOW = 1.0
 """The same for the CPU's step where several ranks of a host have theirs at once: they keep all cores and the RAM busy.

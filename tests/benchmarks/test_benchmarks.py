@@ -98,6 +98,16 @@ def test_turns_alternate_and_their_spread_is_in_the_row(
     assert table.read(tmp_path / "a.csv")[0]["seconds"] == 0.4
 
 
+def test_a_row_says_that_a_turn_ran_by_a_leaner_plan(tmp_path: Path, answers: Callable[..., list[Work]]) -> None:
+    turns = iter([measured(0.1, moves=["VRAM was full"]), measured(0.1), measured(0.1)])
+    answers(lambda work: next(turns))
+    out = tmp_path / "a.csv"
+    (moved,) = run.run(["w1"], engines=["offloadkit"], turns=2, out=out, commit="abc", notes="a remark")
+    (other,) = run.run(["w1"], engines=["offloadkit"], out=out, commit="abc", notes="a remark")
+    assert moved["notes"] == "a remark; memory ran out: by a leaner plan"
+    assert other["notes"] == "a remark"
+
+
 def test_rows_are_appended_and_written_after_each_process(tmp_path: Path, answers: Callable[..., list[Work]]) -> None:
     out, numbers = tmp_path / "a.csv", []
 

@@ -190,8 +190,8 @@ def test_rows_of_several_gpus_have_a_section_and_no_part_in_the_score(
     rows.append(dict.fromkeys(table.COLUMNS) | refused | {"reason": "the plan needs more", "commit": "abc"})
     before = report.results([])
     text = "\n".join(report._several(rows))
-    cells = ["t5-3b-2x24", "t5-3b", "2 x 8 x (512+128)", "offloadkit", "0.500", "1", "192", "3.0", "10.0", "1.00"]
-    assert f"| {' | '.join([*cells, '0.400', '4.0', '5.0'])} | H200, 32 cores, abc, " in text
+    cells = ["t5-3b-2x24", "t5-3b", "2 x 8 x (512+128)", "offloadkit", "0.500", "-", "1", "192", "3.0", "10.0"]
+    assert f"| {' | '.join([*cells, '1.00', '0.400', '4.0', '5.0'])} | H200, 32 cores, abc, " in text
     assert "| t5-11b | 2 x 1 x (512+128) | offloadkit | the plan needs more |" in text
     assert report.results(rows).replace(text + "\n", "") == before
     assert report.planned_rows(rows)[report.STREAMED] == []
@@ -206,7 +206,8 @@ def test_each_kind_of_gpu_has_a_table_and_what_fitted_at_last_is_no_refusal(
     elsewhere = refused | {"case": "t5-3b-2x28"}
     text = "\n".join(report._several([refused, row, other, elsewhere, row | {"seconds": 0.25}]))
     tables = [part.split("\n| ")[3:] for part in text.split("\n**")[1:]]
-    assert [[cells.split(" | ")[4] for cells in part] for part in tables] == [["0.250"], ["1.000"], ["too much"]]
+    seconds = [[tuple(cells.split(" | ")[4:6]) for cells in part] for part in tables]
+    assert seconds == [[("0.250", "0.500")], [("1.000", "-")], [("too much", "")]]
     assert text.count("too much") == 1
     assert (
         text.index("**H200**") < text.index("**H100**") < text.index("**What did not fit**") < text.index("t5-3b-2x28")

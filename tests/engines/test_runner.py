@@ -222,9 +222,7 @@ def test_steps_of_several_widths_come_in_turn_and_count_equally() -> None:
     assert row["seconds_by_width"] == {2: 2, 3: 3}
 
 
-def test_a_plan_that_was_too_large_is_left_as_finetune_leaves_it_and_the_next_one_is_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_plan_that_was_too_large_is_left_as_finetune_leaves_it_and_the_next_one_is_timed() -> None:
     class Moves(Steps):
         """The GPU is full in the second and in the fourth step."""
 
@@ -233,12 +231,10 @@ def test_a_plan_that_was_too_large_is_left_as_finetune_leaves_it_and_the_next_on
             if self.taken in (2, 4):
                 raise RepeatWindowError("the engine has moved to a leaner plan")
 
-        def row(self) -> dict[str, Any]:
-            return {"taken": self.taken}
-
-    monkeypatch.setitem(worker.ENGINES, "offloadkit", lambda *args: Moves())  # type: ignore[arg-type,return-value]
-    row = worker.measured(replace(TINY, steps=3, warmup=1), "offloadkit")
-    assert row["taken"] == 2 + 2 + (1 + 1 + 1 + 3)
+    engine: Any = Moves()
+    work = replace(TINY, steps=3, warmup=1)
+    row = steps.timed_steps(engine, random_steps(work, CPU), work, CPU, memory.DeviceMemory(CPU))
+    assert engine.taken == 2 + 2 + (1 + 1 + 1 + 3)
     assert len(row["all_step_seconds"]) == 3
 
 
