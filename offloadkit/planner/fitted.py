@@ -85,14 +85,16 @@ FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 5.4, 6.0
 
 It holds where no block of the model was timed (`python_time`).
 """
-ENGINE_LAUNCHES = (54, 40)
-"""Of these, what is the engine's own for a block in forward and in backward: hooks, waits and gradients.
+ENGINE_LAUNCHES = 54
+"""Of these, what is the engine's own for a block in forward: hooks and waits. Launches.
 
-It comes on top of what was timed with a block of the model, which has no engine. Compiling does not make it smaller.
-Forward's is what the first constant above leaves for T5-large's blocks after a loop without an engine: rows
-"ours-on-gpu" of growth-t5-large-2 and -8, commit e70d484, where Python bound both. Backward's is less than it leaves,
-103, since a block that is timed alone has the start of autograd in its time. With 40, of one GPU's rows whose blocks
-were timed the middle one's step is as long as measured (tests/test_plan_launches.py).
+It comes on top of what was timed with a block of the model, which has no engine. Compiling does not make it smaller. It
+is what the first constant above leaves for T5-large's blocks after a loop without an engine: rows "ours-on-gpu" of
+growth-t5-large-2 and -8, commit e70d484, where Python bound both.
+
+In backward nothing is added: a block that is timed alone has the start of autograd in its time, and finds the GPU idle.
+In rows of one GPU whose blocks were timed, backward took 0.93 of what is planned so, in the middle, with all that the
+engine does there (tests/test_plan_launches.py).
 """
 COMPILED_LAUNCHES = 0.44
 """Python's time for an operation of a compiled block, as a fraction of that uncompiled. Launches."""
@@ -119,8 +121,7 @@ THREAD_SLOWS = 0.5
 """By which fraction Python is slower in forward for each thread of the update, as long as that works: the one that has
 the CPU step, and the one that queues the GPU's steps of states in RAM. All three take turns at the interpreter's lock.
 
-Steps say little of it: from 0 to 0.5, 74 to 76 of the 89 of docs/results.md are planned within 15 %. T5-base, whose
-blocks were timed, fits a smaller fraction, older rows a larger one.
+Steps say little of it: with 0 to 0.5 about as many of docs/results.md are planned within 15 %.
 """
 RANKS_SLOW = 1.0
 """The same for the CPU's step where several ranks of a host have theirs at once: they keep all cores and the RAM busy.

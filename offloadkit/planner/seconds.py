@@ -138,7 +138,7 @@ class StepModel:
         launch = hardware.launch_seconds
         timed = work.operation_launches or (FORWARD_LAUNCHES, BACKWARD_LAUNCHES)
         forward, backward = (number * launch for number in timed)
-        own = [number * launch if work.operation_launches else 0.0 for number in ENGINE_LAUNCHES]
+        own = ENGINE_LAUNCHES * launch if work.operation_launches else 0.0
         self.cpu_rate = cpu_step_rate(layers[0].precision, hardware)
         self.slowed_beside_cpu = RANKS_SLOW if hardware.num_ranks > 1 else THREAD_SLOWS
         sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
@@ -152,8 +152,8 @@ class StepModel:
             cost = _StageCost(
                 pass_seconds(of.forward, hardware, dtype, compiled=is_compiled),
                 pass_seconds(of.backward, hardware, dtype, compiled=is_compiled),
-                forward * weighed(of.forward, compiled=is_compiled) + own[0] * bool(of.block),
-                backward * weighed(of.backward, compiled=is_compiled) + own[1] * bool(of.block),
+                forward * weighed(of.forward, compiled=is_compiled) + own * bool(of.block),
+                backward * weighed(of.backward, compiled=is_compiled),
                 launch * weighed(of.forward, compiled=is_compiled, of_attention=0),
                 of.input_bytes if of.block else 0,
                 tuple(its_layers),

@@ -124,7 +124,7 @@ def test_what_python_takes_is_what_was_timed_with_the_models_blocks(compiled: bo
     batch = MicroBatch(stages, 640, operation_launches=(2, 3))
     step = StepModel(layers, batch, machine(launch_seconds=1e-3), 1, compiled=compiled)
     more, of_block = 5 * ATTENTION_LAUNCHES, 1000 * (COMPILED_LAUNCHES if compiled else 1)
-    own = (4 * sum(ENGINE_LAUNCHES) + 4 * LAYER_LAUNCHES) * 1e-3
+    own = (4 * ENGINE_LAUNCHES + 4 * LAYER_LAUNCHES) * 1e-3
     timed = 4 * (of_block + more) * (2e-3 + 3e-3) + (1000 + more) * 2e-3
     assert step.on_large_gpu() == pytest.approx(timed + own, rel=1e-6)
 
