@@ -155,7 +155,9 @@ def _sections(rows: Sequence[Row]) -> Iterator[str]:
         else:
             for name in names:
                 if of_case := _rows_of(rows, name):
-                    yield from _case_table(name, of_case, _rows_of(rows, name.removesuffix("-ragged")))
+                    yield from _case_table(
+                        name, of_case, [row for row in rows if row["case"] == name.removesuffix("-ragged")]
+                    )
         yield ""
 
 
@@ -181,7 +183,7 @@ def _case_table(name: str, rows: Sequence[Row], full: Sequence[Row]) -> Iterator
     """The table of a case.
 
     Args:
-        full: of a case with ragged rows, the rows of the case with full ones.
+        full: of a case with ragged rows, all rows of the case with full ones.
     """
     case, first = CASES[name], rows[0]
     budget = f", offloadkit within {case.vram:g} GiB of VRAM" if case.vram else ""
@@ -261,7 +263,7 @@ def _width_table(rows: Sequence[Row], full: Sequence[Row]) -> Iterator[str]:
     """Seconds of steps by their inputs' width. "x full": times the same engine's step with full rows, of that commit.
 
     Args:
-        full: rows of the case with full rows.
+        full: all rows of the case with full rows.
     """
     if not rows:
         return
@@ -273,7 +275,7 @@ def _width_table(rows: Sequence[Row], full: Sequence[Row]) -> Iterator[str]:
     for row, found in zip(rows, by_width, strict=True):
         same = [other for other in full if other["seconds"] and all(other[key] == row[key] for key in _SAME_RUN)]
         shown = [found.get(str(name)) for name in (*widths, "slowest")]
-        cells = [f"{row['seconds'] / same[0]['seconds']:.2f}" if same else "-"]
+        cells = [f"{row['seconds'] / same[-1]['seconds']:.2f}" if same else "-"]
         yield _line([ENGINES[row["engine"]].title, *cells, *("-" if each is None else f"{each:.3f}" for each in shown)])
     yield ""
 
