@@ -211,9 +211,10 @@ matters where Python binds a step, as with T5-3B: compare within a run.
 def _several(rows: Sequence[Row]) -> Iterator[str]:
     """All cases on several GPUs: a table for each GPU's name, and one of what did not fit anywhere. The newest row is
     shown, and the seconds of those before it."""
+    named = [name for name, case in RANK_CASES.items() if case.claim != "try"]
     tables: dict[str, list[Row]] = {}
     lacking: list[Row] = []
-    for case, engine in product((name for name, case in RANK_CASES.items() if case.claim != "try"), RANK_ENGINES):
+    for case, engine in product(named, RANK_ENGINES):
         its_rows = [row for row in rows if (row["case"], row["engine"]) == (case, engine)]
         measured = [row for row in its_rows if row["status"] == "measured"]
         for gpu in dict.fromkeys(row["gpu"] for row in measured):

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import table
 from benchmarks.cases import CASES, ENGINES, Case, EngineSetup, config_of
 from benchmarks.table import BY_WIDTH, Row
+from offloadkit.engines.timing import BY_LEANER_PLAN
 from offloadkit.engines.work import RAGGED_STEPS, Work
 
 ROOT = Path(__file__).parent.parent
@@ -149,19 +150,17 @@ def row_of(
 ) -> Row:
     """What one engine's turns gave: seconds over all turns, the rest of the last one. `notes` also say that a turn ran
     by a leaner plan than it began with."""
-    last, moved = raws[-1], "memory ran out: by a leaner plan" if any(raw.get("moves") for raw in raws) else ""
-    row: Row = (
-        of_case(name, case, setup)
-        | {
-            "engine": engine,
-            "status": last["status"],
-            "reason": last.get("reason"),
-            "commit": commit,
-            "date": table.now(),
-            "recomputed": last["recomputed"],
-        }
-        | ({"notes": said} if (said := "; ".join(filter(None, [notes, moved]))) else {})
-    )
+    last = raws[-1]
+    moved = BY_LEANER_PLAN if any(raw.get("moves") for raw in raws) else ""
+    row: Row = of_case(name, case, setup) | {
+        "engine": engine,
+        "status": last["status"],
+        "reason": last.get("reason"),
+        "commit": commit,
+        "date": table.now(),
+        "recomputed": last["recomputed"],
+        "notes": "; ".join(filter(None, [notes, moved])) or None,
+    }
     for raw in raws:
         if raw["status"] != "measured":
             return row | {"status": raw["status"], "reason": raw["reason"]}

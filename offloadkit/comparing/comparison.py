@@ -36,6 +36,7 @@ from offloadkit.engines import deepspeed_process, forecast
 from offloadkit.engines.baseline import forecasts_of
 from offloadkit.engines.forecast import Forecast
 from offloadkit.engines.runner import Row, Runs, write_whole
+from offloadkit.engines.timing import BY_LEANER_PLAN
 from offloadkit.engines.work import Work, config_of
 from offloadkit.errors import ConfigError
 from offloadkit.units import format_bytes, parse_bytes
@@ -229,7 +230,7 @@ def _row(runs: Runs, work: Work, engine: str, made: Forecast | Row, say: Callabl
                 break
             row["tried"].append({"variant": called, "reason": row["reason"]})
     if row.get("moves"):
-        row["variant"] = "memory ran out: by a leaner plan"
+        row["variant"] = BY_LEANER_PLAN
     say(summary(row))
     return row
 

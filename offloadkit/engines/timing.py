@@ -23,6 +23,9 @@ WARM_SECONDS, TIMED_SECONDS = 1.0, 3.0
 """Used where the number of steps is not given. Short steps differ by half of their time, and layers move between
 processors for some steps after the start."""
 
+BY_LEANER_PLAN = "memory ran out: by a leaner plan"
+"""How a row says that an engine moved while its steps were timed."""
+
 
 class Clock:
     """Marks on the device's time line (CUDA events on the current stream), read after everything has run."""
