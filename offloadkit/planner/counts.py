@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from offloadkit.config import Placement
 from offloadkit.planner.layout import (
+    ALLOCATOR_BYTES,
     FRAMEWORK_RAM_BYTES,
     NUM_GRADIENT_BUCKETS,
     NUM_STAGING,
@@ -28,7 +29,6 @@ from offloadkit.planner.layout import (
     choices,
     gpu_can_step,
     is_built,
-    library_bytes,
 )
 from offloadkit.planner.phases import forward_bytes, handed_over_bytes, ram_peak, staged_bytes
 from offloadkit.planner.seconds import IN_VRAM
@@ -128,7 +128,7 @@ class Spread:
         in_ram = Placement(gradients="ram")
         self._must_keep = ~np.array([is_built(in_ram, layer, accumulation, one_host=one_host) for layer in layers])
         self._columns = np.arange(len(layers))
-        self._fixed_vram = frozen_bytes + context_bytes + library_bytes(layers)
+        self._fixed_vram = frozen_bytes + context_bytes + ALLOCATOR_BYTES
         self._frozen_bytes = frozen_bytes
         self._staged, self._forward = staged_bytes(layers), forward_bytes(work)
         self._activations = cache(self._activations_of)

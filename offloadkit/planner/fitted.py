@@ -63,8 +63,13 @@ H200 it was 0.1 GiB. A budget of VRAM leaves it out until the context stays as i
 
 # ---- several ranks --------------------------------------------------------------------------------------------------
 
-NCCL_BYTES = 576 << 20
-"""VRAM of NCCL's buffers and kernels: 564 MiB between two H200s."""
+NCCL_BYTES = 1344 << 20
+"""VRAM of NCCL's buffers and kernels, with as many thread blocks as it likes. Between two GPUs with NVLink a process
+took 750 MiB more than with few (the rows of llama-7b-x1 and -x4, d2c3954, and of t5-3b-2x24 and -2x28, e91ecd8), and
+809 MiB more in t5-11b-2x80 (7633a8b); few took 472 MiB."""
+NCCL_FEW_BYTES = 576 << 20
+"""The same with `FEW_CTAS`, and over PCIe alone: 564 MiB between two H200s with NVLink. Over PCIe few took at most 474
+MiB; NCCL's own choice, which is few there too, was not measured."""
 FEW_CTAS = 4
 """Thread blocks of NCCL at once, where few are enough. Each keeps a processor of the GPU from computing, also while it
 waits for another rank. With everything of T5-3B in VRAM of two H200s a step took 0.19 s with 4, and 0.24 s with NCCL's

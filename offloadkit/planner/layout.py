@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offloadkit.config import Placement, Precision
+from offloadkit.hardware import Hardware
 from offloadkit.optim.table import DTYPES, MASTER_WEIGHTS, MOMENTS, Dtype, StateTable, aligned, state_table
-from offloadkit.planner.fitted import NCCL_BYTES
+from offloadkit.planner.fitted import NCCL_BYTES, NCCL_FEW_BYTES
 from offloadkit.planner.work import MicroBatch
 
 NUM_GRADIENT_BUCKETS = 2
@@ -326,9 +327,12 @@ FRAMEWORK_RAM_BYTES = {"cuda": 1700 * MIB, "cpu": 600 * MIB}
 """Python, torch and transformers, with and without CUDA's libraries (resident, measured)."""
 
 
-def library_bytes(layers: Sequence[LayerShape]) -> int:
-    """VRAM that libraries take besides the CUDA context: torch's allocator, and NCCL where there are several ranks."""
-    return ALLOCATOR_BYTES + (NCCL_BYTES if layers[0].num_ranks > 1 else 0)
+def context_bytes(layers: Sequence[LayerShape], hardware: Hardware) -> int:
+    """VRAM of the process that is not torch's: the CUDA context, and NCCL where there are several ranks."""
+    if layers[0].num_ranks == 1:
+        return hardware.vram_context_bytes
+    takes_few = hardware.most_ctas > 0 or hardware.link_is_bus
+    return hardware.vram_context_bytes + (NCCL_FEW_BYTES if takes_few else NCCL_BYTES)
 
 
 @dataclass(frozen=True)
@@ -392,7 +396,7 @@ def run_bytes(
         tiers["ram"]["activations"] = held.ram
         tiers["ram"]["framework"] = FRAMEWORK_RAM_BYTES[device_type]
         if device_type != "cpu":
-            tiers["vram"]["framework"] = context_bytes + library_bytes(layers)
+            tiers["vram"]["framework"] = context_bytes + ALLOCATOR_BYTES
     return {
         tier: {category: parts[category] for category in CATEGORIES if parts.get(category)}
         for tier, parts in tiers.items()

@@ -21,6 +21,7 @@ from offloadkit.planner.layout import (
     activations,
     choices,
     communicated_bytes,
+    context_bytes,
     possible,
     run_bytes,
 )
@@ -340,7 +341,7 @@ def _plan(
         config.gradient_accumulation,
         frozen_bytes=frozen_bytes,
         held=held,
-        context_bytes=hardware.vram_context_bytes if hardware else 0,
+        context_bytes=context_bytes(layers, hardware) if hardware else 0,
         device_type="cpu" if hardware and hardware.device == "cpu" else "cuda",
     )
     model = None

@@ -13,12 +13,13 @@ from offloadkit.config import Placement
 from offloadkit.hardware import Hardware
 from offloadkit.planner.counts import Counts, InVram, Spread
 from offloadkit.planner.layout import (
+    ALLOCATOR_BYTES,
     FRAMEWORK_RAM_BYTES,
     LayerShape,
     activations,
     buffer_bytes,
     choices,
-    library_bytes,
+    context_bytes,
 )
 from offloadkit.planner.phases import forward_bytes, moved_bytes, ram_peak, staged_bytes
 from offloadkit.planner.quick import Phases, QuickSeconds
@@ -116,7 +117,8 @@ class Search:
         self._frozen_bytes, self._all_recomputed = frozen_bytes, all_recomputed
         self.model = StepModel(layers, work, hardware, accumulation, compiled=compiled)
         one_host = layers[0].num_ranks <= hardware.num_ranks
-        memory = {"frozen_bytes": frozen_bytes, "context_bytes": hardware.vram_context_bytes}
+        self._context_bytes = context_bytes(layers, hardware)
+        memory = {"frozen_bytes": frozen_bytes, "context_bytes": self._context_bytes}
         self._spread = Spread(layers, work, accumulation, one_host=one_host, **memory)
         self._quick = QuickSeconds(self.model, self._spread, hardware, accumulation)
         self._num_blocks = len(self._spread.blocks)
@@ -141,7 +143,7 @@ class Search:
             disk += sum(layer.state_bytes().values()) if where.states == "disk" else 0
         buffers = buffer_bytes(placed, self._accumulation)
         held = activations(self._work, choices(self._layers, placements, self._work))
-        vram += sum(buffers["vram"].values()) + self._hardware.vram_context_bytes + library_bytes(self._layers)
+        vram += sum(buffers["vram"].values()) + self._context_bytes + ALLOCATOR_BYTES
         vram = max(vram + held.vram, vram - buffers["vram"]["gradients"] + forward_bytes(self._work))
         slabs = ram + sum(buffers["ram"].values())
         moved = moved_bytes(self._layers, placements, self._frozen_bytes)

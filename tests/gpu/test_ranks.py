@@ -19,7 +19,7 @@ from offloadkit.distributed.machine import measured_together
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.engine import OffloadEngine
 from offloadkit.hardware import Hardware
-from offloadkit.planner.fitted import FEW_CTAS, NCCL_BYTES
+from offloadkit.planner.fitted import FEW_CTAS, NCCL_BYTES, NCCL_FEW_BYTES
 from offloadkit.telemetry import Telemetry
 from tests.distributed.doors import finetuned, pairs
 from tests.distributed.moves import moving
@@ -95,15 +95,18 @@ def test_finetune_on_two_ranks_is_that_on_one(tmp_path: Path, name: str) -> None
     assert_same(found, finetuned(name, tmp_path / "one", **options))
 
 
-def measured() -> tuple[Hardware, int]:
-    """The machine as both GPUs measure it together, and the VRAM that NCCL has taken afterwards."""
+def measured() -> tuple[Hardware, int, int]:
+    """The machine as both GPUs measure it together, and the VRAM that NCCL has taken afterwards: with as many thread
+    blocks as it likes, and with few."""
     device = hardware.default_device()
     group = Ranks(device)
     try:
         found = measured_together(group, device)
+        taken = []
         for most in (FEW_CTAS, 0, FEW_CTAS):
             group.connect(most)
-        return found, hardware.library_bytes[device.index]
+            taken.append(hardware.library_bytes[device.index])
+        return found, *taken[1:]
     finally:
         group.close()
         assert hardware.library_bytes[device.index] == 0
@@ -130,14 +133,15 @@ def counted(micro_batches: int) -> tuple[Any, dict[str, int], list[dict[str, int
 def test_two_ranks_measure_and_plan_together() -> None:
     pool = RankPool("nccl")
     try:
-        (first, nccl), (second, _) = pool.run(2, measured)
+        (first, own, few), (second, *_) = pool.run(2, measured)
         assert replace(first, device=second.device) == second
         assert first.num_ranks == 2
-        few = f"{first.few_ctas_link_bytes_per_second / 1e9:.1f}"
-        print(f"link {first.link_bytes_per_second / 1e9:.1f} GB/s, {few} by few, NCCL took {nccl >> 20} MiB")
+        rates = [rate / 1e9 for rate in (first.link_bytes_per_second, first.few_ctas_link_bytes_per_second)]
+        print("link {:.1f} GB/s, {:.1f} by few".format(*rates), f"NCCL took {own >> 20} MiB, {few >> 20} by few")
         if torch.cuda.device_count() > 1:  # what ranks take of one GPU cannot be told apart
             assert first.link_bytes_per_second > first.few_ctas_link_bytes_per_second > 2e9
-            assert nccl <= NCCL_BYTES
+            assert own <= NCCL_BYTES
+            assert few <= NCCL_FEW_BYTES
         for micro_batches in (1, 2):
             one, other = pool.run(2, counted, micro_batches=micro_batches)
             assert one[0] == other[0]

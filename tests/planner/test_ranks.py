@@ -21,6 +21,7 @@ from offloadkit.planner.fitted import (
     FORWARD_LAUNCHES,
     LINK_EFFICIENCY,
     NCCL_BYTES,
+    NCCL_FEW_BYTES,
     NORM_EFFICIENCY,
     RANKS_SLOW,
     STEP_EFFICIENCY,
@@ -277,7 +278,7 @@ def test_the_verdict_says_what_each_gpu_and_what_all_of_them_take() -> None:
 
 
 def test_a_larger_budget_that_is_named_fits() -> None:
-    short = plan(2, vram="8GiB", ram="4GiB", numel=1 << 28)
+    short = plan(2, vram="8.75GiB", ram="4GiB", numel=1 << 28)
     assert short.lacking().keys() >= {"ram"}
     needs = {"vram": short.needs()["vram"], "ram": 2 * short.needs()["ram"]}
     assert replanned(short, **needs).fits
@@ -316,7 +317,7 @@ def test_more_micro_batches_are_named_only_where_they_are_faster() -> None:
 
 def test_another_gpu_is_named_where_it_makes_a_plan_fit() -> None:
     """The first GPU lacks RAM for the states, which two have in VRAM."""
-    short = plan(vram="13GiB", ram="6GiB")
+    short = plan(vram="13.75GiB", ram="6GiB")
     assert not short.fits
     (line,) = [line for line in short.explain().splitlines() if "such GPUs would fit" in line]
     assert line.startswith("2 such GPUs would fit: ")
@@ -346,7 +347,7 @@ DISK = replace(H200, disk_read_bytes_per_second=1e9, disk_write_bytes_per_second
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation": 2}])
 def test_weights_that_no_vram_holds_are_in_ram_once_a_host(options: dict[str, Any]) -> None:
     """Twenty blocks of 128 MiB, of which three and the gradients of two are in VRAM."""
-    made = plan(3, vram="3GiB", ram="100GiB", **options)
+    made = plan(3, vram="3.75GiB", ram="100GiB", **options)
     streamed = [layer for layer, where in zip(made.layers, made.placements, strict=True) if where.weights == "ram"]
     assert made.fits
     assert streamed
@@ -361,7 +362,7 @@ def test_weights_that_no_vram_holds_are_in_ram_once_a_host(options: dict[str, An
 
 
 def test_states_are_on_disk_where_the_ram_of_a_host_has_no_room() -> None:
-    made = plan(3, DISK, vram="5GiB", ram="13GiB")
+    made = plan(3, DISK, vram="5.75GiB", ram="13GiB")
     assert made.fits
     on_disk = [layer for layer, where in zip(made.layers, made.placements, strict=True) if where.states == "disk"]
     assert made.total_bytes("disk") == sum(sum(layer.state_bytes().values()) for layer in on_disk) > 0
@@ -386,14 +387,22 @@ def test_several_hosts_share_no_ram() -> None:
     assert {(where.weights, where.gradients) for where in found} == {("vram", "vram")}
 
 
-def test_nccl_has_its_vram() -> None:
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        (H200, NCCL_BYTES),
+        (replace(H200, most_ctas=FEW_CTAS), NCCL_FEW_BYTES),
+        (replace(H200, link_is_bus=True), NCCL_FEW_BYTES),
+    ],
+)
+def test_nccl_has_its_vram(machine: Hardware, expected: int) -> None:
     one, two = (make_plan(layers_of(number), OffloadConfig(), work=None) for number in (1, 2))
     assert "framework" not in one.tiers["vram"]
     work = MicroBatch(tuple(stage(layer.name) for layer in one.layers), 640)
-    made = [make_plan(each.layers, OffloadConfig(), work=work, hardware=H200) for each in (one, two)]
-    assert made[1].tiers["vram"]["framework"] - made[0].tiers["vram"]["framework"] == NCCL_BYTES
+    made = [make_plan(each.layers, OffloadConfig(), work=work, hardware=machine) for each in (one, two)]
+    assert made[1].tiers["vram"]["framework"] - made[0].tiers["vram"]["framework"] == expected
     for each in made:
-        assert Search(each.layers, work, H200, 1).bytes(each.placements)[0] == each.needs()["vram"]
+        assert Search(each.layers, work, machine, 1).bytes(each.placements)[0] == each.needs()["vram"]
 
 
 def test_a_rank_has_its_own_part_of_the_plan_of_all() -> None:
