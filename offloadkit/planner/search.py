@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache
@@ -72,8 +71,7 @@ class _Tried:
         """Try some more; they come back as a list."""
         given = list(some)
         new = [counts for counts in dict.fromkeys(given) if counts not in self.instead]
-        self._search.learn(new)
-        fitting = [self._search.fitting(counts, self._room) for counts in new]
+        fitting = self._search.fitting(new, self._room)
         self._search.simulate(chain.from_iterable(fitting))
         for counts, options in zip(new, fitting, strict=True):
             self.instead[counts] = min(options, key=lambda fits: self._search.phases(fits).step, default=None)
@@ -184,7 +182,7 @@ class Search:
            states in RAM. The three best are refined in the same way.
         """
         recomputed = self._num_blocks if self._all_recomputed else 0
-        everything = self.fitting(Counts(recomputed, 0, 0, len(self._layers)), _Room(vram, ram, 0))
+        (everything,) = self.fitting([Counts(recomputed, 0, 0, len(self._layers))], _Room(vram, ram, 0))
         if everything:
             return self.placements(everything[0])
         room = _Room(vram, ram, disk)
@@ -284,34 +282,48 @@ class Search:
             if within and near.offloaded <= near.recomputed:
                 yield near
 
-    def fitting(self, counts: Counts, room: _Room) -> list[Counts]:
-        """`counts`, if their placements fit.
+    def fitting(self, some: Sequence[Counts], room: _Room) -> list[list[Counts]]:
+        """Each of `some` alone, if its placements fit.
 
-        If only RAM is short, there are up to two others, each with as few changed layers as RAM allows. In one the GPU
-        steps more layers: these have neither gradients nor a copy of the weights in RAM. In the other more states are
-        on disk.
+        Where only RAM is short, there are up to two others instead, each with as few changed layers as RAM allows. In
+        one the GPU steps more layers: these have neither gradients nor a copy of the weights in RAM. In the other more
+        states are on disk.
         """
-        needs = self.needs(counts)
-        if needs.vram > room.vram:
-            return []
-        if needs.ram <= room.ram:
-            return [counts]
-        self._short_of_ram.add(room)
-        lean, options = replace(counts, gradients_in_vram=_at_least_gpu(counts)), []
-        if self.needs(replace(lean, gpu_steps=len(self._layers))).ram <= room.ram:
-            options.append(self._with_least(lean, "gpu_steps", room))
-        if room.disk:
-            options.append(self._with_least(counts, "states_on_disk", room))
-        return [option for option in options if option]
+        self.learn(some)
+        enough = [counts for counts in some if self.needs(counts).vram <= room.vram]
+        found = {counts: [counts] for counts in enough if self.needs(counts).ram <= room.ram}
+        if short := [counts for counts in enough if counts not in found]:
+            self._short_of_ram.add(room)
+            leaner = [replace(counts, gradients_in_vram=_at_least_gpu(counts)) for counts in short]
+            others = [self._with_least(leaner, "gpu_steps", room)]
+            if room.disk:
+                others.append(self._with_least(short, "states_on_disk", room))
+            found |= {counts: list(filter(None, options)) for counts, *options in zip(short, *others, strict=True)}
+        return [found.get(counts, []) for counts in some]
 
-    def _with_least(self, counts: Counts, name: str, room: _Room) -> Counts | None:
-        """`counts` with the smallest increase of that count that fits RAM. None if VRAM or disk is too small."""
-        first = getattr(counts, name) + 1
-        leaner = [_with(counts, {name: number}) for number in range(first, max(first, len(self._layers)) + 1)]
-        self.learn(leaner)
-        lean = leaner[bisect_left(leaner[:-1], True, key=lambda counts: self.needs(counts).ram <= room.ram)]
-        needs = self.needs(lean)
-        return lean if needs.vram <= room.vram and needs.ram <= room.ram and needs.disk <= room.disk else None
+    def _with_least(self, some: Sequence[Counts], name: str, room: _Room) -> list[Counts | None]:
+        """Each of `some` with the smallest increase of that count that fits RAM. None where no increase does, or where
+        VRAM or disk is too small.
+
+        All are bisected at once: what their placements need is computed together.
+        """
+
+        def at(numbers: dict[Counts, int]) -> list[tuple[Counts, Counts]]:
+            made = [(counts, _with(counts, {name: number})) for counts, number in numbers.items()]
+            self.learn(lean for _, lean in made)
+            return made
+
+        most = {counts: max(getattr(counts, name) + 1, len(self._layers)) for counts in some}
+        high = {counts: most[counts] for counts, lean in at(most) if self.needs(lean).ram <= room.ram}
+        low = {counts: getattr(counts, name) + 1 for counts in high}
+        while between := {counts: (low[counts] + high[counts]) // 2 for counts in high if low[counts] < high[counts]}:
+            for counts, lean in at(between):
+                if self.needs(lean).ram <= room.ram:
+                    high[counts] = between[counts]
+                else:
+                    low[counts] = between[counts] + 1
+        found = {counts: lean for counts, lean in at(high) if _is_within(self.needs(lean), room)}
+        return [found.get(counts) for counts in some]
 
     def _leanest(self, room: _Room) -> tuple[Placement, ...]:
         """If nothing fits: the placements that lack the least VRAM, since VRAM cannot be added to a card.
@@ -344,6 +356,10 @@ def _grid(most: int) -> list[int]:
 
 def _at_least_gpu(counts: Counts) -> InVram:
     return "gpu" if counts.gradients_in_vram == "none" else counts.gradients_in_vram
+
+
+def _is_within(needs: _Room, room: _Room) -> bool:
+    return needs.vram <= room.vram and needs.ram <= room.ram and needs.disk <= room.disk
 
 
 def _with(counts: Counts, values: dict[str, int]) -> Counts:

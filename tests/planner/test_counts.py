@@ -14,7 +14,7 @@ from offloadkit.planner import LayerShape, MicroBatch, Pass, make_plan
 from offloadkit.planner import plan as planning
 from offloadkit.planner.counts import Counts
 from offloadkit.planner.quick import QuickSeconds
-from offloadkit.planner.search import Search
+from offloadkit.planner.search import Search, _at_least_gpu, _is_within, _Room, _with
 from tests.planner.machines import GIB, T4, TWO_CORES, shape, stage
 
 WITH_DISK = replace(
@@ -82,6 +82,29 @@ def test_without_the_library_the_simulation_itself_is_asked(monkeypatch: pytest.
     quick: Any = search._quick
     assert isinstance(quick, QuickSeconds)
     assert quick.of(counts) == in_c
+
+
+@pytest.mark.parametrize("disk", [0, 2, 900])
+def test_where_ram_is_short_the_fewest_layers_change(disk: int) -> None:
+    """Set beside trying one layer more at a time."""
+    search, given = Search(*unlike_layers(), WITH_DISK, 1), some_counts(200)
+    needs = [search.needs(counts) for counts in given]
+    room = _Room(max(each.vram for each in needs), sorted(each.ram for each in needs)[50], disk * GIB)
+
+    def first(counts: Counts, name: str) -> Counts | None:
+        numbers = range(getattr(counts, name) + 1, len(search._layers) + 1)
+        leaner = (_with(counts, {name: number}) for number in numbers)
+        lean = next((each for each in leaner if search.needs(each).ram <= room.ram), None)
+        return lean if lean and _is_within(search.needs(lean), room) else None
+
+    kinds = set()
+    for counts, need, found in zip(given, needs, search.fitting(given, room), strict=True):
+        lean = replace(counts, gradients_in_vram=_at_least_gpu(counts))
+        options = [first(lean, "gpu_steps"), *([first(counts, "states_on_disk")] if disk else [])]
+        expected = [counts] if need.ram <= room.ram else [option for option in options if option]
+        assert found == expected
+        kinds.add((need.ram <= room.ram, len(expected)))
+    assert len(kinds) > 2, "some fit, some have others instead, some have none"
 
 
 def test_a_search_that_is_kept_finds_what_a_new_one_finds() -> None:
