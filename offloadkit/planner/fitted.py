@@ -63,10 +63,11 @@ H200 it was 0.1 GiB. A budget of VRAM leaves it out until the context stays as i
 
 # ---- several ranks --------------------------------------------------------------------------------------------------
 
-NCCL_BYTES = 1344 << 20
-"""VRAM of NCCL's buffers and kernels, with as many thread blocks as it likes. Between two GPUs with NVLink a process
-took 750 MiB more than with few (the rows of llama-7b-x1 and -x4, d2c3954, and of t5-3b-2x24 and -2x28, e91ecd8), and
-809 MiB more in t5-11b-2x80 (7633a8b); few took 472 MiB."""
+NCCL_BYTES = 1408 << 20
+"""VRAM of NCCL's buffers and kernels, with as many thread blocks as it likes. Between two GPUs with NVLink it was 1.2
+to 1.33 GiB. A process took 2,065 to 2,228 MiB besides torch's tensors (t5-3b-2x24 and -2x28, e91ecd8; llama-7b-x1 and
+-x4, d2c3954; t5-11b-2x80, 7633a8b). With few it took 1,327 to 1,357 where NCCL had 472 or 478 of them. The rows' own
+"VRAM of NCCL" ended at 1,152 MiB, the most that was counted then."""
 NCCL_FEW_BYTES = 576 << 20
 """The same with `FEW_CTAS`, and over PCIe alone: 564 MiB between two H200s with NVLink. Over PCIe few took at most 474
 MiB; NCCL's own choice, which is few there too, was not measured."""
@@ -75,7 +76,8 @@ FEW_CTAS = 4
 waits for another rank. With everything of T5-3B in VRAM of two H200s a step took 0.19 s with 4, and 0.24 s with NCCL's
 own choice; the link gave 34 and 136 GB/s."""
 CROWDED = 1.1
-"""By which factor a step may be planned longer with few: what NCCL's own choice takes of the GPU is not planned."""
+"""By which factor a step may be planned longer with few: what NCCL's own choice takes of the GPU's processors is not
+planned."""
 AGREE_SECONDS = 3e-4
 """Seconds of a gather or a sum of some thousand numbers by gloo, for each rank but the first. Two processes of a host
 with two cores took 0.26 to 0.33 ms at the least for the sum of 3,000 to 43,000 numbers, and 0.18 to 0.32 ms to gather

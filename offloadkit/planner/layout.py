@@ -327,11 +327,12 @@ FRAMEWORK_RAM_BYTES = {"cuda": 1700 * MIB, "cpu": 600 * MIB}
 """Python, torch and transformers, with and without CUDA's libraries (resident, measured)."""
 
 
-def context_bytes(layers: Sequence[LayerShape], hardware: Hardware) -> int:
+def outside_bytes(layers: Sequence[LayerShape], hardware: Hardware) -> int:
     """VRAM of the process that is not torch's: the CUDA context, and NCCL where there are several ranks."""
     if layers[0].num_ranks == 1:
         return hardware.vram_context_bytes
-    takes_few = hardware.most_ctas > 0 or hardware.link_is_bus
+    by_buses_alone = hardware.link_is_bus and not hardware.network_bytes_per_second
+    takes_few = hardware.most_ctas > 0 or by_buses_alone
     return hardware.vram_context_bytes + (NCCL_FEW_BYTES if takes_few else NCCL_BYTES)
 
 

@@ -21,7 +21,7 @@ from offloadkit.planner.layout import (
     activations,
     choices,
     communicated_bytes,
-    context_bytes,
+    outside_bytes,
     possible,
     run_bytes,
 )
@@ -285,7 +285,7 @@ def make_plan(
     are those of `Basis`.
 
     Where ranks were measured with few of NCCL's thread blocks too, the plan chooses between these and NCCL's own choice
-    (`Hardware.most_ctas`), once for all.
+    (`Hardware.most_ctas`), once for all. Few take less VRAM too: what fits with few alone has few.
     """
     of_run: Any = {"precision": config.precision, "optimizer": config.optimizer}
     of_run["exchanges_sums"] = config.exchange == "step"
@@ -300,7 +300,8 @@ def make_plan(
     )
     assert few.seconds is not None
     assert own.seconds is not None
-    return few if few.seconds.step <= CROWDED * own.seconds.step else own
+    is_fast = few.seconds.step <= CROWDED * own.seconds.step
+    return few if not own.fits or (few.fits and is_fast) else own
 
 
 def _with_ctas(machine: Hardware) -> tuple[Hardware, Hardware]:
@@ -341,7 +342,7 @@ def _plan(
         config.gradient_accumulation,
         frozen_bytes=frozen_bytes,
         held=held,
-        context_bytes=context_bytes(layers, hardware) if hardware else 0,
+        context_bytes=outside_bytes(layers, hardware) if hardware else 0,
         device_type="cpu" if hardware and hardware.device == "cpu" else "cuda",
     )
     model = None

@@ -18,7 +18,7 @@ from offloadkit.planner.layout import (
     activations,
     buffer_bytes,
     choices,
-    context_bytes,
+    outside_bytes,
 )
 from offloadkit.planner.phases import forward_bytes, moved_bytes, ram_peak, staged_bytes
 from offloadkit.planner.quick import Phases, QuickSeconds
@@ -115,8 +115,8 @@ class Search:
         self._frozen_bytes, self._all_recomputed = frozen_bytes, all_recomputed
         self.model = StepModel(layers, work, hardware, accumulation, compiled=compiled)
         one_host = layers[0].num_ranks <= hardware.num_ranks
-        self._context_bytes = context_bytes(layers, hardware)
-        memory = {"frozen_bytes": frozen_bytes, "context_bytes": self._context_bytes}
+        self._outside_bytes = outside_bytes(layers, hardware)
+        memory = {"frozen_bytes": frozen_bytes, "context_bytes": self._outside_bytes}
         self._spread = Spread(layers, work, accumulation, one_host=one_host, **memory)
         self._quick = QuickSeconds(self.model, self._spread, hardware, accumulation)
         self._num_blocks = len(self._spread.blocks)
@@ -141,7 +141,7 @@ class Search:
             disk += sum(layer.state_bytes().values()) if where.states == "disk" else 0
         buffers = buffer_bytes(placed, self._accumulation)
         held = activations(self._work, choices(self._layers, placements, self._work))
-        vram += sum(buffers["vram"].values()) + self._context_bytes + ALLOCATOR_BYTES
+        vram += sum(buffers["vram"].values()) + self._outside_bytes + ALLOCATOR_BYTES
         vram = max(vram + held.vram, vram - buffers["vram"]["gradients"] + forward_bytes(self._work))
         slabs = ram + sum(buffers["ram"].values())
         moved = moved_bytes(self._layers, placements, self._frozen_bytes)
@@ -283,7 +283,7 @@ class Search:
                 yield near
 
     def fitting(self, some: Sequence[Counts], room: _Room) -> list[list[Counts]]:
-        """Each of `some` alone, if its placements fit.
+        """For each of `some`: it alone if its placements fit, and none if they lack VRAM.
 
         Where only RAM is short, there are up to two others instead, each with as few changed layers as RAM allows. In
         one the GPU steps more layers: these have neither gradients nor a copy of the weights in RAM. In the other more
@@ -294,36 +294,38 @@ class Search:
         found = {counts: [counts] for counts in enough if self.needs(counts).ram <= room.ram}
         if short := [counts for counts in enough if counts not in found]:
             self._short_of_ram.add(room)
-            leaner = [replace(counts, gradients_in_vram=_at_least_gpu(counts)) for counts in short]
-            others = [self._with_least(leaner, "gpu_steps", room)]
-            if room.disk:
-                others.append(self._with_least(short, "states_on_disk", room))
-            found |= {counts: list(filter(None, options)) for counts, *options in zip(short, *others, strict=True)}
+            leaner = {counts: replace(counts, gradients_in_vram=_at_least_gpu(counts)) for counts in short}
+            by_gpu = {lean: replace(lean, gpu_steps=len(self._layers)) for lean in leaner.values()}
+            self.learn(by_gpu.values())
+            may_fit = [lean for lean, every in by_gpu.items() if self.needs(every).ram <= room.ram]
+            stepped = self._with_least(may_fit, "gpu_steps", room)
+            on_disk = self._with_least(short, "states_on_disk", room) if room.disk else {}
+            for counts in short:
+                found[counts] = list(filter(None, (stepped.get(leaner[counts]), on_disk.get(counts))))
         return [found.get(counts, []) for counts in some]
 
-    def _with_least(self, some: Sequence[Counts], name: str, room: _Room) -> list[Counts | None]:
-        """Each of `some` with the smallest increase of that count that fits RAM. None where no increase does, or where
-        VRAM or disk is too small.
+    def _with_least(self, some: Sequence[Counts], name: str, room: _Room) -> dict[Counts, Counts]:
+        """By each of `some`: it with the smallest increase of that count that fits RAM. Left out are those for which
+        none is found, or VRAM or disk is too small.
 
-        All are bisected at once: what their placements need is computed together.
+        All are bisected at once: what their placements need is computed together. The layer that changes last may take
+        more RAM, as buffers for a large one do.
         """
 
-        def at(numbers: dict[Counts, int]) -> list[tuple[Counts, Counts]]:
+        def changed(numbers: dict[Counts, int]) -> list[tuple[Counts, Counts]]:
             made = [(counts, _with(counts, {name: number})) for counts, number in numbers.items()]
             self.learn(lean for _, lean in made)
             return made
 
-        most = {counts: max(getattr(counts, name) + 1, len(self._layers)) for counts in some}
-        high = {counts: most[counts] for counts, lean in at(most) if self.needs(lean).ram <= room.ram}
-        low = {counts: getattr(counts, name) + 1 for counts in high}
+        low = {counts: getattr(counts, name) + 1 for counts in some}
+        high = {counts: max(first, len(self._layers)) for counts, first in low.items()}
         while between := {counts: (low[counts] + high[counts]) // 2 for counts in high if low[counts] < high[counts]}:
-            for counts, lean in at(between):
+            for counts, lean in changed(between):
                 if self.needs(lean).ram <= room.ram:
                     high[counts] = between[counts]
                 else:
                     low[counts] = between[counts] + 1
-        found = {counts: lean for counts, lean in at(high) if _is_within(self.needs(lean), room)}
-        return [found.get(counts) for counts in some]
+        return {counts: lean for counts, lean in changed(high) if _is_within(self.needs(lean), room)}
 
     def _leanest(self, room: _Room) -> tuple[Placement, ...]:
         """If nothing fits: the placements that lack the least VRAM, since VRAM cannot be added to a card.

@@ -107,6 +107,16 @@ def test_where_ram_is_short_the_fewest_layers_change(disk: int) -> None:
     assert len(kinds) > 2, "some fit, some have others instead, some have none"
 
 
+def test_a_last_layer_whose_buffers_are_larger_than_itself_need_not_go_to_disk() -> None:
+    layers, work = unlike_layers()
+    layers[0] = shape("embedding", 2**28, in_block=False, shared=True)
+    search, counts = Search(layers, work, WITH_DISK, 1), Counts(10, 0, 0, 0)
+    lean, every = (replace(counts, states_on_disk=len(layers) - number) for number in (1, 0))
+    assert search.needs(lean).ram < search.needs(every).ram
+    (found,) = search.fitting([counts], _Room(100 * GIB, search.needs(lean).ram, 100 * GIB))
+    assert lean in found
+
+
 def test_a_search_that_is_kept_finds_what_a_new_one_finds() -> None:
     kept = Search(*unlike_layers(), TWO_CORES, 1)
     for vram in (2, 3, 6):

@@ -20,6 +20,7 @@ from offloadkit.planner.fitted import (
     FEW_CTAS,
     FORWARD_LAUNCHES,
     LINK_EFFICIENCY,
+    LOADED_LATER_BYTES,
     NCCL_BYTES,
     NCCL_FEW_BYTES,
     NORM_EFFICIENCY,
@@ -112,6 +113,17 @@ def test_few_of_nccls_thread_blocks_are_chosen_where_the_link_is_fast_enough_wit
         assert machine.few_ctas_link_bytes_per_second == 0, "the choice is made once"
         assert not replanned(made, num_gpus=3).basis.hardware.link_is_bus, "few make NVLink slower than the bus"
         assert made.seconds == StepModel(made.layers, made.basis.work, machine, 1).seconds(made.placements)
+
+
+def test_few_are_chosen_where_a_plan_fits_with_them_alone() -> None:
+    """NCCL takes less VRAM with them. The link is so slow with them that the plan would choose otherwise."""
+    slow = replace(for_ranks(H200, 2, link=150e9), few_ctas_link_bytes_per_second=1e9)
+    least = plan(2, replace(H200, most_ctas=FEW_CTAS), vram="1GiB").needs()["vram"]
+    for more, most_ctas in ((1 << 20, FEW_CTAS), (NCCL_BYTES - NCCL_FEW_BYTES + (1 << 20), 0)):
+        made = plan(2, slow, vram=least + LOADED_LATER_BYTES + more)
+        assert made.fits
+        assert made.basis.hardware is not None
+        assert made.basis.hardware.most_ctas == most_ctas
 
 
 def test_python_is_slower_beside_the_cpus_steps_of_several_ranks() -> None:
@@ -278,7 +290,7 @@ def test_the_verdict_says_what_each_gpu_and_what_all_of_them_take() -> None:
 
 
 def test_a_larger_budget_that_is_named_fits() -> None:
-    short = plan(2, vram="8.75GiB", ram="4GiB", numel=1 << 28)
+    short = plan(2, vram=NCCL_BYTES + (7616 << 20), ram="4GiB", numel=1 << 28)
     assert short.lacking().keys() >= {"ram"}
     needs = {"vram": short.needs()["vram"], "ram": 2 * short.needs()["ram"]}
     assert replanned(short, **needs).fits
@@ -393,6 +405,7 @@ def test_several_hosts_share_no_ram() -> None:
         (H200, NCCL_BYTES),
         (replace(H200, most_ctas=FEW_CTAS), NCCL_FEW_BYTES),
         (replace(H200, link_is_bus=True), NCCL_FEW_BYTES),
+        (replace(H200, link_is_bus=True, network_bytes_per_second=1e9), NCCL_BYTES),
     ],
 )
 def test_nccl_has_its_vram(machine: Hardware, expected: int) -> None:
