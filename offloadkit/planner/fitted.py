@@ -64,10 +64,12 @@ H200 it was 0.1 GiB. A budget of VRAM leaves it out until the context stays as i
 # ---- several ranks --------------------------------------------------------------------------------------------------
 
 NCCL_BYTES = 1408 << 20
-"""VRAM of NCCL's buffers and kernels, with as many thread blocks as it likes. Between two GPUs with NVLink it was 1.2
-to 1.33 GiB. A process took 2,065 to 2,228 MiB besides torch's tensors (t5-3b-2x24 and -2x28, e91ecd8; llama-7b-x1 and
--x4, d2c3954; t5-11b-2x80, 7633a8b). With few it took 1,327 to 1,357 where NCCL had 472 or 478 of them. The rows' own
-"VRAM of NCCL" ended at 1,152 MiB, the most that was counted then."""
+"""VRAM of NCCL's buffers and kernels, with as many thread blocks as it likes: 1.2 to 1.3 GiB between two H200s.
+
+It follows from what processes took besides torch's tensors. For t5-3b-2x24 and -2x28 that was 2,083 and 2,079 MiB
+(e91ecd8), and with few 1,334 and 1,326 (7633a8b), of which NCCL's were 472. For llama-8b-2x24 and -2x80 it was 2,109
+and 2,147 (e91ecd8), and 1,369 and 1,365 (07f6458), of which NCCL's were 564. NCCL's own choice itself was counted up to
+1,152 MiB only."""
 NCCL_FEW_BYTES = 576 << 20
 """The same with `FEW_CTAS`, and over PCIe alone: 564 MiB between two H200s with NVLink. Over PCIe few took at most 474
 MiB; NCCL's own choice, which is few there too, was not measured."""

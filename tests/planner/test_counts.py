@@ -14,7 +14,7 @@ from offloadkit.planner import LayerShape, MicroBatch, Pass, make_plan
 from offloadkit.planner import plan as planning
 from offloadkit.planner.counts import Counts
 from offloadkit.planner.quick import QuickSeconds
-from offloadkit.planner.search import Search, _at_least_gpu, _is_within, _Room, _with
+from offloadkit.planner.search import Search, _at_least_gpu, _is_within, _Room
 from tests.planner.machines import GIB, T4, TWO_CORES, shape, stage
 
 WITH_DISK = replace(
@@ -93,7 +93,7 @@ def test_where_ram_is_short_the_fewest_layers_change(disk: int) -> None:
 
     def first(counts: Counts, name: str) -> Counts | None:
         numbers = range(getattr(counts, name) + 1, len(search._layers) + 1)
-        leaner = (_with(counts, {name: number}) for number in numbers)
+        leaner = (replace(counts, **{name: number}) for number in numbers)
         lean = next((each for each in leaner if search.needs(each).ram <= room.ram), None)
         return lean if lean and _is_within(search.needs(lean), room) else None
 
