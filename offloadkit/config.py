@@ -173,6 +173,10 @@ class OffloadConfig:
     """What a NaN or Inf in the gradients does. The step is never applied; "raise" ends training with an error at the
     next boundary, "skip" warns and goes on."""
 
+    resume_incomplete: bool = field(default=False, compare=False)
+    """Whether a Trainer may go on from a checkpoint of transformers' Trainer that lacks the scheduler's state or the
+    random states. Such a checkpoint is refused otherwise, since the run that goes on is not the run that was saved."""
+
     deepspeed: DeepSpeedConfig | None = field(default=None, compare=False, repr=False)
     """What `from_deepspeed` has read, for a Trainer, whose arguments must not say otherwise."""
 
@@ -198,7 +202,7 @@ class OffloadConfig:
             raise ConfigError(f'loss_scale must be "dynamic" or a positive number or a DynamicLossScale, got {scale!r}')
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}")
-        for name in ("activation_checkpointing", "compile_blocks"):
+        for name in ("activation_checkpointing", "compile_blocks", "resume_incomplete"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("vram", "ram"):

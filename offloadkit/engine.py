@@ -75,7 +75,7 @@ from offloadkit.offload.update import StepThread, Update
 from offloadkit.offload.weights import forked
 from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import DTYPES, GroupOptions
-from offloadkit.optim.torch_optimizer import OffloadOptimizer, check_states
+from offloadkit.optim.torch_optimizer import OffloadOptimizer, changed_options, check_states
 from offloadkit.outline import FirstWindow, chooses, plan_for
 from offloadkit.planner import Plan, placed
 from offloadkit.planner.plan import check_fits, of_rank
@@ -1060,6 +1060,8 @@ class OffloadEngine:
         self._placed.take_over_outside_writes(keep_remainder=True)
         for name, parameter in parameters.items():
             self.optimizer.load_parameter_state(parameter, saved[name])
+        if (warning := changed_options(groups, state["param_groups"])) is not None:
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
         for group, options in zip(groups, state["param_groups"], strict=True):
             group.update(options)
         self.num_updates = state["num_updates"]
@@ -1175,10 +1177,14 @@ class OffloadEngine:
         return values
 
     def _go_on(self, values: dict[str, Any]) -> None:
-        """Take the options and counts of a saved run; warn where gradients are added in another order now."""
-        warning = Adding(**values["adding"]).other_order(self._adding)
-        if warning is not None and world.rank() == 0:
-            warnings.warn(warning, RuntimeWarning, stacklevel=3)
+        """Take the options and counts of a saved run.
+
+        It warns where gradients are added in another order now, and where this run was given other options.
+        """
+        options = changed_options(self.optimizer.param_groups, [group["options"] for group in values["groups"]])
+        for warning in (Adding(**values["adding"]).other_order(self._adding), options):
+            if warning is not None and world.rank() == 0:
+                warnings.warn(warning, RuntimeWarning, stacklevel=3)
         for group, saved in zip(self.optimizer.param_groups, values["groups"], strict=True):
             group.update(saved["options"])
         self.num_updates = values["counts"]["num_updates"]

@@ -145,3 +145,21 @@ def test_resuming_another_models_run_is_refused_before_anything_is_planned(capsy
 def test_going_on_and_replacing_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="pass one"):
         finetune(t5(), resume=True, overwrite=True)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "mount"])
+def test_a_model_folder_that_cannot_be_replaced_is_found_before_training(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("out").mkdir()
+    if kind == "mount":
+        (Path("out") / "model").mkdir()
+        monkeypatch.setattr("os.path.ismount", lambda path: Path(path).name == "model")
+    else:
+        elsewhere = Path("elsewhere")
+        if kind == "link":
+            elsewhere.mkdir()
+        (Path("out") / "model").symlink_to(elsewhere.absolute())
+    says = rf"model is a {'mount point' if kind == 'mount' else 'link'}.*remove it, or pass another output_dir"
+    with pytest.raises(OutputError, match=says):
+        finetune("no/such-model", PAIRS, overwrite=True)

@@ -46,13 +46,15 @@ def earlier_run(
     Raises:
         ConfigError: both are wanted, or an earlier run is there and neither is. Also if the new run reads a checkpoint
             that it would remove.
-        OutputError: `model` in it is no saved model, so it is not replaced.
+        OutputError: `model` in it is no saved model, so it is not replaced; or it cannot be: a link, a mount point, or
+            not writable.
     """
     if resume and overwrite:
         raise ConfigError("resume=True goes on with the run in output_dir and overwrite=True replaces it: pass one")
     if not os.fspath(folder):
         return EarlierRun([])  # `writable` refuses it
     path = Path(folder).expanduser()
+    _check_replaceable(path / "model")
     models = [model for name in ("model", ".model-old") if (model := path / name).exists()]  # see `put_in_place`
     for model in models:
         if not (model / "config.json").is_file() and not (model.is_dir() and not any(model.iterdir())):
@@ -81,6 +83,19 @@ def earlier_run(
                     f"{_free_beside(path)}, or resume=True to go on from the newest checkpoint"
                 )
     return EarlierRun(checkpoints)
+
+
+def _check_replaceable(model: Path) -> None:
+    """Raise `OutputError` where a trained model could not take the place of the folder `model` at the end."""
+    if model.is_symlink():
+        why = f"is a link to {os.readlink(model)}, which a saved model cannot replace"
+    elif model.exists() and os.path.ismount(model):
+        why = "is a mount point, which a saved model cannot replace"
+    elif model.is_dir() and not os.access(model, os.R_OK | os.W_OK | os.X_OK):
+        why = "is not writable by this user, so a saved model cannot replace it"
+    else:
+        return
+    raise OutputError(f"{model} {why}: remove it, or pass another output_dir, such as {_free_beside(model.parent)}")
 
 
 def _free_beside(folder: Path) -> Path:

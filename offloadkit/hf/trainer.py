@@ -37,9 +37,12 @@ from weakref import WeakMethod, WeakSet
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.integrations.neftune import deactivate_neftune
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
 
@@ -512,12 +515,31 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 with self._together("resuming"):
                     values = self.engine.load_states(Path(checkpoint))
                 self.lr_scheduler.load_state_dict(values["scheduler"])
+            elif checkpoint is not None and not (Path(checkpoint) / SCHEDULER_NAME).is_file():
+                self._load_optimizer_alone(Path(checkpoint))
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.lr_scheduler is self._own_scheduler:
             groups = self.lr_scheduler.optimizer.param_groups
             for group, rate in zip(groups, self.lr_scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
+
+    def _load_optimizer_alone(self, checkpoint: Path) -> None:
+        """Load `optimizer.pt` where `scheduler.pt` is missing; the Trainer would load neither.
+
+        The scheduler goes on from this run's schedule at the checkpoint's step.
+        """
+        optimizer: Any = self.optimizer
+        optimizer.load_state_dict(torch.load(checkpoint / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
+        done = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step
+        optimizer._opt_called = True  # else torch warns that no step came before the scheduler's
+        for _ in range(0 if isinstance(self.lr_scheduler, ReduceLROnPlateau) else done):
+            self.lr_scheduler.step()
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Loads nothing: the engine has its own loss scale. A file of transformers' Trainer is named. (Private.)"""
+        if checkpoint is not None and (path := Path(checkpoint) / SCALER_NAME).is_file():
+            self._say(f"{path} is ignored: the engine scales the loss by itself, and begins with its own loss scale")
 
     # -- checkpoints: the Trainer's folder, with data in the place of its pickles
 
@@ -663,7 +685,24 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """The checkpoint to go on from, which can be read. Raises as `train`."""
         found = newest_checkpoint(Path(self.args.output_dir)) if given is True else Path(str(given))
         check_readable(found)
+        if not (found / MANIFEST).is_file():
+            self._check_theirs(found)
         return str(found)
+
+    def _check_theirs(self, checkpoint: Path) -> None:
+        """Raise `ConfigError` where a checkpoint of transformers' Trainer lacks what a run needs to go on exactly."""
+        ranks = range(self.args.world_size)
+        random_files = [f"rng_state_{rank}.pth" for rank in ranks] if len(ranks) > 1 else ["rng_state.pth"]
+        lacking = [name for name in (SCHEDULER_NAME, *random_files) if not (checkpoint / name).is_file()]
+        if not lacking:
+            return
+        said = f"{checkpoint} lacks {', '.join(lacking)}"
+        if not self.offload.resume_incomplete:
+            raise ConfigError(
+                f"{said}: the run that goes on would not be the run that was saved. Resume from a checkpoint that has "
+                "all files, or pass offload=OffloadConfig(resume_incomplete=True) to go on all the same"
+            )
+        self._say(f"{said}: training goes on without (resume_incomplete=True)")
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer, which would compare a share such as `logging_steps=0.05` with a checkpoint's steps, and warn.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
@@ -156,6 +157,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     _check_shapes(self.state[parameter], state)
                     check_states(self.state[parameter], state)
                     pairs.append((parameter, state))
+        if (warning := changed_options(self.param_groups, saved_groups)) is not None:
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
         for parameter, state in pairs:
             self.load_parameter_state(parameter, state)
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
@@ -164,6 +167,36 @@ class OffloadOptimizer(torch.optim.Optimizer):
         run.num_updates = state_dict.get("num_updates", run.num_updates)
         if run.loss_scale is not None and "loss_scale" in state_dict:
             run.loss_scale.load_state_dict(state_dict["loss_scale"])
+
+
+def changed_options(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> str | None:
+    """A warning that names the options of parameter groups which a resumed run was given and does not go on with.
+
+    The saved options count, as in `torch.optim`. Where a scheduler sets the learning rate, its initial value is
+    compared.
+
+    Args:
+        groups: the options that this run was given, one mapping a group.
+        saved: those of the saved run.
+
+    Returns:
+        None where no option differs.
+    """
+    found = []
+    for at, (own, before) in enumerate(zip(groups, saved, strict=True)):
+        scheduled = "initial_lr" in own or "initial_lr" in before
+        names = (own.keys() & before.keys()) - {"params", "lr" if scheduled else "initial_lr"}
+        for name in sorted(names):
+            value, given = (tuple(each) if isinstance(each, list) else each for each in (before[name], own[name]))
+            if value != given:  # in JSON betas are a list
+                of = f" of group {at}" if len(groups) > 1 else ""
+                found.append(f"{name.removeprefix('initial_')}={value}{of} (given now: {given})")
+    if not found:
+        return None
+    return (
+        f"the resumed run goes on with the options that it was saved with: {', '.join(found)}. To change one, set it "
+        "in optimizer.param_groups, or in the scheduler's base_lrs, after the checkpoint is loaded"
+    )
 
 
 def check_states(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:

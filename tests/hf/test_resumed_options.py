@@ -1,0 +1,113 @@
+"""A resumed run names the options that differ from the saved ones, and refuses checkpoints that lack files."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Seq2SeqTrainer
+
+from offloadkit import OffloadConfig, OffloadEngine, OffloadSeq2SeqTrainer
+from offloadkit.errors import ConfigError
+from tests.hf.training import arguments, seq2seq_rows, t5
+
+STEPS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+
+
+def trainer(folder: Path, *, offload: OffloadConfig | None = None, **options: Any) -> OffloadSeq2SeqTrainer:
+    args = arguments(folder, **(STEPS | options))
+    return OffloadSeq2SeqTrainer(model=t5(dropout=0.1), args=args, train_dataset=seq2seq_rows(), offload=offload)
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """The second of three checkpoints that transformers' own Trainer wrote."""
+    args = arguments(tmp_path, **STEPS)
+    Seq2SeqTrainer(model=t5(dropout=0.1), args=args, train_dataset=seq2seq_rows()).train()
+    return tmp_path / "checkpoint-2"
+
+
+def trained(one: OffloadSeq2SeqTrainer, checkpoint: Path) -> dict[str, torch.Tensor]:
+    one.train(resume_from_checkpoint=str(checkpoint))
+    found = {name: weight.clone() for name, weight in one.model.state_dict().items()}
+    one.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["scheduler.pt", "rng_state.pth"])
+def test_a_checkpoint_of_transformers_without_a_file_is_refused_unless_asked(
+    theirs: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = trained(trainer(theirs.parent), theirs)
+    (theirs / name).unlink()
+    with pytest.raises(ConfigError, match=rf"checkpoint-2 lacks {name}.*resume_incomplete=True"):
+        trainer(theirs.parent).train(resume_from_checkpoint=str(theirs))
+    again = trained(trainer(theirs.parent, offload=OffloadConfig(resume_incomplete=True)), theirs)
+    assert f"lacks {name}" in capsys.readouterr().out
+    # The optimizer's states are loaded and the schedule goes on at the step: only random states make a difference.
+    same = all(torch.equal(weight, whole[key]) for key, weight in again.items())
+    assert same == (name == "scheduler.pt")
+
+
+def test_a_stray_loss_scale_of_transformers_is_ignored_with_a_line(
+    theirs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"scale": 65536.0}, theirs / "scaler.pt")
+    trained(trainer(theirs.parent), theirs)
+    assert "scaler.pt is ignored" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("learning_rate", 0.5, r"lr=0\.\d+ of group 0 \(given now: 0\.5\)"),
+        ("weight_decay", 0.25, r"weight_decay=0\.0 of group 0 \(given now: 0\.25\)"),
+        ("adam_beta2", 0.5, r"betas=.* of group 0 \(given now: .*0\.5"),
+    ],
+)
+def test_an_option_that_a_resumed_trainer_was_given_anew_is_named(
+    tmp_path: Path, option: str, value: float, said: str
+) -> None:
+    first = trainer(tmp_path)
+    first.train()
+    first.close()
+    with pytest.warns(RuntimeWarning, match=said):
+        trained(trainer(tmp_path, **{option: value}), tmp_path / "checkpoint-2")
+
+
+def test_a_trainer_resumed_with_the_same_options_says_nothing(tmp_path: Path) -> None:
+    first = trainer(tmp_path, warmup_steps=2)
+    first.train()
+    first.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        trained(trainer(tmp_path, warmup_steps=2), tmp_path / "checkpoint-1")
+
+
+def engine(**options: Any) -> OffloadEngine:
+    torch.manual_seed(0)
+    return OffloadEngine(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), OffloadConfig(**options), device="cpu")
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "state_dict", "optimizer"])
+def test_an_option_that_the_bare_loop_was_given_anew_is_named_and_the_saved_one_counts(
+    tmp_path: Path, way: str
+) -> None:
+    with engine(learning_rate=0.1, weight_decay=0.5) as first:
+        first.backward(first(torch.ones(2, 4)).sum())
+        first.step()
+        first.save_checkpoint(tmp_path / "saved")
+        state, states = first.state_dict(), first.optimizer.state_dict()
+        with engine(learning_rate=0.2, weight_decay=0.5) as second:
+            load: dict[str, Any] = {
+                "checkpoint": lambda: second.load_checkpoint(tmp_path / "saved"),
+                "state_dict": lambda: second.load_state_dict(state),
+                "optimizer": lambda: second.optimizer.load_state_dict(states),
+            }
+            with pytest.warns(RuntimeWarning, match=r"lr=0\.1 \(given now: 0\.2\)\. To change one"):
+                load[way]()
+            assert second.optimizer.param_groups[0]["lr"] == 0.1
