@@ -174,8 +174,9 @@ class OffloadConfig:
     next boundary, "skip" warns and goes on."""
 
     resume_incomplete: bool = field(default=False, compare=False)
-    """Whether a Trainer may go on from a checkpoint of transformers' Trainer that lacks the scheduler's state or the
-    random states. Such a checkpoint is refused otherwise, since the run that goes on is not the run that was saved."""
+    """Whether a Trainer may go on from a checkpoint that lacks weights, or from one of transformers' Trainer that lacks
+    the scheduler's state or the random states. Otherwise such a checkpoint is refused: the run that goes on would not
+    be the run that was saved."""
 
     deepspeed: DeepSpeedConfig | None = field(default=None, compare=False, repr=False)
     """What `from_deepspeed` has read, for a Trainer, whose arguments must not say otherwise."""

@@ -378,7 +378,7 @@ def finetune(
     if source.model is None:
         _say(f"reading the config of {source.given}")
         source.read_ahead()
-    goes_on = functools.partial(_checkpoint_in, output, source.config, engine)
+    goes_on = functools.partial(_checkpoint_in, output, source.config, engine, source.model is not None)
     checkpoint = world.from_first("looking for a checkpoint", goes_on) if resume else None
     at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
     if batch_size == "auto":
@@ -460,7 +460,7 @@ def finetune(
 # -- the arguments
 
 
-def _checkpoint_in(output: Path, config: Any, engine: str) -> Path:
+def _checkpoint_in(output: Path, config: Any, engine: str, in_memory: bool) -> Path:
     """The newest checkpoint, which can be read and is of such a model. Raises as `finetune`."""
     if engine == "deepspeed":
         from offloadkit.engines.zero_training import newest_of_deepspeed
@@ -468,7 +468,11 @@ def _checkpoint_in(output: Path, config: Any, engine: str) -> Path:
         return newest_of_deepspeed(output)
     checkpoint = newest_checkpoint(output)
     check_readable(checkpoint)
-    check_same_model(checkpoint, config)
+    differing = check_same_model(checkpoint, config)
+    if differing is not None and world.rank() == 0:
+        print(
+            f"{differing}. The run goes on with {'the model passed' if in_memory else 'the checkpoint'}'s", flush=True
+        )
     return checkpoint
 
 

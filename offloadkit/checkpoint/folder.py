@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -211,27 +212,57 @@ def why_broken(path: Path) -> str | None:
 
 
 _SIZES = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "d_kv"]
-_SIZES += ["head_dim", "intermediate_size", "d_ff"]
+_SIZES += ["head_dim", "intermediate_size", "d_ff", "num_labels"]
+_NOT_COMPUTED = re.compile(
+    r"(^|\.)(_.*|name_or_path|transformers_version|architectures|dtype|torch_dtype|use_cache|return_dict|output_.*|"
+    r"id2label.*|label2id.*|problem_type|task_specific_params.*|.*token_id|tie_word_embeddings)$"
+)
+"""Keys of a config that change neither shapes nor what is computed in training, or that the Trainer sets by itself."""
 
 
-def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
+def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> str | None:
     """Check that the checkpoint's model has the type and sizes of `config`.
+
+    Returns:
+        A line that names other keys of the two configs that differ, such as a dropout; None if there are none.
 
     Raises:
         ConfigError: it has not.
     """
-    saved = json.loads((checkpoint / "config.json").read_text())
+    path = checkpoint / "config.json"
+    if not path.is_file():  # a Trainer of a model without one
+        return None
+    saved = json.loads(path.read_text(encoding="utf-8"))
     sizes: dict[str, tuple[Any, Any]] = {"model_type": (saved.get("model_type"), config.model_type)}
+    differing = []
     if saved.get("model_type") == config.model_type:
         before = type(config).from_dict(saved)
         for name in _SIZES:
             sizes[name] = getattr(before, name, None), getattr(config, name, None)
+        was, now = _flat(before.to_dict()), _flat(config.to_dict())
+        differing = [
+            f"{name} {was.get(name)} (now {now.get(name)})"
+            for name in sorted(was.keys() | now.keys())
+            if was.get(name) != now.get(name) and not _NOT_COMPUTED.search(name)
+        ]
     for name, (value, own) in sizes.items():
         if value != own:
             raise ConfigError(
                 f"{checkpoint} is of another model, with {name} {value}, and this one has {own}: resume with the "
                 "model of that run, or pass another output_dir"
             )
+    return f"the config in {checkpoint} differs from this model's: {', '.join(differing)}" if differing else None
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a config by dotted name; those of nested configs too."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def other_rows(checkpoint: Path, batch_size: int, accumulation: int, num_ranks: int) -> str | None:

@@ -315,14 +315,28 @@ def _untie_head(model: Any) -> None:
 
 
 def read(
-    source: str, config: PreTrainedConfig, task: str, dtype: torch.dtype | None, device: torch.device, progress: bool
+    source: str,
+    config: PreTrainedConfig,
+    task: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    progress: bool,
+    allow_missing: bool = False,
 ) -> PreTrainedModel:
-    """Read a model from a folder or the hub, each tensor directly onto `device` and into `dtype`."""
+    """Read a model from a folder or the hub, each tensor directly onto `device` and into `dtype`.
+
+    Args:
+        allow_missing: draw the tensors that the checkpoint lacks. A classifier's head is always drawn.
+
+    Raises:
+        ModelError: it lacks tensors of the model.
+    """
     auto_class = auto_class_of(config, task)
     errors = readable_hub_errors(source, found=True)
     with errors, progress_bars(progress), no_conversion_service(), no_tying_advice():
-        model = auto_class.from_pretrained(
+        model, loading = auto_class.from_pretrained(
             source,
+            output_loading_info=True,
             config=config,
             dtype=dtype or "auto",
             device_map={"": device},
@@ -330,14 +344,38 @@ def read(
             ignore_mismatched_sizes=task == "classification",
             **where_to_look(source),
         )
+    if not allow_missing:
+        _check_complete(source, model, loading, task)
     return cast("PreTrainedModel", model)
 
 
-def read_lazily_or_now(source: str, config: PreTrainedConfig, task: str, dtype: torch.dtype | None) -> PreTrainedModel:
+def _check_complete(source: str, model: Any, loading: Mapping[str, Any], task: str) -> None:
+    """Raise `ModelError` where a checkpoint lacks tensors of the model, or has them in other shapes.
+
+    A classifier's head and pooler may be new: they are what the rows teach.
+
+    Args:
+        loading: what transformers' `from_pretrained` says of missing and mismatched tensors.
+    """
+    lacking = set(loading["missing_keys"]) | {name for name, *_ in loading["mismatched_keys"]}
+    if task == "classification":
+        base = f"{model.base_model_prefix}."
+        lacking = {name for name in lacking if name.startswith(base) and "pooler" not in name.split(".")}
+    if lacking:
+        raise ModelError(
+            f"{source} lacks {len(lacking)} of {len(model.state_dict())} tensors of {type(model).__name__}, such as "
+            f"{min(lacking)!r}: they would be trained from random numbers. Pass the whole model, or "
+            f"model=offloadkit.from_pretrained({source!r}, allow_missing=True) to have them drawn"
+        )
+
+
+def read_lazily_or_now(
+    source: str, config: PreTrainedConfig, task: str, dtype: torch.dtype | None, allow_missing: bool
+) -> PreTrainedModel:
     """As `read`, but the values stay in their files until they are asked for."""
 
     def load() -> PreTrainedModel:
-        return read(source, copy.deepcopy(config), task, dtype, torch.device("cpu"), progress=True)
+        return read(source, copy.deepcopy(config), task, dtype, torch.device("cpu"), True, allow_missing)
 
     try:
         return read_lazily(source, load)

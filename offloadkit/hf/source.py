@@ -197,7 +197,7 @@ class ModelSource:
             _set_labels(model.config, self._id2label)
         return model
 
-    def load_lazily(self, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    def load_lazily(self, *, dtype: torch.dtype | None = None, allow_missing: bool = False) -> PreTrainedModel:
         """As `load`, but parameters are left `unread`: on the meta device, until `unread.make_real` asks for them.
 
         Files are fetched and opened here. What a checkpoint lacks (a new classification head) and all buffers are real
@@ -214,7 +214,7 @@ class ModelSource:
         config, task = self.training_config(), self._task or infer_task(self.config)
         if self.init == "random":
             return completed(draw_lazily(config, task, dtype))
-        return completed(read_lazily_or_now(self._location, config, task, dtype))
+        return completed(read_lazily_or_now(self._location, config, task, dtype, allow_missing))
 
     # -- its tokenizer
 
@@ -362,6 +362,7 @@ def from_pretrained(
     init: Init = "pretrained",
     task: Task | None = None,
     num_labels: int | None = None,
+    allow_missing: bool = False,
 ) -> PreTrainedModel:
     """A HuggingFace model as transformers' `from_pretrained` gives it, but its weights are not read yet.
 
@@ -382,13 +383,15 @@ def from_pretrained(
         task: "seq2seq", "causal" or "classification"; None: what the architecture was made for. It chooses among
             transformers' `AutoModelForSeq2SeqLM`, `AutoModelForCausalLM` and `AutoModelForSequenceClassification`.
         num_labels: that a classifier tells apart; None: what the config says.
+        allow_missing: have tensors that the checkpoint lacks drawn, where it would be refused otherwise. A new
+            classifier's head is always drawn.
 
     Returns:
         The model, in evaluation mode.
 
     Raises:
         ConfigError: `init`, `dtype` or `num_labels` has no meaning.
-        ModelError: the architecture has no such head, or the checkpoint is broken.
+        ModelError: the architecture has no such head, or the checkpoint is broken, or lacks tensors of the model.
         ModelNotFoundError, ModelAccessError, DownloadError: see `readable_hub_errors`.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -403,4 +406,4 @@ def from_pretrained(
             raise ConfigError(f"num_labels={num_labels} is for task='classification'; this model's is {source.task!r}")
         if num_labels != source.config.num_labels:
             source = source.for_rows("classification", {index: f"LABEL_{index}" for index in range(num_labels)})
-    return source.load_lazily(dtype=dtype)
+    return source.load_lazily(dtype=dtype, allow_missing=allow_missing)

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset
-from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers import PreTrainedConfig, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.integrations.neftune import deactivate_neftune
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
@@ -49,6 +49,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate
 from offloadkit.checkpoint.folder import (
     MANIFEST,
     check_readable,
+    check_same_model,
     newest_checkpoint,
     set_aside,
     write_manifest,
@@ -61,7 +62,7 @@ from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
 from offloadkit.engine import OffloadEngine, check_not_wrapped, is_trained
-from offloadkit.errors import ConfigError, DataError, EngineStateError, RepeatWindowError
+from offloadkit.errors import ConfigError, DataError, EngineStateError, ModelError, RepeatWindowError
 from offloadkit.hf.arguments import check_arguments, check_optim, engine_config, left_to_the_engine
 from offloadkit.hf.dealing import TARGETS, Counted, DealtBatches, GatheredRows, deal, without_targets
 from offloadkit.hf.hub import readable_push_errors
@@ -687,6 +688,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         check_readable(found)
         if not (found / MANIFEST).is_file():
             self._check_theirs(found)
+        config = getattr(self.model, "config", None)
+        if isinstance(config, PreTrainedConfig) and (differing := check_same_model(found, config)) is not None:
+            self._say(f"{differing}. The run goes on with this model's")
         return str(found)
 
     def _check_theirs(self, checkpoint: Path) -> None:
@@ -762,10 +766,21 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return phase(name, self.telemetry.peaks, self.args.device)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """As the Trainer, but a tied weight is not missing if the file has it under its other name. (Private.)"""
+        """As the Trainer, but a tied weight is not missing if the file has it under its other name. (Private.)
+
+        Raises:
+            ModelError: the checkpoint lacks weights.
+        """
         weights = self.model.state_dict(keep_vars=True)
         loaded = {id(weight) for name, weight in weights.items() if name not in load_result.missing_keys}
         missing = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
+        by_design = set(getattr(self.model, "_keys_to_ignore_on_save", None) or ())
+        if (lost := [name for name in missing if name not in by_design]) and not self.offload.resume_incomplete:
+            raise ModelError(
+                f"the checkpoint lacks {len(lost)} of the model's {len(weights)} tensors, such as {lost[0]!r}: resume "
+                "with the model of that run, or pass offload=OffloadConfig(resume_incomplete=True) to go on with the "
+                "values that the model has"
+            )
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

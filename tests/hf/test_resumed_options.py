@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Seq2SeqTrainer
+from transformers import Seq2SeqTrainer, T5Config, T5ForConditionalGeneration
 
+import offloadkit
 from offloadkit import OffloadConfig, OffloadEngine, OffloadSeq2SeqTrainer
-from offloadkit.errors import ConfigError
-from tests.hf.training import arguments, seq2seq_rows, t5
+from offloadkit.errors import ConfigError, ModelError
+from tests.hf.tiny import t5_config
+from tests.hf.training import arguments, bert, seq2seq_rows, t5
 
 STEPS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
 
@@ -111,3 +114,62 @@ def test_an_option_that_the_bare_loop_was_given_anew_is_named_and_the_saved_one_
             with pytest.warns(RuntimeWarning, match=r"lr=0\.1 \(given now: 0\.2\)\. To change one"):
                 load[way]()
             assert second.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_resumed_trainer_names_keys_of_the_config_that_differ_and_refuses_other_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = trainer(tmp_path)
+    first.train()
+    first.close()
+    capsys.readouterr()
+    trained(trainer(tmp_path), tmp_path / "checkpoint-1")
+    assert "differs" not in capsys.readouterr().out
+    args = arguments(tmp_path, **STEPS)
+    other = OffloadSeq2SeqTrainer(model=t5(dropout=0.3), args=args, train_dataset=seq2seq_rows())
+    trained(other, tmp_path / "checkpoint-1")
+    assert "dropout_rate 0.1 (now 0.3). The run goes on with this model's" in capsys.readouterr().out
+    larger = T5ForConditionalGeneration(T5Config(**{**t5().config.to_dict(), "num_heads": 4}))
+    with pytest.raises(ConfigError, match="of another model, with num_attention_heads 2, and this one has 4"):
+        OffloadSeq2SeqTrainer(model=larger, args=args, train_dataset=seq2seq_rows()).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+        )
+
+
+def without(folder: Path, word: str) -> None:
+    """Take the tensors whose names hold `word` out of the weights in `folder`."""
+    kept = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if word not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused_by_name_unless_asked(theirs: Path) -> None:
+    without(theirs, "decoder.block.1")
+    with pytest.raises(ModelError, match=r"lacks 13 of the model's \d+ tensors, such as 'decoder\.block\.1\."):
+        trainer(theirs.parent).train(resume_from_checkpoint=str(theirs))
+    trained(trainer(theirs.parent, offload=OffloadConfig(resume_incomplete=True)), theirs)
+
+
+@pytest.mark.parametrize("word", ["decoder.block.1", ""])
+def test_a_folder_that_lacks_tensors_is_refused_by_name_unless_asked(tmp_path: Path, word: str) -> None:
+    whole = T5ForConditionalGeneration(T5Config(**t5_config().to_dict()))
+    whole.save_pretrained(tmp_path / "model")
+    without(tmp_path / "model", word)
+    said = r"model lacks \d+ of \d+ tensors of T5ForConditionalGeneration, such as '.*allow_missing=True"
+    with pytest.raises(ModelError, match=said):
+        offloadkit.from_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match=said):
+        offloadkit.finetune(
+            tmp_path / "model", [{"input": "a", "target": "b"}], tokenizer="byte", batch_size=1, max_steps=1,
+            use_cpu=True, output_dir=tmp_path / "out",
+        )  # fmt: skip
+    drawn = offloadkit.from_pretrained(tmp_path / "model", allow_missing=True)
+    assert len(list(drawn.parameters())) == len(list(whole.parameters()))
+
+
+def test_a_classifier_may_begin_with_a_new_head_but_not_without_its_base(tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path)
+    without(tmp_path, "classifier")
+    offloadkit.from_pretrained(tmp_path, task="classification")
+    without(tmp_path, "encoder.layer.1")
+    with pytest.raises(ModelError, match=r"lacks 16 of \d+ tensors of BertForSequenceClassification"):
+        offloadkit.from_pretrained(tmp_path, task="classification")
