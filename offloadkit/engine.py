@@ -53,7 +53,15 @@ from offloadkit.errors import (
     forget_last_error,
 )
 from offloadkit.offload.buffers import Buffers
-from offloadkit.offload.layers import FlatLayer, UntrainedParameters, check_plan, flat_layers, listed_groups, plan_of
+from offloadkit.offload.layers import (
+    FlatLayer,
+    UntrainedParameters,
+    check_memory,
+    check_plan,
+    flat_layers,
+    listed_groups,
+    plan_of,
+)
 from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.plain import plain_copies
 from offloadkit.offload.profiling import Profile
@@ -74,7 +82,7 @@ from offloadkit.offload.states import LayerState
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.offload.weights import forked
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.table import DTYPES, GroupOptions
+from offloadkit.optim.table import DTYPES, GroupOptions, check_options
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, changed_options, check_states
 from offloadkit.outline import FirstWindow, chooses, plan_for
 from offloadkit.planner import Plan, placed
@@ -112,10 +120,16 @@ def check_not_wrapped(model: nn.Module) -> None:
     """
     Raises:
         ModelError: the model is in a wrapper that trains it on several ranks, its weights are cut between them, or
-            what is trained of it was compiled.
+            what is trained of it was compiled or scripted.
     """
-    for module in model.modules():
+    for path, module in model.named_modules():
         name = type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule) and any(each.requires_grad for each in module.parameters()):
+            where = f"its module {path!r}" if path else "the model"
+            raise ModelError(
+                f"{where} is scripted (torch.jit.script or trace), and takes no hooks, by which the engine waits for "
+                "weights: pass the module as it was before it was scripted, or freeze its parameters"
+            )
         if name == "OptimizedModule" and any(parameter.requires_grad for parameter in module.parameters()):
             raise ModelError(
                 "torch.compile() made this model, or a part of it: compiled as a whole, it would compute other numbers "
@@ -221,6 +235,7 @@ class OffloadEngine:
                 `offloadkit.from_pretrained` left unread is read now, one flat layer after the other, so that there is
                 never a second copy of it.
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
+                Other options of torch's optimizers are refused where they would change the step.
             device: where to compute. None: the GPU if there is one, else the CPU.
             plan: what lives where, layer by layer, planned for this model before. None: it is made here. If less VRAM
                 is free than it takes, or the GPU is full before all is there, the engine begins by a leaner one, with a
@@ -234,8 +249,10 @@ class OffloadEngine:
 
         Raises:
             ModelError: nothing can be trained, a parameter's dtype is not supported, the plan is another model's, or
-                the model is compiled or wrapped for distributed training already.
-            ConfigError: the plan was made with another accumulation, recomputation or placement. With several ranks:
+                the model is compiled, scripted or wrapped for distributed training already, or a trained parameter
+                shares memory with another parameter or a buffer.
+            ConfigError: the plan was made with another accumulation, recomputation or placement, or a parameter group
+                has an option that is not built. With several ranks:
                 some have weights in RAM that others have in VRAM, or weights are in RAM and the ranks on several hosts.
             RankError: the ranks have other models or configs, only some of them plan, or they cannot share memory.
             EngineStateError: another engine that is still open trains this model, or parameters of it.
@@ -249,7 +266,10 @@ class OffloadEngine:
         _check_free(model, self.config)
         self.device = hardware.indexed(torch.device(device)) if device is not None else hardware.default_device()
         self.telemetry = telemetry or Telemetry()
+        check_memory(model)
         param_groups = listed_groups(param_groups)
+        for group in param_groups or ():
+            check_options({"weight_decay": self.config.weight_decay, **group})
         layers = flat_layers(model, self.config, param_groups)
         self._undo = ExitStack()
         # Without this, an engine dropped without close() would keep its model and its threads until the program ends.
@@ -490,13 +510,19 @@ class OffloadEngine:
                 not, all micro-batches of all ranks are simply added.
 
         Raises:
-            EngineStateError: it was called again before `step()`, without gradient accumulation; or, on several ranks,
-                more than `gradient_accumulation` times.
+            EngineStateError: the loss requires no gradient; or it was called again before `step()`, without gradient
+                accumulation; or, on several ranks, more than `gradient_accumulation` times.
             OutOfVramError: the GPU's memory is full. It is a `RepeatWindowError` if the engine has moved to a leaner
                 plan.
+            TypeError: the loss is no tensor.
             ValueError: the loss is not a scalar.
         """
         self._check_open()
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"backward() takes the loss, a scalar tensor, and got a {type(loss).__name__}: pass the loss that the "
+                "model's output holds, such as engine(**batch).loss"
+            )
         accumulation = self.config.gradient_accumulation
         if accumulation == 1 and self._num_backwards:
             raise EngineStateError(
@@ -511,6 +537,11 @@ class OffloadEngine:
             )
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a scalar loss, got a tensor of shape {tuple(loss.shape)}")
+        if not loss.requires_grad:
+            raise EngineStateError(
+                "backward() got a loss that requires no gradient: compute it by engine(...) with gradients enabled, "
+                "and do not detach it. (The loss of a backward() that failed is detached: call engine(...) again.)"
+            )
         if self._exchanges_last and self._num_backwards + 1 == accumulation:
             self._check_whole(loss)
             self._in_last = True
@@ -1181,7 +1212,9 @@ class OffloadEngine:
 
         It warns where gradients are added in another order now, and where this run was given other options.
         """
-        options = changed_options(self.optimizer.param_groups, [group["options"] for group in values["groups"]])
+        saved_groups = [group["options"] for group in values["groups"]]
+        scheduled = values.get("scheduler") is not None
+        options = changed_options(self.optimizer.param_groups, saved_groups, scheduled=scheduled)
         for warning in (Adding(**values["adding"]).other_order(self._adding), options):
             if warning is not None and world.rank() == 0:
                 warnings.warn(warning, RuntimeWarning, stacklevel=3)

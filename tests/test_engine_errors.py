@@ -310,3 +310,72 @@ def test_the_log_is_strict_json_where_a_step_was_skipped(tmp_path: Path) -> None
     record = json.loads(line, parse_constant=pytest.fail)
     assert record["skipped"]
     assert record["grad_norm"] is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"maximize": True}, {"amsgrad": True}, {"decoupled_weight_decay": False, "weight_decay": 0.1}, {"momentum": 0.9}],
+)
+def test_options_of_a_group_that_would_change_the_step_are_refused_by_name(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    name = next(iter(options))
+    with pytest.raises(ConfigError, match=f"{name}=.*lr, betas, eps and weight_decay"):
+        OffloadEngine(model, OffloadConfig(), param_groups=[{"params": model.parameters(), **options}], device="cpu")
+    theirs = torch.optim.AdamW(model.parameters()).state_dict()
+    theirs["param_groups"][0] |= options
+    with OffloadEngine(model, OffloadConfig(), device="cpu") as engine:
+        with pytest.raises(ConfigError, match=f"{name}="):
+            engine.optimizer.load_state_dict(theirs)
+        engine.optimizer.param_groups[0] |= options
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        with pytest.raises(ConfigError, match=f"{name}="):
+            engine.step()
+
+
+def test_options_that_change_no_step_and_names_of_the_users_own_are_taken() -> None:
+    model = nn.Linear(2, 2)
+    groups = [{**torch.optim.AdamW(model.parameters(), foreach=True).param_groups[0], "layer_name": "all"}]
+    with OffloadEngine(model, OffloadConfig(), param_groups=groups, device="cpu") as engine:
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        assert engine.step()
+
+
+@pytest.mark.parametrize("output", [{"loss": torch.ones(())}, (torch.ones(()),), None, 1.5])
+def test_backward_of_something_that_is_no_loss_says_so(output: Any) -> None:
+    with OffloadEngine(nn.Linear(2, 2), device="cpu") as engine:
+        engine(torch.ones(1, 2))
+        with pytest.raises(TypeError, match=f"takes the loss, a scalar tensor, and got a {type(output).__name__}"):
+            engine.backward(output)
+        loss = engine(torch.ones(1, 2)).sum()
+        with pytest.raises(EngineStateError, match="loss that requires no gradient"):
+            engine.backward(loss.detach())
+        engine.backward(loss)  # nothing was lost
+
+
+def test_a_scripted_module_with_weights_is_named_and_one_without_trains() -> None:
+    with pytest.raises(ModelError, match="module '1' is scripted"):
+        OffloadEngine(nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4))), device="cpu")
+    with OffloadEngine(nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU())), device="cpu") as engine:
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        assert engine.step()
+
+
+@pytest.mark.parametrize("placement", [None, Placement(weights="ram")])
+def test_two_engines_and_one_loss_name_what_works_and_it_works(placement: Placement | None) -> None:
+    torch.manual_seed(0)
+    critic, maker, x = nn.Linear(4, 1), nn.Linear(4, 4), torch.randn(2, 4)
+    config = OffloadConfig(placement=placement)
+    with (
+        OffloadEngine(critic, config, device="cpu") as of_critic,
+        OffloadEngine(maker, config, device="cpu") as of_maker,
+    ):
+        with pytest.raises(EngineStateError, match=r"module\.requires_grad_\(False\)"):
+            of_maker.backward(of_critic(of_maker(x)).sum())
+        before = critic.weight.detach().clone()
+        critic.requires_grad_(False)
+        of_maker.backward(of_critic(of_maker(x)).sum())
+        assert of_maker.step()
+        critic.requires_grad_(True)
+        of_critic.backward(of_critic(x).sum())
+        assert of_critic.step()
+        assert not torch.equal(critic.weight, before)

@@ -710,8 +710,10 @@ def _without_the_engine(view: ParameterView) -> EngineStateError:
     """The error for a gradient that comes while the engine runs no backward."""
     return EngineStateError(
         f"a gradient of {view.name!r} came outside of engine.backward(): call engine.backward(loss) instead of "
-        "loss.backward(). With several losses, add them first. The engine scales fp16's loss itself. To train without "
-        "it (with another Trainer, say), close it first: engine.close() or trainer.close()"
+        "loss.backward(). With several losses, add them first. The engine scales fp16's loss itself. Where another "
+        "engine's loss is computed through this model (a GAN), freeze this model meanwhile: "
+        "module.requires_grad_(False). To train without the engine (with another Trainer, say), close it first: "
+        "engine.close() or trainer.close()"
     )
 
 

@@ -246,6 +246,43 @@ def is_of(plan: Plan, layers: Sequence[FlatLayer]) -> bool:
     return [shape.shared_by(1) for shape in plan.layers] == [layer.shape().shared_by(1) for layer in layers]
 
 
+def check_memory(model: nn.Module) -> None:
+    """
+    Raises:
+        ModelError: a trained parameter shares memory with another parameter or a buffer. They would part silently when
+            the parameter moves into its flat layer.
+    """
+    placed: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
+            size = tensor.element_size()
+            first = int(tensor.storage_offset()) * size
+            last = sum(stride * (length - 1) for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
+            found = placed.setdefault(tensor.untyped_storage().data_ptr(), [])
+            found.append((first, first + (int(last) + 1) * size, name, tensor))
+    for found in placed.values():
+        found.sort(key=lambda each: each[:3])
+        for at, (_, end, name, tensor) in enumerate(found):
+            for first, _, other, second in found[at + 1 :]:
+                if first >= end:
+                    break
+                if (tensor.requires_grad or second.requires_grad) and _overlap(tensor, second):
+                    raise ModelError(
+                        f"{name!r} and {other!r} are two tensors over the same memory, and would part in training. To "
+                        "tie them, make them one nn.Parameter (a.weight = b.weight); else give one its own memory by "
+                        ".clone()"
+                    )
+
+
+def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors whose ranges in one storage overlap have an element in common."""
+    if (one.is_contiguous() and two.is_contiguous()) or one.element_size() != two.element_size():
+        return True
+    seen = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
+    seen.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(seen.as_strided(two.shape, two.stride(), two.storage_offset()).any())
+
+
 def listed_groups(param_groups: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """`param_groups` with their parameters in lists. As torch does, it takes generators and single tensors too."""
     if param_groups is None:

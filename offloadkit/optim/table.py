@@ -7,7 +7,7 @@ kernel is missing, `reference` does the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
@@ -98,6 +98,29 @@ PRECISIONS: dict[Precision, MomentPrecision] = {
 }
 
 
+_OFF: dict[str, Any] = {
+    "amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True, "momentum": 0,
+    "dampening": 0, "nesterov": False, "centered": False, "bias_correction": True,
+}  # fmt: skip
+"""Options of other optimizers that change the step, and the value at which they do not. (`foreach`, `fused` and
+`capturable` choose an implementation, and names that no optimizer has are the user's own.)"""
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ConfigError: a parameter group has an option of a torch optimizer that would change the step and is not built.
+    """
+    for name, off in _OFF.items():
+        if name == "decoupled_weight_decay" and not group.get("weight_decay"):
+            continue
+        if name in group and group[name] != off:
+            raise ConfigError(
+                f"a parameter group has {name}={group[name]!r}, which offloadkit's optimizers do not have: leave it "
+                "out. A group's options are lr, betas, eps and weight_decay"
+            )
+
+
 @dataclass(frozen=True)
 class GroupOptions:
     """One parameter group's options at the time of `step()`: what a scheduler may change between steps."""
@@ -109,7 +132,12 @@ class GroupOptions:
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> GroupOptions:
-        """The present options of one of the optimizer's param_groups."""
+        """The present options of one of the optimizer's param_groups.
+
+        Raises:
+            ConfigError: the group has an option of a torch optimizer that would change the step and is not built.
+        """
+        check_options(group)
         return cls(float(group["lr"]), tuple(group["betas"]), float(group["eps"]), float(group["weight_decay"]))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, RepeatWindowError
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.table import optimizer_named
+from offloadkit.optim.table import check_options, optimizer_named
 
 
 class Run(Protocol):
@@ -141,12 +141,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: the groups or a tensor's shape differ.
-            ConfigError: as `check_states`. Nothing is loaded in either case.
+            ConfigError: as `check_states` and `check_options`. Nothing is loaded in any case.
         """
         self._engine().synchronize()
         saved_groups = state_dict["param_groups"]
         ours = [len(group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in saved_groups]
+        for saved in saved_groups:
+            check_options(saved)
         if ours != theirs:
             raise ValueError(f"the saved optimizer has groups of {theirs} parameters, this one of {ours}")
         pairs = []
@@ -169,7 +171,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             run.loss_scale.load_state_dict(state_dict["loss_scale"])
 
 
-def changed_options(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> str | None:
+def changed_options(
+    groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], *, scheduled: bool = False
+) -> str | None:
     """A warning that names the options of parameter groups which a resumed run was given and does not go on with.
 
     The saved options count, as in `torch.optim`. Where a scheduler sets the learning rate, its initial value is
@@ -178,14 +182,15 @@ def changed_options(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping
     Args:
         groups: the options that this run was given, one mapping a group.
         saved: those of the saved run.
+        scheduled: whether a scheduler sets `lr`. One of torch's also writes "initial_lr" into the groups.
 
     Returns:
         None where no option differs.
     """
     found = []
     for at, (own, before) in enumerate(zip(groups, saved, strict=True)):
-        scheduled = "initial_lr" in own or "initial_lr" in before
-        names = (own.keys() & before.keys()) - {"params", "lr" if scheduled else "initial_lr"}
+        varies = scheduled or "initial_lr" in own or "initial_lr" in before
+        names = (own.keys() & before.keys()) - {"params", "lr" if varies else "initial_lr"}
         for name in sorted(names):
             value, given = (tuple(each) if isinstance(each, list) else each for each in (before[name], own[name]))
             if value != given:  # in JSON betas are a list
