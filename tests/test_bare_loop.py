@@ -512,7 +512,7 @@ def test_what_was_taken_before_a_layer_moved_is_refused() -> None:
     layer = FlatLayer(0, "layer", torch.float32, [ParameterView("weight", parameter, 0, 0, [])], [])
     here, there = Somewhere(layer), Somewhere(layer)
     parameter.data = here.home(layer.views[0])
-    watching = Outside([here], lambda: None, torch.device("cpu"))
+    watching = Outside([here], lambda: None, lambda parameter: None, torch.device("cpu"))
     held = parameter.data
     assert held.sum() == 3
     watching.moved(there)

@@ -44,7 +44,7 @@ from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.kernels import cpu
 from offloadkit.kernels.dispatch import block_sums
 from offloadkit.offload.layers import FlatLayer, ParameterView
-from offloadkit.offload.outside import Watched
+from offloadkit.offload.outside import Watched, unwatched
 from offloadkit.offload.shards import GradientExchange
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim.norm import NORM_BLOCK, norm_blocks
@@ -266,9 +266,18 @@ class Gradients:
         self.layers: Sequence[LayerGradient] = ()
         self._layer_of: dict[ParameterView, tuple[LayerGradient, int]] = {}
         self._hooks: list[Any] = []
+        self._hook_of: dict[int, int] = {}
         for view in views:
             parameter: Any = view.parameter
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(view)))
+            with unwatched():
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(view)))
+            self._hook_of[id(parameter)] = self._hooks[-1].id
+
+    def hook_last(self, parameter: Any) -> None:
+        """Have the engine take the parameter's gradient after all other hooks on it, such as one just registered."""
+        hooks, own = parameter._post_accumulate_grad_hooks, self._hook_of.get(id(parameter))
+        if own in hooks:
+            hooks[own] = hooks.pop(own)  # autograd goes by the dict's order, which `move_to_end` leaves as it is
 
     def arrange(self, layers: Sequence[LayerGradient], staging: Sequence[torch.Tensor]) -> None:
         """Have gradients go the ways of `layers`, with new buffers for them.

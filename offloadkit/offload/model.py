@@ -127,7 +127,7 @@ class PlacedModel:
         self._weights_of: dict[nn.Module, list[LayerWeights]] = {}
         self._stop_recomputing: Callable[[], None] = lambda: None
         undo.callback(lambda: self._stop_recomputing())
-        self.outside = Outside(self.states, self._finish_updates, device)
+        self.outside = Outside(self.states, self._finish_updates, lambda each: self.gradients.hook_last(each), device)
         undo.callback(self.outside.close)
         undo.callback(refuse_to_empty(module))
         self.forward_hooks = ForwardHooks(module, [state.weights for state in self.states], settle, self.outside)

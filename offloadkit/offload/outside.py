@@ -35,6 +35,7 @@ set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """`parameter.data = tensor`, also of a watched one, without a call of Python."""
 
 _detach: Any = torch.Tensor.detach
+_register_hook: Any = torch.Tensor.register_post_accumulate_grad_hook
 _get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _requires_grad: Any = torch.Tensor.requires_grad
 _grad: Any = torch.Tensor.grad
@@ -56,6 +57,9 @@ class WatchedLayer(Protocol):
 
     def has_gradient(self, view: ParameterView) -> bool:
         """Whether a gradient of the parameter was gathered that no step has taken yet."""
+
+    def for_graph(self, view: ParameterView) -> torch.Tensor:
+        """What stands for the parameter in an operation that autograd records."""
 
     def before_write(self, view: ParameterView) -> torch.Tensor | None:
         """Called before an operation writes the parameter; the result is for `after_write`."""
@@ -92,14 +96,20 @@ class Outside:
     """Watches the trained parameters of one engine, wherever their layers live now."""
 
     def __init__(
-        self, layers: Sequence[WatchedLayer], finish_updates: Callable[[], None], device: torch.device
+        self,
+        layers: Sequence[WatchedLayer],
+        finish_updates: Callable[[], None],
+        got_hook: Callable[[torch.Tensor], None],
+        device: torch.device,
     ) -> None:
         """
         Args:
             finish_updates: waits until no layer is stepped; called before a write.
+            got_hook: called when somebody has registered a post-accumulate hook on a parameter.
             device: where the model computes.
         """
         self._finish_updates, self._released, self.device = finish_updates, False, device
+        self.got_hook = got_hook
         kinds: dict[type, tuple[type, type]] = {}
         self._places: dict[int, _Place] = {}
         self._of_layer: dict[FlatLayer, list[_Place]] = {}
@@ -155,7 +165,7 @@ class Outside:
             place.layer = None
         self._of_layer.clear()
         self._places.clear()
-        del self._finish_updates
+        del self._finish_updates, self.got_hook
 
     def watch_all(self) -> None:
         """Watch all layers' parameters."""
@@ -229,6 +239,15 @@ class Watched:
         self.outside.check_gradient(self)
         with unwatched():
             _grad.__set__(self, value)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        parameter: Any = self
+        watching = _is_watching()
+        with unwatched():
+            handle = _register_hook(parameter, hook)
+            if watching:
+                self.outside.got_hook(parameter)
+        return handle
 
     def detach(self) -> torch.Tensor:
         parameter: Any = self
@@ -400,7 +419,9 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         elif func is torch.Tensor.__repr__ and isinstance(first, Watched):
             args = (args[0].detach().requires_grad_(args[0].requires_grad), *args[1:])
         before = _begin_writes(written) if written else ()
-        result = func(*args, **kwargs)
+        result = _recorded(func, args, kwargs, read) if read and not writes else None
+        if result is None:
+            result = func(*args, **kwargs)
         if func is torch._has_compatible_shallow_copy_type and not result:  # `nn.Module.to` would exchange it
             raise moved_or_cast(next(iter(read)).view)
         for layer, view, old in before:
@@ -410,6 +431,50 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(first) is Alias and result is first._plain:
             return first
         return _aliased(result, {place.memory: place for place in (*read, *written) if place.layer is not None})
+
+
+_UNRECORDED = frozenset(
+    (
+        *("detach", "data_ptr", "untyped_storage", "storage", "_typed_storage", "is_set_to", "__dlpack__", "__repr__"),
+        *("__reduce_ex__", "__deepcopy__", "_has_compatible_shallow_copy_type"),
+    )
+)
+"""Functions that ask for the parameter itself, and that autograd does not record."""
+
+
+def _recorded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: _Touched) -> Any:
+    """The result of an operation that autograd records on parameters whose memory backward will find exchanged.
+
+    None: it is none, or it gives views of the weights, which share their memory.
+    """
+    if not torch.is_grad_enabled() or getattr(func, "__name__", "") in _UNRECORDED:
+        return None
+    uses: dict[int, torch.Tensor] = {}
+    for place, alias in read.items():
+        parameter = place.view.parameter
+        if alias is None and place.layer is not None and parameter.requires_grad:
+            use = place.layer.for_graph(place.view)
+            if use is not parameter:
+                uses[id(parameter)] = use
+    if not uses:
+        return None
+    result = func(*_exchanged(args, uses), **_exchanged(kwargs, uses))
+    copies = {_memory(use) for use in uses.values()} - {place.memory for place in read}
+    given = result if isinstance(result, list | tuple) else (result,)
+    shares = any(
+        type(each) is torch.Tensor and each.layout is torch.strided and _memory(each) in copies for each in given
+    )
+    return None if shares else result
+
+
+def _exchanged(value: Any, uses: dict[int, torch.Tensor]) -> Any:
+    """`value` with `uses` in the place of the parameters of these ids, in nested lists, tuples and dicts too."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind([_exchanged(item, uses) for item in value])
+    if kind is dict:
+        return {name: _exchanged(item, uses) for name, item in value.items()}
+    return uses.get(id(value), value)
 
 
 def _have_newest(touched: _Touched) -> None:

@@ -281,6 +281,9 @@ class LayerState:
         """Have the newest weights in VRAM for the compute stream's next work."""
         self.weights.use()
 
+    def for_graph(self, view: ParameterView) -> torch.Tensor:
+        return self.weights.for_graph(view)
+
     def home(self, view: ParameterView) -> torch.Tensor:
         """Where a parameter's weights live, in its shape."""
         return self.weights.home(view)

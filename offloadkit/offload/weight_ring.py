@@ -75,7 +75,8 @@ class StreamedWeights(LayerWeights):
         self.block: StreamedBlock
         self._views: dict[int, list[torch.Tensor]] = {}
         self._fetched_versions: list[int] = []
-        nan = torch.full((1,), torch.nan, dtype=layer.dtype, device=device)
+        self._read_outside: set[ParameterView] = set()
+        nan = torch.full((), torch.nan, dtype=layer.dtype, device=device)
         self._unbound = [nan.expand(view.parameter.shape) for view in layer.views]
 
     def retire(self) -> None:
@@ -127,6 +128,19 @@ class StreamedWeights(LayerWeights):
             with torch.inference_mode(False):  # autograd refuses tensors made in inference mode
                 self._views[address] = self.tensors(memory.view(self.layer.dtype))
         self.bind(self._views[address])
+
+    def for_graph(self, view: ParameterView) -> torch.Tensor:
+        if self._bound is not self._home:
+            return view.parameter  # its block computes, and the ring packs what autograd saves
+        with torch.no_grad():
+            value = view.parameter.detach()  # it shares the version counter: a step in between is an error in backward
+            if value.device != self.device:
+                value = value.to(self.device)
+                self.unbind()  # so that the gradient comes to the device
+        read: torch.Tensor = _read(view.parameter, value)
+        self._read_outside.add(view)
+        self.bind_to_ram()
+        return read
 
     def is_viewed(self) -> bool:
         """Whether somebody else shares the memory that the parameters are bound to in VRAM."""
@@ -203,6 +217,7 @@ class StreamedWeights(LayerWeights):
 
     def start_update(self, views: set[int]) -> PendingUpdate:
         self.block.ring.evict(self.block)
+        self._read_outside.clear()
         return super().start_update(views)
 
     def check_held(self, view: ParameterView) -> None:
@@ -213,7 +228,8 @@ class StreamedWeights(LayerWeights):
         block = self.block
         if not block.recomputed:
             return
-        if block.lost or not block.ring.holds(block):
+        held = view in self._read_outside or block.ring.holds(block)  # autograd waits for all uses of a parameter
+        if block.lost or not held:
             raise EngineStateError(
                 f"the gradient of {view.name!r} came after its block had left VRAM: this model's backward does not run "
                 "block by block. If the model itself recomputes several blocks as one (torch.utils.checkpoint), have "
@@ -231,6 +247,21 @@ def _own_users() -> int:
         parameter = nn.Parameter(torch.zeros(0))
     set_data(parameter, tensor)
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+class _Read(torch.autograd.Function):
+    """A use of a streamed parameter outside of its block: autograd saves `value`, where the weights stay."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        return gradients[0], None
+
+
+_read: Any = _Read.apply
 
 
 class StreamedBlock:

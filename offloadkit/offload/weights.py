@@ -169,6 +169,14 @@ class LayerWeights:
         """
         self.wait()
 
+    def for_graph(self, view: ParameterView) -> torch.Tensor:
+        """What stands for the parameter in an operation outside of its module that autograd records.
+
+        It holds the weights on the compute device until backward, and its gradient is the parameter's. Where weights
+        are streamed, the parameter itself is bound to other memory by then.
+        """
+        return view.parameter
+
     def begin_write(self) -> None:
         """Somebody writes weights next, where they live. Their update is done."""
 
@@ -407,11 +415,17 @@ class _Use(torch.autograd.Function):
 _use: Any = _Use.apply
 
 
+def _has_hooks(parameter: Any) -> bool:
+    """Whether somebody beside the engine has hooks on the parameter's gradient."""
+    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
+
+
 class TiedUses:
     """Hooks that make every use of a tied weight hand over its own gradient.
 
     While a module that holds a tied weight runs, the attribute is a `_Use` of the weight instead of the parameter.
-    `sink` takes the gradient of each use, in the parameter's shape.
+    `sink` takes the gradient of each use, in the parameter's shape. A weight with hooks of the user's on it stays
+    itself: the hooks are to see the sum, so autograd makes it.
     """
 
     def __init__(self, layers: Sequence[FlatLayer], sink: Callable[[ParameterView, torch.Tensor], None]) -> None:
@@ -428,7 +442,7 @@ class TiedUses:
     ) -> list[Any]:
         def enter(entered: nn.Module, args: Any) -> None:
             for attribute, view in views.items():
-                if torch.is_grad_enabled() and view.parameter.requires_grad:
+                if torch.is_grad_enabled() and view.parameter.requires_grad and not _has_hooks(view.parameter):
                     use = _use(view.parameter, lambda gradient, view=view: sink(view, gradient))
                     module.__dict__[attribute] = use  # Python looks here before nn.Module's _parameters
 
