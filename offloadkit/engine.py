@@ -35,6 +35,7 @@ from offloadkit.checkpoint.run import Adding, RunNumbers, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
 from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.config import OffloadConfig
+from offloadkit.device import watchdog
 from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, forget_peak, phase
 from offloadkit.device.streams import record_compute
@@ -356,6 +357,7 @@ class OffloadEngine:
         has_fp16 = any(layer.dtype == torch.float16 for layer in layers)
         self.loss_scale = LossScale(self.config.loss_scale) if has_fp16 else None
         self._newest: Update | None = None
+        self._last_checkpoint: Path | None = None
         self._profile: Profile | None = None
         if self._ranks is not None:
             self._ranks.take_received()  # it was no step's
@@ -689,7 +691,7 @@ class OffloadEngine:
         """
         if self.loss_scale is None or self._newest is None or self._overflow_known or self._num_backwards:
             return
-        self._newest.norm_known.wait()
+        watchdog.wait(self._newest.norm_known, "the gradient norm")
         self._overflow_known = True
         self.loss_scale.update(overflow=self._newest.skipped)
 
@@ -703,7 +705,7 @@ class OffloadEngine:
         self._check_open()
         if self._newest is None:
             return None
-        self._newest.norm_known.wait()
+        watchdog.wait(self._newest.norm_known, "the gradient norm")
         self._raise_thread_error()
         return self._newest.norm
 
@@ -754,9 +756,9 @@ class OffloadEngine:
         self._raise_thread_error()
         try:
             self._records.read()
-        except NonFiniteGradientError:
+        except NonFiniteGradientError as error:
             self.drop_gradients()
-            raise
+            raise NonFiniteGradientError(f"{error}. {watchdog.in_words(self.last_checkpoint)}") from None
 
     # ---- moving -------------------------------------------------------------------------------------------------
 
@@ -1152,6 +1154,7 @@ class OffloadEngine:
         with phase("saving", self.telemetry.peaks, self.device):
             where = Path(folder).expanduser().absolute()
             save_run(where, self.numbers(), self._ranks, scheduler=states, position=position)
+        self.last_checkpoint = where
 
     def load_checkpoint(self, folder: str | Path, *, scheduler: Any = None) -> Any:
         """Go on from `save_checkpoint`, under any placement.
@@ -1189,7 +1192,17 @@ class OffloadEngine:
             self._go_on(values)
         if scheduler is not None:
             scheduler.load_state_dict(values["scheduler"])
+        self.last_checkpoint = folder
         return values.get("position")
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The folder that this run has saved last, or goes on from. Errors of the update and of NaN name it."""
+        return self._last_checkpoint
+
+    @last_checkpoint.setter
+    def last_checkpoint(self, folder: Path) -> None:
+        self._last_checkpoint = watchdog.state.last_checkpoint = folder
 
     def _together(self, what: str) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.together(what)
@@ -1261,7 +1274,7 @@ class OffloadEngine:
                 self._abandon(self._ranks)
             else:
                 self._settle()
-                self._records.read()
+                self._read_reports()
         except OffloadkitError:
             if not failing:
                 raise
@@ -1338,7 +1351,10 @@ class OffloadEngine:
             raise forked("the engine was")
 
     def _raise_thread_error(self) -> None:
+        if self._thread.error is None:
+            return
+        said = watchdog.in_words(self.last_checkpoint)
         if isinstance(self._thread.error, RankError):
-            raise RankError(str(self._thread.error)) from self._thread.error
-        if self._thread.error is not None:
-            raise EngineStateError("the optimizer step failed; the weights may be half updated") from self._thread.error
+            raise RankError(f"{self._thread.error}. {said}") from self._thread.error
+        message = f"the optimizer step failed; the weights may be half updated: go on from a checkpoint. {said}"
+        raise EngineStateError(message) from self._thread.error

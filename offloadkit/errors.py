@@ -68,6 +68,11 @@ class RepeatWindowError(OutOfVramError):
     dropped: repeat the window from its first micro-batch."""
 
 
+class HangError(OffloadkitError, TimeoutError):
+    """A thread, stream or disk that does the engine's work hangs or has ended. The message has the stacks of all
+    threads. The process cannot train on: start it anew, and go on from the last checkpoint."""
+
+
 class OutputError(OffloadkitError, OSError):
     """The output folder cannot be written."""
 

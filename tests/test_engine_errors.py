@@ -54,6 +54,38 @@ def test_nonfinite_gradients_are_reported_at_the_next_boundary() -> None:
             engine.step()
 
 
+@pytest.mark.parametrize("door", ["save", "load"])
+def test_errors_of_nan_and_of_the_update_name_the_last_checkpoint(
+    door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, saved = tokens(1)[0], tmp_path / "saved"
+    with OffloadEngine(TinyLM()) as engine:
+        spoil(engine, batch)
+        with pytest.raises(NonFiniteGradientError, match="No checkpoint was saved or loaded yet"):
+            engine.synchronize()
+        assert engine.last_checkpoint is None
+        engine.save_checkpoint(saved)
+        assert engine.last_checkpoint == saved
+        if door == "save":
+            spoil(engine, batch)
+            with pytest.raises(NonFiniteGradientError, match=f"The last checkpoint is {str(saved)!r}"):
+                engine.synchronize()
+    engine = OffloadEngine(TinyLM())
+    engine.load_checkpoint(saved)
+    assert engine.last_checkpoint == saved
+
+    def broken(self: object, *args: object) -> None:
+        raise RuntimeError("disk on fire")
+
+    monkeypatch.setattr(update.LayerState, "step", broken)
+    engine.backward(engine(batch))
+    engine.step()
+    with pytest.raises(EngineStateError, match=f"The last checkpoint is {str(saved)!r}"):
+        engine.synchronize()
+    with pytest.raises(EngineStateError):
+        engine.close()
+
+
 def test_nonfinite_steps_can_be_left_out() -> None:
     batches = tokens(5)
     weights = []

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from offloadkit.config import OffloadConfig
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.device import watchdog
 from offloadkit.engine import OffloadEngine
-from offloadkit.errors import EngineStateError
+from offloadkit.errors import EngineStateError, HangError
 from offloadkit.offload import update
 from tests.models import TinyLM, tokens, train
 
@@ -221,3 +225,90 @@ def test_updates_that_are_waited_for_say_nothing_of_those_beside_a_forward(
         assert num_after(engine.module.state_dict) == 1
         assert num_after(evaluate) == 1
         assert num_after(engine.synchronize, float("nan")) == 0  # skipped: nothing was stepped
+
+
+@pytest.fixture
+def hung_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Call it, and the stepping thread hangs from the next update on, and waits end soon."""
+    goes_on = threading.Event()
+
+    def hang() -> None:
+        monkeypatch.setattr(watchdog, "LIMIT_SECONDS", 0.3)
+        monkeypatch.setattr(watchdog, "SLICE_SECONDS", 0.05)
+        monkeypatch.setattr(watchdog.state, "ranks_seconds", 0.0)
+        monkeypatch.setattr(update.LayerState, "step", lambda *_: goes_on.wait(60))
+
+    yield hang
+    goes_on.set()
+
+
+WAITS: dict[str, Callable[[OffloadEngine, torch.Tensor], object]] = {
+    "forward": lambda engine, batch: engine(batch),
+    "synchronize": lambda engine, batch: engine.synchronize(),
+    "state_dict": lambda engine, batch: engine.module.state_dict(),
+    "close": lambda engine, batch: engine.close(),
+}
+
+
+@pytest.mark.parametrize("placement", [Placement(), Placement(weights="ram")], ids=["vram", "ram"])
+@pytest.mark.parametrize("wait", WAITS)
+def test_an_update_that_hangs_is_an_error_with_stacks_and_the_last_checkpoint(
+    wait: str, placement: Placement, hung_step: Callable[[], None], tmp_path: Path
+) -> None:
+    batch = tokens(1)[0]
+    engine = OffloadEngine(TinyLM(), OffloadConfig(placement=placement), device="cpu")
+    train(engine, [batch])
+    engine.save_checkpoint(tmp_path / "saved")
+    hung_step()
+    engine.backward(engine(batch))
+    engine.step()
+    with pytest.raises(HangError, match="nothing has moved") as caught:
+        WAITS[wait](engine, batch)
+    said = str(caught.value)
+    assert f"The last checkpoint is {str(tmp_path / 'saved')!r}" in said
+    assert "thread 'offloadkit-step':" in said
+    assert "goes_on.wait(60)" in said
+    if wait != "close":
+        with pytest.raises(HangError):
+            engine.close()
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_only_a_wait_in_which_nothing_moves_is_given_up(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "LIMIT_SECONDS", 10.0)
+    monkeypatch.setattr(watchdog, "SLICE_SECONDS", 1.0)
+    monkeypatch.setattr(watchdog.state, "ranks_seconds", 0.0)
+    asked = []
+
+    def arrives(seconds: float) -> bool:
+        asked.append(seconds)
+        if moves and len(asked) % 8 == 0:
+            watchdog.progressed()
+        return len(asked) == 40
+
+    if moves:
+        watchdog.until(arrives, "a test")
+        assert len(asked) == 40
+    else:
+        with pytest.raises(HangError, match="waited 10"):
+            watchdog.until(arrives, "a test")
+        assert sum(asked) == 10
+
+
+def test_a_call_that_cannot_be_interrupted_prints_the_stacks_and_aborts() -> None:
+    script = """
+import time
+from pathlib import Path
+from offloadkit.device import watchdog
+watchdog.LIMIT_SECONDS, watchdog.SLICE_SECONDS = 0.2, 0.05
+watchdog.state.last_checkpoint = Path("/runs/checkpoint-7")
+def hangs_in_the_driver():
+    with watchdog.uninterruptible("work of the GPU"):
+        time.sleep(60)
+hangs_in_the_driver()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    assert done.returncode < 0
+    assert "for work of the GPU, and nothing has moved" in done.stderr
+    assert "The last checkpoint is '/runs/checkpoint-7'" in done.stderr
+    assert "in hangs_in_the_driver" in done.stderr

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from offloadkit.device import watchdog
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.errors import OutputError
 from offloadkit.optim.table import aligned
@@ -260,7 +261,8 @@ def _done(jobs: list[Future[None]]) -> bool:
 
 
 def _finish(jobs: list[Future[None]]) -> None:
-    wait(jobs)
+    if not _done(jobs):
+        watchdog.until(lambda seconds: not wait(jobs, seconds).not_done, "the disk that holds the optimizer's states")
     for job in jobs:
         job.result()
     jobs.clear()

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offloadkit.device import trace
+from offloadkit.device import trace, watchdog
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 
@@ -75,7 +75,8 @@ class CudaEvent(Event):
         return bool(self.event.query())
 
     def synchronize(self) -> None:
-        self.event.synchronize()
+        with watchdog.uninterruptible("work of the GPU"):
+            self.event.synchronize()
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, CudaEvent)
@@ -103,7 +104,8 @@ class _CudaStream(Stream):
         self._stream.wait_event(event.event)
 
     def synchronize(self) -> None:
-        self._stream.synchronize()
+        with watchdog.uninterruptible("work of the GPU"):
+            self._stream.synchronize()
 
 
 class Backend(Protocol):

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from offloadkit import hardware
+from offloadkit.device import watchdog
 from offloadkit.device.host_memory import file_in_ram
 from offloadkit.device.streams import CopyStream
 from offloadkit.distributed.stepped import Stepped, SteppedLayers
@@ -89,6 +90,7 @@ class Ranks:
         default: Any = dist.group.WORLD
         self._timeout: timedelta = default._get_backend(default._device_types[0]).options._timeout
         timeout = self._timeout
+        watchdog.state.ranks_seconds = max(watchdog.state.ranks_seconds, timeout.total_seconds())
         self._between_devices: Any = None
         with self._explained("making process groups"):
             if device.type != "cuda":

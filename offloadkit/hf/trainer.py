@@ -520,6 +520,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 self._load_optimizer_alone(Path(checkpoint))
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.engine is not None:
+            self.engine.last_checkpoint = Path(checkpoint).absolute()
         if checkpoint is not None and self.lr_scheduler is self._own_scheduler:
             groups = self.lr_scheduler.optimizer.param_groups
             for group, rate in zip(groups, self.lr_scheduler.get_last_lr(), strict=True):
@@ -566,6 +568,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 with self._together("writing a checkpoint"):
                     if self.args.should_save:
                         write_manifest(folder)
+                if self.engine is not None:
+                    self.engine.last_checkpoint = folder.absolute()
         finally:
             self.args.save_total_limit, self._is_saving = limit, False
         if self.args.should_save:

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from offloadkit.device import watchdog
 from offloadkit.device.streams import Event, Waits, record_compute
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.kernels.dispatch import block_sums
@@ -131,7 +132,7 @@ class WeightGathers:
         assert pending is not None
         if not pending.recorded.is_set():
             with self._waits.blocking():
-                pending.recorded.wait()
+                watchdog.wait(pending.recorded, f"the update of {weights.layer.name!r}")
         if pending.arrived is None:
             return  # the update was skipped, on all ranks alike
         stream = self._ranks.stream

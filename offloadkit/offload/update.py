@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from offloadkit.device import trace
+from offloadkit.device import trace, watchdog
 from offloadkit.device.streams import BusyTime, CopyStream, Event
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.offload.gradients import LayerGradient, compute_host_sums
@@ -100,6 +100,12 @@ class _Worker(threading.Thread):
             except BaseException as error:  # raised in the engine's next call
                 self._failed(error)
             del job  # it holds layers, which may move before the next one comes
+            watchdog.progressed()
+
+    def has_ended(self, seconds: float) -> bool:
+        """Whether it has ended; waits for it up to `seconds`."""
+        self.join(seconds)
+        return not self.is_alive()
 
 
 class StepThread:
@@ -133,17 +139,18 @@ class StepThread:
         self.submit(partial(self._gpu_worker.jobs.put, None))
         self._worker.jobs.put(None)
         if threading.current_thread() not in (self._worker, self._gpu_worker):  # a finalizer runs on any thread
-            self._worker.join()
-            self._gpu_worker.join()
+            for worker in (self._worker, self._gpu_worker):
+                watchdog.until(worker.has_ended, f"the thread {worker.name!r} to end")
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            with watchdog.uninterruptible("the GPU's work"):
+                torch.cuda.synchronize(self._device)
 
     def settle(self) -> None:
         """Wait until all jobs are done. The times of the updates so far do not count for those to come."""
         done = threading.Event()
         self.submit(self.balancer.forget)
         self.submit(done.set)
-        done.wait()
+        watchdog.wait(done, "the stepping thread")
 
     def start(self, update: Update) -> None:
         """Queue an optimizer step."""
@@ -151,7 +158,7 @@ class StepThread:
 
     def finish(self, update: Update) -> None:
         """Wait until the newest update is done. The balancer does not count such an update."""
-        update.done.wait()
+        watchdog.wait(update.done, f"the update of step {update.number}")
         if not update.skipped:  # as a job: only the stepping thread may touch the balancer
             self.submit(self.balancer.disregard_newest)
 
@@ -220,7 +227,7 @@ class StepThread:
             self._step_on_cpu(update, on_cpu)
         finally:
             update.seconds["cpu_step"] = seconds = time.perf_counter() - began
-            queued.wait()
+            watchdog.wait(queued, "the GPU's steps to be queued")
         update.cpu_bytes = sum(state.step_bytes() for state, _, _ in on_cpu)
         through_vram = [state.layer.numel for state, _, _ in on_gpu if state.passes]
         self.balancer.add(
@@ -235,6 +242,7 @@ class StepThread:
                 coming.prefetch()
             with trace.host("CPU step", state.layer.name, state.step_bytes):
                 state.step(views, update.options, scale, self.h2d)
+            watchdog.progressed()
             pending.record(state.uploaded)
 
     def _queue_on_gpu(self, update: Update, layers: Sequence[LayerUpdate], queued: threading.Event) -> None:
@@ -249,6 +257,7 @@ class StepThread:
             for state, views, pending in sorted(layers, key=lambda item: item[0].passes):
                 with self.kernels.traced(state.layer.name):
                     state.step(views, update.options, scale, self.kernels)
+                watchdog.progressed()
                 pending.record(state.uploaded)
                 if (posting := state.posting()) is not None:
                     coming.append(posting)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import dlpack
 
-from offloadkit.device import trace
+from offloadkit.device import trace, watchdog
 from offloadkit.device.streams import Event, Waits
 from offloadkit.errors import EngineStateError
 from offloadkit.hardware import trim_heap
@@ -144,7 +144,7 @@ class LayerWeights:
             self._bring(self)
         if not pending.recorded.is_set():
             with self._waits.blocking():
-                pending.recorded.wait()
+                watchdog.wait(pending.recorded, f"the update of {self.layer.name!r}")
         self._wait_for_ranks()
         if pending.arrived is not None:
             self._waits.delay(pending.arrived, "gpu_step_wait" if self.stepped_on_gpu else "bus_wait")

@@ -16,6 +16,7 @@ from offloadkit.errors import DataError, NonFiniteGradientError, OutOfVramError
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
 from tests.hf.training import (
     Row,
+    arguments,
     assert_close,
     bert,
     causal_rows,
@@ -168,6 +169,17 @@ def test_nan_gradients_stop_training_and_are_not_applied(tmp_path: Path) -> None
     after_one_step = train(tmp_path, t5(), seq2seq_rows(), OffloadTrainer, {"callbacks": [StopAfterOne()]}).model
     for ours, theirs in zip(model.parameters(), after_one_step.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_an_error_of_nan_names_the_newest_checkpoint(tmp_path: Path) -> None:
+    steps = {"save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(NonFiniteGradientError, match=r"step 2 .*The last checkpoint is .*checkpoint-1'"):
+        train(tmp_path, t5(), seq2seq_rows(), NanAtStepTwo, **steps)
+    resumed = OffloadTrainer(t5(), arguments(tmp_path, max_steps=1, **steps), train_dataset=seq2seq_rows())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert resumed.engine is not None
+    assert resumed.engine.last_checkpoint == tmp_path / "checkpoint-1"
+    resumed.close()
 
 
 def test_nan_gradients_in_the_last_step_are_raised_too(tmp_path: Path) -> None:
