@@ -87,7 +87,6 @@ import torch
 from offloadkit import hardware
 from offloadkit.checkpoint.earlier_run import EarlierRun, earlier_run
 from offloadkit.checkpoint.folder import (
-    check_readable,
     check_same_model,
     newest_checkpoint,
     other_rows,
@@ -467,7 +466,6 @@ def _checkpoint_in(output: Path, config: Any, engine: str, in_memory: bool) -> P
 
         return newest_of_deepspeed(output)
     checkpoint = newest_checkpoint(output)
-    check_readable(checkpoint)
     differing = check_same_model(checkpoint, config)
     if differing is not None and world.rank() == 0:
         print(

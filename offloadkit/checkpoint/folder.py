@@ -1,22 +1,25 @@
 """The output folder: checked before any work, its checkpoints checked before resuming, folders saved in one move.
 
-A checkpoint's `manifest.json` names its files and their sizes. It is written last, so a folder that has one is whole.
-Checkpoints of earlier versions have none. They are known by their `optimizer.pt`, and are read all the same.
+A checkpoint's `manifest.json` names its files, their sizes and checksums. It is written last, so a folder that has one
+is whole. Checkpoints of transformers' own Trainer have none. They are known by their `optimizer.pt`.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from offloadkit.errors import ConfigError, ModelError, OffloadkitError, OutputError
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 MANIFEST = "manifest.json"
-_VERSION = 1
+_VERSION = 2
+_PIECE_BYTES = 64 << 20
+_CHECKSUM_THREADS = 8
 
 
 def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
@@ -103,10 +108,12 @@ def why_not_whole(checkpoint: Path) -> str | None:
     """Why a run cannot go on from the folder `checkpoint`. None if it was written completely, states included."""
     if (checkpoint / MANIFEST).is_file():
         files = _manifest(checkpoint)
-        if files is not None and not any(name.startswith("states-") for name in files):
+        if files is None:
+            return f"has a {MANIFEST} that is broken"
+        if not any(name.startswith("states-") for name in files):
             return "holds weights alone, without optimizer states"
         return None
-    # Earlier versions: the Trainer wrote trainer_state.json last.
+    # transformers' Trainer writes trainer_state.json last.
     if (checkpoint / "trainer_state.json").is_file() and (checkpoint / "optimizer.pt").is_file():
         return None
     return f"has no {MANIFEST}, so it was not written completely"
@@ -121,53 +128,129 @@ def write_manifest(checkpoint: Path) -> None:
     files = {}
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file() and path.name != MANIFEST:
+            name = path.relative_to(checkpoint).as_posix()
+            files[name] = {"size": path.stat().st_size, "xxh3": checksums(path, name)}
             with path.open("rb") as file:
                 os.fsync(file.fileno())  # else the manifest may be on disk before what it names
-            files[path.relative_to(checkpoint).as_posix()] = path.stat().st_size
-    manifest = {"format": "offloadkit checkpoint", "version": _VERSION, "ranks": 1, "files": files}
+    manifest: dict[str, Any] = {"format": "offloadkit checkpoint", "version": _VERSION, "files": files}
+    manifest["xxh3"] = _checksum_of(manifest)
     with written_beside(checkpoint / MANIFEST) as file:
         file.write(json.dumps(manifest, indent=1).encode())
         file.flush()
         os.fsync(file.fileno())
+    for folder in {path.parent for path in checkpoint.rglob("*")} | {checkpoint.parent}:
+        sync_folder(folder)
 
 
-def _manifest(checkpoint: Path) -> dict[str, int] | None:
-    """Bytes of each file, by name. None: it cannot be read.
+def checksums(path: Path, name: str) -> list[str]:
+    """The xxh3 (64 bits) of each piece of at most 64 MiB of a file, with the file's name and the piece's place in it.
+
+    Args:
+        name: of the file in its checkpoint.
 
     Raises:
-        ModelError: a later version has written it.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+
+        def of_piece(start: int) -> str:
+            found = xxhash.xxh3_64(f"{name} {start}".encode())
+            piece = os.pread(file.fileno(), _PIECE_BYTES, start)
+            found.update(piece)  # without the GIL
+            return found.hexdigest()
+
+        starts = range(0, max(size, 1), _PIECE_BYTES)
+        if len(starts) == 1:
+            return [of_piece(0)]
+        with ThreadPoolExecutor(min(_CHECKSUM_THREADS, os.cpu_count() or 1), "offloadkit-checksums") as pool:
+            return list(pool.map(of_piece, starts))
+
+
+def _checksum_of(manifest: dict[str, Any]) -> str:
+    """The xxh3 of a manifest's other values."""
+    return xxhash.xxh3_64_hexdigest(json.dumps({**manifest, "xxh3": ""}, sort_keys=True).encode())
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder reach the disk, where its file system can say so (some network drives cannot)."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+class _Saved(NamedTuple):
+    """A file in a manifest."""
+
+    size: int
+    checksums: list[str]
+
+
+def _manifest(checkpoint: Path) -> dict[str, _Saved] | None:
+    """Size and checksums of each file, by name. None: it cannot be read, or its own checksum is another.
+
+    Raises:
+        ModelError: another version has written it.
     """
     try:
         found = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        version, files = int(found["version"]), {str(name): int(size) for name, size in found["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        version = int(found["version"])
+        if version != _VERSION:
+            raise ModelError(
+                f"{checkpoint} was written by another version of offloadkit (format {version}, and this one reads "
+                f"{_VERSION}): go on with the version that wrote it"
+            )
+        files = {str(name): _Saved(int(each["size"]), list(each["xxh3"])) for name, each in found["files"].items()}
+        if found["xxh3"] != _checksum_of(found):
+            return None
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if version > _VERSION:
-        raise ModelError(f"{checkpoint} was written by a later version of offloadkit (format {version}): update it")
     return files
 
 
-def check_readable(checkpoint: Path) -> None:
-    """Check that the checkpoint is whole and no file truncated or damaged. Of large files only the directory is read.
+def check_readable(checkpoint: Path, *, recut: bool = False) -> None:
+    """Check that the checkpoint is whole, and that every file has the bytes that were written.
+
+    All files are read, at the disk's rate. Of a checkpoint of transformers' Trainer, which has no checksums, only what
+    names the contents of each file is read.
+
+    Args:
+        recut: whether weights may have been cut into other files since. Nothing then says that they are the same.
 
     Raises:
-        ModelError: it is not whole, or a file is missing, cut or cannot be opened.
+        ModelError: it is not whole, or a file is missing, cut, changed, or cannot be opened.
     """
     if not checkpoint.is_dir():
         raise ModelError(f"Can't find a valid checkpoint at {checkpoint}: it is no folder")
+    if (checkpoint / MANIFEST).is_file() and _manifest(checkpoint) is None:
+        raise ModelError(
+            f"{MANIFEST} of the checkpoint {checkpoint} cannot be read: it is cut or broken. {_what_then(checkpoint)}"
+        )
     why = why_not_whole(checkpoint)
     if why is not None:
         raise ModelError(f"training cannot go on from {checkpoint}: it {why}. {_what_then(checkpoint)}")
-    sizes = _manifest(checkpoint) or {} if (checkpoint / MANIFEST).is_file() else {}
-    names = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
-    cut_anew = _weights_cut_anew(checkpoint, names - sizes.keys())
-    for name in sorted(names | sizes.keys()):
+    saved = _manifest(checkpoint) or {} if (checkpoint / MANIFEST).is_file() else {}
+    names = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()} - {MANIFEST}
+    cut_anew = bool(saved) and _weights_cut_anew(checkpoint, names - saved.keys())
+    if cut_anew and not recut:
+        raise ModelError(
+            f"the weights in {checkpoint} were cut into other files after it was written, so nothing says that they "
+            "are those of its optimizer states: put the files of the run back, or pass "
+            "offload=OffloadConfig(resume_incomplete=True) to go on with them"
+        )
+    for name in sorted(names | saved.keys()):
         cut: str | None = "it is missing"
-        if name in names:
-            size = (checkpoint / name).stat().st_size
-            expected = sizes.get(name, size)
-            differs = f"it has {size} bytes, {expected} were written"
-            cut = differs if size != expected else why_broken(checkpoint / name)
+        if name in names and name in saved:
+            cut = _why_changed(checkpoint, name, saved[name]) or why_broken(checkpoint / name)
+        elif name in names:
+            cut = why_broken(checkpoint / name)
         elif cut_anew and name.startswith("model"):
             cut = None
         if cut is not None:
@@ -175,6 +258,22 @@ def check_readable(checkpoint: Path) -> None:
                 f"{name} of the checkpoint {checkpoint} cannot be read ({cut}): it is cut or broken. "
                 f"{_what_then(checkpoint)}"
             )
+
+
+def _why_changed(checkpoint: Path, name: str, saved: _Saved) -> str | None:
+    """Why a file is not the one that was written. None if it is."""
+    path = checkpoint / name
+    try:
+        if (size := path.stat().st_size) != saved.size:
+            return f"it has {size} bytes, {saved.size} were written"
+        found = checksums(path, name)
+    except OSError as error:
+        return error.strerror or str(error)
+    differing = [at for at, (one, other) in enumerate(zip(found, saved.checksums, strict=False)) if one != other]
+    if not differing and len(found) == len(saved.checksums):
+        return None
+    at = differing[0] if differing else 0
+    return f"its bytes from {at * _PIECE_BYTES:,} on are not those that were written"
 
 
 def _weights_cut_anew(checkpoint: Path, later: set[str]) -> bool:
@@ -350,6 +449,10 @@ def set_aside(folder: Path) -> Iterator[None]:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _new(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}-new")
+
+
 def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}-old")
 
@@ -357,10 +460,23 @@ def _aside(folder: Path) -> Path:
 def _put_back(folder: Path) -> None:
     """Give back the checkpoints that a run had set aside when it was killed, where no whole one took their place."""
     for old in folder.glob(".checkpoint-*-old"):
-        checkpoint = old.with_name(old.name.removeprefix(".").removesuffix("-old"))
-        if why_not_whole(old) is None and not (checkpoint / MANIFEST).is_file():
-            shutil.rmtree(checkpoint, ignore_errors=True)
-            old.rename(checkpoint)
+        put_back(old.with_name(old.name.removeprefix(".").removesuffix("-old")))
+
+
+def put_back(checkpoint: Path) -> None:
+    """Where saving was killed while it exchanged `checkpoint`: give it the name back that it had.
+
+    A new one that was complete comes before the old one.
+    """
+    if (checkpoint / MANIFEST).is_file():
+        return
+    for beside in (_new(checkpoint), _aside(checkpoint)):
+        if beside.is_dir() and why_not_whole(beside) is None:
+            if checkpoint.is_dir():
+                shutil.rmtree(checkpoint)
+            beside.rename(checkpoint)
+            sync_folder(checkpoint.parent)
+            return
 
 
 def put_in_place(folder: Path, save: Callable[[Path], None]) -> None:
@@ -369,15 +485,22 @@ def put_in_place(folder: Path, save: Callable[[Path], None]) -> None:
     Raises:
         OutputError: it could not be written (a full disk). The old `folder` is still there.
     """
-    new, old = folder.with_name(f".{folder.name}-new"), _aside(folder)
+    new, old = _new(folder), _aside(folder)
     try:
         with written_to(folder):
+            put_back(folder)
             if old.exists() and not folder.exists():  # a process was killed between the renames below
                 old.rename(folder)
             for leftover in (new, old):
                 shutil.rmtree(leftover, ignore_errors=True)
             new.mkdir(parents=True)
             save(new)
+            for path in (*new.rglob("*"), new):
+                if path.is_dir():
+                    sync_folder(path)
+                else:
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
@@ -390,4 +513,5 @@ def put_in_place(folder: Path, save: Callable[[Path], None]) -> None:
             if old.exists():
                 old.rename(folder)
             raise
+        sync_folder(folder.parent)
         shutil.rmtree(old, ignore_errors=True)

@@ -7,7 +7,7 @@
 | `random.json` | random states; those of rank 1 and later ones are in `random-RANK.json` |
 | `order.json` | under the Trainer: the random state that an epoch's order by length was drawn from |
 | `weights.safetensors` | weights and buffers; under the Trainer HuggingFace's own files hold them |
-| `manifest.json` | all files and their sizes; written last |
+| `manifest.json` | all files, their sizes and checksums; written last |
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from offloadkit.checkpoint.arrays import ArrayFile, Between
-from offloadkit.checkpoint.folder import MANIFEST, check_readable, put_in_place, write_manifest, written_to
+from offloadkit.checkpoint.folder import MANIFEST, check_readable, put_back, put_in_place, write_manifest, written_to
 from offloadkit.checkpoint.states import Ranges, SavedStates, States, write_states
 from offloadkit.checkpoint.values import random_states, read_json, set_random_states, write_json
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights, write_weights
@@ -215,6 +215,7 @@ def load_run(
     Raises:
         ModelError, ConfigError: as `RunNumbers.check`, or it is not whole. Nothing is changed then.
     """
+    put_back(folder)
     check_readable(folder)
     if not (folder / WEIGHT_FILE).is_file():
         raise ModelError(

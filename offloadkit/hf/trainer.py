@@ -689,7 +689,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def _checkpoint(self, given: str | bool) -> str:
         """The checkpoint to go on from, which can be read. Raises as `train`."""
         found = newest_checkpoint(Path(self.args.output_dir)) if given is True else Path(str(given))
-        check_readable(found)
+        check_readable(found, recut=self.offload.resume_incomplete)
         if not (found / MANIFEST).is_file():
             self._check_theirs(found)
         config = getattr(self.model, "config", None)

@@ -445,7 +445,7 @@ _UNRECORDED = frozenset(
 def _recorded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: _Touched) -> Any:
     """The result of an operation that autograd records on parameters whose memory backward will find exchanged.
 
-    None: it is none, or it gives views of the weights, which share their memory.
+    None: it is no such operation.
     """
     if not torch.is_grad_enabled() or getattr(func, "__name__", "") in _UNRECORDED:
         return None
@@ -459,12 +459,37 @@ def _recorded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: _T
     if not uses:
         return None
     result = func(*_exchanged(args, uses), **_exchanged(kwargs, uses))
-    copies = {_memory(use) for use in uses.values()} - {place.memory for place in read}
-    given = result if isinstance(result, list | tuple) else (result,)
-    shares = any(
-        type(each) is torch.Tensor and each.layout is torch.strided and _memory(each) in copies for each in given
-    )
-    return None if shares else result
+    return _copied(result, {_memory(use) for use in uses.values()} - {place.memory for place in read})
+
+
+def _copied(result: Any, memories: set[int]) -> Any:
+    """`result`, with a `Copied` for each tensor in the memory of a copy of weights."""
+    kind = type(result)
+    if kind is list or kind is tuple:
+        return kind([_copied(item, memories) for item in result])
+    if kind is torch.Tensor and result.layout is torch.strided and _memory(result) in memories:
+        return result.as_subclass(Copied)
+    return result
+
+
+class Copied(torch.Tensor):
+    """A view of a streamed weight that autograd records. It is of a copy on the device, so nobody may write to it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first = args[0] if args else None
+        if type(first) is not Copied:
+            return _touch(func, args, kwargs or {})
+        if _kind(func) == "writes":
+            raise EngineStateError(
+                "this view of a weight was taken with gradients enabled while the weight is in RAM, so it is a copy: "
+                "take it under torch.no_grad() to write to the weight"
+            )
+        result = _touch(func, args, kwargs or {})
+        with unwatched():
+            return _copied(result, {_memory(first)})
 
 
 def _exchanged(value: Any, uses: dict[int, torch.Tensor]) -> Any:

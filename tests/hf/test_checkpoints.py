@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
-from offloadkit import OffloadSeq2SeqTrainer
+from offloadkit import OffloadConfig, OffloadSeq2SeqTrainer
 from offloadkit.checkpoint import folder as folders
 from offloadkit.checkpoint.folder import check_readable, newest_checkpoint, skipped_checkpoints
 from offloadkit.errors import ConfigError, ModelError
@@ -57,7 +57,7 @@ def test_a_checkpoint_holds_no_pickle_and_its_manifest_names_every_file(whole: A
     assert {Path(name).suffix for name in names} == {".json", ".safetensors"}
     files = json.loads((checkpoint / "manifest.json").read_text())["files"]
     assert files.keys() == names - {"manifest.json"}
-    assert all((checkpoint / name).stat().st_size == size for name, size in files.items())
+    assert all((checkpoint / name).stat().st_size == saved["size"] for name, saved in files.items())
     assert sorted(path.name for path in whole[0].iterdir()) == ["checkpoint-2", "checkpoint-3"]
 
 
@@ -132,7 +132,9 @@ def test_a_checkpoint_that_was_not_finished_is_skipped_and_refused_by_name(whole
         trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
-def test_weights_may_be_cut_into_other_files_later_and_a_missing_file_is_named(whole: Any, tmp_path: Path) -> None:
+def test_weights_cut_into_other_files_later_are_refused_unless_asked_and_a_missing_file_is_named(
+    whole: Any, tmp_path: Path
+) -> None:
     shutil.copytree(whole[0] / "checkpoint-2", tmp_path / "checkpoint-2")
     file = tmp_path / "checkpoint-2" / "model.safetensors"
     tensors = load_file(file)
@@ -144,12 +146,16 @@ def test_weights_may_be_cut_into_other_files_later_and_a_missing_file_is_named(w
         save_file({name: tensors[name]}, file.with_name(shard), metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": shards}
     file.with_name("model.safetensors.index.json").write_text(json.dumps(index))
-    resumed = trainer(tmp_path)
+    with pytest.raises(ModelError, match=r"were cut into other files.*resume_incomplete=True"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+    args = arguments(tmp_path, **OPTIONS)
+    offload = OffloadConfig(resume_incomplete=True)
+    resumed = OffloadSeq2SeqTrainer(model=t5(dropout=0.1), args=args, train_dataset=seq2seq_rows(), offload=offload)
     resumed.train(resume_from_checkpoint=True)
     assert all(torch.equal(weight, whole[1][name]) for name, weight in weights(resumed).items())
     file.with_name(shard).unlink()
     with pytest.raises(ModelError, match="it is missing"):
-        check_readable(file.parent)
+        check_readable(file.parent, recut=True)
 
 
 def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,157 @@
+"""Checkpoints that were damaged or mixed are refused by name, and a killed save leaves a whole one."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from offloadkit import OffloadConfig, OffloadEngine
+from offloadkit.checkpoint import folder as folders
+from offloadkit.errors import ModelError
+
+
+def engine() -> OffloadEngine:
+    torch.manual_seed(0)
+    return OffloadEngine(
+        nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), OffloadConfig(learning_rate=0.1), device="cpu"
+    )
+
+
+def step(run: OffloadEngine) -> None:
+    run.backward(run(torch.ones(2, 8)).square().sum())
+    run.step()
+
+
+def numbers(run: OffloadEngine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in run.master_weights().items()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Checkpoints after one step and after two."""
+    folder = tmp_path_factory.mktemp("saved")
+    with engine() as run:
+        for name in ("one", "two"):
+            step(run)
+            run.save_checkpoint(folder / name)
+    return folder / "one", folder / "two"
+
+
+def refused(checkpoint: Path) -> str:
+    with engine() as run:
+        before = numbers(run)
+        with pytest.raises(ModelError) as raised:
+            run.load_checkpoint(checkpoint)
+        assert all(torch.equal(value, before[name]) for name, value in numbers(run).items()), "nothing has changed"
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flipped_bit_anywhere_is_refused_by_the_files_name(
+    saved: tuple[Path, Path], tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    copy = shutil.copytree(saved[1], tmp_path / "copy")
+    path = draw.choice(sorted(copy.iterdir()))
+    content = bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+    said = refused(copy)
+    assert path.name in said or "format" in said  # the version in the manifest
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "random.json", "weights.safetensors", "states-00000-of-00001.safetensors"]
+)
+def test_a_file_of_another_step_is_refused_by_its_name(saved: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    copy = shutil.copytree(saved[1], tmp_path / "copy")
+    if (saved[0] / name).read_bytes() == (copy / name).read_bytes():
+        pytest.skip("both steps have the same bytes")
+    shutil.copy(saved[0] / name, copy / name)
+    assert name in refused(copy)
+
+
+def test_pieces_that_changed_places_are_seen(
+    saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "_PIECE_BYTES", 64)
+    (tmp_path / "a").write_bytes(bytes(64) + b"1" * 64)
+    one = folders.checksums(tmp_path / "a", "a")
+    (tmp_path / "a").write_bytes(b"1" * 64 + bytes(64))
+    assert not set(one) & set(folders.checksums(tmp_path / "a", "a"))
+    (tmp_path / "a").write_bytes(bytes(64) + bytes(64))
+    first, second = folders.checksums(tmp_path / "a", "a")
+    assert first != second
+    assert first != folders.checksums(tmp_path / "a", "b")[0]
+
+
+class _KilledError(BaseException):
+    """Stands in for a kill: nothing catches it, and nothing is cleaned up."""
+
+
+@pytest.fixture
+def killed_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Renames, removals and syncs count [0] down, and the process is as if killed at 0: each later one is left out."""
+    left = [10**9]
+
+    def counted(real: object) -> object:
+        def call(*args: object, **kwargs: object) -> object:
+            left[0] -= 1
+            if left[0] < 0:
+                raise _KilledError
+            return real(*args, **kwargs)  # type: ignore[operator]
+
+        return call
+
+    for name in ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    for name in ("rename", "replace", "unlink", "mkdir"):
+        monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
+    monkeypatch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+    yield left
+    left[0] = 10**9
+
+
+def test_a_save_killed_at_each_of_its_renames_syncs_and_removals_leaves_the_newest_or_the_one_before(
+    tmp_path: Path, killed_at: list[int]
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    with engine() as run:
+        step(run)
+        run.save_checkpoint(checkpoint)
+        before = numbers(run)
+        step(run)
+        after, seen, kill = numbers(run), set(), 0
+        while True:
+            shutil.rmtree(tmp_path)
+            tmp_path.mkdir()
+            with engine() as other:
+                step(other)
+                other.save_checkpoint(checkpoint)
+            killed_at[0] = kill
+            try:
+                run.save_checkpoint(checkpoint)
+            except _KilledError:
+                done = False
+            else:
+                done = True
+            killed_at[0] = 10**9
+            with engine() as other:
+                other.load_checkpoint(checkpoint)
+                found = numbers(other)
+                newest = all(torch.equal(value, after[name]) for name, value in found.items())
+                assert newest or all(torch.equal(value, before[name]) for name, value in found.items())
+                other.save_checkpoint(checkpoint)
+            seen.add(newest)
+            if done:
+                break
+            kill += 1
+    assert seen == {True, False}
+    assert kill > 8
