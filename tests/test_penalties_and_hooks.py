@@ -214,3 +214,44 @@ def test_hooks_see_gradients_and_what_they_return_counts(
                 optimizer.step()
         results.append([p.detach().clone() for p in model.parameters()])
     torch.testing.assert_close(*results)
+
+
+@placements
+def test_a_hook_registered_after_the_forward_sees_the_sum_of_a_tied_weights_uses(placement: Placement) -> None:
+    torch.manual_seed(0)
+    embed, head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+    head.weight = embed.weight
+    model, x = nn.Sequential(embed, blocks(), head), torch.arange(10)
+    F.cross_entropy(model(x), x).backward()
+    expected, seen = embed.weight.grad, list[torch.Tensor]()
+    with OffloadEngine(model, OffloadConfig(placement=placement), device="cpu") as engine:
+        for times in (1, 2):
+            loss = F.cross_entropy(engine(x), x)
+            handle = embed.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+            engine.backward(loss)
+            engine.drop_gradients()
+            handle.remove()
+            engine.backward(F.cross_entropy(engine(x), x))  # a hook that was removed is called no more
+            engine.drop_gradients()
+            assert len(seen) == times
+            torch.testing.assert_close(seen[-1], expected)
+
+
+@placements
+@pytest.mark.parametrize("when", ["before the engine", "after it"])
+def test_a_post_accumulate_hook_may_drop_the_gradient(placement: Placement, when: str) -> None:
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    model = blocks()
+    weight: Any = model[2].weight
+    old, other = weight.detach().clone(), model[2].bias.detach().clone()
+    if when == "before the engine":
+        weight.register_post_accumulate_grad_hook(drop)
+    with OffloadEngine(model, OffloadConfig(learning_rate=0.1, placement=placement), device="cpu") as engine:
+        if when == "after it":
+            weight.register_post_accumulate_grad_hook(drop)
+        engine.backward(engine(X).square().mean())
+        engine.step()
+    assert torch.equal(weight, old)
+    assert not torch.equal(model[2].bias, other)

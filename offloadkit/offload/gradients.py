@@ -375,10 +375,12 @@ class Gradients:
                 parameter.grad = None
                 raise _without_the_engine(view)
             layer, index = layer_of[view]
+            gradient = parameter.grad
+            if gradient is None:  # `TiedUses` has handed over the gradient of every use, or another hook has dropped it
+                return
             if layer.at_end_only or layer.complete:
-                gradient, parameter.grad = parameter.grad, None
-                if gradient is not None:  # None: `TiedUses` has handed over the gradient of every use
-                    self.receive(view, gradient)
+                parameter.grad = None
+                self.receive(view, gradient)
                 return
             layer.weights.check_held(view)
             layer.received.add(index)

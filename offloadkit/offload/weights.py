@@ -399,19 +399,25 @@ def _first_to_run(layer: FlatLayer) -> Sequence[nn.Module]:
 
 
 class _Use(torch.autograd.Function):
-    """One use of a tied weight. Its gradient goes to `sink`: autograd would add it to the others in bf16."""
+    """One use of a tied weight. Its gradient goes to `sink`: autograd would add it to the others in bf16.
+
+    Where the user has hooks on the weight by then, autograd adds it all the same: they are to see the sum.
+    """
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, sink: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        ctx.sink = sink
+    def forward(ctx: Any, weight: torch.Tensor, view: ParameterView, sink: _Sink) -> torch.Tensor:
+        ctx.view, ctx.sink = view, sink
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
-        ctx.sink(*gradients)
-        return None, None
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, None, None]:
+        if _has_hooks(ctx.view.parameter):
+            return gradients[0], None, None
+        ctx.sink(ctx.view, *gradients)
+        return None, None, None
 
 
+_Sink = Callable[[ParameterView, torch.Tensor], None]
 _use: Any = _Use.apply
 
 
@@ -424,8 +430,7 @@ class TiedUses:
     """Hooks that make every use of a tied weight hand over its own gradient.
 
     While a module that holds a tied weight runs, the attribute is a `_Use` of the weight instead of the parameter.
-    `sink` takes the gradient of each use, in the parameter's shape. A weight with hooks of the user's on it stays
-    itself: the hooks are to see the sum, so autograd makes it.
+    `sink` takes the gradient of each use, in the parameter's shape.
     """
 
     def __init__(self, layers: Sequence[FlatLayer], sink: Callable[[ParameterView, torch.Tensor], None]) -> None:
@@ -442,8 +447,8 @@ class TiedUses:
     ) -> list[Any]:
         def enter(entered: nn.Module, args: Any) -> None:
             for attribute, view in views.items():
-                if torch.is_grad_enabled() and view.parameter.requires_grad and not _has_hooks(view.parameter):
-                    use = _use(view.parameter, lambda gradient, view=view: sink(view, gradient))
+                if torch.is_grad_enabled() and view.parameter.requires_grad:
+                    use = _use(view.parameter, view, sink)
                     module.__dict__[attribute] = use  # Python looks here before nn.Module's _parameters
 
         def leave(left: nn.Module, args: Any, output: Any) -> None:
