@@ -312,3 +312,10 @@ hangs_in_the_driver()
     assert "for work of the GPU, and nothing has moved" in done.stderr
     assert "The last checkpoint is '/runs/checkpoint-7'" in done.stderr
     assert "in hangs_in_the_driver" in done.stderr
+
+
+def test_watching_such_calls_leaves_no_thread_that_a_program_counts() -> None:
+    before = threading.enumerate()
+    with watchdog.uninterruptible("work of the GPU"):
+        pass
+    assert threading.enumerate() == before

@@ -6,6 +6,7 @@ count. Each layer that is stepped begins the count anew: a long update does not 
 
 from __future__ import annotations
 
+import _thread
 import faulthandler
 import os
 import sys
@@ -131,7 +132,8 @@ def _start_watching() -> None:
         if _watching != os.getpid():
             _watching = os.getpid()
             _calls.clear()  # those of the process from which this one was forked
-            threading.Thread(target=_watch, name="offloadkit-watchdog", daemon=True).start()
+            # None of threading's: it lasts as long as the process, and is no engine's thread for who counts those.
+            _thread.start_new_thread(_watch, ())
 
 
 def _watch() -> None:
