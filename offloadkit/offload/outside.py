@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import Any, Protocol
 
@@ -459,37 +459,101 @@ def _recorded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: _T
     if not uses:
         return None
     result = func(*_exchanged(args, uses), **_exchanged(kwargs, uses))
-    return _copied(result, {_memory(use) for use in uses.values()} - {place.memory for place in read})
+    copies = {_memory(use) for use in uses.values()} - {place.memory for place in read}
+    return _copied(result, copies, lambda: _touch(func, args, kwargs))
 
 
-def _copied(result: Any, memories: set[int]) -> Any:
-    """`result`, with a `Copied` for each tensor in the memory of a copy of weights."""
-    kind = type(result)
-    if kind is list or kind is tuple:
-        return kind([_copied(item, memories) for item in result])
-    if kind is torch.Tensor and result.layout is torch.strided and _memory(result) in memories:
-        return result.as_subclass(Copied)
-    return result
+def _copied(result: Any, copies: set[int], live: Callable[[], Any]) -> Any:
+    """`result`, with a `Copied` for each tensor in the memory of a copy of weights.
+
+    live: gives the same views of the weights themselves.
+    """
+    results = result if isinstance(result, list | tuple) else [result]
+    shares = [
+        type(each) is torch.Tensor and each.layout is torch.strided and _memory(each) in copies for each in results
+    ]
+    if not any(shares):
+        return result
+    with torch.no_grad(), torch._C._EnableTorchFunction():
+        found = live()
+    views = found if isinstance(found, list | tuple) else [found]
+    both = [
+        Copied.of(each, view) if is_copy else each for each, view, is_copy in zip(results, views, shares, strict=True)
+    ]
+    return type(result)(both) if isinstance(result, list | tuple) else both[0]
+
+
+class Read(torch.autograd.Function):
+    """A use of a streamed weight outside of its block: autograd saves `value`, whose numbers stay until backward."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        return gradients[0], None
+
+
+read: Any = Read.apply
 
 
 class Copied(torch.Tensor):
-    """A view of a streamed weight that autograd records. It is of a copy on the device, so nobody may write to it."""
+    """A view of a streamed weight that autograd records, on the compute device.
+
+    Operations that autograd records take the newest weights there. All others are those of `_live`.
+    """
+
+    _graph: torch.Tensor
+    """Its gradient is the weight's; its numbers are those at the time of the view."""
+    _live: Alias
+    """The same view of the weights where they live."""
+
+    @staticmethod
+    def of(graph: torch.Tensor, live: Alias) -> torch.Tensor:
+        copied: Any = graph.as_subclass(Copied)
+        copied._graph, copied._live = graph, live
+        return copied  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        first = args[0] if args else None
-        if type(first) is not Copied:
-            return _touch(func, args, kwargs or {})
-        if _kind(func) == "writes":
-            raise EngineStateError(
-                "this view of a weight was taken with gradients enabled while the weight is in RAM, so it is a copy: "
-                "take it under torch.no_grad() to write to the weight"
-            )
-        result = _touch(func, args, kwargs or {})
+        kwargs, found = kwargs or {}, dict[int, Copied]()
+        _find_copied((args, kwargs), found)
+        kind, name = _kind(func), getattr(func, "__name__", "")
+        if kind == "fact":
+            graphs = {at: each._graph for at, each in found.items()}
+            with unwatched():
+                return func(*_exchanged(args, graphs), **_exchanged(kwargs, graphs))
+        lives: dict[int, torch.Tensor] = {at: each._live for at, each in found.items()}
+        of_live = partial(_touch, func, _exchanged(args, lives), _exchanged(kwargs, lives))
+        if kind == "writes" or not torch.is_grad_enabled() or name in _UNRECORDED or func == _get_data:
+            return of_live()
+        uses = {at: each._use() for at, each in found.items()}
+        result = _touch(func, _exchanged(args, uses), _exchanged(kwargs, uses))
         with unwatched():
-            return _copied(result, {_memory(first)})
+            return _copied(result, {_memory(use) for use in uses.values()}, of_live)
+
+    def _use(self) -> torch.Tensor:
+        """The newest numbers, on the compute device, with the gradient of the weight."""
+        with unwatched():
+            _have_newest({self._live._place: self._live._plain})
+            with torch.no_grad():
+                value = self._live._plain.detach().to(self._graph.device)
+            use: torch.Tensor = read(self._graph, value)
+            return use
+
+
+def _find_copied(value: Any, found: dict[int, Copied]) -> None:
+    """Put what is `Copied` in nested lists, tuples and dicts into `found`, by id."""
+    if type(value) is Copied:
+        found[id(value)] = value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _find_copied(item, found)
+    elif isinstance(value, dict):
+        _find_copied(list(value.values()), found)
 
 
 def _exchanged(value: Any, uses: dict[int, torch.Tensor]) -> Any:

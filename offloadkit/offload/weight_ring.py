@@ -34,7 +34,7 @@ from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import FlatLayer, ParameterView
-from offloadkit.offload.outside import Outside, set_data, unwatched
+from offloadkit.offload.outside import Outside, read, set_data, unwatched
 from offloadkit.offload.recompute import changed_in_place
 from offloadkit.offload.weights import LayerWeights, PendingUpdate
 
@@ -137,10 +137,10 @@ class StreamedWeights(LayerWeights):
             if value.device != self.device:
                 value = value.to(self.device)
                 self.unbind()  # so that the gradient comes to the device
-        read: torch.Tensor = _read(view.parameter, value)
+        use: torch.Tensor = read(view.parameter, value)
         self._read_outside.add(view)
         self.bind_to_ram()
-        return read
+        return use
 
     def is_viewed(self) -> bool:
         """Whether somebody else shares the memory that the parameters are bound to in VRAM."""
@@ -247,21 +247,6 @@ def _own_users() -> int:
         parameter = nn.Parameter(torch.zeros(0))
     set_data(parameter, tensor)
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-class _Read(torch.autograd.Function):
-    """A use of a streamed parameter outside of its block: autograd saves `value`, where the weights stay."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        return gradients[0], None
-
-
-_read: Any = _Read.apply
 
 
 class StreamedBlock:
