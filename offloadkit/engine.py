@@ -121,7 +121,7 @@ def check_not_wrapped(model: nn.Module) -> None:
     """
     Raises:
         ModelError: the model is in a wrapper that trains it on several ranks, its weights are cut between them, or
-            what is trained of it was compiled or scripted.
+            what is trained of it was compiled or scripted. Or it is quantised, without adapters beside.
     """
     for path, module in model.named_modules():
         name = type(module).__name__
@@ -149,6 +149,33 @@ def check_not_wrapped(model: nn.Module) -> None:
                 f"the parameter {parameter_name!r} is a DTensor, cut between ranks by FSDP or tensor parallelism: pass "
                 "the model as it was before; the engines of all ranks share the states themselves"
             )
+    _check_not_quantised(model)
+
+
+_QUANTISERS = ("bitsandbytes", "torchao", "quanto", "optimum")
+"""Packages whose kinds of tensors hold quantised weights."""
+
+
+def _check_not_quantised(model: nn.Module) -> None:
+    """
+    Raises:
+        ModelError: weights are quantised, and no adapters (PEFT) were put beside them: what is left would be trained.
+    """
+    modules = dict(model.named_modules())
+    if any(getattr(module, "peft_config", None) for module in modules.values()):
+        return
+    what = None
+    for path, module in modules.items():
+        if getattr(module, "is_quantized", False) is True or ".quantized." in type(module).__module__:
+            what = f"its module {path!r} ({type(module).__name__})" if path else f"the model ({type(module).__name__})"
+    for name, parameter in model.named_parameters():
+        if type(parameter).__module__.partition(".")[0] in _QUANTISERS:
+            what = f"its parameter {name!r} ({type(parameter).__name__})"
+    if what is not None:
+        raise ModelError(
+            f"{what} is quantised, and quantised weights cannot be trained: only what is left beside them would be. "
+            "Load the model without quantization_config, or call its dequantize() first; or put adapters on it (PEFT)"
+        )
 
 
 def _check_free(model: nn.Module, config: OffloadConfig) -> None:

@@ -376,6 +376,7 @@ def finetune(
     source = resolve(model, init=init)
     if source.model is None:
         _say(f"reading the config of {source.given}")
+        source.check_not_quantised()
         source.read_ahead()
     goes_on = functools.partial(_checkpoint_in, output, source.config, engine, source.model is not None)
     checkpoint = world.from_first("looking for a checkpoint", goes_on) if resume else None

@@ -411,3 +411,46 @@ def test_two_engines_and_one_loss_name_what_works_and_it_works(placement: Placem
         of_critic.backward(of_critic(x).sum())
         assert of_critic.step()
         assert not torch.equal(critic.weight, before)
+
+
+def with_a_quantiser(model: nn.Module) -> nn.Module:
+    model.is_quantized = True  # as transformers' models say
+    return nn.Sequential(model)
+
+
+def with_quantised_linears(model: nn.Module) -> nn.Module:
+    model[1] = type("Linear", (nn.Linear,), {"__module__": "torch.ao.nn.quantized.dynamic.modules.linear"})(4, 4)
+    return model
+
+
+def with_a_quantised_tensor(model: nn.Module) -> nn.Module:
+    kind = type("Int8Params", (nn.Parameter,), {"__module__": "bitsandbytes.nn.modules"})
+    model[1].weight = kind(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("quantise", [with_a_quantiser, with_quantised_linears, with_a_quantised_tensor])
+def test_a_quantised_model_is_refused_by_name_and_adapters_beside_it_train(quantise: Any) -> None:
+    model = quantise(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    with pytest.raises(ModelError, match=r"(module|parameter) '\S+' .* is quantised, .*dequantize"):
+        OffloadEngine(model, device="cpu")
+    model.peft_config = {"default": object()}
+    OffloadEngine(model, device="cpu").close()
+
+
+@pytest.mark.parametrize("activations", ["checkpoint", "keep"])
+@pytest.mark.parametrize("weights", ["vram", "ram"])
+def test_autograd_grad_gives_a_gradient_or_says_what_is_not_possible(weights: Any, activations: Any) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), torch.randn(2, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    placement = Placement(weights=weights, activations=activations)
+    with OffloadEngine(model, OffloadConfig(placement=placement), device="cpu") as engine:
+        if (weights, activations) == ("ram", "checkpoint"):
+            with pytest.raises(EngineStateError, match=r"torch\.autograd\.grad.*engine\.backward\(loss\)"):
+                torch.autograd.grad(engine(x).sum(), x)
+        else:
+            torch.testing.assert_close(torch.autograd.grad(engine(x).sum(), x)[0], expected)
+        engine.backward(engine(x).sum())
+        torch.testing.assert_close(x.grad, expected)
+        assert engine.step()

@@ -89,6 +89,23 @@ class ModelSource:
             read_config = AutoConfig.from_pretrained(self._location, **where_to_look(self._location))
         return cast("PreTrainedConfig", read_config)
 
+    def check_not_quantised(self) -> None:
+        """
+        Raises:
+            ModelError: the checkpoint's weights are quantised, and stay so when they are read.
+        """
+        stored = None if self.model is not None or self.init == "random" else self.config
+        quantisation = getattr(stored, "quantization_config", None)
+        if quantisation is None:
+            return
+        said = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
+        method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
+        if not said.get("dequantize") and method not in ("mxfp4", "fp8"):  # transformers may dequantise these itself
+            raise ModelError(
+                f"the weights of {self.given!r} are quantised (quantization_config in its config.json: {method}), and "
+                "quantised weights cannot be trained: pass a checkpoint that is not"
+            )
+
     @cached_property
     def _preset_config(self) -> PreTrainedConfig | None:
         """A preset's architecture from this package. A folder goes before a preset of the same name."""

@@ -141,6 +141,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._window = Window()
         self._order: ResumableOrder | None = None
         self._before_the_engine = ExitStack()
+        given = kwargs.get("model", args[0] if args else None)
+        if isinstance(given, torch.nn.Module):
+            check_not_wrapped(given)  # transformers would refuse some of them in its own words
         super().__init__(*args, **kwargs)
         if self.model is not None:
             check_not_wrapped(self.model)

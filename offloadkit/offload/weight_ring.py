@@ -274,6 +274,13 @@ class StreamedBlock:
             EngineStateError: the model was not called through the engine, so autograd would save views of the buffer.
         """
         if torch.is_grad_enabled() and not (self.ring.in_forward or self.ring.in_backward):
+            if torch._C._current_graph_task_id() != -1:
+                raise EngineStateError(
+                    "a backward that is not the engine's (torch.autograd.grad, loss.backward) reached blocks that are "
+                    "recomputed, whose weights are in RAM: it cannot go through them. Call engine.backward(loss), "
+                    "which fills an input's .grad too; or keep weights in VRAM: "
+                    'OffloadConfig(placement=Placement(weights="vram"))'
+                )
             raise EngineStateError(
                 "the model was called directly, with gradients, while the engine keeps its weights in RAM: "
                 "call the engine, loss = engine(**batch).loss, or use torch.no_grad()"

@@ -10,6 +10,7 @@ from transformers import AutoConfig, ByT5Tokenizer
 
 import offloadkit
 from offloadkit.config import OffloadConfig
+from offloadkit.errors import ModelError
 from offloadkit.hf import patches, source
 from offloadkit.hf.patches import Family
 from offloadkit.hf.source import resolve
@@ -103,3 +104,17 @@ def test_a_model_in_memory_is_not_read_again() -> None:
     assert found.config is model.config
     assert found.on_meta is not model
     assert found.on_meta is found.on_meta
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq"])
+def test_finetune_refuses_a_quantised_checkpoint_by_name(tmp_path: Path, method: str) -> None:
+    config: Any = tiny.t5_config()
+    config.quantization_config = {"quant_method": method}
+    config.save_pretrained(tmp_path / "quantised")
+    rows = [{"input": "a", "target": "b"}]
+    with pytest.raises(ModelError, match=f"quantised.*quantization_config.*{method}"):
+        offloadkit.finetune(str(tmp_path / "quantised"), rows, output_dir=str(tmp_path / "out"), tokenizer="byte")
+    config.quantization_config = {"quant_method": method, "dequantize": True}
+    config.save_pretrained(tmp_path / "dequantised")
+    resolve(tmp_path / "dequantised").check_not_quantised()
+    resolve(tmp_path / "quantised", init="random").check_not_quantised()

@@ -189,3 +189,12 @@ def test_a_config_that_contradicts_the_arguments_names_every_clash(tmp_path: Pat
 def test_a_model_without_trainable_parameters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no trainable parameters"):
         train(tmp_path, t5().requires_grad_(False), seq2seq_rows())
+
+
+def test_a_quantised_model_is_refused_by_name_before_transformers_does(tmp_path: Path) -> None:
+    model: Any = t5()
+    model.is_quantized = True  # as its quantiser sets it
+    with pytest.raises(ModelError, match="is quantised, and quantised weights cannot be trained"):
+        OffloadTrainer(model, arguments(tmp_path))
+    with pytest.raises(ModelError, match="is quantised, and quantised weights cannot be trained"):
+        OffloadTrainer(model=model, args=arguments(tmp_path))
