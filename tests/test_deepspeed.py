@@ -249,6 +249,8 @@ def test_what_makes_an_optimizer_and_a_schedule() -> None:
     [
         (lambda p: torch.optim.Adam(p, weight_decay=0.1), "decay is decoupled here. Pass torch.optim.AdamW"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
+        (lambda p: torch.optim.AdamW(p, maximize=True), "maximize"),
+        (lambda p: torch.optim.AdamW([{"params": list(p), "maximize": True}]), "maximize"),
         (lambda p: torch.optim.SGD(p, lr=0.1), "SGD.*AdamW, Adam and Lion"),
     ],
 )

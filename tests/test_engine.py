@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import random
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import EngineStateError
 from offloadkit.offload import gradients, update
+from offloadkit.offload.layers import flat_layers
+from offloadkit.optim.norm import NORM_BLOCK
 from offloadkit.telemetry import Telemetry
 from tests.models import Residual, SquaredOutput, TinyLM, Twin, WithFunction, tokens, train
 
@@ -344,6 +347,64 @@ def test_a_run_continues_bit_for_bit_from_its_state_dict(device: str) -> None:
             train(engine, batches[4:])
             for name, master in engine.master_weights().items():
                 assert torch.equal(master, expected[name]), name
+
+
+@pytest.mark.parametrize("through", ["optimizer", "engine"])
+def test_a_state_without_remainders_leaves_none_of_the_weights_trained_before(through: str, device: str) -> None:
+    config = OffloadConfig(learning_rate=1e-2, working_dtype="bf16")
+    model = TinyLM(depth=2)
+    with OffloadEngine(model, config, device=device) as engine:
+        saved = copy.deepcopy(engine.state_dict())
+        saved_optimizer = copy.deepcopy(engine.optimizer.state_dict())
+        train(engine, tokens(3, device))
+        assert any(bool((m != w.float().cpu()).any()) for m, w in paired(engine, model))
+        if through == "optimizer":
+            for state in saved_optimizer["state"].values():
+                state.pop("remainder", None)
+            model.load_state_dict(saved["module"])
+            engine.optimizer.load_state_dict(saved_optimizer)
+        else:
+            for state in saved["optimizer"].values():
+                state.pop("remainder", None)
+            engine.load_state_dict(saved)
+        for master, weight in paired(engine, model):
+            assert torch.equal(master, weight.float().cpu())
+
+
+def paired(engine: OffloadEngine, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Master weights and working weights."""
+    masters, weights = engine.master_weights(), model.state_dict()
+    return [(master.cpu(), weights[name]) for name, master in masters.items()]
+
+
+@pytest.mark.parametrize("numels", [(65_536,), (65_536, 131_072), (65_535, 65_536, 65_537), (1, 65_536, 3)])
+@pytest.mark.parametrize("placement", [None, Placement(gradients="vram", states="vram", step="gpu")])
+def test_the_norm_is_that_of_all_gradients_where_parameters_are_whole_blocks(
+    numels: tuple[int, ...], placement: Placement | None, device: str
+) -> None:
+    """Blocks of the norm have 65,536 elements. Parameters without a gradient have their blocks too."""
+    torch.manual_seed(0)
+    model = Halves(numels)
+    config = OffloadConfig(learning_rate=0.0, weight_decay=0.0, max_grad_norm=0.1, placement=placement)
+    layers = flat_layers(model, config)
+    assert sum(layer.num_norm_blocks for layer in layers) == sum(math.ceil(numel / NORM_BLOCK) for numel in numels)
+    norms = [float(weight.detach().double().norm()) for weight in model.weights]
+    with OffloadEngine(model, config, device=device) as engine:
+        for used in ({*range(len(numels))}, *({at} for at in range(len(numels)))):
+            engine.backward(engine(used))
+            engine.step()
+            assert engine.grad_norm() == pytest.approx(math.hypot(*(norms[at] for at in used)), rel=1e-6)
+
+
+class Halves(nn.Module):
+    """Half of the sum of the weights' squares: each gradient is its weight."""
+
+    def __init__(self, numels: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([1e-3 * torch.randn(numel) for numel in numels])
+
+    def forward(self, used: set[int]) -> torch.Tensor:
+        return torch.stack([0.5 * self.weights[at].square().sum() for at in used]).sum()
 
 
 def test_the_optimizer_takes_torch_adamws_own_state_in_fp32(device: str) -> None:

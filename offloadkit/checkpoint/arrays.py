@@ -93,7 +93,7 @@ def write_arrays(
         file.write(_HEADER_LENGTH.pack(len(encoded)))
         file.write(encoded)
         for _, array in ordered:
-            memory = array.detach().reshape(-1).view(torch.uint8)
+            memory = array.detach().reshape(-1).contiguous().view(torch.uint8)
             for start in range(0, memory.numel(), PIECE_BYTES):
                 piece = memory[start : start + PIECE_BYTES].cpu()
                 file.write(piece.numpy().data)

@@ -23,7 +23,7 @@ from offloadkit.distributed.ranks import Ranks
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError, RankError, RepeatWindowError
 from offloadkit.hardware import Hardware
-from offloadkit.offload import rate_watch, shortage
+from offloadkit.offload import rate_watch, shortage, states
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.update import StepBalancer
@@ -179,6 +179,24 @@ def moves_apart(how: str) -> dict[str, Any]:
             engine.move(to)
 
     return moving(after_the_first=move, begins=CPU_STEP)
+
+
+def late_after_a_move() -> dict[str, Any]:
+    """Weights move to shared RAM after the first step; from then on rank 1's CPU steps each layer late."""
+    step = states.optimizer_step
+
+    def late(*args: Any) -> None:
+        time.sleep(0.03)
+        step(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def move(engine: OffloadEngine) -> None:
+            engine.move(placed_at(engine.plan, [STREAMED] * len(engine.plan.layers)))
+            if dist.get_rank():
+                patch.setattr(states, "optimizer_step", late)
+
+        return moving(after_the_first=move, begins=CPU_STEP)
 
 
 class Measured(Telemetry):

@@ -11,7 +11,7 @@ import torch
 
 from offloadkit.config import OffloadConfig, Placement
 from tests.distributed.doors import trained
-from tests.distributed.moves import NO_ROOM, measured, moves_apart, moving, planned, with_less_free
+from tests.distributed.moves import NO_ROOM, late_after_a_move, measured, moves_apart, moving, planned, with_less_free
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT, STREAMED, STREAMED_TO_GPU, model
 from tests.distributed.test_doors import assert_same
@@ -123,6 +123,14 @@ def test_all_ranks_move_or_none(ranks: RankPool, how: str, errors: list[str]) ->
         assert run["error"].startswith(error)
         assert run["is_open"] == (how not in ("fails", "connects"))
     assert all(where == CPU_STEP for run in found for where in run["placements"])
+
+
+def test_weights_that_moved_to_shared_ram_are_waited_for(ranks: RankPool, lean: Any) -> None:
+    """Else a rank reads what a slower one has not stepped yet."""
+    found = ranks.run(2, late_after_a_move)
+    assert len(found[0]["moves"]) <= 1
+    assert {where.weights for where in found[0]["placements"]} == {"ram"}
+    assert_alike(found, lean())
 
 
 def test_where_one_rank_is_slower_than_planned_all_move_once(ranks: RankPool) -> None:

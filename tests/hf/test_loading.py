@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -282,6 +283,19 @@ def test_initial_weights_do_not_depend_on_order_or_company(tmp_path: Path, name:
     torch.manual_seed(6)
     other = load_model(tmp_path, init="random", progress=False)
     assert not torch.equal(next(other.parameters()), next(models[0].parameters()))
+
+
+@pytest.mark.parametrize("name", ["t5", "llama"])
+def test_no_two_drawn_weights_are_equal(tmp_path: Path, name: str) -> None:
+    """Those of q and k, and of one layer and the next, have the same shape: each is drawn from a seed of its own."""
+    model = load_model(tiny.save_config(CONFIGS[name], tmp_path), init="random", progress=False)
+    drawn = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
+    assert len(drawn) > 8
+    for one, other in itertools.combinations(drawn, 2):
+        first, second = drawn[one].flatten(), drawn[other].flatten()
+        least = min(len(first), len(second))
+        assert not torch.equal(first[:least] / first.std(), second[:least] / second.std()), (one, other)
+        assert abs(torch.corrcoef(torch.stack([first[:least], second[:least]]))[0, 1]) < 0.5, (one, other)
 
 
 def test_drawing_leaves_what_is_drawn_already_and_torchs_generator_alone(tmp_path: Path) -> None:

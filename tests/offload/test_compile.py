@@ -186,6 +186,31 @@ def test_where_compiling_fails_training_goes_on_without(
     assert_equal(trained("llama", work, device, placement, compile_blocks=False), found)
 
 
+def test_a_block_that_ran_compiled_is_recomputed_compiled_after_another_failed() -> None:
+    """Else backward's recomputation would have other numbers than forward."""
+    from torch._dynamo.exc import InternalTorchDynamoError
+
+    blocks, ran = [Residual(3, 5) for _ in range(3)], list[int]()
+    equal = compiled._EqualBlocks(blocks, "")
+    x = torch.ones(1, 3)
+
+    def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        ran.append(blocks.index(block))
+        if block is blocks[1]:
+            raise InternalTorchDynamoError("no such card")
+        return x
+
+    equal._compiled = run
+    forward = equal.forward(False)
+    assert forward(blocks[0], x) is x
+    with pytest.warns(RuntimeWarning, match="3 x Residual cannot be compiled"):
+        assert torch.equal(forward(blocks[1], x), blocks[1](x))
+    assert forward(blocks[0], x) is x  # it ran compiled
+    for block in blocks[1:]:  # these did not
+        assert torch.equal(forward(block, x), block(x))
+    assert ran == [0, 1, 0]
+
+
 def test_where_torch_compiles_for_no_such_system_training_goes_on_without(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -521,6 +521,23 @@ def test_less_free_vram_than_was_planned_with_begins_leaner(free: int, monkeypat
     assert model.num_calls == 0
 
 
+@pytest.mark.parametrize("num_on_host", [1, 2, 5])
+def test_ranks_of_a_host_share_what_its_ram_is_short_of_and_what_is_left(
+    num_on_host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, asked = planned(Hungry(), OffloadConfig(), Placement()), list[dict[str, int]]()
+    now, device = plan.total_bytes("ram"), torch.device("cpu")
+    monkeypatch.setattr(Plan, "num_on_host", num_on_host)
+    monkeypatch.setattr(shortage, "_floor_bytes", lambda: now // 3)
+    monkeypatch.setattr(shortage, "leaner", lambda plan, short, budgets: asked.append(dict(budgets)))
+    monkeypatch.setattr(hardware, "ram_available_bytes", lambda: 0)
+    shortage.with_less_ram(plan, device)
+    assert asked[-1]["ram"] == now - max(now // 8, 2 * (now // 3) // num_on_host)
+    monkeypatch.setattr(hardware, "ram_available_bytes", lambda: 2 * now)
+    shortage.with_less_vram(plan, device)
+    assert asked[-1]["ram"] == now + (2 * now - now // 3) // num_on_host
+
+
 def test_a_second_full_gpu_is_judged_by_the_peak_since_the_last_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the first plan's peak would make the third one far leaner than it must be."""
     forgot: list[int] = []
