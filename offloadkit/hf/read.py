@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def dataset_from_json(path: Path, columns: Collection[str] = ()) -> Dataset:
-    """The rows of a file with one JSON object in each line, or with one list of them. They go to the cache, not to RAM.
+    """The rows of a file with one JSON object in each line, or with one list of them. They go to the disk, not to RAM.
 
     Args:
         columns: to be read beside those that are read by their names. Of others only the names are kept: their values
@@ -30,16 +31,40 @@ def dataset_from_json(path: Path, columns: Collection[str] = ()) -> Dataset:
     import datasets
 
     features = _features(path, columns)
-    told = {"path": str(path), "columns": tuple(features), "changed": path.stat().st_mtime_ns}
-    told["read"] = tuple(sorted(columns_to_read(features, columns)))
+    told = {"path": str(path), "columns": tuple(features), "read": tuple(sorted(columns_to_read(features, columns)))}
     try:
-        return cast("Dataset", datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=told))
+        made = datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=told, cache_dir=_private_folder())
+        return cast("Dataset", made)
     except datasets.exceptions.DatasetGenerationError as error:
         raise DataError(f"{str(path)!r} cannot be read as json: {error.__cause__ or error}") from error
 
 
-def _rows(path: str, columns: tuple[str, ...], changed: int, read: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Every row with every column. `changed` tells the cache that the file differs from the one it knows."""
+_folders: list[tempfile.TemporaryDirectory[str]] = []
+"""Removed when Python exits: rows are read from their files until then."""
+
+
+def _private_folder() -> str:
+    """A new folder for the rows of a user's file, which nobody else may read; where datasets' cache is.
+
+    Raises:
+        DataError: it cannot be created.
+    """
+    import datasets
+
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _folders.append(tempfile.TemporaryDirectory(prefix="offloadkit-", dir=cache, ignore_cleanup_errors=True))
+    except OSError as error:
+        raise DataError(
+            f"the folder {str(cache)!r}, where rows of files are kept while they are used, cannot be written "
+            f"({error.strerror or error}): set HF_DATASETS_CACHE to another one"
+        ) from error
+    return _folders[-1].name
+
+
+def _rows(path: str, columns: tuple[str, ...], read: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Every row with every column."""
     for row in _objects(Path(path)):
         yield {name: _value(name, row) if name in read else None for name in columns}
 
@@ -219,9 +244,10 @@ def _from_file(path: Path, columns: Collection[str]) -> Dataset:
     if builder == "csv":  # texts as they were written, were they numbers or "None"; an empty cell holds nothing
         options = {"converters": dict.fromkeys((*TEXTS, *columns), str)}
         options |= {"keep_default_na": False, "na_values": [""]}
+    options |= {"data_files": str(path), "split": "train", "cache_dir": _private_folder()}
     try:
         with no_loader_messages():
-            return cast("Dataset", datasets.load_dataset(builder, data_files=str(path), split="train", **options))
+            return cast("Dataset", datasets.load_dataset(builder, **options))
     except Exception as error:  # each of the builders has its own classes
         if "corresponds to no data" in str(error):
             raise DataError(f"{str(path)!r} has no rows: at least one is needed") from error

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +102,44 @@ def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
     path = written(tmp_path / "data.jsonl", [{"text": "a"}])
     assert load_dataset_like(path)[0] == {"text": "a"}
     assert load_dataset_like(written(path, [{"text": "b"}]))[0] == {"text": "b"}
+
+
+READS = """
+import os, sys
+os.umask(0o022)
+from offloadkit.hf.data import load_dataset_like
+dataset = load_dataset_like(sys.argv[1])
+assert dataset[0]["text"] == "secret", dataset[0]
+tops = [entry for entry in os.scandir(os.environ["HF_DATASETS_CACHE"]) if entry.is_dir()]
+files = [os.path.join(at, name) for top in tops for at, _, names in os.walk(top) for name in names]
+assert any(b"secret" in open(file, "rb").read() for file in files), files
+print(*(oct(top.stat().st_mode & 0o777) for top in tops))
+"""
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_nobody_else_may_read_the_rows_of_a_file_and_they_are_gone_afterwards(suffix: str, tmp_path: Path) -> None:
+    path, cache = tmp_path / f"data{suffix}", tmp_path / "cache"
+    frame = pd.DataFrame([{"text": "secret"}])
+    if suffix == ".jsonl":
+        written(path, [{"text": "secret"}])
+    elif suffix == ".csv":
+        frame.to_csv(path, index=False)
+    else:
+        frame.to_parquet(path)
+    environment = os.environ | {"HF_DATASETS_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", READS, str(path)]
+    assert subprocess.check_output(command, env=environment, text=True).split() == ["0o700"]
+    left = [file for file in cache.rglob("*") if file.is_file()]
+    assert not any(b"secret" in file.read_bytes() for file in left), left
+    assert not any(file.is_dir() for file in cache.iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "file" / "cache")
+    with pytest.raises(DataError, match=r"file/cache'.*cannot be written .*set HF_DATASETS_CACHE to another one"):
+        load_dataset_like(written(tmp_path / "data.jsonl", [{"text": "a"}]))
 
 
 @pytest.mark.parametrize(
