@@ -539,8 +539,9 @@ class OffloadEngine:
                 not, all micro-batches of all ranks are simply added.
 
         Raises:
-            EngineStateError: the loss requires no gradient; or it was called again before `step()`, without gradient
-                accumulation; or, on several ranks, more than `gradient_accumulation` times.
+            EngineStateError: the loss requires no gradient, or in fp16 reaches parameters outside of the model; or it
+                was called again before `step()`, without gradient accumulation; or, on several ranks, more than
+                `gradient_accumulation` times.
             OutOfVramError: the GPU's memory is full. It is a `RepeatWindowError` if the engine has moved to a leaner
                 plan.
             TypeError: the loss is no tensor.
@@ -584,6 +585,8 @@ class OffloadEngine:
 
     def _backward(self, loss: torch.Tensor, divisor: int) -> None:
         given = loss
+        if self.loss_scale is not None and self.config.loss_scale != 1:
+            self._check_nothing_outside(loss)
         if divisor > 1:
             loss = loss / divisor
         self._placed.gradients.ends_window = self._num_backwards + 1 == self.config.gradient_accumulation
@@ -601,6 +604,30 @@ class OffloadEngine:
                 if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                     self._untrained.check()  # it may be what made backward fail
                 raise
+
+    def _check_nothing_outside(self, loss: torch.Tensor) -> None:
+        """In the first backward: a scaled loss would give parameters outside of the model scaled gradients.
+
+        Raises:
+            EngineStateError: the loss reaches such a parameter.
+        """
+        if self._newest is not None or self._num_backwards:
+            return
+        own = {id(view.parameter) for view in self._placed.views()}
+        seen, waiting = set(), [loss.grad_fn]
+        while waiting:
+            node: Any = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+                raise EngineStateError(
+                    f"the loss reaches a parameter of shape {tuple(leaf.shape)} outside of the engine's model, and in "
+                    "fp16 the engine multiplies the loss by a scale that only its own step divides by: make it part of "
+                    "the model, freeze it, or train in bf16 or with OffloadConfig(loss_scale=1.0)"
+                )
+            waiting += [following for following, _ in node.next_functions]
 
     def step(self, *, boundary: bool | None = None) -> bool:
         """Call it after each `backward`. At the end of the accumulation window it starts the update, without waiting.

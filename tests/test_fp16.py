@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
-from offloadkit.errors import ConfigError, NonFiniteGradientError
+from offloadkit.errors import ConfigError, EngineStateError, NonFiniteGradientError
 from offloadkit.optim.loss_scale import LossScale
 from tests.hf.tiny import t5_config, t5_v1_1_config
 from tests.models import TinyLM, tokens, train
@@ -212,3 +213,20 @@ def test_the_scale_is_saved_and_loaded(device: str) -> None:
             other.optimizer.load_state_dict(saved)
             assert other.loss_scale is not None
             assert other.loss_scale.state_dict() == expected
+
+
+def test_a_parameter_outside_of_the_model_is_refused_in_fp16_and_trains_beside_a_scale_of_one() -> None:
+    torch.manual_seed(0)
+    base, head, x = nn.Linear(4, 4).half(), nn.Linear(4, 2), torch.randn(2, 4).half()
+    head(base(x).float()).sum().backward()
+    expected = head.weight.grad
+    head.weight.grad = None
+    with OffloadEngine(base, device="cpu") as engine, pytest.raises(EngineStateError, match=r"shape \(2, 4\) outside"):
+        engine.backward(head(engine(x).float()).sum())
+    with OffloadEngine(base, OffloadConfig(loss_scale=1.0), device="cpu") as engine:
+        engine.backward(head(engine(x).float()).sum())
+        torch.testing.assert_close(head.weight.grad, expected)
+    head.requires_grad_(False)
+    with OffloadEngine(base, device="cpu") as engine:
+        engine.backward(head(engine(x).float()).sum())
+        assert engine.step()
