@@ -1,12 +1,12 @@
 """Small faults, put in one at a time: which of them do the tests see?
 
-    python tests/faults.py                 draw 60, try them in two processes, report
+    python tests/faults.py                 draw 72, try them in two processes, report
     python tests/faults.py --list          show them
     python tests/faults.py --only 7        try one, and show the tests' output
 
 It wants Triton and numpy < 2.4 beside the other packages, for the kernels in Triton's interpreter.
-The draw is decided by the seed and the files' text. It covers optim, offload, planner and kernels alike, and in each of
-these every kind of fault alike. Results are kept in a folder, so that an interrupted run goes on where it was; a fault
+The draw is decided by the seed and the files' text. It covers all of ROOMS alike, and in each of these every kind of
+fault alike. Results are kept in a folder, so that an interrupted run goes on where it was; a fault
 is tried again when its file, or the tests, changed. A fault is seen if a test fails, or does not end in time.
 """
 
@@ -31,18 +31,19 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-SEED = 2026
-NUM_FAULTS = 60
-LEAST_SEEN = 54
+SEED = 36
+NUM_FAULTS = 72
+LEAST_SEEN = 65
 SECONDS = 900
 """For the tests of one fault."""
 ROOT = Path(__file__).parent.parent
-ROOMS = ("optim", "offload", "planner", "kernels")
+ROOMS = ("offload", "optim", "planner", "checkpoint", "hf", "distributed", "engine.py", "kernels")
+"""Folders and files of offloadkit."""
 
 EQUIVALENT: dict[str, str] = {
     "2cc4caadfd": "__builtin_cpu_init() is for constructors that run before libgcc's own, which calls it too",
 }
-"""By a fault's key: why no test can see it. It still counts among the 60, and is not replaced by another."""
+"""By a fault's key: why no test can see it. It still counts among those drawn, and is not replaced by another."""
 
 CHANGES = "tests/offload/test_state_ring.py::test_layers_may_change_the_processor_before_every_step"
 STEP = ["tests/optim", "tests/kernels", "tests/offload/test_rounded_states.py", "tests/test_fp16.py", CHANGES]
@@ -52,12 +53,30 @@ ENGINE = [
     "tests/test_bare_loop.py",
 ]  # fmt: skip
 ALSO_SLOW = ["-m", "slow or not slow"]  # the kernels in Triton's interpreter
+SAVE = [
+    "tests/checkpoint", "tests/test_output_folder.py", "tests/hf/test_checkpoints.py", "tests/hf/test_folders.py",
+    "tests/hf/test_resumed_options.py",
+]  # fmt: skip
+TRAINER = [*(f"tests/hf/test_{of}.py" for of in ("trainer", "trainer_refusals", "trainer_run", "trainer_waits"))]
+DATA = [*(f"tests/hf/test_{of}.py" for of in ("read_data", "columns", "data", "ragged"))]
+LOAD = [*(f"tests/hf/test_{of}.py" for of in ("loading", "loading_engine", "from_pretrained", "source", "hub"))]
 PLAN = ["tests/planner", "tests/test_planning.py", "tests/test_tracing.py", "tests/offload/test_placements.py"]
 TESTS: dict[str, list[str]] = {
     "optim": STEP,
     "offload": ENGINE,
     "planner": PLAN,
     "kernels": STEP,
+    "checkpoint": SAVE,
+    "hf": ["tests/hf"],
+    "distributed": ["tests/distributed"],
+    "engine.py": [*ENGINE, "tests/checkpoint/test_run.py"],
+    **{f"hf/{of}.py": DATA for of in ("columns", "data", "longest", "ragged", "read", "tokenize")},
+    **{f"hf/{of}.py": LOAD for of in ("hub", "load", "source", "weight_files")},
+    "hf/loss.py": ["tests/hf/test_chunked_loss.py", "tests/hf/test_logits.py", *TRAINER],
+    "hf/masks.py": ["tests/hf/test_masks.py"],
+    "hf/read_ahead.py": ["tests/hf/test_read_ahead.py"],
+    "hf/saving.py": ["tests/hf/test_folders.py", "tests/hf/test_checkpoints.py", *LOAD],
+    "hf/trainer.py": [*TRAINER, *SAVE, "tests/hf/test_doors.py"],
     "optim/table.py": [*STEP, *PLAN],
     "optim/torch_optimizer.py": ["tests/optim", "tests/test_engine_life.py", "tests/test_engine.py"],
     "offload/compile.py": ["tests/offload/test_compile.py"],
@@ -233,7 +252,8 @@ def _faults_of_c(path: str, text: str) -> list[Fault]:
 def candidates(room: str) -> dict[str, list[Fault]]:
     """All faults of a room, by kind."""
     by_kind: dict[str, list[Fault]] = {}
-    for path in sorted((ROOT / "offloadkit" / room).iterdir()):
+    place = ROOT / "offloadkit" / room
+    for path in sorted(place.iterdir()) if place.is_dir() else [place]:
         name, is_python = str(path.relative_to(ROOT)), path.suffix == ".py"
         if is_python or path.suffix in (".c", ".h"):
             text = path.read_text()
