@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -36,7 +36,12 @@ def num_targets(model: Any, batch: Any) -> torch.Tensor | int:
 
 
 def targets_in(batch: Any, *, shifted: bool) -> torch.Tensor | int:
-    """`num_targets`, of a model that `shifts_labels` or does not."""
+    """`num_targets`, of a model that `shifts_labels` or does not.
+
+    1 for a batch that is no mapping, such as a list of rows: all micro-batches of a window count alike then.
+    """
+    if not isinstance(batch, Mapping):
+        return 1
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, torch.Tensor):
         return next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), 1)
@@ -63,7 +68,7 @@ def with_a_target(inputs: Any, count: torch.Tensor | int) -> tuple[Any, torch.Te
     The share of such a micro-batch is 0. The added target keeps its mean loss from being 0 / 0. Nothing waits for the
     device.
     """
-    labels = inputs.get("labels")
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not isinstance(count, torch.Tensor) or not isinstance(labels, torch.Tensor) or not labels.numel():
         return inputs, count
     last = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)

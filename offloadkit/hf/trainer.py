@@ -135,6 +135,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._window_targets: torch.Tensor | int = 0
         self._num_micro_batches = 1
         self._target_share: torch.Tensor | float | None = None
+        self._filters_losses = True
+        self._window_losses: list[torch.Tensor] = []
         self._unfinished = self._begins = self._is_saving = self._is_in_loop = False
         self._unplanned = ""
         self._dealt: DealtBatches | None = None
@@ -361,6 +363,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self._window_targets = sum(num_targets(self.model, batch) for batch in batches)
         if self._unfinished and self.engine is not None:
             self.engine.optimizer.zero_grad()
+            for loss in self._window_losses:  # rows without an update count in no logged loss
+                self._tr_loss -= loss
+        self._window_losses.clear()
         self._window.begin(self.model)
         return samples
 
@@ -419,7 +424,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self._accumulate()
         elif self.lr_scheduler is self._own_scheduler:
             self._apply_own_schedule()
-        return loss if self.args.world_size == 1 else loss * self.args.world_size
+        loss = loss if self.args.world_size == 1 else loss * self.args.world_size
+        self._window_losses.append(loss)
+        return loss
 
     def _repeat_wrapped(self) -> None:
         self._repeat_window(self.model_wrapped)
@@ -670,7 +677,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             given = resume_from_checkpoint
             resume_from_checkpoint = world.from_first("looking for a checkpoint", partial(self._checkpoint, given))
         self._take_over()
-        chosen = self.args.logging_nan_inf_filter
+        chosen = self._filters_losses = self.args.logging_nan_inf_filter
         self.args.logging_nan_inf_filter = False  # it hides NaN losses and waits for the device on each micro-batch
         try:
             with self._before_the_engine:
@@ -834,6 +841,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self.create_optimizer()
             is_placed = True
         with ExitStack() as opened:
+            if self._is_in_loop:  # `train` has switched it off for training steps
+                opened.callback(setattr, self.args, "logging_nan_inf_filter", self.args.logging_nan_inf_filter)
+                self.args.logging_nan_inf_filter = self._filters_losses
             if not is_placed:
                 opened.callback(VramCap(vram, self.args.device).remove)
                 fill(self.model, self.args.device)

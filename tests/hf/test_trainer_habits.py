@@ -1,0 +1,78 @@
+"""What transformers' Trainer does and ours does too: evaluations with a NaN, batches that are lists, left-over rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+from offloadkit import OffloadTrainer
+from tests.hf.training import arguments, causal_rows, llama
+
+
+def run(cls: type[Trainer], folder: Path, rows: Any, *, collator: Any = None, **options: Any) -> Trainer:
+    args = arguments(folder, **{"logging_steps": 1, "save_strategy": "no", "per_device_train_batch_size": 1} | options)
+    trained = cls(model=llama(), args=args, train_dataset=rows, data_collator=collator)
+    trained.train()
+    return trained
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_an_evaluation_row_without_a_target_counts_as_the_users_filter_says(tmp_path: Path, filters: bool) -> None:
+    rows = causal_rows(4)
+    rows[1] = {**rows[1], "labels": torch.full_like(rows[1]["labels"], -100)}
+    logs = []
+    for cls in (OffloadTrainer, Trainer):
+        args = arguments(
+            tmp_path / cls.__name__, max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="steps",
+            save_steps=1, per_device_eval_batch_size=1, load_best_model_at_end=True, metric_for_best_model="loss",
+            logging_nan_inf_filter=filters,
+        )  # fmt: skip
+        trained = cls(model=llama(), args=args, train_dataset=causal_rows(4), eval_dataset=rows)
+        trained.train()
+        assert args.logging_nan_inf_filter is filters
+        found = torch.tensor([log["eval_loss"] for log in trained.state.log_history if "eval_loss" in log])
+        logs.append((found, bool(trained.state.best_model_checkpoint)))
+    torch.testing.assert_close(logs[0][0], logs[1][0], rtol=1e-3, atol=1e-3, equal_nan=True)
+    assert logs[0][1] == logs[1][1]
+    assert bool(logs[0][0].isfinite().all()) is filters
+
+
+class OfLists(OffloadTrainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        return sum(model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss for row in inputs) / len(
+            inputs
+        )
+
+
+class OfListsByTheirs(Trainer):
+    compute_loss = OfLists.compute_loss
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_batches_that_are_lists_or_tuples_train_as_transformers_does(
+    tmp_path: Path, kind: Any, accumulation: int
+) -> None:
+    rows, weights = causal_rows(8), []
+    for cls in (OfLists, OfListsByTheirs):
+        trained = run(
+            cls, tmp_path, rows, collator=kind, max_steps=2, remove_unused_columns=False,
+            per_device_train_batch_size=2, gradient_accumulation_steps=accumulation,
+        )  # fmt: skip
+        weights.append([parameter.detach().clone() for parameter in trained.model.parameters()])
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-5)
+
+
+class _Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter(causal_rows(5))
+
+
+def test_rows_that_are_left_over_at_a_streams_end_count_in_no_logged_loss(tmp_path: Path) -> None:
+    trained = run(OffloadTrainer, tmp_path, _Stream(), max_steps=3, gradient_accumulation_steps=3, learning_rate=0.0)
+    losses = [log["loss"] for log in trained.state.log_history if "loss" in log]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
