@@ -41,6 +41,7 @@ ROOMS = ("offload", "optim", "planner", "checkpoint", "hf", "distributed", "engi
 """Folders and files of offloadkit."""
 
 EQUIVALENT: dict[str, str] = {
+    "94ee1e322e": "as many checksums are found as were written: the file's size is compared before",
     "2cc4caadfd": "__builtin_cpu_init() is for constructors that run before libgcc's own, which calls it too",
 }
 """By a fault's key: why no test can see it. It still counts among those drawn, and is not replaced by another."""
@@ -71,7 +72,8 @@ TESTS: dict[str, list[str]] = {
     "distributed": ["tests/distributed"],
     "engine.py": [*ENGINE, "tests/checkpoint/test_run.py"],
     **{f"hf/{of}.py": DATA for of in ("columns", "data", "longest", "ragged", "read", "tokenize")},
-    **{f"hf/{of}.py": LOAD for of in ("hub", "load", "source", "weight_files")},
+    **{f"hf/{of}.py": LOAD for of in ("hub", "source", "weight_files")},
+    "hf/load.py": [*LOAD, "tests/hf/test_resumed_options.py"],
     "hf/loss.py": ["tests/hf/test_chunked_loss.py", "tests/hf/test_logits.py", *TRAINER],
     "hf/masks.py": ["tests/hf/test_masks.py"],
     "hf/read_ahead.py": ["tests/hf/test_read_ahead.py"],

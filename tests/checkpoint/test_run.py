@@ -299,5 +299,8 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_and_foreign_files_are_ne
         assert engine.load_checkpoint(tmp_path / "saved") == 3
         with pytest.raises(OutputError, match="mine exists and is no checkpoint"):
             engine.save_checkpoint(tmp_path / "mine")
+        (tmp_path / "empty").mkdir()
+        engine.save_checkpoint(tmp_path / "empty", position=4)
+        assert engine.load_checkpoint(tmp_path / "empty") == 4
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "all of it"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "saved"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "mine", "saved"]

@@ -345,6 +345,38 @@ def test_large_tensors_are_drawn_in_parts_to_the_same_numbers_by_any_number_of_t
             assert parameter.unique().numel() > 0.9 * parameter.numel(), "each part has a seed of its own"
 
 
+def test_the_bar_of_drawing_counts_the_bytes_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    totals, steps = list[int](), list[int]()
+    bar = weight_files.ByteBar.__init__
+    monkeypatch.setattr(load.ByteBar, "__init__", lambda self, title, of: (totals.append(of), bar(self, title, of))[1])
+    monkeypatch.setattr(load.ByteBar, "advance", lambda self, num_bytes: steps.append(num_bytes))
+    model = load_model(tiny.save_config(CONFIGS["t5"], tmp_path), init="random", progress=False)
+    assert totals == [sum(steps)] == [4 * sum(parameter.numel() for parameter in model.parameters())]
+
+
+def test_weights_that_are_drawn_in_several_pieces_keep_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = LlamaForCausalLM.__mro__[1]
+    initialise = base._init_weights
+
+    def halves(self: Any, module: nn.Module) -> None:
+        if not list(module.parameters(recurse=False)):  # it may have buffers
+            initialise(self, module)
+        for parameter in module.parameters(recurse=False):
+            parameter.data[: len(parameter) // 2].fill_(1.0)
+            parameter.data[len(parameter) // 2 :].fill_(2.0)
+
+    monkeypatch.setattr(base, "_init_weights", halves)
+    model, materialise = build_model(tiny.save_config(CONFIGS["llama"], tmp_path), init="random")
+    assert materialise is not None
+    materialise(list(model.parameters()))
+    for parameter in model.parameters():
+        half = len(parameter) // 2
+        assert (parameter[:half] == 1).all()
+        assert (parameter[half:] == 2).all()
+
+
 def test_model_whose_init_weights_forgets_a_parameter_is_built_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -521,6 +521,16 @@ def test_less_free_vram_than_was_planned_with_begins_leaner(free: int, monkeypat
     assert model.num_calls == 0
 
 
+def test_a_plan_that_takes_just_what_is_free_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(Hungry(), OffloadConfig(), IN_VRAM)
+    monkeypatch.setattr(shortage, "_ABOUT", 1)
+    monkeypatch.setattr(hardware, "vram_context_bytes", lambda device: 0)
+    for short in (0, 1):
+        free = plan.total_bytes("vram") - short
+        monkeypatch.setattr(hardware, "vram_bytes", lambda device, free=free: (free, 1 << 40))
+        assert (shortage.within_free_vram(plan, torch.device("cuda"), 0) is plan) == (short == 0)
+
+
 @pytest.mark.parametrize("num_on_host", [1, 2, 5])
 def test_ranks_of_a_host_share_what_its_ram_is_short_of_and_what_is_left(
     num_on_host: int, monkeypatch: pytest.MonkeyPatch

@@ -73,6 +73,16 @@ def test_a_decay_ends_at_the_least_rate() -> None:
     assert schedule.get_lr() == [0, 0]
 
 
+def test_a_range_test_rises_in_stairs_or_evenly() -> None:
+    """Update n has min * (1 + n / step_size), the quotient rounded down for stairs."""
+    for stairs, expected in ((True, [1, 1, 1, 2, 2, 2]), (False, [1, 4 / 3, 5 / 3, 2, 7 / 3, 8 / 3])):
+        own = optimizer()
+        arguments = {"lr_range_test_step_size": 3, "lr_range_test_staircase": stairs}
+        schedule = schedule_named("LRRangeTest", own, {"lr_range_test_min_lr": 1e-4, **arguments})
+        rates = [rate for (rate, _), _ in values(schedule, own.param_groups, 6)]
+        assert [rate / 1e-4 for rate in rates] == pytest.approx(expected)
+
+
 def test_a_schedule_goes_on_where_it_was_saved() -> None:
     first, second = (schedule_named(*SCHEDULES[7][:1], optimizer(), SCHEDULES[7][1]) for _ in range(2))
     first.step(4)
