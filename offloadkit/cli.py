@@ -98,7 +98,7 @@ def _how_to_go_on(output: Path) -> str:
     from offloadkit.errors import ConfigError
 
     try:
-        return f"; --resume goes on from {newest_checkpoint(output)}"
+        return f"; --resume goes on from {newest_checkpoint(output, verify=False)}"
     except ConfigError:
         return f"; there is no checkpoint in {output} to resume from"
 

@@ -94,6 +94,7 @@ from offloadkit.checkpoint.folder import (
     skipped_checkpoints,
     writable,
 )
+from offloadkit.checkpoint.one_run import one_run
 from offloadkit.config import OffloadConfig, Precision
 from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
@@ -373,88 +374,104 @@ def finetune(
     # The folder is not made if a file of rows, or a checkpoint to resume, is missing.
     own_files = resume and engine == "offloadkit"
     output = world.from_first("checking output_dir", lambda: writable(output_dir, resume=own_files))
-    source = resolve(model, init=init)
-    if source.model is None:
-        _say(f"reading the config of {source.given}")
-        source.check_not_quantised()
-        source.read_ahead()
-    goes_on = functools.partial(_checkpoint_in, output, source.config, engine, source.model is not None)
-    checkpoint = world.from_first("looking for a checkpoint", goes_on) if resume else None
-    at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
-    if batch_size == "auto":
-        smoothing = training_arguments.get("label_smoothing_factor") or 0.0
-        where = _device(training_arguments)
-        fits = functools.partial(auto_batch_size, source, offload, **lengths, device=where, label_smoothing=smoothing)
-        chosen: int = world.from_first("choosing batch_size", fits)
-        batch_size = chosen
-    own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
-    own |= {"gradient_accumulation_steps": gradient_accumulation, "per_device_train_batch_size": batch_size}
-    own |= {"learning_rate": learning_rate or LEARNING_RATES[init]}
-    own["prediction_loss_only"] = compute_metrics is None
-    args = arguments_of_finetune(own, training_arguments, dtype, eval_dataset is not None)
-    check_arguments(args)
-    offload = engine_config(offload, args)
-    if engine == "deepspeed":
-        check_zero(offload)
+    with _claimed(output, earlier):
+        source = resolve(model, init=init)
+        if source.model is None:
+            _say(f"reading the config of {source.given}")
+            source.check_not_quantised()
+            source.read_ahead()
+        goes_on = functools.partial(_checkpoint_in, output, source.config, engine, source.model is not None)
+        checkpoint = world.from_first("looking for a checkpoint", goes_on) if resume else None
+        at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
+        if batch_size == "auto":
+            smoothing = training_arguments.get("label_smoothing_factor") or 0.0
+            where = _device(training_arguments)
+            fits = functools.partial(
+                auto_batch_size, source, offload, **lengths, device=where, label_smoothing=smoothing
+            )
+            chosen: int = world.from_first("choosing batch_size", fits)
+            batch_size = chosen
+        own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
+        own |= {"gradient_accumulation_steps": gradient_accumulation, "per_device_train_batch_size": batch_size}
+        own |= {"learning_rate": learning_rate or LEARNING_RATES[init]}
+        own["prediction_loss_only"] = compute_metrics is None
+        args = arguments_of_finetune(own, training_arguments, dtype, eval_dataset is not None)
+        check_arguments(args)
+        offload = engine_config(offload, args)
+        if engine == "deepspeed":
+            check_zero(offload)
 
-    size: dict[str, Any] = {"batch_size": batch_size, **lengths, "device": args.device}
-    size["label_smoothing"] = args.label_smoothing_factor
-    if eval_dataset is not None and "per_device_eval_batch_size" in training_arguments:
-        size["eval_batch_size"] = args.per_device_eval_batch_size
-    shows = engine == "offloadkit"
-    assumed = None if at_once or not shows else shown_plan(source, offload, verbose=verbose, **size)
-    tokenizer = source.load_tokenizer(tokenizer)
-    data, evaluation = prepare_both(train_dataset, eval_dataset, tokenizer, source.config, **lengths, wish=wish)
-    source = source.for_rows(data.task, data.id2label)
-    size |= longest_row(data, evaluation)
-    if evaluation is not None and "eval_batch_size" in size:
-        size["eval_batch_size"] = min(size["eval_batch_size"], len(evaluation.dataset))
-    plan = (
-        plan_for_rows(source, offload, assumed, verbose=verbose, **size)
-        if shows
-        else plan_source(source, offload, **size)
-    )
+        size: dict[str, Any] = {"batch_size": batch_size, **lengths, "device": args.device}
+        size["label_smoothing"] = args.label_smoothing_factor
+        if eval_dataset is not None and "per_device_eval_batch_size" in training_arguments:
+            size["eval_batch_size"] = args.per_device_eval_batch_size
+        shows = engine == "offloadkit"
+        assumed = None if at_once or not shows else shown_plan(source, offload, verbose=verbose, **size)
+        tokenizer = source.load_tokenizer(tokenizer)
+        data, evaluation = prepare_both(train_dataset, eval_dataset, tokenizer, source.config, **lengths, wish=wish)
+        source = source.for_rows(data.task, data.id2label)
+        size |= longest_row(data, evaluation)
+        if evaluation is not None and "eval_batch_size" in size:
+            size["eval_batch_size"] = min(size["eval_batch_size"], len(evaluation.dataset))
+        plan = (
+            plan_for_rows(source, offload, assumed, verbose=verbose, **size)
+            if shows
+            else plan_source(source, offload, **size)
+        )
 
-    if checkpoint is not None:
-        for skipped, why in skipped_checkpoints(output):
-            print(f"{skipped} is skipped: it {why}", flush=True)
-        print(f"going on from {checkpoint}", flush=True)
-        if shows and (warning := other_rows(checkpoint, batch_size, gradient_accumulation, world.size())):
-            print(warning, flush=True)
-    seconds = None
-    if baseline == "measure":
-        step: dict[str, Any] = {"batch_size": batch_size, "accumulation": gradient_accumulation, "dtype": dtype}
-        step["by_length"] = args.train_sampling_strategy == "group_by_length"
-        seconds = measured_baseline(source.given, data, **step, folder=output / "baseline")
-    is_shown = monitor and can_be_drawn() and world.rank() == 0 and engine == "offloadkit"
-    watch = (
-        TellingMonitor(plan, baseline_seconds=seconds, is_drawn=monitor)
-        if is_launched()
-        else Monitor(plan, baseline_seconds=seconds, display="auto" if is_shown else "none")
-    )
-    hooks: dict[str, Any] = {"callbacks": list(callbacks)}
-    hooks["compute_metrics"] = compute_metrics and _returns_a_dict(compute_metrics)
-    run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch, earlier, hooks)
-    if engine == "deepspeed":
-        return _by_deepspeed(run, plan, checkpoint, output)
-    with ExitStack() as opened:
-        opened.push(watch)  # ends it; it begins when the weights are in place
-        trainer, plan, metrics = run.train(plan, checkpoint)
-    with closing(trainer):  # whatever happens, the engine's memory is given back
-        trained: Any = trainer.model
-        peaks = trainer.telemetry.peaks
-        with phase("saving", peaks, args.device):
-            save = functools.partial(_save, trained, tokenizer, output / "model")
-            world.from_first("saving the model", save)  # first of all: an evaluation that fails loses nothing
-        samples = _evaluate(trainer, tokenizer, evaluation, metrics)
-        plan = plan if trainer.engine is None else trainer.engine.plan  # an evaluation may have moved it
-        steps, state = list(trainer.telemetry.records), trainer.state
-        moves = trainer.telemetry.moves
-        stopped = trainer.any_rank(watch.stop_requested) and state.global_step < state.max_steps
-    for sentence in _not_as_planned(plan, peaks, moves):
-        print(sentence, flush=True)
-    measured: dict[str, Any] = {"stopped": stopped, "peaks": peaks, "moves": moves}
-    return FinetuneResult(trained, tokenizer, plan, metrics, state.log_history, samples, steps, output, **measured)
+        if checkpoint is not None:
+            for skipped, why in skipped_checkpoints(output):
+                print(f"{skipped} is skipped: it {why}", flush=True)
+            print(f"going on from {checkpoint}", flush=True)
+            if shows and (warning := other_rows(checkpoint, batch_size, gradient_accumulation, world.size())):
+                print(warning, flush=True)
+        seconds = None
+        if baseline == "measure":
+            step: dict[str, Any] = {"batch_size": batch_size, "accumulation": gradient_accumulation, "dtype": dtype}
+            step["by_length"] = args.train_sampling_strategy == "group_by_length"
+            seconds = measured_baseline(source.given, data, **step, folder=output / "baseline")
+        is_shown = monitor and can_be_drawn() and world.rank() == 0 and engine == "offloadkit"
+        watch = (
+            TellingMonitor(plan, baseline_seconds=seconds, is_drawn=monitor)
+            if is_launched()
+            else Monitor(plan, baseline_seconds=seconds, display="auto" if is_shown else "none")
+        )
+        hooks: dict[str, Any] = {"callbacks": list(callbacks)}
+        hooks["compute_metrics"] = compute_metrics and _returns_a_dict(compute_metrics)
+        run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch, earlier, hooks)
+        if engine == "deepspeed":
+            return _by_deepspeed(run, plan, checkpoint, output)
+        with ExitStack() as opened:
+            opened.push(watch)  # ends it; it begins when the weights are in place
+            trainer, plan, metrics = run.train(plan, checkpoint)
+        with closing(trainer):  # whatever happens, the engine's memory is given back
+            trained: Any = trainer.model
+            peaks = trainer.telemetry.peaks
+            with phase("saving", peaks, args.device):
+                save = functools.partial(_save, trained, tokenizer, output / "model")
+                world.from_first("saving the model", save)  # first of all: an evaluation that fails loses nothing
+            samples = _evaluate(trainer, tokenizer, evaluation, metrics)
+            plan = plan if trainer.engine is None else trainer.engine.plan  # an evaluation may have moved it
+            steps, state = list(trainer.telemetry.records), trainer.state
+            moves = trainer.telemetry.moves
+            stopped = trainer.any_rank(watch.stop_requested) and state.global_step < state.max_steps
+        for sentence in _not_as_planned(plan, peaks, moves):
+            print(sentence, flush=True)
+        measured: dict[str, Any] = {"stopped": stopped, "peaks": peaks, "moves": moves}
+        return FinetuneResult(trained, tokenizer, plan, metrics, state.log_history, samples, steps, output, **measured)
+
+
+@contextmanager
+def _claimed(output: Path, earlier: EarlierRun) -> Iterator[None]:
+    """While it is open, no other run may write into the output folder. Raises `OutputError` where one does already."""
+    with ExitStack() as claims:
+
+        def claim() -> None:
+            claims.enter_context(one_run(output))
+            claims.enter_context(earlier.replaced())
+
+        world.from_first("claiming output_dir", claim)
+        yield
 
 
 # -- the arguments

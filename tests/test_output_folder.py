@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import offloadkit
+from offloadkit import OffloadTrainer
 from offloadkit.errors import ConfigError, DataError, OutputError
 from tests.hf.tiny import llama_config, t5_config
 
@@ -163,3 +173,52 @@ def test_a_model_folder_that_cannot_be_replaced_is_found_before_training(
     says = rf"model is a {'mount point' if kind == 'mount' else 'link'}.*remove it, or pass another output_dir"
     with pytest.raises(OutputError, match=says):
         finetune("no/such-model", PAIRS, overwrite=True)
+
+
+def test_two_trainings_in_one_folder_at_once_are_refused_and_the_first_is_unharmed() -> None:
+    raised: list[str] = []
+    trainer = OffloadTrainer(model=t5(), args=TrainingArguments("out", report_to="none", use_cpu=True))
+
+    class Second(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            def train() -> None:
+                try:
+                    trainer.train()
+                except OutputError as error:
+                    raised.append(str(error))
+
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+
+    result = finetune(t5(), callbacks=[Second()], max_steps=2)
+    assert len(raised) == 2
+    assert "out is in use by another thread of process" in raised[0]
+    alone = finetune(t5(), output_dir="alone", max_steps=2)
+    assert all(torch.equal(result.model.state_dict()[name], value) for name, value in alone.model.state_dict().items())
+
+
+def test_a_run_that_is_killed_before_it_replaces_another_does_not_resume_that() -> None:
+    finetune(t5())
+
+    def killed(*_: Any, **__: Any) -> None:
+        os._exit(9)
+
+    pid = os.fork()
+    if pid == 0:
+        from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
+
+        OffloadSeq2SeqTrainer.train = killed  # type: ignore[method-assign]
+        finetune(t5(), overwrite=True)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    with pytest.raises(ConfigError, match=r"was to be replaced .* killed before its first step"):
+        finetune(t5(), resume=True, max_steps=2)
+    finetune(t5(), overwrite=True)
+    finetune(t5(), resume=True, max_steps=2)
+
+
+def test_a_run_that_fails_before_it_replaces_another_leaves_it_to_be_resumed() -> None:
+    finetune(t5())
+    with pytest.raises(DataError):
+        finetune(t5(), [{"input": "a"}], overwrite=True)
+    finetune(t5(), resume=True, max_steps=2)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from offloadkit.checkpoint.folder import written_to
+from offloadkit.checkpoint.folder import REPLACED, remove_checkpoint, written_beside, written_to
 from offloadkit.errors import ConfigError, OutputError
 
 
@@ -27,9 +28,29 @@ class EarlierRun:
             OutputError: one cannot be removed.
         """
         while self.checkpoints:
-            with written_to(self.checkpoints[0].parent):
-                shutil.rmtree(self.checkpoints[0])
+            folder = self.checkpoints[0].parent
+            with written_to(folder):
+                remove_checkpoint(self.checkpoints[0])
             del self.checkpoints[0]
+            if not self.checkpoints:
+                (folder / REPLACED).unlink(missing_ok=True)
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """While it is open, a kill leaves the checkpoints as ones that a new run was to replace: nothing resumes them.
+
+        An error before they are removed leaves them as they were.
+        """
+        if not self.checkpoints:
+            yield
+            return
+        marker = self.checkpoints[0].parent / REPLACED
+        with written_to(marker.parent), written_beside(marker) as file:
+            file.write(json.dumps([checkpoint.name for checkpoint in self.checkpoints]).encode())
+        try:
+            yield
+        finally:
+            marker.unlink(missing_ok=True)
 
 
 def earlier_run(

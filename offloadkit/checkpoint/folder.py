@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 MANIFEST = "manifest.json"
+REPLACED = ".offloadkit-replaced.json"
+"""In an output folder: the checkpoints that the run there is to replace, until its first step is done."""
 _VERSION = 2
 _PIECE_BYTES = 64 << 20
 _CHECKSUM_THREADS = 8
@@ -63,23 +65,38 @@ def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
     return path
 
 
-def newest_checkpoint(folder: Path) -> Path:
-    """The newest complete checkpoint of the Trainer.
+def newest_checkpoint(folder: Path, *, verify: bool = True, recut: bool = False) -> Path:
+    """The newest checkpoint of the Trainer that has all bytes that were written. A line names each newer broken one.
 
     It is the one written last, not the one with the highest step: an earlier, longer run may have left such a one.
 
+    Args:
+        verify: read all files and compare their checksums; else the one whose files were all written is taken.
+        recut: as for `check_readable`.
+
     Raises:
         ConfigError: there is no complete checkpoint.
+        ModelError: all are broken; the error of the newest one.
     """
-    whole = _complete_checkpoints(folder)
-    if not whole:
-        skipped = "".join(f"; {path.name} {why}" for path, why in skipped_checkpoints(folder))
-        raise ConfigError(
-            f"No valid checkpoint found in output directory {folder}: there is no complete checkpoint to resume from. "
-            "Leave resume out to begin anew; a run writes checkpoints with save_strategy='epoch' (the default) or "
-            f"'steps'{skipped}"
-        )
-    return whole[-1]
+    whole, broken = _complete_checkpoints(folder), list[ModelError]()
+    for checkpoint in reversed(whole):
+        try:
+            if verify:
+                check_readable(checkpoint, recut=recut)
+        except ModelError as error:
+            broken.append(error)
+        else:
+            for why in broken:
+                print(f"going on from {checkpoint.name}, since a newer one is broken: {why}", flush=True)
+            return checkpoint
+    if broken:
+        raise broken[0]
+    skipped = "".join(f"; {path.name} {why}" for path, why in skipped_checkpoints(folder))
+    raise ConfigError(
+        f"No valid checkpoint found in output directory {folder}: there is no complete checkpoint to resume from. "
+        "Leave resume out to begin anew; a run writes checkpoints with save_strategy='epoch' (the default) or "
+        f"'steps'{skipped}"
+    )
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -90,12 +107,47 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints that were written completely, the newest last."""
     _put_back(folder)
     whole = [path for path in _checkpoints(folder) if why_not_whole(path) is None]
+    return sorted(whole, key=_order)
 
-    def age(path: Path) -> tuple[int, int]:
-        last = path / MANIFEST if (path / MANIFEST).is_file() else path / "trainer_state.json"
-        return last.stat().st_mtime_ns, int(path.name.removeprefix("checkpoint-"))
 
-    return sorted(whole, key=age)
+def _order(checkpoint: Path) -> tuple[int, int]:
+    """When a checkpoint was written: its manifest counts those of the folder. Dates say nothing, since a copy has new
+    ones. Those of transformers' Trainer have no count, and come first, by their steps."""
+    try:
+        sequence = int(json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["sequence"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        sequence = 0
+    return sequence, int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def rotate_checkpoints(folder: Path, limit: int | None, best: str | None) -> None:
+    """Remove the oldest checkpoints of `folder` beyond `limit`, never the newest one and the best one.
+
+    Raises:
+        OutputError: one cannot be removed.
+    """
+    if not limit or limit < 0:
+        return
+    found = sorted(_checkpoints(folder), key=lambda path: (why_not_whole(path) is None, *_order(path)))
+    kept = {found[-1]} if found else set()
+    kept |= {path for path in found if best is not None and path.resolve() == Path(best).resolve()}
+    num_left = len(found)
+    for path in found:
+        if num_left > max(limit, len(kept)) and path not in kept:
+            with written_to(folder):
+                remove_checkpoint(path)
+            num_left -= 1
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Remove a checkpoint, its manifest first: what a kill leaves of it is none.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    (checkpoint / MANIFEST).unlink(missing_ok=True)
+    (checkpoint / "trainer_state.json").unlink(missing_ok=True)
+    shutil.rmtree(checkpoint)
 
 
 def skipped_checkpoints(folder: Path) -> list[tuple[Path, str]]:
@@ -106,6 +158,8 @@ def skipped_checkpoints(folder: Path) -> list[tuple[Path, str]]:
 
 def why_not_whole(checkpoint: Path) -> str | None:
     """Why a run cannot go on from the folder `checkpoint`. None if it was written completely, states included."""
+    if checkpoint.name in _replaced(checkpoint.parent):
+        return "was to be replaced (overwrite=True) by a run that was killed before its first step"
     if (checkpoint / MANIFEST).is_file():
         files = _manifest(checkpoint)
         if files is None:
@@ -117,6 +171,15 @@ def why_not_whole(checkpoint: Path) -> str | None:
     if (checkpoint / "trainer_state.json").is_file() and (checkpoint / "optimizer.pt").is_file():
         return None
     return f"has no {MANIFEST}, so it was not written completely"
+
+
+def _replaced(folder: Path) -> list[str]:
+    """The names of checkpoints that a new run was about to replace when it was killed."""
+    try:
+        found = json.loads((folder / REPLACED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
 
 
 def write_manifest(checkpoint: Path) -> None:
@@ -132,7 +195,11 @@ def write_manifest(checkpoint: Path) -> None:
             files[name] = {"size": path.stat().st_size, "xxh3": checksums(path, name)}
             with path.open("rb") as file:
                 os.fsync(file.fileno())  # else the manifest may be on disk before what it names
-    manifest: dict[str, Any] = {"format": "offloadkit checkpoint", "version": _VERSION, "files": files}
+    sequence = 1 + max(
+        (_order(other)[0] for other in _checkpoints(checkpoint.parent) if other != checkpoint), default=0
+    )
+    manifest: dict[str, Any] = {"format": "offloadkit checkpoint", "version": _VERSION, "sequence": sequence}
+    manifest["files"] = files
     manifest["xxh3"] = _checksum_of(manifest)
     with written_beside(checkpoint / MANIFEST) as file:
         file.write(json.dumps(manifest, indent=1).encode())

@@ -44,17 +44,19 @@ from transformers.integrations.neftune import deactivate_neftune
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from offloadkit.checkpoint.folder import (
     MANIFEST,
     check_readable,
     check_same_model,
     newest_checkpoint,
+    rotate_checkpoints,
     set_aside,
     write_manifest,
     written_to,
 )
+from offloadkit.checkpoint.one_run import one_run
 from offloadkit.checkpoint.run import read_random, write_random
 from offloadkit.checkpoint.values import as_json
 from offloadkit.config import OffloadConfig
@@ -583,12 +585,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         finally:
             self.args.save_total_limit, self._is_saving = limit, False
         if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=str(output),
-                save_total_limit=limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            rotate_checkpoints(output, limit, self.state.best_model_checkpoint)
 
     def _evaluate(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer; where it fails on the only rank, a checkpoint that is due is written first. (Private.)"""
@@ -672,7 +669,21 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             NonFiniteGradientError: NaN or Inf gradients, unless `offload.on_nonfinite` is "skip".
             EngineStateError: another Trainer is inside `train()` on this model.
             RankError: another rank has died or failed.
+            OutputError: another run writes into `args.output_dir`, or it cannot be made.
         """
+        with ExitStack() as claims:
+            if self.args.save_strategy != "no":
+                world.from_first("claiming output_dir", partial(self._claim, claims))
+            return self._train(resume_from_checkpoint, *args, **kwargs)
+
+    def _claim(self, claims: ExitStack) -> None:
+        """Claim the output folder for this run. Raises `OutputError`."""
+        folder = Path(self.args.output_dir)
+        with written_to(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        claims.enter_context(one_run(folder))
+
+    def _train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint:
             given = resume_from_checkpoint
             resume_from_checkpoint = world.from_first("looking for a checkpoint", partial(self._checkpoint, given))
@@ -698,8 +709,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     def _checkpoint(self, given: str | bool) -> str:
         """The checkpoint to go on from, which can be read. Raises as `train`."""
-        found = newest_checkpoint(Path(self.args.output_dir)) if given is True else Path(str(given))
-        check_readable(found, recut=self.offload.resume_incomplete)
+        recut = self.offload.resume_incomplete
+        if given is True:
+            found = newest_checkpoint(Path(self.args.output_dir), recut=recut)
+        else:
+            check_readable(found := Path(str(given)), recut=recut)
         if not (found / MANIFEST).is_file():
             self._check_theirs(found)
         config = getattr(self.model, "config", None)

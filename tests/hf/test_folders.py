@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ from safetensors import SafetensorError
 from transformers import T5ForConditionalGeneration, TrainingArguments
 
 from offloadkit import OffloadTrainer
-from offloadkit.checkpoint.folder import check_same_model, newest_checkpoint, put_in_place, writable, written_to
+from offloadkit.checkpoint.folder import (
+    check_same_model,
+    newest_checkpoint,
+    put_in_place,
+    rotate_checkpoints,
+    writable,
+    write_manifest,
+    written_to,
+)
 from offloadkit.errors import ConfigError, EngineStateError, OutputError
 from tests.hf.tiny import llama_config, t5_config
 
@@ -31,12 +40,42 @@ def checkpoint(folder: Path, step: int, written: int) -> Path:
     return path
 
 
-def test_the_newest_checkpoint_is_the_last_one_written_whatever_a_longer_run_before_left(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 120, written=1_000)
-    ours = checkpoint(tmp_path, 20, written=2_000)
+def of_ours(folder: Path, step: int) -> Path:
+    path = checkpoint(folder, step, written=1_000)
+    (path / "optimizer.pt").unlink()
+    (path / "trainer_state.json").write_text("{}")
+    (path / "states-00000-of-00001.json").write_text("{}")
+    write_manifest(path)
+    return path
+
+
+def test_the_newest_checkpoint_is_the_last_one_written_whatever_dates_and_a_longer_run_before_say(
+    tmp_path: Path,
+) -> None:
+    older = of_ours(tmp_path, 120)
+    ours = of_ours(tmp_path, 20)
+    os.utime(older / "manifest.json")
     assert newest_checkpoint(tmp_path) == ours
-    same_time = checkpoint(tmp_path, 30, written=2_000)
-    assert newest_checkpoint(tmp_path) == same_time
+    copied = tmp_path / "copy"
+    copied.mkdir()
+    for path in (ours, older):  # `cp -r` gives new dates
+        shutil.copytree(path, copied / path.name)
+        os.utime(copied / path.name / "manifest.json")
+    assert newest_checkpoint(copied) == copied / ours.name
+    (copied / ours.name / "trainer_state.json").write_text("[]")
+    assert newest_checkpoint(copied) == copied / older.name, "a broken one falls back to the one before"
+
+
+def test_the_oldest_checkpoints_go_but_neither_the_newest_nor_the_best(tmp_path: Path) -> None:
+    for step in (50, 10, 20, 30):
+        of_ours(tmp_path, step)
+    rotate_checkpoints(tmp_path, 2, str(tmp_path / "checkpoint-50"))
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-50", "checkpoint-30"}
+    of_ours(tmp_path, 5)
+    rotate_checkpoints(tmp_path, 1, str(tmp_path / "checkpoint-50"))
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-50", "checkpoint-5"}
+    rotate_checkpoints(tmp_path, 1, None)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-5"}
 
 
 def test_an_output_folder_that_is_a_file_says_so(tmp_path: Path) -> None:

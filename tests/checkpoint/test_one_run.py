@@ -1,0 +1,111 @@
+"""One run a folder: a second one is refused by name, in this process and in another one; a kill gives the folder up."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offloadkit.checkpoint import one_run as module
+from offloadkit.checkpoint.one_run import CLAIM, one_run
+from offloadkit.errors import OutputError
+
+HOLD = """
+import sys, time, os
+from pathlib import Path
+from offloadkit.checkpoint.one_run import one_run
+with one_run(Path(sys.argv[1])):
+    if len(sys.argv) > 2 and os.fork() == 0:
+        time.sleep(60)  # a DataLoader's worker that outlives the run
+        os._exit(0)
+    print("claimed", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has claimed the folder."""
+    more = [request.param] if hasattr(request, "param") else []
+    command = [sys.executable, "-c", HOLD, str(tmp_path), *more]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "claimed\n"
+        yield process
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_another_process_is_refused_with_host_pid_and_start_until_the_first_is_killed(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    said = rf"in use by process {holder.pid} on \S+, since \d{{4}}-.*Pass another output_dir"
+    with pytest.raises(OutputError, match=said), one_run(tmp_path):
+        pass
+    holder.kill()
+    holder.wait()
+    with one_run(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("holder", ["fork"], indirect=True)
+def test_a_forked_worker_that_outlives_the_run_does_not_keep_the_folder(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    holder.kill()
+    holder.wait()
+    with one_run(tmp_path):
+        pass
+
+
+def test_another_thread_is_refused_and_the_same_one_may_claim_again(tmp_path: Path) -> None:
+    raised: list[Exception] = []
+
+    def other() -> None:
+        try:
+            with one_run(tmp_path):
+                pass
+        except OutputError as error:
+            raised.append(error)
+
+    with one_run(tmp_path):
+        with one_run(tmp_path / "." / ""):
+            pass
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(raised) == 1
+    assert "another thread of" in str(raised[0])
+    with one_run(tmp_path):
+        pass
+    assert not (tmp_path / CLAIM).exists()
+
+
+def test_where_there_are_no_locks_a_heartbeat_says_that_a_run_is_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", without)
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
+    with one_run(tmp_path):
+        assert "no file locks" in capsys.readouterr().err
+        module._claims.clear()  # as in another process
+        with pytest.raises(OutputError, match=f"process {os.getpid()} on"), one_run(tmp_path):
+            pass
+        module._claims[tmp_path.resolve()] = threading.get_ident(), 1, ""
+    (tmp_path / CLAIM).write_text("{}")  # a run that was killed
+    with one_run(tmp_path):
+        time.sleep(0.1)
