@@ -33,7 +33,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from offloadkit.checkpoint.arrays import ArrayFile
-from offloadkit.checkpoint.folder import check_readable, written_beside, written_to
+from offloadkit.checkpoint.folder import sync_name, written_beside, written_to
+from offloadkit.checkpoint.run import check_run
 from offloadkit.checkpoint.values import as_json, random_states, set_random_states
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights
 from offloadkit.config import OffloadConfig
@@ -494,6 +495,9 @@ class DeepSpeedEngine:
         if save_latest and self.global_rank == 0:
             with written_to(folder), written_beside(folder / _LATEST) as file:
                 file.write(name.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            sync_name(folder / _LATEST)
         return True
 
     def load_checkpoint(
@@ -533,7 +537,7 @@ class DeepSpeedEngine:
                 "model, and begin anew with them. The optimizer's states stay behind"
             )
         if load_module_only or not load_optimizer_states:
-            check_readable(found)
+            check_run(found, self.offload.ranks)
             with ArrayFile(found / WEIGHT_FILE) as weights:
                 own = self.module.state_dict()
                 check_weights(weights, own)

@@ -1239,9 +1239,9 @@ class OffloadEngine:
             self._together("resuming"),
         ):
             with self._together("beginning to resume"):
-                numbers, rank = self.numbers(), 0 if self._ranks is None else self._ranks.rank
+                numbers = self.numbers()
             values = load_run(
-                folder, numbers, with_scheduler=scheduler is not None, took_weights=took_weights, rank=rank
+                folder, numbers, with_scheduler=scheduler is not None, took_weights=took_weights, ranks=self._ranks
             )
             self._go_on(values)
         if scheduler is not None:

@@ -380,7 +380,8 @@ def finetune(
             _say(f"reading the config of {source.given}")
             source.check_not_quantised()
             source.read_ahead()
-        goes_on = functools.partial(_checkpoint_in, output, source.config, engine, source.model is not None)
+        in_memory, recut = source.model is not None, offload.resume_incomplete
+        goes_on = functools.partial(_checkpoint_in, output, source.config, engine, in_memory, recut)
         checkpoint = world.from_first("looking for a checkpoint", goes_on) if resume else None
         at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
         if batch_size == "auto":
@@ -477,13 +478,13 @@ def _claimed(output: Path, earlier: EarlierRun) -> Iterator[None]:
 # -- the arguments
 
 
-def _checkpoint_in(output: Path, config: Any, engine: str, in_memory: bool) -> Path:
+def _checkpoint_in(output: Path, config: Any, engine: str, in_memory: bool, recut: bool) -> Path:
     """The newest checkpoint, which can be read and is of such a model. Raises as `finetune`."""
     if engine == "deepspeed":
         from offloadkit.engines.zero_training import newest_of_deepspeed
 
         return newest_of_deepspeed(output)
-    checkpoint = newest_checkpoint(output)
+    checkpoint = newest_checkpoint(output, recut=recut)
     differing = check_same_model(checkpoint, config)
     if differing is not None and world.rank() == 0:
         print(

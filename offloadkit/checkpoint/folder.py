@@ -1,7 +1,9 @@
 """The output folder: checked before any work, its checkpoints checked before resuming, folders saved in one move.
 
 A checkpoint's `manifest.json` names its files, their sizes and checksums. It is written last, so a folder that has one
-is whole. Checkpoints of transformers' own Trainer have none. They are known by their `optimizer.pt`.
+was whole. It also counts the checkpoints that were saved in the output folder: so they have an order, whatever runs
+wrote them, and however they were copied since. Checkpoints of transformers' own Trainer have no manifest. They are
+known by their `optimizer.pt`, and come before all of ours.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from zipfile import BadZipFile, ZipFile
@@ -30,9 +32,16 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 REPLACED = ".offloadkit-replaced.json"
 """In an output folder: the checkpoints that the run there is to replace, until its first step is done."""
-_VERSION = 2
+_VERSION = 3
 _PIECE_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
+"""What a thread reads at once, into the same memory: it is summed while it is in the core's cache."""
 _CHECKSUM_THREADS = 8
+_NAMES_READ = re.compile(
+    r"(states-.*|random.*|order|run|config|trainer_state|weights|(model|adapter_model|pytorch_model).*)"
+    r"\.(json|safetensors|bin)"
+)
+"""Names of files that are read in resuming. Others may be put beside them."""
 
 
 def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
@@ -51,7 +60,7 @@ def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
     if path.exists() and not path.is_dir():
         raise OutputError(f"the output folder {path} is a file: pass another output_dir")
     if resume:
-        newest_checkpoint(path)
+        newest_checkpoint(path, verify=False)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
@@ -76,21 +85,21 @@ def newest_checkpoint(folder: Path, *, verify: bool = True, recut: bool = False)
 
     Raises:
         ConfigError: there is no complete checkpoint.
-        ModelError: all are broken; the error of the newest one.
+        ModelError: all are broken, or the newest one's weights were cut into other files since.
     """
-    whole, broken = _complete_checkpoints(folder), list[ModelError]()
+    whole, broken = _complete_checkpoints(folder), list[str]()
     for checkpoint in reversed(whole):
-        try:
-            if verify:
-                check_readable(checkpoint, recut=recut)
-        except ModelError as error:
-            broken.append(error)
-        else:
-            for why in broken:
-                print(f"going on from {checkpoint.name}, since a newer one is broken: {why}", flush=True)
+        why = _why_unreadable(checkpoint, recut=recut) if verify else None
+        if why is None:
+            for newer in broken:
+                print(f"going on from {checkpoint.name}, since a newer one is broken: {newer}", flush=True)
             return checkpoint
+        broken.append(why)
     if broken:
-        raise broken[0]
+        raise ModelError(
+            f"{broken[0]}. There is none before it that can be read: begin anew in another output_dir, or with "
+            "overwrite=True (--overwrite). save_total_limit=2 keeps a second checkpoint"
+        )
     skipped = "".join(f"; {path.name} {why}" for path, why in skipped_checkpoints(folder))
     raise ConfigError(
         f"No valid checkpoint found in output directory {folder}: there is no complete checkpoint to resume from. "
@@ -100,43 +109,48 @@ def newest_checkpoint(folder: Path, *, verify: bool = True, recut: bool = False)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    """The Trainer's, in the order in which they were saved; those that do not say it come first, by their steps."""
+    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(found, key=lambda path: (_sequence(path), int(path.name.removeprefix("checkpoint-"))))
+
+
+def _sequence(checkpoint: Path) -> int:
+    """How many checkpoints were saved in its folder up to this one; 0: it does not say it."""
+    manifest = _manifest(checkpoint)
+    return 0 if isinstance(manifest, str) else manifest.sequence
 
 
 def _complete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints that were written completely, the newest last."""
     _put_back(folder)
-    whole = [path for path in _checkpoints(folder) if why_not_whole(path) is None]
-    return sorted(whole, key=_order)
+    return [path for path in _checkpoints(folder) if why_not_whole(path) is None]
 
 
-def _order(checkpoint: Path) -> tuple[int, int]:
-    """When a checkpoint was written: its manifest counts those of the folder. Dates say nothing, since a copy has new
-    ones. Those of transformers' Trainer have no count, and come first, by their steps."""
-    try:
-        sequence = int(json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["sequence"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        sequence = 0
-    return sequence, int(checkpoint.name.removeprefix("checkpoint-"))
+def skipped_checkpoints(folder: Path) -> list[tuple[Path, str]]:
+    """Checkpoints that a run cannot go on from, and why. Their bytes are not read."""
+    return [(path, why) for path in _checkpoints(folder) if (why := why_not_whole(path)) is not None]
 
 
 def rotate_checkpoints(folder: Path, limit: int | None, best: str | None) -> None:
-    """Remove the oldest checkpoints of `folder` beyond `limit`, never the newest one and the best one.
+    """Remove the oldest checkpoints of `folder` beyond `limit` (None, 0: none), never the newest and the best one.
+
+    Those that are incomplete, or were found broken by this process, do not count, and go.
 
     Raises:
         OutputError: one cannot be removed.
     """
-    if not limit or limit < 0:
+    if limit is None or limit <= 0:
         return
-    found = sorted(_checkpoints(folder), key=lambda path: (why_not_whole(path) is None, *_order(path)))
-    kept = {found[-1]} if found else set()
-    kept |= {path for path in found if best is not None and path.resolve() == Path(best).resolve()}
-    num_left = len(found)
+    found = _checkpoints(folder)
+    usable = [path for path in found if _is_usable(path)]
+    kept = {*usable[-1:], *(path for path in found if best is not None and path.resolve() == Path(best).resolve())}
+    for path in reversed(usable):
+        if len(kept) < limit:
+            kept.add(path)
     for path in found:
-        if num_left > max(limit, len(kept)) and path not in kept:
+        if path not in kept:
             with written_to(folder):
                 remove_checkpoint(path)
-            num_left -= 1
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
@@ -150,10 +164,12 @@ def remove_checkpoint(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
 
 
-def skipped_checkpoints(folder: Path) -> list[tuple[Path, str]]:
-    """Checkpoints that a run cannot go on from, and why, in the order of their steps."""
-    found = sorted(_checkpoints(folder), key=lambda path: int(path.name.removeprefix("checkpoint-")))
-    return [(path, why) for path in found if (why := why_not_whole(path)) is not None]
+def _is_usable(checkpoint: Path) -> bool:
+    """Whether it counts: weights alone do too, and so do checkpoints of transformers' Trainer."""
+    if not (checkpoint / MANIFEST).is_file():
+        return (checkpoint / "trainer_state.json").is_file() and not (checkpoint / "run.json").is_file()
+    _, why = _verdicts.get(checkpoint.absolute(), (None, None))
+    return why is None and _why_incomplete(checkpoint) is None
 
 
 def why_not_whole(checkpoint: Path) -> str | None:
@@ -161,12 +177,8 @@ def why_not_whole(checkpoint: Path) -> str | None:
     if checkpoint.name in _replaced(checkpoint.parent):
         return "was to be replaced (overwrite=True) by a run that was killed before its first step"
     if (checkpoint / MANIFEST).is_file():
-        files = _manifest(checkpoint)
-        if files is None:
-            return f"has a {MANIFEST} that is broken"
-        if not any(name.startswith("states-") for name in files):
-            return "holds weights alone, without optimizer states"
-        return None
+        alone = None if any(checkpoint.glob("states-*")) else "holds weights alone, without optimizer states"
+        return _why_incomplete(checkpoint) or alone
     # transformers' Trainer writes trainer_state.json last.
     if (checkpoint / "trainer_state.json").is_file() and (checkpoint / "optimizer.pt").is_file():
         return None
@@ -182,12 +194,30 @@ def _replaced(folder: Path) -> list[str]:
     return found if isinstance(found, list) else []
 
 
+def _why_incomplete(checkpoint: Path) -> str | None:
+    """What the folder lacks of what its manifest names."""
+    manifest = _manifest(checkpoint)
+    if isinstance(manifest, str):
+        return manifest
+    names = _names(checkpoint)
+    lacking = sorted(manifest.files.keys() - names)
+    if _weights_cut_anew(checkpoint, names - manifest.files.keys()):
+        lacking = [name for name in lacking if not name.startswith("model")]
+    return f"lacks {lacking[0]}, so a part of it was removed" if lacking else None
+
+
+def _names(checkpoint: Path) -> set[str]:
+    """Its files but for the manifest."""
+    return {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()} - {MANIFEST}
+
+
 def write_manifest(checkpoint: Path) -> None:
     """Write the list of all files in the folder `checkpoint`, which is complete by that.
 
     Raises:
         OSError: it could not be written, or a file's bytes did not reach the disk.
     """
+    _verdicts.pop(checkpoint.absolute(), None)
     files = {}
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file() and path.name != MANIFEST:
@@ -195,18 +225,17 @@ def write_manifest(checkpoint: Path) -> None:
             files[name] = {"size": path.stat().st_size, "xxh3": checksums(path, name)}
             with path.open("rb") as file:
                 os.fsync(file.fileno())  # else the manifest may be on disk before what it names
-    sequence = 1 + max(
-        (_order(other)[0] for other in _checkpoints(checkpoint.parent) if other != checkpoint), default=0
-    )
-    manifest: dict[str, Any] = {"format": "offloadkit checkpoint", "version": _VERSION, "sequence": sequence}
-    manifest["files"] = files
+    beside = [*checkpoint.parent.glob("checkpoint-*"), *checkpoint.parent.glob(".checkpoint-*-old")]
+    manifest: dict[str, Any] = {"format": "offloadkit checkpoint", "version": _VERSION}
+    manifest |= {"sequence": 1 + max(map(_sequence, beside), default=0), "files": files}
     manifest["xxh3"] = _checksum_of(manifest)
     with written_beside(checkpoint / MANIFEST) as file:
         file.write(json.dumps(manifest, indent=1).encode())
         file.flush()
         os.fsync(file.fileno())
-    for folder in {path.parent for path in checkpoint.rglob("*")} | {checkpoint.parent}:
+    for folder in {path.parent for path in checkpoint.rglob("*")}:
         sync_folder(folder)
+    sync_name(checkpoint)
 
 
 def checksums(path: Path, name: str) -> list[str]:
@@ -223,8 +252,10 @@ def checksums(path: Path, name: str) -> list[str]:
 
         def of_piece(start: int) -> str:
             found = xxhash.xxh3_64(f"{name} {start}".encode())
-            piece = os.pread(file.fileno(), _PIECE_BYTES, start)
-            found.update(piece)  # without the GIL
+            end, memory = min(start + _PIECE_BYTES, size), memoryview(bytearray(min(_READ_BYTES, size)))
+            while start < end and (num_read := os.preadv(file.fileno(), [memory[: end - start]], start)):
+                found.update(memory[:num_read])  # without the GIL, as the reading
+                start += num_read
             return found.hexdigest()
 
         starts = range(0, max(size, 1), _PIECE_BYTES)
@@ -251,6 +282,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_name(path: Path) -> None:
+    """Have the name of `path` reach the disk, and those of the folders above it: they may be as new."""
+    for folder in path.absolute().parents:
+        with suppress(PermissionError):  # of others: not made by this process
+            sync_folder(folder)
+
+
 class _Saved(NamedTuple):
     """A file in a manifest."""
 
@@ -258,73 +296,101 @@ class _Saved(NamedTuple):
     checksums: list[str]
 
 
-def _manifest(checkpoint: Path) -> dict[str, _Saved] | None:
-    """Size and checksums of each file, by name. None: it cannot be read, or its own checksum is another.
+class _Manifest(NamedTuple):
+    sequence: int
+    files: dict[str, _Saved]
 
-    Raises:
-        ModelError: another version has written it.
-    """
+
+def _manifest(checkpoint: Path) -> _Manifest | str:
+    """A checkpoint's manifest, or why it cannot be read."""
     try:
         found = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        version = int(found["version"])
-        if version != _VERSION:
-            raise ModelError(
-                f"{checkpoint} was written by another version of offloadkit (format {version}, and this one reads "
-                f"{_VERSION}): go on with the version that wrote it"
-            )
-        files = {str(name): _Saved(int(each["size"]), list(each["xxh3"])) for name, each in found["files"].items()}
-        if found["xxh3"] != _checksum_of(found):
-            return None
-    except ModelError:
-        raise
+        if found["xxh3"] == _checksum_of(found):
+            if found["version"] != _VERSION:
+                return (
+                    f"was written by another version of offloadkit (format {found['version']}, and this one reads "
+                    f"{_VERSION})"
+                )
+            files = {str(name): _Saved(int(each["size"]), list(each["xxh3"])) for name, each in found["files"].items()}
+            return _Manifest(int(found["sequence"]), files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    return files
+        pass
+    return f"has a {MANIFEST} that is missing, cut or broken"
 
 
-def check_readable(checkpoint: Path, *, recut: bool = False) -> None:
+_verdicts: dict[Path, tuple[object, str | None]] = {}
+"""What reading a checkpoint's files has shown: their times and sizes then, and why it cannot be read."""
+
+
+def check_readable(checkpoint: Path, *, recut: bool = False, weights_alone: bool = False) -> None:
     """Check that the checkpoint is whole, and that every file has the bytes that were written.
 
-    All files are read, at the disk's rate. Of a checkpoint of transformers' Trainer, which has no checksums, only what
-    names the contents of each file is read.
+    All files are read, at the disk's rate; again only where they have changed since. Of a checkpoint of transformers'
+    Trainer, which has no checksums, only what names the contents of each file is read.
 
     Args:
         recut: whether weights may have been cut into other files since. Nothing then says that they are the same.
+        weights_alone: whether it need not have optimizer states.
 
     Raises:
-        ModelError: it is not whole, or a file is missing, cut, changed, or cannot be opened.
+        ModelError: it is not whole, or a file is missing, cut, changed, was put there later, or cannot be opened.
     """
+    why = _why_unreadable(checkpoint, recut=recut)
+    if why is None and not weights_alone and (lacks := why_not_whole(checkpoint)) is not None:
+        why = f"training cannot go on from {checkpoint}: it {lacks}"
+    if why is not None:
+        raise ModelError(f"{why}. {_what_then(checkpoint)}")
+
+
+def _why_unreadable(checkpoint: Path, *, recut: bool) -> str | None:
+    """Why the checkpoint cannot be read. Raises `ModelError` where that is for the user to say."""
     if not checkpoint.is_dir():
         raise ModelError(f"Can't find a valid checkpoint at {checkpoint}: it is no folder")
-    if (checkpoint / MANIFEST).is_file() and _manifest(checkpoint) is None:
-        raise ModelError(
-            f"{MANIFEST} of the checkpoint {checkpoint} cannot be read: it is cut or broken. {_what_then(checkpoint)}"
-        )
-    why = why_not_whole(checkpoint)
-    if why is not None:
-        raise ModelError(f"training cannot go on from {checkpoint}: it {why}. {_what_then(checkpoint)}")
-    saved = _manifest(checkpoint) or {} if (checkpoint / MANIFEST).is_file() else {}
-    names = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()} - {MANIFEST}
-    cut_anew = bool(saved) and _weights_cut_anew(checkpoint, names - saved.keys())
-    if cut_anew and not recut:
+    names, saved = _names(checkpoint), {}
+    if (checkpoint / MANIFEST).is_file():
+        manifest = _manifest(checkpoint)
+        if isinstance(manifest, str):
+            return f"{MANIFEST} of the checkpoint {checkpoint} cannot be used: the checkpoint {manifest}"
+        saved = manifest.files
+    elif (why := why_not_whole(checkpoint)) is not None:
+        return f"training cannot go on from {checkpoint}: it {why}"
+    if (cut_anew := bool(saved) and _weights_cut_anew(checkpoint, names - saved.keys())) and not recut:
         raise ModelError(
             f"the weights in {checkpoint} were cut into other files after it was written, so nothing says that they "
             "are those of its optimizer states: put the files of the run back, or pass "
             "offload=OffloadConfig(resume_incomplete=True) to go on with them"
         )
-    for name in sorted(names | saved.keys()):
-        cut: str | None = "it is missing"
-        if name in names and name in saved:
-            cut = _why_changed(checkpoint, name, saved[name]) or why_broken(checkpoint / name)
-        elif name in names:
-            cut = why_broken(checkpoint / name)
-        elif cut_anew and name.startswith("model"):
-            cut = None
-        if cut is not None:
-            raise ModelError(
-                f"{name} of the checkpoint {checkpoint} cannot be read ({cut}): it is cut or broken. "
-                f"{_what_then(checkpoint)}"
-            )
+    seen = [(name, os.stat(checkpoint / name)) for name in sorted({*names, *([MANIFEST] if saved else [])})]
+    times = [(name, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for name, each in seen]
+    before, why = _verdicts.get(checkpoint.absolute(), (None, None))
+    if before != (times, recut):
+        why = _first_broken(checkpoint, names, saved, cut_anew=cut_anew)
+        _verdicts[checkpoint.absolute()] = (times, recut), why
+    return why
+
+
+def _first_broken(checkpoint: Path, names: set[str], saved: dict[str, _Saved], *, cut_anew: bool) -> str | None:
+    """A sentence on the first file that is not as it was written. None: all are.
+
+    Args:
+        names: of the files that are there.
+        saved: those that were written; empty for a checkpoint of transformers' Trainer.
+        cut_anew: whether `names` has other files for the weights.
+    """
+    for name in (*sorted(saved.keys() - names), *sorted(names)):
+        is_cut_anew = cut_anew and name.startswith("model")
+        why: str | None
+        if name not in names:
+            why = None if is_cut_anew else "it is missing"
+        elif name in saved:
+            why = _why_changed(checkpoint, name, saved[name]) or why_broken(checkpoint / name)
+        elif saved and not is_cut_anew:
+            why = "it was put there later" if _NAMES_READ.fullmatch(name) else None
+        else:
+            why = why_broken(checkpoint / name)
+        if why is not None:
+            return f"{name} of the checkpoint {checkpoint} cannot be read ({why}): it is cut, broken or of another run"
+    return None
 
 
 def _why_changed(checkpoint: Path, name: str, saved: _Saved) -> str | None:
@@ -357,8 +423,9 @@ def _weights_cut_anew(checkpoint: Path, later: set[str]) -> bool:
 
 def _what_then(checkpoint: Path) -> str:
     others = [other.name for other in _complete_checkpoints(checkpoint.parent) if other != checkpoint]
-    then = f"resume=True (--resume) then goes on from {others[-1]}" if others else "there is none before it"
-    return f"Delete the folder {checkpoint}; {then}"
+    if not others:
+        return "There is no other one beside it"
+    return f"Delete the folder {checkpoint}; resume=True (--resume) then goes on from {others[-1]}"
 
 
 def why_broken(path: Path) -> str | None:
@@ -503,6 +570,7 @@ def written_beside(path: Path) -> Iterator[IO[bytes]]:
 def set_aside(folder: Path) -> Iterator[None]:
     """A context in which `folder` is written anew. After an error it is gone, or the old one is back."""
     old = _aside(folder)
+    put_back(folder)  # else the only whole one might be removed here
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -561,6 +629,7 @@ def put_in_place(folder: Path, save: Callable[[Path], None]) -> None:
             for leftover in (new, old):
                 shutil.rmtree(leftover, ignore_errors=True)
             new.mkdir(parents=True)
+            sync_name(new)
             save(new)
             for path in (*new.rglob("*"), new):
                 if path.is_dir():

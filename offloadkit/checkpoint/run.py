@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -199,15 +200,33 @@ def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunNumbe
     put_in_place(folder, write)
 
 
+def check_run(folder: Path, ranks: Ranks | None = None) -> None:
+    """Check all files of what `save_run` wrote, also where it was killed; with several ranks the first one reads them.
+
+    Raises:
+        ModelError: as `check_readable`.
+        RankError: it raised that on the first rank.
+    """
+    with nullcontext() if ranks is None else ranks.together("checking a checkpoint"):
+        if ranks is None or ranks.rank == 0:
+            put_back(folder)
+            check_readable(folder)
+
+
 def load_run(
-    folder: Path, numbers: RunNumbers, *, with_scheduler: bool, took_weights: Callable[[], None], rank: int = 0
+    folder: Path,
+    numbers: RunNumbers,
+    *,
+    with_scheduler: bool,
+    took_weights: Callable[[], None],
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Load what `save_run` wrote into the live tensors of `numbers`; random states too.
 
     Args:
         with_scheduler: whether it must hold a scheduler's state.
         took_weights: called when the weights are new, before the states are.
-        rank: whose random states to take; those of rank 0 where this one had none.
+        ranks: all of them read it together. Each takes its random states, or those of rank 0 where it had none.
 
     Returns:
         The values in `run.json`.
@@ -215,8 +234,7 @@ def load_run(
     Raises:
         ModelError, ConfigError: as `RunNumbers.check`, or it is not whole. Nothing is changed then.
     """
-    put_back(folder)
-    check_readable(folder)
+    check_run(folder, ranks)
     if not (folder / WEIGHT_FILE).is_file():
         raise ModelError(
             f"{folder} holds no {WEIGHT_FILE}: a Trainer has written it. Resume it with the Trainer, or with finetune"
@@ -224,7 +242,7 @@ def load_run(
     with SavedStates(folder) as saved, ArrayFile(folder / WEIGHT_FILE) as weights:
         values = numbers.check(folder, saved)
         check_weights(weights, numbers.weights)
-        states = _random_of(folder, rank)
+        states = _random_of(folder, 0 if ranks is None else ranks.rank)
         if with_scheduler and values.get("scheduler") is None:
             raise ConfigError(f"{folder} holds no scheduler: it was saved without one. Leave scheduler= out")
         load_weights(weights, numbers.weights)

@@ -515,6 +515,23 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             if not ours or not load_in_pieces(self.model, Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _load_best_model(self) -> None:
+        """As the Trainer, from weights that are those that were saved. (Private.)
+
+        Raises:
+            ModelError: they are not. The model keeps the newest weights.
+        """
+        best = Path(str(self.state.best_model_checkpoint))
+        if (best / MANIFEST).is_file():
+            try:
+                world.from_first("checking the best model", partial(check_readable, best, weights_alone=True))
+            except ModelError as error:
+                raise ModelError(
+                    f"{error}. It is the best model's: to have the newest weights instead, go on with "
+                    "resume_from_checkpoint=True (resume=True) and load_best_model_at_end=False"
+                ) from error
+        super()._load_best_model()
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load what `_save_optimizer_and_scheduler` wrote, or the Trainer's own files of earlier versions. (Private.)
 
@@ -665,7 +682,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
         Raises:
             ModelError: `resume_from_checkpoint` is not whole, or a file of it is cut.
-            ConfigError: it is True, and no checkpoint is whole.
+            ConfigError: it is True, and no checkpoint is complete. A broken one is named, and the one before is taken.
             NonFiniteGradientError: NaN or Inf gradients, unless `offload.on_nonfinite` is "skip".
             EngineStateError: another Trainer is inside `train()` on this model.
             RankError: another rank has died or failed.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from offloadkit import OffloadConfig, OffloadSeq2SeqTrainer
 from offloadkit.checkpoint import folder as folders
@@ -34,7 +34,7 @@ class TrainerOfBefore(OffloadSeq2SeqTrainer):
 
 def trainer(folder: Path, cls: type[OffloadSeq2SeqTrainer] = OffloadSeq2SeqTrainer, **options: Any) -> Any:
     args = arguments(folder, **(OPTIONS | options))
-    return cls(model=t5(dropout=0.1), args=args, train_dataset=seq2seq_rows())
+    return cls(model=t5(dropout=0.1), args=args, train_dataset=seq2seq_rows(), eval_dataset=seq2seq_rows())
 
 
 def weights(trained: Any) -> dict[str, torch.Tensor]:
@@ -176,6 +176,57 @@ def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monke
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
     again.train(resume_from_checkpoint=True)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("broken", ["flipped", "of another step", "missing", "manifest", "put there later"])
+def test_a_broken_checkpoint_falls_back_to_the_one_before_with_a_line(
+    broken: str, whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    before, newest = tmp_path / "checkpoint-2", tmp_path / "checkpoint-3"
+    name = {"manifest": "manifest.json", "put there later": "random-00001.json"}.get(broken, "model.safetensors")
+    if broken in ("flipped", "manifest"):
+        content = bytearray((newest / name).read_bytes())
+        content[-9] ^= 1
+        (newest / name).write_bytes(content)
+    elif broken == "of another step":
+        shutil.copy(before / name, newest / name)
+    elif broken == "put there later":
+        shutil.copy(before / "random.json", newest / name)
+    else:
+        (newest / name).unlink()
+    resumed = trainer(tmp_path, save_total_limit=1)
+    resumed.train(resume_from_checkpoint=True)
+    assert all(torch.equal(weight, whole[1][name]) for name, weight in weights(resumed).items())
+    if broken in ("missing", "manifest"):  # they do not count, without reading any file
+        assert newest_checkpoint(tmp_path) == newest, "it was written anew"
+    else:
+        assert f"{name} of the checkpoint {newest} cannot be read" in (said := capsys.readouterr().out)
+        assert "going on from checkpoint-2, since a newer one is broken: " in said
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+    check_readable(newest)
+
+
+def test_a_best_model_that_is_broken_is_refused_by_name(tmp_path: Path) -> None:
+    options = {
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "loss",
+    }
+    mine = trainer(tmp_path, **options)
+
+    class Flips(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                path = Path(state.best_model_checkpoint) / "model.safetensors"
+                content = bytearray(path.read_bytes())
+                content[-1] ^= 64
+                path.write_bytes(content)
+
+    mine.add_callback(Flips())
+    with pytest.raises(ModelError, match=r"^model\.safetensors of .*its bytes from 0 on.*load_best_model_at_end=False"):
+        mine.train()
 
 
 def test_weights_alone_are_not_gone_on_from(tmp_path: Path) -> None:

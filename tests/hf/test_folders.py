@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import T5ForConditionalGeneration, TrainingArguments
 
 from offloadkit import OffloadTrainer
@@ -19,11 +21,13 @@ from offloadkit.checkpoint.folder import (
     newest_checkpoint,
     put_in_place,
     rotate_checkpoints,
+    set_aside,
+    skipped_checkpoints,
     writable,
     write_manifest,
     written_to,
 )
-from offloadkit.errors import ConfigError, EngineStateError, OutputError
+from offloadkit.errors import ConfigError, EngineStateError, ModelError, OutputError
 from tests.hf.tiny import llama_config, t5_config
 
 TORCH_ERROR = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 345344 vs 345232")
@@ -31,51 +35,101 @@ RUST_ERROR = SafetensorError("Error while serializing: I/O error: No space left 
 FULL = [OSError(28, "No space left on device"), RUST_ERROR, TORCH_ERROR]
 
 
-def checkpoint(folder: Path, step: int, written: int) -> Path:
+def checkpoint(folder: Path, step: int) -> Path:
+    """As a run writes it, but for what its files hold."""
     path = folder / f"checkpoint-{step}"
     path.mkdir()
-    for name in ("optimizer.pt", "trainer_state.json"):
-        (path / name).touch()
-        os.utime(path / name, (written, written))
-    return path
-
-
-def of_ours(folder: Path, step: int) -> Path:
-    path = checkpoint(folder, step, written=1_000)
-    (path / "optimizer.pt").unlink()
-    (path / "trainer_state.json").write_text("{}")
-    (path / "states-00000-of-00001.json").write_text("{}")
+    for name in ("run.json", "trainer_state.json"):
+        (path / name).write_text("{}")
+    save_file({}, path / "states-00000-of-00001.safetensors")
     write_manifest(path)
     return path
 
 
-def test_the_newest_checkpoint_is_the_last_one_written_whatever_dates_and_a_longer_run_before_say(
-    tmp_path: Path,
+def of_transformers(folder: Path, step: int) -> Path:
+    path = folder / f"checkpoint-{step}"
+    path.mkdir()
+    for name in ("optimizer.pt", "trainer_state.json"):
+        (path / name).touch()
+    return path
+
+
+def test_the_newest_checkpoint_is_the_last_one_written_whatever_a_longer_run_before_left(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    of_transformers(folder, 900)
+    newest = of_transformers(folder, 1000)
+    assert newest_checkpoint(folder, verify=False) == newest, "they say no more than their steps"
+    for step in (120, 20, 30):
+        newest = checkpoint(folder, step)
+        assert newest_checkpoint(folder) == newest
+    for step in (30, 20, 120):
+        os.utime(folder / f"checkpoint-{step}" / "manifest.json")
+    shutil.copytree(folder, tmp_path / "copy")
+    assert newest_checkpoint(folder) == newest
+    assert newest_checkpoint(tmp_path / "copy").name == newest.name
+
+
+def test_a_run_that_fell_back_is_newer_than_the_broken_one_and_what_is_broken_is_not_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    older = of_ours(tmp_path, 120)
-    ours = of_ours(tmp_path, 20)
-    os.utime(older / "manifest.json")
-    assert newest_checkpoint(tmp_path) == ours
-    copied = tmp_path / "copy"
-    copied.mkdir()
-    for path in (ours, older):  # `cp -r` gives new dates
-        shutil.copytree(path, copied / path.name)
-        os.utime(copied / path.name / "manifest.json")
-    assert newest_checkpoint(copied) == copied / ours.name
-    (copied / ours.name / "trainer_state.json").write_text("[]")
-    assert newest_checkpoint(copied) == copied / older.name, "a broken one falls back to the one before"
+    for step in (10, 20, 30):
+        newest = checkpoint(tmp_path, step)
+    (newest / "run.json").write_text("[]")
+    assert newest_checkpoint(tmp_path).name == "checkpoint-20"
+    says = (
+        r"going on from checkpoint-20, since a newer one is broken: run\.json of the checkpoint .*checkpoint-30 cannot"
+    )
+    assert re.match(says, capsys.readouterr().out)
+    newest = checkpoint(tmp_path, 25)
+    assert newest_checkpoint(tmp_path) == newest
+    (tmp_path / "checkpoint-10" / "states-00000-of-00001.safetensors").unlink()  # it was half removed
+    assert [(path.name, why) for path, why in skipped_checkpoints(tmp_path)] == [
+        ("checkpoint-10", "lacks states-00000-of-00001.safetensors, so a part of it was removed")
+    ]
+    rotate_checkpoints(tmp_path, 2, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-20", "checkpoint-25"]
 
 
-def test_the_oldest_checkpoints_go_but_neither_the_newest_nor_the_best(tmp_path: Path) -> None:
-    for step in (50, 10, 20, 30):
-        of_ours(tmp_path, step)
-    rotate_checkpoints(tmp_path, 2, str(tmp_path / "checkpoint-50"))
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-50", "checkpoint-30"}
-    of_ours(tmp_path, 5)
-    rotate_checkpoints(tmp_path, 1, str(tmp_path / "checkpoint-50"))
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-50", "checkpoint-5"}
-    rotate_checkpoints(tmp_path, 1, None)
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-5"}
+def test_when_no_checkpoint_can_be_read_the_line_says_that_there_is_none_before(tmp_path: Path) -> None:
+    (checkpoint(tmp_path, 10) / "trainer_state.json").write_text("[]")
+    with pytest.raises(
+        ModelError, match=r"^trainer_state\.json of .*There is none before it that can be read: .*save_total_limit=2"
+    ):
+        newest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "left"),
+    [
+        *((None, None, [1, 2, 3, 4]), (0, None, [1, 2, 3, 4]), (1, None, [4]), (2, None, [3, 4]), (1, 2, [2, 4])),
+        *((2, 2, [2, 4]), (3, 2, [2, 3, 4]), (3, 4, [2, 3, 4]), (9, 1, [1, 2, 3, 4])),
+    ],
+)
+def test_the_limit_keeps_the_newest_and_the_best(
+    limit: int | None, best: int | None, left: list[int], tmp_path: Path
+) -> None:
+    """As transformers counts them."""
+    for step in (1, 2, 3, 4):
+        checkpoint(tmp_path, step)
+    rotate_checkpoints(tmp_path, limit, None if best is None else str(tmp_path / f"checkpoint-{best}"))
+    assert sorted(int(path.name.removeprefix("checkpoint-")) for path in tmp_path.iterdir()) == left
+
+
+def test_a_new_save_under_the_name_of_an_older_one_puts_back_what_a_kill_had_left_beside(tmp_path: Path) -> None:
+    """The old one was set aside, and the new one was begun."""
+    path = checkpoint(tmp_path, 5)
+    path.rename(tmp_path / ".checkpoint-5-old")
+    path.mkdir()
+
+    def killed() -> None:
+        with set_aside(path):
+            path.mkdir()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        killed()
+    assert newest_checkpoint(tmp_path) == path
 
 
 def test_an_output_folder_that_is_a_file_says_so(tmp_path: Path) -> None:
