@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 from offloadkit import __version__
-from offloadkit.errors import OffloadkitError
+from offloadkit.errors import OffloadkitError, TrainingStoppedError
 from offloadkit.starting import collector_off, is_loaded, say
 
 app = typer.Typer(
@@ -82,6 +82,9 @@ def _command(command: Command) -> Command:
             if not is_loaded("torch"):
                 say("loading torch and transformers")
             return command(*args, **kwargs)
+        except TrainingStoppedError as error:
+            typer.echo(f"\n{error}", err=True)
+            raise typer.Exit(128 + error.signal) from error
         except OffloadkitError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from error
@@ -216,6 +219,10 @@ def train(
     compile_blocks: Annotated[
         bool, typer.Option("--compile-blocks", help="Faster steps, after a first one that compiles for minutes.")
     ] = False,
+    grace_seconds: Annotated[
+        float, typer.Option(help="Seconds from SIGTERM or SIGHUP to the end, in which a save must fit.")
+    ] = 25.0,
+    save_minutes: Annotated[float | None, typer.Option(help="Save after so many minutes, too.")] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the order of rows, dropout and random weights.")] = 0,
     num_gpus: Annotated[int | None, typer.Option(help="Train on so many GPUs of this machine. Default: one.")] = None,
@@ -277,6 +284,8 @@ def train(
         retry_leaner=retry_leaner,
         verbose=verbose,
         compile_blocks=compile_blocks,
+        grace_seconds=grace_seconds,
+        save_minutes=save_minutes,
         **wishes,
     )
     typer.echo(result)

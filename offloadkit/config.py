@@ -173,6 +173,13 @@ class OffloadConfig:
     """What a NaN or Inf in the gradients does. The step is never applied; "raise" ends training with an error at the
     next boundary, "skip" warns and goes on."""
 
+    grace_seconds: float = field(default=25.0, compare=False)
+    """Seconds from SIGTERM or SIGHUP to the end of the process. A Trainer saves within them where saves so far were
+    fast enough, and else names the newest checkpoint."""
+
+    save_minutes: float | None = field(default=None, compare=False)
+    """Minutes after which a Trainer saves, beside its `save_strategy`; by rank 0's clock."""
+
     resume_incomplete: bool = field(default=False, compare=False)
     """Whether a Trainer may go on from a checkpoint that lacks weights, or from one of transformers' Trainer that lacks
     the scheduler's state or the random states. Otherwise such a checkpoint is refused: the run that goes on would not
@@ -186,6 +193,11 @@ class OffloadConfig:
         for name in ("learning_rate", "eps", "weight_decay"):
             if not _is_number(value := getattr(self, name)) or not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be a number >= 0, got {value!r}")
+        if not _is_number(self.grace_seconds) or not 0 <= self.grace_seconds < float("inf"):
+            raise ConfigError(f"grace_seconds must be a number of seconds >= 0, got {self.grace_seconds!r}")
+        minutes = self.save_minutes
+        if minutes is not None and not (_is_number(minutes) and 0 < minutes < float("inf")):
+            raise ConfigError(f"save_minutes must be a positive number of minutes, or None; got {minutes!r}")
         if not isinstance(self.optimizer, str):
             raise ConfigError(f"optimizer must be a name such as 'adamw' or 'lion', got {self.optimizer!r}")
         if self.betas is not None:

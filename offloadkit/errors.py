@@ -49,6 +49,16 @@ class NonFiniteGradientError(OffloadkitError, ArithmeticError):
     """A gradient held NaN or Inf; the step was not applied."""
 
 
+class TrainingStoppedError(OffloadkitError, RuntimeError):
+    """SIGTERM or SIGHUP has ended training: the machine is taken back, or its user's connection has ended.
+
+    Attributes:
+        signal: its number.
+    """
+
+    signal = 15
+
+
 class OutOfRamError(OffloadkitError, MemoryError):
     """Free RAM fell below a minimum. Training stopped before the system would have killed it."""
 

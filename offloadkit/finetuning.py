@@ -45,6 +45,9 @@ What the arguments of `finetune` take:
 - `precision` of the optimizer states; `vram` and `ram` that may be used ("8GiB"; None: what is free);
   `compile_blocks` for faster steps after a first one that takes minutes. They go before those of `offload`, which
   sets what `TrainingArguments` do not.
+- `grace_seconds`: seconds from SIGTERM or SIGHUP (a machine that is taken back) to the end of the process. The step is
+  finished and saved if saves so far were fast enough for that, and a `TrainingStoppedError` names the checkpoint.
+- `save_minutes`: save after so many minutes, beside `save_strategy`.
 - `callbacks`, `compute_metrics`: as HuggingFace's Trainer takes them. What `compute_metrics` returns is in
   `FinetuneResult.metrics`, its names begin with "eval_". It gets logits; with `predict_with_generate=True` the tokens
   that an encoder-decoder writes.
@@ -305,6 +308,8 @@ def finetune(
     vram: int | str | None = None,
     ram: int | str | None = None,
     compile_blocks: bool | None = None,
+    grace_seconds: float | None = None,
+    save_minutes: float | None = None,
     init: Literal["pretrained", "random"] = "pretrained",
     max_input_length: int | None = None,
     max_target_length: int | None = None,
@@ -334,6 +339,7 @@ def finetune(
         DataError, ModelError, ModelNotFoundError, ModelAccessError: the dataset or the model will not do.
         DoesNotFitError: what the plan needs is not there; found out before anything is downloaded or loaded.
         OutOfVramError: the GPU's memory is full, and no leaner plan is left.
+        TrainingStoppedError: SIGTERM or SIGHUP came. The step was finished, and saved if `grace_seconds` were enough.
         NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
         RankError: a process of `num_gpus` was killed. An error on one of them ends all and is raised here.
     """
@@ -363,7 +369,15 @@ def finetune(
     if retry_leaner:
         why = "retry_leaner has no effect and will be removed: a full GPU always makes training go on by a leaner plan"
         warnings.warn(why, FutureWarning, stacklevel=8)
-    offload = with_wishes(offload, vram=vram, ram=ram, precision=precision, compile_blocks=compile_blocks)
+    offload = with_wishes(
+        offload,
+        vram=vram,
+        ram=ram,
+        precision=precision,
+        compile_blocks=compile_blocks,
+        grace_seconds=grace_seconds,
+        save_minutes=save_minutes,
+    )
     dtype = _working_dtype(offload, training_arguments)
     offload = with_wishes(offload, working_dtype=dtype)
     check_there(train_dataset)
@@ -601,7 +615,7 @@ class TrainingRun:
         trainer = self._trainer(model, plan)
         if trainer.is_world_process_zero():
             trainer.add_callback(AfterAStep(self.earlier.remove_checkpoints))
-        trainer.add_callback(asks := AsksTheMonitor(self.monitor, trainer.any_rank))
+        trainer.add_callback(asks := AsksTheMonitor(self.monitor, trainer.any_flag, **trainer.stopping_options()))
         self.monitor.plan = plan
         with closing(asks), ExitStack() as opened:
             opened.enter_context(closing(trainer))
@@ -634,7 +648,7 @@ class TrainingRun:
         show_progress(trainer)
         if trainer.is_world_process_zero():
             trainer.add_callback(AfterAStep(self.earlier.remove_checkpoints))
-        trainer.add_callback(asks := AsksTheMonitor(self.monitor, trainer.any_rank))
+        trainer.add_callback(asks := AsksTheMonitor(self.monitor, trainer.any_flag))
         with closing(asks), ExitStack() as opened:
             opened.enter_context(closing(trainer))
             found = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

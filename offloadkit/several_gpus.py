@@ -167,7 +167,8 @@ class _Shown:
 
     def stops(self) -> bool:
         """Whether the user wants to stop."""
-        return self._monitor is not None and self._monitor.stop_requested
+        stop = None if self._monitor is None else self._monitor.stop
+        return stop is not None and stop.requested and not stop.ends_process  # `launch` forwards other signals
 
     def close(self, state: State) -> None:
         """End the monitor, if it was begun."""

@@ -20,7 +20,7 @@ ROWS = [
     {"errors"},
     {"units"},
     {"deepspeed_config"},
-    {"config", "telemetry", "hardware", "changes", "starting"},
+    {"config", "telemetry", "hardware", "changes", "starting", "stopping"},
     {"optim"},
     {"kernels", "planner"},
     {"device"},
@@ -39,7 +39,7 @@ ROWS = [
     {"cli"},
 ]
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
-MONITOR_SEES = {"monitor", "planner", "device", "hardware", "telemetry", "errors", "units"}
+MONITOR_SEES = {"stopping", "monitor", "planner", "device", "hardware", "telemetry", "errors", "units"}
 ENTRY_POINTS = {"__init__", "__main__"}
 
 NUMERIC_CORE = {name for name, rank in RANK.items() if rank <= RANK["engine"]}

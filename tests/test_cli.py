@@ -21,6 +21,7 @@ from offloadkit import OffloadConfig
 from offloadkit.cli import app
 from offloadkit.comparing import comparison, sweeping
 from offloadkit.engines import forecast, runner
+from offloadkit.errors import TrainingStoppedError
 from tests.comparing.made_up import T5_3B
 
 
@@ -90,6 +91,16 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / "checkpoint-3" / name).touch()
     done = run("train", "model", "data.jsonl", "--output", str(tmp_path))
     assert f"interrupted; --resume goes on from {tmp_path / 'checkpoint-3'}" in done.stderr
+
+
+def test_sigterm_exits_with_its_number_and_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise TrainingStoppedError("SIGTERM has ended training. checkpoint-3: --resume")
+
+    monkeypatch.setattr(importlib.import_module("offloadkit.finetuning"), "finetune", stopped)
+    done = run("train", "model", "data.jsonl")
+    assert done.exit_code == 143
+    assert "SIGTERM has ended training. checkpoint-3: --resume" in done.stderr
 
 
 def test_switches_of_train_are_those_of_finetune(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -170,16 +169,27 @@ def test_resume_goes_on_from_the_newest_complete_checkpoint(tmp_path: Path, caps
 @pytest.mark.parametrize(
     "name", ["states-00000-of-00001.safetensors", "run.json", "model.safetensors", "trainer_state.json", "config.json"]
 )
-def test_resuming_from_a_file_that_was_cut_names_it_and_what_to_delete(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_with_a_file_that_was_cut_falls_back_to_the_one_before_and_the_last_is_refused_by_name(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options: dict[str, Any] = {"output_dir": tmp_path, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-    finetune(t5(), PAIRS, save_total_limit=2, **options)
-    for step, then in ((2, r"resume=True \(--resume\) then goes on from checkpoint-1"), (1, "there is none before it")):
-        cut = tmp_path / f"checkpoint-{step}" / name
-        os.truncate(cut, cut.stat().st_size * 2 // 3)
-        said = rf"^{name} of the checkpoint {cut.parent} cannot be read \(.*Delete the folder {cut.parent}; {then}$"
-        with pytest.raises(ModelError, match=said):
-            finetune(t5(), PAIRS, resume=True, **options)
-        shutil.rmtree(cut.parent)
+    whole = finetune(t5(), PAIRS, save_total_limit=2, **options).model.state_dict()
+
+    def cut(step: int) -> Path:
+        path = tmp_path / f"checkpoint-{step}" / name
+        os.truncate(path, path.stat().st_size * 2 // 3)
+        return path
+
+    newest = cut(2)
+    resumed = finetune(t5(), PAIRS, resume=True, **options).model.state_dict()
+    assert all(torch.equal(weight, whole[key]) for key, weight in resumed.items())
+    said = f"going on from checkpoint-1, since a newer one is broken: {name} of the checkpoint {newest.parent} cannot"
+    assert said in capsys.readouterr().out
+    cut(2)
+    oldest = cut(1)
+    said = rf"^{name} of the checkpoint {oldest.parent} cannot be read \(.*{oldest.parent}; there is none before it$"
+    with pytest.raises(ModelError, match=said):
+        finetune(t5(), PAIRS, resume=True, **options)
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from offloadkit.errors import ConfigError, RankError
 from offloadkit.hardware import num_cores
+from offloadkit.stopping import forwarded
 
 Link = connection.Connection
 
@@ -100,6 +101,16 @@ def _kill(ranks: Sequence[_Rank]) -> None:
 
 def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops: Callable[[], bool]) -> None:
     """Wait until all ranks have returned, or raise why they have not."""
+
+    def tell(number: int) -> None:
+        for each in ranks:
+            each.say(f"signal {number}")
+
+    with forwarded(tell):
+        _wait_for(ranks, hear, stops)
+
+
+def _wait_for(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops: Callable[[], bool]) -> None:
     asked_to_stop, until = False, float("inf")
     while not all(each.has_returned for each in ranks):
         if not asked_to_stop and stops():
@@ -361,8 +372,10 @@ class _Parent:
         """Do what it says; end with it."""
         try:
             while True:
-                if self.link.recv() == "stop":
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                word = self.link.recv()
+                if word == "stop" or word.startswith("signal "):
+                    number = signal.SIGINT if word == "stop" else int(word.removeprefix("signal "))
+                    signal.pthread_kill(threading.main_thread().ident or 0, number)
                 else:
                     self.ends.set()
         except (EOFError, OSError):

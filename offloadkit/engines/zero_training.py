@@ -159,6 +159,10 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
         """Whether something is so on any rank."""
         return self._sum_over_ranks(int(here)) > 0
 
+    def any_flag(self, flags: int) -> int:
+        """The flags, bits, that are set on any rank."""
+        return sum(1 << bit for bit in range(4) if self.any_rank(bool(flags >> bit & 1)))
+
     def _sum_over_ranks(self, number: int) -> int:
         if world.size() == 1:
             return number

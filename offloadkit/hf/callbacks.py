@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from offloadkit.hf.quiet import is_live, progress_bars
 from offloadkit.monitor.monitor import Monitor
+from offloadkit.stopping import Stop
 
 
 class AfterAStep(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -81,38 +83,76 @@ class TrainingProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
             print(line, flush=True)
 
 
-class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Starts the monitor when the weights are in place, and ends training when the monitor requests it.
+_ASKED, _DUE, _ENDS, _NO_TIME = 1, 2, 4, 8
+
+
+class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Ends training after a step where a button or a signal requests it, and saves when some minutes have passed.
 
     Training then writes the checkpoint that an uninterrupted run would write after the current step. So it does where
     another callback ends training after a step, unless no checkpoints are wanted, or the best model: then that epoch's
-    evaluation counts. Add this callback last: those before it decide what happens at the end of a step and of an epoch.
-    While a monitor is drawn, libraries show no progress bars; `close` ends that.
+    evaluation counts. After SIGTERM or SIGHUP it is written at once, if it fits into the seconds that are left.
+    Add this callback last: those before it decide what happens at the end of a step and of an epoch.
 
     Attributes:
-        stopped: whether training ended by that request.
+        stop: the request. It may be made on any rank.
+        stopped: whether training ended by it.
+        ended_by: the number of the signal that ended it, SIGTERM or SIGHUP; None for another reason.
     """
 
-    def __init__(self, monitor: Monitor, any_rank: Callable[[bool], bool]) -> None:
-        """any_rank: whether something is so on any rank: an interrupt may reach one of them a step earlier."""
-        self._monitor, self._any_rank = monitor, any_rank
-        self._quiet = ExitStack()
+    def __init__(
+        self,
+        stop: Stop,
+        any_flag: Callable[[int], int],
+        *,
+        grace_seconds: float = 25.0,
+        save_minutes: float | None = None,
+        save_seconds: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """
+        Args:
+            any_flag: the flags that are set on any rank; all of them ask together.
+            grace_seconds, save_minutes: as in `OffloadConfig`.
+            save_seconds: how long the slowest save took so far.
+        """
+        self.stop, self._any_flag = stop, any_flag
+        self._grace_seconds, self._save_minutes, self._save_seconds = grace_seconds, save_minutes, save_seconds
+        self._saved_at = time.monotonic()
         self._is_cut_short = False
         self.stopped = False
-
-    def close(self) -> None:
-        """Show progress bars again as before."""
-        self._quiet.close()
+        self.ended_by: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._is_cut_short = self.stopped = False
-        self._monitor.total_steps, self._monitor.steps_before = state.max_steps, state.global_step
-        if self._monitor.is_drawn:
-            self._quiet.enter_context(progress_bars(False))
-        self._monitor.start()
+        self.ended_by = None
+        self._saved_at = time.monotonic()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._saved_at = time.monotonic()
+
+    def has_time_to_save(self) -> bool:
+        """Whether a save fits into what is left of the seconds after a signal."""
+        if self.stop.signal is None:
+            return True
+        return self._save_seconds() <= self._grace_seconds - (time.monotonic() - self.stop.signal[1])
+
+    def _flags(self, args: Any) -> int:
+        flags = _ASKED if self.stop.requested else 0
+        if self.stop.ends_process:
+            flags |= _ENDS | (0 if self.has_time_to_save() else _NO_TIME)
+        minutes = (time.monotonic() - self._saved_at) / 60
+        if self._save_minutes is not None and args.process_index == 0 and minutes >= self._save_minutes:
+            flags |= _DUE
+        return self._any_flag(flags)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        asked = self._any_rank(self._monitor.stop_requested)
+        flags = self._flags(args)
+        if flags & _DUE:
+            control.should_save = True
+        if flags & _ENDS:
+            self._end(args, state, control, saves=not flags & _NO_TIME)
+            return
+        asked = bool(flags & _ASKED)
         by_others = control.should_training_stop and args.save_strategy != "no" and not args.load_best_model_at_end
         if not (asked or by_others) or state.global_step >= state.max_steps:
             return
@@ -122,6 +162,17 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
             return
         self.stopped = control.should_training_stop = True
         control.should_save = self._is_cut_short
+        self._keep_it(args, state)
+
+    def _end(self, args: Any, state: Any, control: Any, *, saves: bool) -> None:
+        """SIGTERM or SIGHUP, here or on another rank."""
+        here = self.stop.signal
+        self.ended_by = signal.SIGTERM if here is None else here[0]
+        self.stopped = self._is_cut_short = control.should_training_stop = True
+        control.should_evaluate, control.should_save = False, saves
+        self._keep_it(args, state)
+
+    def _keep_it(self, args: Any, state: Any) -> None:
         args.save_only_model = False  # a checkpoint of weights alone cannot be resumed
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             args.save_total_limit = 2  # else only the best model's checkpoint would be kept
@@ -133,6 +184,29 @@ class AsksTheMonitor(TrainerCallback):  # type: ignore[misc, unused-ignore]
             control.should_save = control.should_evaluate = False
         elif self.stopped:
             control.should_save = True
+
+
+class AsksTheMonitor(StopsWhenAsked):
+    """Starts the monitor when the weights are in place, and ends training when the monitor requests it.
+
+    While a monitor is drawn, libraries show no progress bars; `close` ends that.
+    """
+
+    def __init__(self, monitor: Monitor, any_flag: Callable[[int], int], **options: Any) -> None:
+        """Takes the options of `StopsWhenAsked`."""
+        super().__init__(monitor.stop, any_flag, **options)
+        self._monitor, self._quiet = monitor, ExitStack()
+
+    def close(self) -> None:
+        """Show progress bars again as before."""
+        self._quiet.close()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        super().on_train_begin(args, state, control, **more)
+        self._monitor.total_steps, self._monitor.steps_before = state.max_steps, state.global_step
+        if self._monitor.is_drawn:
+            self._quiet.enter_context(progress_bars(False))
+        self._monitor.start()
 
 
 def _numbers(logs: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ micro-batch of an evaluation (`OffloadEngine.evaluates`).
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -32,6 +33,7 @@ from functools import partial
 from inspect import signature
 from math import isfinite
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod, WeakSet
 
@@ -64,8 +66,16 @@ from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
 from offloadkit.engine import OffloadEngine, check_not_wrapped, is_trained
-from offloadkit.errors import ConfigError, DataError, EngineStateError, ModelError, RepeatWindowError
+from offloadkit.errors import (
+    ConfigError,
+    DataError,
+    EngineStateError,
+    ModelError,
+    RepeatWindowError,
+    TrainingStoppedError,
+)
 from offloadkit.hf.arguments import check_arguments, check_optim, engine_config, left_to_the_engine
+from offloadkit.hf.callbacks import StopsWhenAsked
 from offloadkit.hf.dealing import TARGETS, Counted, DealtBatches, GatheredRows, deal, without_targets
 from offloadkit.hf.hub import readable_push_errors
 from offloadkit.hf.load import fill
@@ -79,6 +89,7 @@ from offloadkit.offload.unread import is_unread, make_real
 from offloadkit.outline import chooses, plan_for
 from offloadkit.planner import Plan
 from offloadkit.planner.plan import check_fits
+from offloadkit.stopping import Stop
 from offloadkit.telemetry import Telemetry
 from offloadkit.units import parse_bytes
 
@@ -138,6 +149,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._num_micro_batches = 1
         self._target_share: torch.Tensor | float | None = None
         self._filters_losses = True
+        self._save_seconds = 0.0
+        self._stops: StopsWhenAsked | None = None
         self._window_losses: list[torch.Tensor] = []
         self._unfinished = self._begins = self._is_saving = self._is_in_loop = False
         self._unplanned = ""
@@ -589,6 +602,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if self.engine is not None:
             self.engine.synchronize()  # on all ranks: rank 0 then reads the weights by itself
         self.args.save_total_limit, self._is_saving = None, True
+        began = time.monotonic()
         try:
             replaced = set_aside(folder) if self.args.should_save else nullcontext()
             with self._phase("saving"), written_to(output), replaced:
@@ -601,6 +615,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                     self.engine.last_checkpoint = folder.absolute()
         finally:
             self.args.save_total_limit, self._is_saving = limit, False
+            self._save_seconds = max(self._save_seconds, time.monotonic() - began)
         if self.args.should_save:
             rotate_checkpoints(output, limit, self.state.best_model_checkpoint)
 
@@ -609,7 +624,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         try:
             return super()._evaluate(trial, *args, **kwargs)
         except Exception as error:
-            if self.control.should_save and self.args.world_size == 1:
+            ends = isinstance(error, TrainingStoppedError)
+            due = self.control.should_save or (ends and self.args.save_strategy != "no")
+            if ends and self._stops is not None and not self._stops.has_time_to_save():
+                due = False
+            if due and self.args.world_size == 1:
                 try:
                     self._save_checkpoint(self.model, trial)
                     error.add_note(
@@ -686,12 +705,45 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             NonFiniteGradientError: NaN or Inf gradients, unless `offload.on_nonfinite` is "skip".
             EngineStateError: another Trainer is inside `train()` on this model.
             RankError: another rank has died or failed.
+            TrainingStoppedError: SIGTERM or SIGHUP came. The step was finished, and saved if there was time.
+            KeyboardInterrupt: Ctrl-C. The step was finished and saved; a second Ctrl-C breaks it off.
             OutputError: another run writes into `args.output_dir`, or it cannot be made.
         """
-        with ExitStack() as claims:
+        with ExitStack() as opened:
             if self.args.save_strategy != "no":
-                world.from_first("claiming output_dir", partial(self._claim, claims))
-            return self._train(resume_from_checkpoint, *args, **kwargs)
+                world.from_first("claiming output_dir", partial(self._claim, opened))
+            stops = next((each for each in self.callback_handler.callbacks if isinstance(each, StopsWhenAsked)), None)
+            if stops is None:
+                stops = StopsWhenAsked(Stop(), self.any_flag, **self.stopping_options())
+                self.add_callback(stops)
+                opened.callback(self.remove_callback, stops)
+                stops.stop.catch_signals()
+                opened.callback(stops.stop.let_signals_go)
+                interrupts = True
+            else:
+                interrupts = False
+            self._stops = stops
+            output = self._train(resume_from_checkpoint, *args, **kwargs)
+            if stops.ended_by is not None:
+                raise self._stopped_by(stops.ended_by)
+            if stops.stopped and interrupts:
+                error = KeyboardInterrupt()
+                error.add_note(self._where_it_is(stops.stopped))
+                raise error
+            return output
+
+    def _stopped_by(self, number: int) -> TrainingStoppedError:
+        """The error for a training that SIGTERM or SIGHUP has ended."""
+        error = TrainingStoppedError(f"{Signals(number).name} has ended training. {self._where_it_is(True)}")
+        error.signal = number
+        return error
+
+    def _where_it_is(self, stopped: bool) -> str:
+        newest = None if self.engine is None else self.engine.last_checkpoint
+        done = f"{self.state.global_step} of {self.state.max_steps} steps were done"
+        if newest is None:
+            return f"{done}, and there is no checkpoint"
+        return f"{done}; the newest checkpoint is {newest}: resume from it (finetune: resume=True, --resume)"
 
     def _claim(self, claims: ExitStack) -> None:
         """Claim the output folder for this run. Raises `OutputError`."""
@@ -859,6 +911,19 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         ranks = None if self.engine is None else self.engine.ranks
         return yes if ranks is None else bool(ranks.agree(np.array([int(yes)])).any())
 
+    def any_flag(self, flags: int) -> int:
+        """The flags, bits of an int64, that are set on any rank. All of them must ask together."""
+        ranks = None if self.engine is None else self.engine.ranks
+        return flags if ranks is None else int(np.bitwise_or.reduce(ranks.agree(np.array([flags]))[:, 0]))
+
+    def stopping_options(self) -> dict[str, Any]:
+        """The options of `StopsWhenAsked` that this Trainer knows."""
+        return {
+            "grace_seconds": self.offload.grace_seconds,
+            "save_minutes": self.offload.save_minutes,
+            "save_seconds": lambda: self._save_seconds,
+        }
+
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer. Before any training, the model is first moved to the device.
 
@@ -888,6 +953,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer. If the GPU is full, the engine moves to a leaner plan, and the micro-batch is repeated."""
+        stops = self._stops
+        if self._is_in_loop and self.args.world_size == 1 and stops is not None and stops.stop.ends_process:
+            signal = stops.stop.signal
+            raise self._stopped_by(15 if signal is None else signal[0])
         run = partial(super().prediction_step, *args, **kwargs)
         return run() if self.engine is None else self.engine.evaluates(run)
 

@@ -2,77 +2,20 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from offloadkit.errors import ConfigError
 from offloadkit.monitor.figures import Figures, History, Machine, State
 from offloadkit.monitor.figures import figures as compute_figures
 from offloadkit.monitor.notebook import NotebookDisplay, running_shell
 from offloadkit.planner import Plan
+from offloadkit.stopping import Stop
 from offloadkit.telemetry import StepRecord, Telemetry
-
-
-class Stop:
-    """A request to stop. Once made, it stays.
-
-    Attributes:
-        heeded: whether the loop has read `requested` yet. Until then an interrupt raises KeyboardInterrupt as usual.
-    """
-
-    _active: ClassVar[list[Stop]] = []
-    _before: ClassVar[Any] = None
-
-    def __init__(self) -> None:
-        self.heeded = False
-        self._wished = threading.Event()
-
-    @property
-    def requested(self) -> bool:
-        """Whether to stop now. A loop that reads this promises to read it after every step."""
-        self.heeded = True
-        return self._wished.is_set()
-
-    @property
-    def wished(self) -> bool:
-        """As `requested`, for displays: reading it promises nothing."""
-        return self._wished.is_set()
-
-    def request(self) -> None:
-        """Stop after the current step. May be called on any thread."""
-        self._wished.set()
-
-    def catch_interrupts(self) -> None:
-        """Turn an interrupt into a request to stop; a second one stops at once. Works on the main thread alone."""
-        if threading.current_thread() is not threading.main_thread() or self in Stop._active:
-            return
-        if not Stop._active:
-            Stop._before = signal.signal(signal.SIGINT, Stop._interrupted)
-        Stop._active.append(self)
-
-    def let_interrupts_go(self) -> None:
-        """Restore what an interrupt did before."""
-        if self not in Stop._active:
-            return
-        Stop._active.remove(self)
-        on_main = threading.current_thread() is threading.main_thread()
-        if not Stop._active and on_main and signal.getsignal(signal.SIGINT) == Stop._interrupted:
-            signal.signal(signal.SIGINT, signal.default_int_handler if Stop._before is None else Stop._before)
-
-    @staticmethod
-    def _interrupted(number: int, frame: Any) -> None:
-        heeding = [stop for stop in Stop._active if stop.heeded and not stop.wished]
-        for stop in heeding:
-            stop.request()
-        if not heeding:
-            before = Stop._before if callable(Stop._before) else signal.default_int_handler
-            before(number, frame)
-
 
 DISPLAYS = ("auto", "notebook", "terminal", "none")
 _SHORTEST, _LONGEST = 0.25, 0.5
@@ -114,6 +57,7 @@ class Monitor:
         steps_before: steps of the run that were done before this attempt.
         machine: what this machine has, if the plan does not know it. Set it before `start`, or that finds it out.
         ranks: the newest record of each process, where several train the model.
+        stop: the request to stop, and the signal that made it.
     """
 
     def __init__(
@@ -146,7 +90,7 @@ class Monitor:
         self.ranks: dict[int, StepRecord] = {}
         self._wanted = display
         self._display: Display | None = None
-        self._stop = Stop()
+        self.stop = Stop()
         self._new: deque[StepRecord] = deque()
         self._history = History()
         self.machine: Machine | None = None
@@ -160,11 +104,11 @@ class Monitor:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the user wants to stop, by the button or an interrupt: finish, save and end.
+        """Whether to stop, by the button, an interrupt, SIGTERM or SIGHUP: finish, save and end.
 
-        If a loop reads this after each step, an interrupt only requests a stop; a second interrupt stops at once.
+        If a loop reads this after each step, the first signal only requests a stop; a second one stops at once.
         """
-        return self._stop.requested
+        return self.stop.requested
 
     @property
     def is_drawn(self) -> bool:
@@ -173,13 +117,13 @@ class Monitor:
 
     def request_stop(self) -> None:
         """Do what the button does. May be called on any thread."""
-        self._stop.request()
+        self.stop.request()
 
     def start(self) -> Self:
         """Begin to show the run. Call it on the thread that trains."""
         if self._thread is None and not self._ended.is_set():
             self._unsubscribe = self.telemetry.subscribe(self._new.append)  # on the thread that trains: nothing else
-            self._stop.catch_interrupts()
+            self.stop.catch_signals()
             if self.machine is None and Machine.of(self.plan) is None:
                 try:
                     self.machine = Machine.here()
@@ -201,11 +145,11 @@ class Monitor:
             return
         self._ended.set()
         self._unsubscribe()
-        self._stop.let_interrupts_go()
+        self.stop.let_signals_go()
         if self._thread is not None:
             self._thread.join(timeout=5)
         self._state = "finished" if state is None else state
-        if state is None and self._stop.wished:
+        if state is None and self.stop.wished:
             self._state = "stopped"
         elif state is None and self.figures().steps_done < (self.total_steps or 0):
             self._state = "closed"
@@ -241,7 +185,7 @@ class Monitor:
     def _present_state(self) -> State:
         if self._ended.is_set():
             return self._state
-        if self._stop.wished:
+        if self.stop.wished:
             return "stopping"
         return "running" if self._history.num_steps else "waiting"
 
@@ -257,7 +201,7 @@ class Monitor:
 
         shell = running_shell()
         if shell is not None and self._wanted in ("auto", "notebook"):
-            return NotebookDisplay(shell, self._stop.request)
+            return NotebookDisplay(shell, self.stop.request)
         if self._wanted == "notebook":
             _say("this is no notebook; a line is printed now and then instead")
             return LogLines()
@@ -277,7 +221,7 @@ class Monitor:
     def _draw(self) -> None:
         drawn, display = self.figures(), self._display
         if display is not None:
-            display.update(drawn, heeded=self._stop.heeded or self._history.num_steps < 3)
+            display.update(drawn, heeded=self.stop.heeded or self._history.num_steps < 3)
 
     def _try(self, draw: Callable[[], None]) -> None:
         """Draw. After an error, say it and draw nothing any more."""

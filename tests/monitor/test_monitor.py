@@ -21,10 +21,11 @@ from offloadkit.errors import ConfigError
 from offloadkit.monitor import monitor as monitor_module
 from offloadkit.monitor import notebook, words
 from offloadkit.monitor.figures import Figures, Machine
-from offloadkit.monitor.monitor import Monitor, Stop
+from offloadkit.monitor.monitor import Monitor
 from offloadkit.monitor.notebook import NotebookDisplay
 from offloadkit.monitor.terminal import TerminalDisplay
 from offloadkit.planner import make_plan, placed
+from offloadkit.stopping import Stop
 from tests.models import TinyLM, tokens
 from tests.monitor.records import GIB, record
 from tests.planner.machines import H200, shape

@@ -1,0 +1,124 @@
+"""Requests to stop after the current step: a button, an interrupt, SIGTERM or SIGHUP (a machine is taken back)."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, ClassVar
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stop:
+    """A request to stop. Once made, it stays.
+
+    Attributes:
+        heeded: whether the loop has read `requested` yet. Until then a signal does what it did before.
+        signal: which signal requested it, and when (`time.monotonic`); None where none did.
+    """
+
+    _active: ClassVar[list[Stop]] = []
+    _before: ClassVar[dict[int, Any]] = {}
+
+    def __init__(self) -> None:
+        self.heeded = False
+        self.signal: tuple[signal.Signals, float] | None = None
+        self._wished = threading.Event()
+
+    @property
+    def requested(self) -> bool:
+        """Whether to stop now. A loop that reads this promises to read it after every step."""
+        self.heeded = True
+        return self._wished.is_set()
+
+    @property
+    def wished(self) -> bool:
+        """As `requested`, for displays: reading it promises nothing."""
+        return self._wished.is_set()
+
+    @property
+    def ends_process(self) -> bool:
+        """Whether SIGTERM or SIGHUP requested it: soon after it the process is killed."""
+        return self.signal is not None and self.signal[0] != signal.SIGINT
+
+    def request(self) -> None:
+        """Stop after the current step. May be called on any thread."""
+        self._wished.set()
+
+    def catch_signals(self) -> None:
+        """Turn signals into requests to stop; a second one does what it did before. Signals that are ignored stay so.
+
+        On the main thread alone; elsewhere Python can install nothing, and a line says so.
+        """
+        if self in Stop._active:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            print(
+                "training runs outside of the main thread, so SIGTERM, SIGHUP and Ctrl-C end it without a last save",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        if not Stop._active:
+            for number in SIGNALS:
+                before = signal.getsignal(number)
+                if before is not signal.SIG_IGN and before is not None:  # None: it was not installed from Python
+                    Stop._before[number] = signal.signal(number, Stop._received)
+        Stop._active.append(self)
+
+    def let_signals_go(self) -> None:
+        """Restore what signals did before."""
+        if self not in Stop._active:
+            return
+        Stop._active.remove(self)
+        if not Stop._active and threading.current_thread() is threading.main_thread():
+            for number, before in Stop._before.items():
+                if signal.getsignal(number) == Stop._received:
+                    signal.signal(number, before)
+            Stop._before.clear()
+
+    @staticmethod
+    def _received(number: int, frame: FrameType | None) -> None:
+        heeding = [stop for stop in Stop._active if stop.heeded and not stop.wished]
+        for stop in heeding:
+            stop.signal = signal.Signals(number), time.monotonic()
+            stop.request()
+        before = Stop._before.get(number, signal.SIG_DFL)
+        if number == signal.SIGINT:
+            if not heeding:
+                (before if callable(before) else signal.default_int_handler)(number, frame)
+        elif callable(before):
+            before(number, frame)
+        elif not heeding:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+@contextmanager
+def forwarded(to: Callable[[int], object]) -> Iterator[None]:
+    """While it is open, SIGTERM and SIGHUP of this process go `to` those that train, and a second one ends it.
+
+    On the main thread alone. Signals that are ignored stay so.
+    """
+    before: dict[int, Any] = {}
+
+    def received(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, before[number])
+        to(number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS[1:]:
+            found = signal.getsignal(number)
+            if found is not signal.SIG_IGN and found is not None:
+                before[number] = signal.signal(number, received)
+    try:
+        yield
+    finally:
+        for caught, previous in before.items():
+            if signal.getsignal(caught) is received:
+                signal.signal(caught, previous)
