@@ -173,7 +173,8 @@ def test_a_checkpoint_with_a_file_that_was_cut_falls_back_to_the_one_before_and_
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options: dict[str, Any] = {"output_dir": tmp_path, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-    whole = finetune(t5(), PAIRS, save_total_limit=2, **options).model.state_dict()
+    options["save_total_limit"] = 2
+    whole = finetune(t5(), PAIRS, **options).model.state_dict()
 
     def cut(step: int) -> Path:
         path = tmp_path / f"checkpoint-{step}" / name
@@ -186,8 +187,8 @@ def test_a_checkpoint_with_a_file_that_was_cut_falls_back_to_the_one_before_and_
     said = f"going on from checkpoint-1, since a newer one is broken: {name} of the checkpoint {newest.parent} cannot"
     assert said in capsys.readouterr().out
     cut(2)
-    oldest = cut(1)
-    said = rf"^{name} of the checkpoint {oldest.parent} cannot be read \(.*{oldest.parent}; there is none before it$"
+    cut(1)
+    said = rf"{name} of the checkpoint {newest.parent} cannot be read .*none before it that can be read"
     with pytest.raises(ModelError, match=said):
         finetune(t5(), PAIRS, resume=True, **options)
 
