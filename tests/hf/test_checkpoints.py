@@ -253,3 +253,63 @@ def test_a_file_is_replaced_and_never_cut(tmp_path: Path) -> None:
             file.write(b"new")
         assert mapped.read() == b"old"
     assert path.read_bytes() == b"new"
+
+
+class _KilledError(BaseException):
+    """Stands in for a kill."""
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step anew"])
+def test_a_save_stopped_at_each_of_its_renames_syncs_and_removals_leaves_the_newest_or_the_one_before(
+    again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one of them on all are left out. The limit is one checkpoint; those of before are removed among them."""
+    folder, left = tmp_path / "run", [10**9]
+
+    def counted(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise _KilledError
+            return real(*args, **kwargs)
+
+        return call
+
+    mine = trainer(folder, save_total_limit=1, max_steps=2)
+    mine.train()
+    whole = {"checkpoint-2": digests(folder / "checkpoint-2")}
+    shutil.copytree(folder, tmp_path / "before")
+    mine.state.global_step += not again
+    if again:
+        torch.rand(1)  # the saved random states are others
+    mine._save_checkpoint(mine.model, None)
+    newest = f"checkpoint-{mine.state.global_step}"
+    assert [path.name for path in folder.iterdir()] == [newest]
+    whole["new"] = digests(folder / newest)
+    for name in ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    seen, kill, done = set(), 0, False
+    while not done:
+        left[0] = 10**9
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "before", folder)
+        left[0] = kill
+        try:
+            mine._save_checkpoint(mine.model, None)
+            done = True
+        except _KilledError:
+            kill += 1
+        left[0] = 10**9
+        found = digests(newest_checkpoint(folder))
+        assert found in whole.values(), f"neither is whole after {kill} operations"
+        seen.add(found == whole["new"])
+    assert seen == {True, False}
+    assert kill > 30
+    left[0] = 10**9
+    monkeypatch.undo()
+
+
+def digests(checkpoint: Path) -> dict[str, Any]:
+    check_readable(checkpoint)
+    files: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    return files

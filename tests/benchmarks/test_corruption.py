@@ -1,0 +1,14 @@
+"""A sample of the damages to checkpoints: none is silent."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import corruption
+
+
+@pytest.mark.slow
+def test_no_damage_of_a_checkpoint_is_silent(one_thread: None) -> None:
+    counts = corruption.run(times=4 * len(corruption.DAMAGES), seed=1, say=lambda text: None)
+    assert all(count.total() == 4 for count in counts.values())
+    assert sum(count["refused"] for count in counts.values()) > 24
