@@ -183,7 +183,7 @@ class FinetuneResult:
     samples: list[Sample]
     """Predictions for the first rows of the evaluation set."""
     steps: list[StepRecord]
-    """Telemetry of each step: seconds by phase, bytes by tier."""
+    """Telemetry of the newest 1,000 steps: seconds by phase, bytes by tier. `steps.jsonl` in `output_dir` has all."""
     output_dir: Path
     stopped: bool = False
     """Whether an interrupt or the stop button ended training early; `resume=True` goes on."""

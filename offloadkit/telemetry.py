@@ -84,6 +84,10 @@ class Move:
     """How long training stood still."""
 
 
+STEPS_FILE = "steps.jsonl"
+"""In a run's output folder: the record of each step, one JSON object a line."""
+
+
 class Telemetry:
     """Keeps the newest records, hands each to its subscribers and appends it to a JSON-lines log.
 
@@ -95,7 +99,7 @@ class Telemetry:
             anew where a phase begins or ends.
     """
 
-    def __init__(self, log_path: str | Path | None = None, keep: int = 10_000) -> None:
+    def __init__(self, log_path: str | Path | None = None, keep: int = 1_000) -> None:
         """
         Raises:
             OutputError: the log cannot be written.
@@ -105,17 +109,29 @@ class Telemetry:
         self.plan: Any = None
         self.moves: list[Move] = []
         self._subscribers: list[Callable[[StepRecord], None]] = []
-        self._log_path, self._log = log_path, self._opened(log_path)
+        self._log_path, self._empties_log = log_path, False
+        self._log = self._opened()
 
-    @staticmethod
-    def _opened(log_path: str | Path | None) -> TextIO | None:
-        if log_path is None:
+    def _opened(self) -> TextIO | None:
+        if self._log_path is None:
             return None
         try:
-            return Path(log_path).open("a", encoding="utf-8")
+            if self._empties_log:
+                Path(self._log_path).write_text("")
+            self._empties_log = False
+            return Path(self._log_path).open("a", encoding="utf-8")
         except OSError as error:
-            why = f"cannot write the telemetry log {log_path}: {error.strerror}; choose another path"
+            why = f"cannot write the telemetry log {self._log_path}: {error.strerror}; choose another path"
             raise OutputError(why) from error
+
+    def log_to(self, path: str | Path, *, anew: bool) -> None:
+        """Append every later record to a log, if there is none yet. It is opened by the first record.
+
+        Args:
+            anew: whether that empties it.
+        """
+        if self._log_path is None:
+            self._log_path, self._empties_log = path, anew
 
     def subscribe(self, listener: Callable[[StepRecord], None]) -> Callable[[], None]:
         """Call `listener` with every later record, on the thread that trains. Returns a function that ends this."""
@@ -125,7 +141,7 @@ class Telemetry:
     def add(self, record: StepRecord) -> None:
         """Store the record of a finished step, log it and pass it to the subscribers."""
         self.records.append(record)
-        self._log = self._log or self._opened(self._log_path)
+        self._log = self._log or self._opened()
         if self._log is not None:
             line = asdict(record) | {"tokens_per_second": record.tokens_per_second}
             try:

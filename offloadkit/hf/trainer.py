@@ -90,7 +90,7 @@ from offloadkit.outline import chooses, plan_for
 from offloadkit.planner import Plan
 from offloadkit.planner.plan import check_fits
 from offloadkit.stopping import Stop
-from offloadkit.telemetry import Telemetry
+from offloadkit.telemetry import STEPS_FILE, Telemetry
 from offloadkit.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -711,7 +711,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """
         with ExitStack() as opened:
             if self.args.save_strategy != "no":
-                world.from_first("claiming output_dir", partial(self._claim, opened))
+                world.from_first("claiming output_dir", partial(self._claim, opened, anew=not resume_from_checkpoint))
             stops = next((each for each in self.callback_handler.callbacks if isinstance(each, StopsWhenAsked)), None)
             if stops is None:
                 stops = StopsWhenAsked(Stop(), self.any_flag, **self.stopping_options())
@@ -723,6 +723,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             else:
                 interrupts = False
             self._stops = stops
+            opened.callback(setattr, self, "_stops", None)  # it refers back to this Trainer
             output = self._train(resume_from_checkpoint, *args, **kwargs)
             if stops.ended_by is not None:
                 raise self._stopped_by(stops.ended_by)
@@ -745,12 +746,13 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             return f"{done}, and there is no checkpoint"
         return f"{done}; the newest checkpoint is {newest}: resume from it (finetune: resume=True, --resume)"
 
-    def _claim(self, claims: ExitStack) -> None:
-        """Claim the output folder for this run. Raises `OutputError`."""
+    def _claim(self, claims: ExitStack, *, anew: bool) -> None:
+        """Claim the output folder for this run, and log its steps there. Raises `OutputError`."""
         folder = Path(self.args.output_dir)
         with written_to(folder):
             folder.mkdir(parents=True, exist_ok=True)
         claims.enter_context(one_run(folder))
+        self.telemetry.log_to(folder / STEPS_FILE, anew=anew)  # memory keeps the newest records alone
 
     def _train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint:

@@ -58,7 +58,7 @@ def test_a_checkpoint_holds_no_pickle_and_its_manifest_names_every_file(whole: A
     files = json.loads((checkpoint / "manifest.json").read_text())["files"]
     assert files.keys() == names - {"manifest.json"}
     assert all((checkpoint / name).stat().st_size == saved["size"] for name, saved in files.items())
-    assert sorted(path.name for path in whole[0].iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    assert sorted(path.name for path in whole[0].glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
 
 
 @pytest.mark.parametrize("size", ["1GB", "10KB"], ids=["one file", "several"])
@@ -126,7 +126,7 @@ def test_a_checkpoint_that_was_not_finished_is_skipped_and_refused_by_name(whole
     resumed = trainer(tmp_path)
     resumed.train(resume_from_checkpoint=True)
     assert all(torch.equal(weight, whole[1][name]) for name, weight in weights(resumed).items())
-    for checkpoint in tmp_path.iterdir():
+    for checkpoint in tmp_path.glob("checkpoint-*"):
         (checkpoint / "manifest.json").unlink()
     with pytest.raises(ConfigError, match=r"no complete checkpoint .*; checkpoint-3 has no manifest"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
@@ -170,12 +170,12 @@ def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monke
         with pytest.raises(KeyboardInterrupt):
             again.train(resume_from_checkpoint=True)
     assert again.args.save_total_limit == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
     (tmp_path / "checkpoint-1").rename(tmp_path / ".checkpoint-1-old")  # as a kill while it is written anew leaves it
     (tmp_path / "checkpoint-1").mkdir()
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
     again.train(resume_from_checkpoint=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 @pytest.mark.parametrize("broken", ["flipped", "of another step", "missing", "manifest", "put there later"])
@@ -203,7 +203,7 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before_with_a_line(
     else:
         assert f"{name} of the checkpoint {newest} cannot be read" in (said := capsys.readouterr().out)
         assert "going on from checkpoint-2, since a newer one is broken: " in said
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
     check_readable(newest)
 
 

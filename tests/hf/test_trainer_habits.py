@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import Trainer
 
 from offloadkit import OffloadTrainer
+from offloadkit.telemetry import Telemetry
 from tests.hf.training import arguments, causal_rows, llama
 
 
@@ -76,3 +78,14 @@ def test_rows_that_are_left_over_at_a_streams_end_count_in_no_logged_loss(tmp_pa
     trained = run(OffloadTrainer, tmp_path, _Stream(), max_steps=3, gradient_accumulation_steps=3, learning_rate=0.0)
     losses = [log["loss"] for log in trained.state.log_history if "loss" in log]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+
+
+def test_each_step_is_on_a_line_of_a_file_beside_the_run(tmp_path: Path) -> None:
+    for more in (2, 4):
+        args = arguments(tmp_path, max_steps=more, save_strategy="steps", save_steps=1)
+        trained = OffloadTrainer(model=llama(), args=args, train_dataset=causal_rows(8))
+        trained.train(resume_from_checkpoint=more > 2)
+        trained.close()
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert Telemetry().records.maxlen == 1_000
