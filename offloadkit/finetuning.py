@@ -687,7 +687,7 @@ class TrainingRun:
             processing_class=self.tokenizer,
             **self.hooks,
         )
-        trainer.order_of_seed = True
+        trainer.order_of_seed = trainer.saves_model = True
         show_progress(trainer, monitored=self.monitor.is_drawn)
         return trainer
 

@@ -529,6 +529,26 @@ def _other_micro_batches(checkpoint: Path, accumulation: int, num_ranks: int) ->
     )
 
 
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user may still write where `folder` is, or will be."""
+    return shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if each.is_dir())).free
+
+
+def check_room(folder: Path, num_bytes: int, what: str) -> None:
+    """
+    Args:
+        what: takes so many bytes, for the message.
+
+    Raises:
+        OutputError: so much is not free where `folder` is, or will be.
+    """
+    if (free := free_bytes(folder)) < num_bytes:
+        raise OutputError(
+            f"{what} in {folder} takes {num_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free there: make "
+            "room, or pass another output_dir"
+        )
+
+
 @contextmanager
 def written_to(folder: Path) -> Iterator[None]:
     """A context that turns the error of a full disk into an `OutputError`: each library raises its own.

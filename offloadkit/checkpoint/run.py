@@ -20,10 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from offloadkit.checkpoint.arrays import ArrayFile, Between
-from offloadkit.checkpoint.folder import MANIFEST, check_readable, put_back, put_in_place, write_manifest, written_to
+from offloadkit.checkpoint.folder import (
+    MANIFEST,
+    check_readable,
+    check_room,
+    put_back,
+    put_in_place,
+    write_manifest,
+    written_to,
+)
 from offloadkit.checkpoint.states import Ranges, SavedStates, States, write_states
 from offloadkit.checkpoint.values import random_states, read_json, set_random_states, write_json
-from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights, write_weights
+from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights, num_bytes_of, write_weights
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.errors import ConfigError, ModelError, OutputError
 
@@ -83,6 +91,11 @@ class RunNumbers:
     """Of the gradients of an update."""
     forget_pages: Callable[[], None]
     """Drops pages of states on disk, which were mapped to be read or written, from RAM."""
+
+    def num_bytes(self, num_ranks: int = 1) -> int:
+        """Bytes of a checkpoint, those of all ranks: weights and states."""
+        states = sum(array.nbytes for arrays in self.states.values() for array in arrays.values())
+        return num_bytes_of(self.weights) + num_ranks * states
 
     def write(self, folder: Path, rank: int = 0, num_ranks: int = 1, **more: Any) -> None:
         """Write all but weights and random states into `folder`, and `more` values beside them.
@@ -161,12 +174,13 @@ def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks | None = None, **mo
         RankError: another rank failed. What was there is still there.
     """
     if ranks is None:
-        _save(folder, lambda new: numbers.write(new, **more), numbers)
+        _save(folder, lambda new: numbers.write(new, **more), numbers, numbers.num_bytes())
         return
     beside, first = folder.with_name(f".{folder.name}-ranks"), ranks.rank == 0
     try:
         with ranks.together("beginning a checkpoint"), written_to(folder):
             if first:
+                check_room(folder, numbers.num_bytes(ranks.size), "a checkpoint")
                 shutil.rmtree(beside, ignore_errors=True)
                 beside.mkdir(parents=True)
         with ranks.together("writing optimizer states"), written_to(folder):
@@ -181,15 +195,17 @@ def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks | None = None, **mo
 
         with ranks.together("writing a checkpoint"):
             if first:
-                _save(folder, write, numbers)
+                _save(folder, write, numbers, num_bytes_of(numbers.weights))
     finally:
         if first:
             shutil.rmtree(beside, ignore_errors=True)
 
 
-def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunNumbers) -> None:
+def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunNumbers, num_bytes: int) -> None:
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
         raise OutputError(f"{folder} exists and is no checkpoint: pass the name of a new folder")
+
+    check_room(folder, num_bytes, "a checkpoint")
 
     def write(new: Path) -> None:
         write_numbers(new)

@@ -67,6 +67,11 @@ def load_weights(file: ArrayFile, weights: Mapping[str, Any]) -> None:
             tensor.copy_(flat.view(tensor.shape))
 
 
+def num_bytes_of(weights: Mapping[str, Any]) -> int:
+    """Bytes of the tensors of a `state_dict()`, tied ones once. Raises as `write_weights`."""
+    return sum(tensor.nbytes for tensor in _distinct(weights).values())
+
+
 def _distinct(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a `state_dict()`, each memory once, under its first name."""
     seen, found = set(), {}

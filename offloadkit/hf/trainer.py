@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from inspect import signature
-from math import isfinite
+from math import ceil, isfinite
 from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from offloadkit.checkpoint.folder import (
     MANIFEST,
     check_readable,
+    check_room,
     check_same_model,
+    free_bytes,
     newest_checkpoint,
     rotate_checkpoints,
     set_aside,
@@ -61,6 +63,7 @@ from offloadkit.checkpoint.folder import (
 from offloadkit.checkpoint.one_run import one_run
 from offloadkit.checkpoint.run import read_random, write_random
 from offloadkit.checkpoint.values import as_json
+from offloadkit.checkpoint.weights import num_bytes_of
 from offloadkit.config import OffloadConfig
 from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, phase
@@ -130,6 +133,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     engine: OffloadEngine | None = None
     order_of_seed = False
     """Whether rows by length come in the order of `OrderOfSeed`, not in HuggingFace's."""
+    saves_model = False
+    """Whether the model is saved into the output folder after training, which must have room for it."""
     data_collator: Any
     gather_function: Any
     _tr_loss: Any
@@ -288,7 +293,46 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self._apply_own_schedule()
         if self.args.save_strategy != "no" and not self.args.save_only_model:
             as_json(scheduler.state_dict(), "the scheduler's state")  # what cannot be saved is refused before training
+        if self.engine is not None:
+            self._check_room(num_training_steps)
         return scheduler
+
+    def _check_room(self, num_steps: int) -> None:
+        """Check before training that the disk has room for two checkpoints, while one replaces another, and the model.
+
+        Where it has none for all checkpoints that will be there, a line says so.
+
+        Raises:
+            OutputError: it has not.
+        """
+        strategy = str(getattr(self.args.save_strategy, "value", self.args.save_strategy))
+        num_saves = {"no": 0, "epoch": ceil(self.args.num_train_epochs), "best": 1}.get(strategy)
+        if num_saves is None:
+            every = self.args.save_steps if self.args.save_steps >= 1 else ceil(num_steps * self.args.save_steps)
+            num_saves = num_steps // max(1, int(every))
+        num_bytes, model = self._checkpoint_bytes()
+        output, limit = Path(self.args.output_dir), self.args.save_total_limit
+        with self._together("checking the disk"):
+            if not self.args.should_save:
+                return
+            rest = model if self.saves_model else 0
+            least = min(num_saves, 2)
+            what = ["the model", "a checkpoint", "two checkpoints"][least] + " and the model" * (rest > 0 and least > 0)
+            check_room(output, least * num_bytes + rest, what)
+            most = num_saves if not limit else min(num_saves, limit + 1)
+            room = (free_bytes(output) - rest) // max(1, num_bytes)
+            if room < most:
+                self._say(
+                    f"{output} has room for {room} checkpoints of {num_bytes / 2**30:.2f} GiB, and {most} will be "
+                    "there: pass a smaller save_total_limit, or make room"
+                )
+
+    def _checkpoint_bytes(self) -> tuple[int, int]:
+        """Bytes of a checkpoint, and of the weights in it. All ranks must ask together."""
+        assert self.engine is not None
+        numbers = self.engine.numbers()
+        weights = num_bytes_of(numbers.weights)
+        return weights if self.args.save_only_model else numbers.num_bytes(self.args.world_size), weights
 
     def _check_alike(self, num_steps: int) -> None:
         """Several ranks whose data differ would wait for each other at the end of an epoch. Raises `DataError`."""
@@ -599,8 +643,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """
         output, limit = Path(self._get_output_dir(trial=trial)), self.args.save_total_limit
         folder = output / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.engine is not None:
-            self.engine.synchronize()  # on all ranks: rank 0 then reads the weights by itself
+        if self.engine is not None:  # on all ranks: rank 0 then reads the weights by itself
+            num_bytes, _ = self._checkpoint_bytes()
+            with self._together("checking the disk"):
+                if self.args.should_save:
+                    check_room(output, num_bytes, f"checkpoint-{self.state.global_step}")
         self.args.save_total_limit, self._is_saving = None, True
         began = time.monotonic()
         try:

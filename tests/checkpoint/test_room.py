@@ -1,0 +1,81 @@
+"""A disk without room is found before training and before each save, and nothing is lost."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offloadkit import OffloadConfig, OffloadEngine, OffloadSeq2SeqTrainer
+from offloadkit.checkpoint import folder as folders
+from offloadkit.errors import OutputError
+from tests.hf.training import arguments, seq2seq_rows, t5
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that the disk says are free."""
+    found = [2**40]
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: SimpleNamespace(free=found[0]))
+    return found
+
+
+def trainer(folder: Path, **options: Any) -> OffloadSeq2SeqTrainer:
+    args = arguments(folder, **({"save_strategy": "steps", "save_steps": 1, "max_steps": 3} | options))
+    return OffloadSeq2SeqTrainer(model=t5(), args=args, train_dataset=seq2seq_rows())
+
+
+def test_room_for_two_checkpoints_is_checked_before_the_first_step(
+    tmp_path: Path, free: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = trainer(tmp_path / "whole", max_steps=1)
+    whole.train()
+    assert whole.engine is not None
+    one = whole.engine.numbers().num_bytes()
+    free[0] = int(1.5 * one)
+    run = trainer(tmp_path / "run")
+    with pytest.raises(OutputError, match=r"two checkpoints in .*run takes .* GiB are free there: make room"):
+        run.train()
+    assert run.state.global_step == 0
+    free[0] = int(2.5 * one)
+    capsys.readouterr()
+    trainer(tmp_path / "run").train()
+    assert "room for 2 checkpoints" in capsys.readouterr().out
+    trainer(tmp_path / "run", save_total_limit=1).train()
+    assert "room for" not in capsys.readouterr().out
+
+
+def test_a_disk_that_fills_up_is_found_before_a_save_and_the_last_checkpoint_stays(
+    tmp_path: Path, free: list[int]
+) -> None:
+    from transformers import TrainerCallback
+
+    class Fills(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                free[0] = 1000
+
+    run = trainer(tmp_path)
+    run.add_callback(Fills())
+    with pytest.raises(OutputError, match="checkpoint-2 in"):
+        run.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_save_of_the_bare_loop_without_room_leaves_the_one_before(tmp_path: Path, free: list[int]) -> None:
+    with OffloadEngine(nn.Linear(8, 8), OffloadConfig(), device="cpu") as engine:
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+        engine.save_checkpoint(tmp_path / "saved")
+        before = shutil.copytree(tmp_path / "saved", tmp_path / "copy")
+        free[0] = 100
+        with pytest.raises(OutputError, match=r"a checkpoint in .*saved takes 0\.00 GiB"):
+            engine.save_checkpoint(tmp_path / "saved")
+        assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == {
+            path.name: path.read_bytes() for path in before.iterdir()
+        }
