@@ -54,15 +54,17 @@ class Door:
     load: Callable[[Path], Numbers]
 
 
-def _engine(seed: int) -> OffloadEngine:
+def small_engine(seed: int) -> OffloadEngine:
+    """Of a small model."""
     torch.manual_seed(seed)
     module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
     config = OffloadConfig(learning_rate=1e-2, working_dtype="bf16", placement=Placement())
     return OffloadEngine(module, config, device="cpu")
 
 
-def _step(engine: OffloadEngine) -> None:
-    rows = torch.randn(4, 16, dtype=torch.bfloat16)  # by the random state, which a checkpoint holds
+def step(engine: OffloadEngine) -> None:
+    """An update, whose rows follow from the random state."""
+    rows = torch.randn(4, 16, dtype=torch.bfloat16)
     engine.backward(engine(rows).float().square().mean())
     engine.step()
 
@@ -70,17 +72,17 @@ def _step(engine: OffloadEngine) -> None:
 def _on_two_ranks(folder: Path, seed: int) -> None:
     world.join()
     torch.set_num_threads(1)
-    with _engine(seed) as engine:
+    with small_engine(seed) as engine:
         torch.manual_seed(100 * seed + world.rank())
-        for step in (1, 2):
-            _step(engine)
-            engine.save_checkpoint(folder / f"checkpoint-{step}", position=step)
+        for number in (1, 2):
+            step(engine)
+            engine.save_checkpoint(folder / f"checkpoint-{number}", position=number)
 
 
 def _load_in_loop(folder: Path) -> Numbers:
-    with _engine(seed=7) as engine:
+    with small_engine(seed=7) as engine:
         engine.load_checkpoint(folder)
-        _step(engine)
+        step(engine)
         found = dict(engine.master_weights())
         for parameter, arrays in engine.state_dict()["optimizer"].items():
             found |= {f"{parameter} {name}": array.clone() for name, array in arrays.items()}
@@ -95,7 +97,8 @@ def loop(scratch: Path) -> Door:
     return Door("loop", run / "checkpoint-1", run / "checkpoint-2", other / "checkpoint-2", _load_in_loop)
 
 
-def _trainer(folder: Path, seed: int, max_steps: int) -> Any:
+def small_trainer(folder: Path, seed: int, max_steps: int) -> Any:
+    """A Trainer of a small T5 with rows of its own, which saves after each step."""
     from transformers import Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
     from offloadkit import OffloadSeq2SeqTrainer
@@ -114,13 +117,13 @@ def _trainer(folder: Path, seed: int, max_steps: int) -> Any:
 def trainer(scratch: Path) -> Door:
     """The Trainer, whose weights are in HuggingFace's own file."""
     for seed in (0, 1):
-        made = _trainer(scratch / f"trainer-{seed}", seed, 2)
+        made = small_trainer(scratch / f"trainer-{seed}", seed, 2)
         made.train()
         made.close()
     run, other = scratch / "trainer-0", scratch / "trainer-1"
 
     def load(folder: Path) -> Numbers:
-        made = _trainer(scratch / "resumed", 0, 3)
+        made = small_trainer(scratch / "resumed", 0, 3)
         try:
             made.train(resume_from_checkpoint=str(folder))
             found = dict(made.engine.master_weights())
