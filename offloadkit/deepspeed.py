@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from offloadkit.checkpoint.arrays import ArrayFile
-from offloadkit.checkpoint.folder import sync_name, written_beside, written_to
+from offloadkit.checkpoint.folder import readable_or_before, sync_name, written_beside, written_to
 from offloadkit.checkpoint.run import check_run
 from offloadkit.checkpoint.values import as_json, random_states, set_random_states
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights
 from offloadkit.config import OffloadConfig
 from offloadkit.deepspeed_config import DeepSpeedConfig, read_deepspeed
+from offloadkit.distributed import world
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.offload.layers import listed_groups
@@ -512,7 +514,7 @@ class DeepSpeedEngine:
         """Go on from `save_checkpoint`, under any placement and on any number of ranks.
 
         Args:
-            tag: None: the newest, by the file "latest".
+            tag: None: the newest, by the file "latest"; the one saved before it, with a line, if that is broken.
             load_module_strict: the names of the weights are always compared.
             load_optimizer_states: False is as `load_module_only`.
             load_lr_scheduler_states: whether the schedule goes on too; else it stays where it is.
@@ -525,6 +527,7 @@ class DeepSpeedEngine:
             ModelError, ConfigError: as `OffloadEngine.load_checkpoint`; or it is DeepSpeed's own. Nothing is changed.
         """
         folder = Path(load_dir).expanduser()
+        is_latest = tag is None
         if tag is None:
             if not (folder / _LATEST).is_file():
                 logger.warning(f"{folder} has no file {_LATEST!r}, so there is nothing to load: pass tag= otherwise")
@@ -536,6 +539,8 @@ class DeepSpeedEngine:
                 f"{found} is DeepSpeed's checkpoint: turn it into weights with its zero_to_fp32.py, load them into the "
                 "model, and begin anew with them. The optimizer's states stay behind"
             )
+        if is_latest:
+            found = world.from_first("looking for a checkpoint", partial(readable_or_before, found))
         if load_module_only or not load_optimizer_states:
             check_run(found, self.offload.ranks)
             with ArrayFile(found / WEIGHT_FILE) as weights:

@@ -365,6 +365,35 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     warm.destroy()
 
 
+def test_a_latest_checkpoint_that_is_broken_falls_back_to_the_one_saved_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine, *_ = deepspeed.initialize(model=mlp(), config=PLAIN)
+    saved = {}
+    for tag in ("z", "b", "a"):
+        train(engine, batches(2))
+        engine.save_checkpoint(tmp_path, tag)
+        saved[tag] = weights(engine.module)
+    states = tmp_path / "a" / "states-00000-of-00001.safetensors"
+    content = bytearray(states.read_bytes())
+    content[-1] ^= 1
+    states.write_bytes(content)
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "b")
+    assert f"going on from b, since a newer one is broken: {states.name} of" in capsys.readouterr().out
+    assert all(torch.equal(each, saved["b"][name]) for name, each in weights(engine.module).items())
+    (tmp_path / "b" / "run.json").unlink()
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "z")
+    with pytest.raises(ModelError, match=states.name):
+        engine.load_checkpoint(tmp_path, tag="a")
+    (tmp_path / "latest").write_text("b")
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "z")
+    (tmp_path / "latest").write_text("z")
+    (tmp_path / "z" / "run.json").unlink()
+    with pytest.raises(ModelError, match=r"^run\.json of .*There is none before it that can be read"):
+        engine.load_checkpoint(tmp_path)
+    engine.destroy()
+
+
 def test_deepspeeds_own_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "global_step4").mkdir()
     (tmp_path / "global_step4" / "mp_rank_00_model_states.pt").touch()

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -87,25 +87,47 @@ def newest_checkpoint(folder: Path, *, verify: bool = True, recut: bool = False)
         ConfigError: there is no complete checkpoint.
         ModelError: all are broken, or the newest one's weights were cut into other files since.
     """
-    whole, broken = _complete_checkpoints(folder), list[str]()
-    for checkpoint in reversed(whole):
-        why = _why_unreadable(checkpoint, recut=recut) if verify else None
-        if why is None:
-            for newer in broken:
-                print(f"going on from {checkpoint.name}, since a newer one is broken: {newer}", flush=True)
-            return checkpoint
-        broken.append(why)
-    if broken:
-        raise ModelError(
-            f"{broken[0]}. There is none before it that can be read: begin anew in another output_dir, or with "
-            "overwrite=True (--overwrite). save_total_limit=2 keeps a second checkpoint"
+    whole = _complete_checkpoints(folder)
+    if whole and not verify:
+        return whole[-1]
+    if whole:
+        then = (
+            "begin anew in another output_dir, or with overwrite=True (--overwrite). save_total_limit=2 keeps a second"
         )
+        return _first_readable(whole[::-1], f"{then} checkpoint", recut=recut)
     skipped = "".join(f"; {path.name} {why}" for path, why in skipped_checkpoints(folder))
     raise ConfigError(
         f"No valid checkpoint found in output directory {folder}: there is no complete checkpoint to resume from. "
         "Leave resume out to begin anew; a run writes checkpoints with save_strategy='epoch' (the default) or "
         f"'steps'{skipped}"
     )
+
+
+def readable_or_before(checkpoint: Path) -> Path:
+    """`checkpoint`, or the newest one of those saved into folders beside it before. A line names each broken one.
+
+    Raises:
+        ModelError: there is none, or all are broken.
+    """
+    put_back(checkpoint)
+    others = [path.parent for path in checkpoint.parent.glob("*/" + MANIFEST) if path.parent != checkpoint]
+    last = _sequence(checkpoint)
+    before = [path for path in others if path.name[0] != "." and (not last or _sequence(path) < last)]
+    found = [checkpoint, *sorted((path for path in before if why_not_whole(path) is None), key=_sequence, reverse=True)]
+    return _first_readable(found, "load one that lies elsewhere, or begin anew")
+
+
+def _first_readable(checkpoints: Sequence[Path], then: str, *, recut: bool = False) -> Path:
+    """The first whose files all have the bytes that were written; a line names each before it. Raises `ModelError`."""
+    broken: list[str] = []
+    for checkpoint in checkpoints:
+        why = _why_unreadable(checkpoint, recut=recut)
+        if why is None:
+            for newer in broken:
+                print(f"going on from {checkpoint.name}, since a newer one is broken: {newer}", flush=True)
+            return checkpoint
+        broken.append(why)
+    raise ModelError(f"{broken[0]}. There is none before it that can be read: {then}")
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -225,7 +247,7 @@ def write_manifest(checkpoint: Path) -> None:
             files[name] = {"size": path.stat().st_size, "xxh3": checksums(path, name)}
             with path.open("rb") as file:
                 os.fsync(file.fileno())  # else the manifest may be on disk before what it names
-    beside = [*checkpoint.parent.glob("checkpoint-*"), *checkpoint.parent.glob(".checkpoint-*-old")]
+    beside = [path.parent for path in checkpoint.parent.glob("*/" + MANIFEST)]
     manifest: dict[str, Any] = {"format": "offloadkit checkpoint", "version": _VERSION}
     manifest |= {"sequence": 1 + max(map(_sequence, beside), default=0), "files": files}
     manifest["xxh3"] = _checksum_of(manifest)
