@@ -91,10 +91,8 @@ def newest_checkpoint(folder: Path, *, verify: bool = True, recut: bool = False)
     if whole and not verify:
         return whole[-1]
     if whole:
-        then = (
-            "begin anew in another output_dir, or with overwrite=True (--overwrite). save_total_limit=2 keeps a second"
-        )
-        return _first_readable(whole[::-1], f"{then} checkpoint", recut=recut)
+        then = "begin anew in another output_dir, or with overwrite=True (--overwrite). save_total_limit=2 keeps two"
+        return _first_readable(whole[::-1], then, recut=recut)
     skipped = "".join(f"; {path.name} {why}" for path, why in skipped_checkpoints(folder))
     raise ConfigError(
         f"No valid checkpoint found in output directory {folder}: there is no complete checkpoint to resume from. "
@@ -241,12 +239,12 @@ def write_manifest(checkpoint: Path) -> None:
     """
     _verdicts.pop(checkpoint.absolute(), None)
     files = {}
-    for path in sorted(checkpoint.rglob("*")):
-        if path.is_file() and path.name != MANIFEST:
-            name = path.relative_to(checkpoint).as_posix()
-            files[name] = {"size": path.stat().st_size, "xxh3": checksums(path, name)}
-            with path.open("rb") as file:
-                os.fsync(file.fileno())  # else the manifest may be on disk before what it names
+    with ThreadPoolExecutor(1, "offloadkit-sync") as beside_us:
+        for name in sorted(_names(checkpoint)):
+            with (path := checkpoint / name).open("rb") as file:
+                on_disk = beside_us.submit(os.fsync, file.fileno())  # before the manifest, which names it
+                files[name] = {"size": path.stat().st_size, "xxh3": checksums(path, name)}
+                on_disk.result()
     beside = [path.parent for path in checkpoint.parent.glob("*/" + MANIFEST)]
     manifest: dict[str, Any] = {"format": "offloadkit checkpoint", "version": _VERSION}
     manifest |= {"sequence": 1 + max(map(_sequence, beside), default=0), "files": files}
