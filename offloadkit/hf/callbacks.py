@@ -98,6 +98,8 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
         stop: the request. It may be made on any rank.
         stopped: whether training ended by it.
         ended_by: the number of the signal that ended it, SIGTERM or SIGHUP; None for another reason.
+        leaves_an_evaluation: whether an evaluation of the last step is left out, for lack of time.
+        nothing_is_left: whether training ends before its first step, since the checkpoint is of the last one.
     """
 
     def __init__(
@@ -119,11 +121,11 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._grace_seconds, self._save_minutes, self._save_seconds = grace_seconds, save_minutes, save_seconds
         self._saved_at = time.monotonic()
         self._is_cut_short = False
-        self.stopped = False
+        self.stopped = self.leaves_an_evaluation = self.nothing_is_left = False
         self.ended_by: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._is_cut_short = self.stopped = False
+        self._is_cut_short = self.stopped = self.leaves_an_evaluation = self.nothing_is_left = False
         self.ended_by = None
         self._saved_at = time.monotonic()
 
@@ -169,6 +171,7 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
         here = self.stop.signal
         self.ended_by = signal.SIGTERM if here is None else here[0]
         self.stopped = self._is_cut_short = control.should_training_stop = True
+        self.leaves_an_evaluation = control.should_evaluate
         control.should_evaluate, control.should_save = False, saves
         self._keep_it(args, state)
 
@@ -180,7 +183,7 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # The Trainer calls this for an epoch that is cut short, too; its checkpoint is written already. At a true end
         # the checkpoint follows the evaluation, as in an uninterrupted run: evaluating draws random numbers.
-        if self._is_cut_short:
+        if self._is_cut_short or self.nothing_is_left:
             control.should_save = control.should_evaluate = False
         elif self.stopped:
             control.should_save = True

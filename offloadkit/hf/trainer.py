@@ -62,7 +62,7 @@ from offloadkit.checkpoint.folder import (
 )
 from offloadkit.checkpoint.one_run import one_run
 from offloadkit.checkpoint.run import read_random, write_random
-from offloadkit.checkpoint.values import as_json
+from offloadkit.checkpoint.values import as_json, random_states, set_random_states
 from offloadkit.checkpoint.weights import num_bytes_of
 from offloadkit.config import OffloadConfig
 from offloadkit.device.assumed_disk import proposing_disk
@@ -110,6 +110,8 @@ _NOT_TRACED = (
     "the longest rows do not run on the meta device, so activations cannot be planned: weights and states are planned "
     "alone, and on a GPU training begins with little in VRAM"
 )
+_EVALUATION_IS_DUE = "evaluation_is_due"
+"""In `run.json`: the checkpoint was written before an evaluation of its step."""
 _GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
 
 
@@ -156,6 +158,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._filters_losses = True
         self._save_seconds = 0.0
         self._stops: StopsWhenAsked | None = None
+        self._evaluated_at = -1
+        self._evaluation_failed = self._evaluation_is_due = False
+        self._ignored_keys: list[str] | None = None
         self._window_losses: list[torch.Tensor] = []
         self._unfinished = self._begins = self._is_saving = self._is_in_loop = False
         self._unplanned = ""
@@ -411,6 +416,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """
         if 0 < self.state.max_steps <= self.state.global_step:
             self.control.should_training_stop = True
+            if self._stops is not None:
+                self._stops.nothing_is_left = True
             return [], None
         self._say_how_it_is_planned()
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -602,6 +609,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 with self._together("resuming"):
                     values = self.engine.load_states(Path(checkpoint))
                 self.lr_scheduler.load_state_dict(values["scheduler"])
+                self._evaluation_is_due = bool(values.get(_EVALUATION_IS_DUE))
             elif checkpoint is not None and not (Path(checkpoint) / SCHEDULER_NAME).is_file():
                 self._load_optimizer_alone(Path(checkpoint))
             else:
@@ -668,14 +676,19 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     def _evaluate(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer; where it fails on the only rank, a checkpoint that is due is written first. (Private.)"""
+        before = random_states()
         try:
-            return super()._evaluate(trial, *args, **kwargs)
+            metrics = super()._evaluate(trial, *args, **kwargs)
+            self._evaluated_at = self.state.global_step
+            return metrics
         except Exception as error:
             ends = isinstance(error, TrainingStoppedError)
             due = self.control.should_save or (ends and self.args.save_strategy != "no")
             if ends and self._stops is not None and not self._stops.has_time_to_save():
                 due = False
-            if due and self.args.world_size == 1:
+            if due and self.args.world_size == 1 and not self._evaluation_is_due:  # else it is of this step already
+                self._evaluation_failed = True
+                set_random_states(before)  # a run that goes on evaluates first
                 try:
                     self._save_checkpoint(self.model, trial)
                     error.add_note(
@@ -684,6 +697,26 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 except Exception as lost:
                     error.add_note(f"The checkpoint that was due could not be written: {lost}")
             raise
+
+    def _leaves_an_evaluation(self) -> bool:
+        """Whether a checkpoint that is written now comes before an evaluation of its step."""
+        args, state, stops = self.args, self.state, self._stops
+        if self._evaluated_at == state.global_step:
+            return False
+        by_epoch = args.eval_strategy == "epoch" and args.eval_delay <= (state.epoch or 0)
+        ends_epoch = float(state.epoch or 0).is_integer() or state.global_step >= state.max_steps
+        left_out = stops is not None and stops.leaves_an_evaluation
+        return self._evaluation_failed or left_out or (by_epoch and ends_epoch)
+
+    def _evaluate_late(self) -> None:
+        """Make the evaluation that the checkpoint came before, as an undisturbed run did."""
+        if not self._evaluation_is_due or self.args.eval_strategy == "no":
+            return
+        metrics = self._evaluate(None, self._ignored_keys)
+        self._evaluation_is_due = False
+        newest = None if self.engine is None else self.engine.last_checkpoint
+        if self._determine_best_metric(metrics=metrics, trial=None) and newest is not None:
+            self.state.best_model_checkpoint = str(newest)
 
     def _together(self, what: str) -> AbstractContextManager[None]:
         """A context after which all ranks have done `what`, or raise an error."""
@@ -721,7 +754,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """Both as data, in `run.json` and `states-*.safetensors`. (Private, as above.)"""
         assert self.engine is not None
         rank, num_ranks = self.args.process_index, self.args.world_size
-        self.engine.numbers().write(Path(output_dir), rank, num_ranks, scheduler=self.lr_scheduler.state_dict())
+        values: dict[str, Any] = {"scheduler": self.lr_scheduler.state_dict()}
+        values |= {_EVALUATION_IS_DUE: True} if self._leaves_an_evaluation() else {}
+        self.engine.numbers().write(Path(output_dir), rank, num_ranks, **values)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The random states and the order of the rows, as data. (Private, as above.)"""
@@ -738,6 +773,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self._order.begin_anew()
         if checkpoint is not None and (Path(checkpoint) / MANIFEST).is_file():
             read_random(Path(checkpoint), self.args.process_index)
+            self._evaluate_late()
         else:
             super()._load_rng_state(checkpoint)
 
@@ -806,6 +842,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             given = resume_from_checkpoint
             resume_from_checkpoint = world.from_first("looking for a checkpoint", partial(self._checkpoint, given))
         self._take_over()
+        self._evaluated_at, self._evaluation_failed, self._evaluation_is_due = -1, False, False
+        self._ignored_keys = signature(super().train).bind(None, *args, **kwargs).arguments.get("ignore_keys_for_eval")
         chosen = self._filters_losses = self.args.logging_nan_inf_filter
         self.args.logging_nan_inf_filter = False  # it hides NaN losses and waits for the device on each micro-batch
         try:
@@ -872,6 +910,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer; the loss since it was last logged is the mean over ranks, as the logged one. (Private.)"""
+        self._evaluate_late()  # where no epoch was left
         if self.args.world_size > 1:
             self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         return super()._finalize_training(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,13 +28,13 @@ TERM, HUP, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
 
 
 class Sends(TrainerCallback):
-    """Sends this process a signal in step 2, or in an evaluation after it."""
+    """Sends this process a signal in step 2 or 4, or in an evaluation after step 2."""
 
     def __init__(self, number: int, *, at: str = "step") -> None:
         self._number, self._at = number, at
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._at == "step" and state.global_step == 1:
+        if state.global_step == {"step": 1, "epoch": 3}.get(self._at):
             os.kill(os.getpid(), self._number)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -92,6 +93,71 @@ def test_an_evaluation_is_broken_off_after_the_step_before_it_is_saved(tmp_path:
         stopped.train()
     assert (tmp_path / "checkpoint-2" / "manifest.json").is_file()
     assert not any("eval_loss" in log for log in stopped.state.log_history)
+
+
+def evaluations(one: OffloadSeq2SeqTrainer) -> dict[int, float]:
+    logs = [log for log in one.state.log_history if "eval_loss" in log]
+    assert len({log["step"] for log in logs}) == len(logs)  # none twice
+    return {log["step"]: log["eval_loss"] for log in logs}
+
+
+@pytest.mark.parametrize(
+    ("at", "options"),
+    [
+        ("step", {"eval_strategy": "steps", "eval_steps": 2}),
+        ("evaluation", {"eval_strategy": "steps", "eval_steps": 2}),
+        ("epoch", {"eval_strategy": "epoch"}),
+        ("saved", {"eval_strategy": "epoch", "save_steps": 4}),
+        ("saved", {"eval_strategy": "epoch", "save_steps": 6}),
+    ],
+)
+def test_an_evaluation_that_a_checkpoint_comes_before_is_made_first_when_the_run_goes_on(
+    tmp_path: Path, at: str, options: dict[str, Any]
+) -> None:
+    options |= {"max_steps": 6, "per_device_eval_batch_size": 2, "load_best_model_at_end": False}
+    whole = trainer(tmp_path / "whole", **options)
+    whole.train()
+    folder = tmp_path / "run"
+    if at == "saved":  # as if it had been killed before the evaluation
+        step = options["save_steps"]
+        shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    else:
+        with pytest.raises(TrainingStoppedError):
+            trainer(folder, Sends(TERM, at=at), **options).train()
+    resumed = trainer(folder, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert all(torch.equal(weight, weights(whole)[name]) for name, weight in weights(resumed).items())
+    assert evaluations(resumed) == evaluations(whole)
+    assert resumed.state.global_step == 6
+
+
+def test_the_best_model_may_be_that_of_an_evaluation_that_was_left_out(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"eval_strategy": "steps", "save_steps": 2, "eval_steps": 2}
+    options |= {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+        "learning_rate": 1e-2,
+    }
+    whole = trainer(tmp_path / "whole", **options)
+    whole.train()
+    with pytest.raises(TrainingStoppedError):
+        trainer(tmp_path / "run", Sends(TERM), **options).train()
+    resumed = trainer(tmp_path / "run", **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert whole.state.best_global_step == resumed.state.best_global_step == 2
+    assert all(torch.equal(weight, weights(whole)[name]) for name, weight in weights(resumed).items())
+
+
+def test_a_run_that_has_nothing_left_evaluates_and_saves_nothing_again(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": 6}
+    whole = trainer(tmp_path, **options)
+    whole.train()
+    before = (tmp_path / "checkpoint-6" / "manifest.json").stat().st_mtime_ns
+    resumed = trainer(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert evaluations(resumed) == evaluations(whole)
+    assert (tmp_path / "checkpoint-6" / "manifest.json").stat().st_mtime_ns == before
 
 
 def test_no_save_is_begun_that_takes_longer_than_the_grace(tmp_path: Path) -> None:
