@@ -223,6 +223,10 @@ def train(
         float, typer.Option(help="Seconds from SIGTERM or SIGHUP to the end, in which a save must fit.")
     ] = 25.0,
     save_minutes: Annotated[float | None, typer.Option(help="Save after so many minutes, too.")] = None,
+    on_nonfinite: Annotated[
+        Literal["raise", "skip", "rollback"],
+        typer.Option(help="NaN or Inf in gradients: end; leave the step out; go back to the last checkpoint."),
+    ] = "raise",
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the order of rows, dropout and random weights.")] = 0,
     num_gpus: Annotated[int | None, typer.Option(help="Train on so many GPUs of this machine. Default: one.")] = None,
@@ -257,7 +261,7 @@ def train(
     with collector_off():
         from offloadkit.finetuning import finetune
 
-    config: Any = {"disk": disk, "working_dtype": dtype}
+    config: Any = {"disk": disk, "working_dtype": dtype, "on_nonfinite": on_nonfinite}
     wishes: Any = {"precision": precision, "vram": vram, "ram": ram, "offload": OffloadConfig(**config)}
     wishes |= _settings(settings or [])
     result = finetune(

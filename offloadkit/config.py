@@ -169,9 +169,16 @@ class OffloadConfig:
     ram: int | str | None = None
     """RAM that the process may take in all, or all ranks of a host together; None: what is available."""
 
-    on_nonfinite: Literal["raise", "skip"] = "raise"
+    on_nonfinite: Literal["raise", "skip", "rollback"] = "raise"
     """What a NaN or Inf in the gradients does. The step is never applied; "raise" ends training with an error at the
-    next boundary, "skip" warns and goes on."""
+    next boundary, "skip" warns and goes on.
+
+    "rollback" goes back to the last checkpoint: weights, states, schedule and random numbers. A Trainer and `finetune`
+    train on from there; in a loop `step` raises a `RolledBackError`, whose `position` says where the loop goes on. The
+    rows since the checkpoint come again, the ones that gave NaN too: after a fault that does not come again (of a GPU,
+    of memory) the run is the one without it, bit for bit. NaN that comes again after three returns is an error. Where
+    the rows themselves give NaN, "skip" leaves them out. Each `step` waits for its gradient norm, so that no checkpoint
+    is later than an unseen NaN. Overflows that an fp16 loss scale can fall for are skipped as ever."""
 
     grace_seconds: float = field(default=25.0, compare=False)
     """Seconds from SIGTERM or SIGHUP to the end of the process. A Trainer saves within them where saves so far were

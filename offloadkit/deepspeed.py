@@ -42,7 +42,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.deepspeed_config import DeepSpeedConfig, read_deepspeed
 from offloadkit.distributed import world
 from offloadkit.engine import OffloadEngine
-from offloadkit.errors import ConfigError, ModelError
+from offloadkit.errors import ConfigError, ModelError, RolledBackError
 from offloadkit.offload.layers import listed_groups
 from offloadkit.optim.schedules import schedule_named
 from offloadkit.telemetry import StepRecord
@@ -325,10 +325,15 @@ class DeepSpeedEngine:
             lr_kwargs: for the schedule's `step`.
 
         Raises:
-            EngineStateError, NonFiniteGradientError, ...: as `OffloadEngine.step`.
+            EngineStateError, NonFiniteGradientError, ...: as `OffloadEngine.step`. The `position` of a
+                `RolledBackError` is the checkpoint's `client_state`.
         """
         is_boundary = self.is_gradient_accumulation_boundary()
-        self.offload.step(boundary=is_boundary)
+        try:
+            self.offload.step(boundary=is_boundary)
+        except RolledBackError as back:
+            back.position = self._go_on(back.position)
+            raise
         self.micro_steps += 1
         self._ended_a_window = is_boundary
         if not is_boundary:
@@ -554,10 +559,16 @@ class DeepSpeedEngine:
         if not load_lr_scheduler_states and self.lr_scheduler is not None:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
+        return str(found), self._go_on(position)
+
+    def _go_on(self, position: dict[str, Any]) -> dict[str, Any]:
+        """Take the counts of a checkpoint's position; returns the client's state."""
         for name, count in position["counts"].items():
             setattr(self, name, count)
-        self._schedule_ahead = 0
-        return str(found), position["client"]
+        self._schedule_ahead = self._num_backwards = 0
+        self._ended_a_window = False
+        client: dict[str, Any] = position["client"]
+        return client
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -347,6 +347,8 @@ def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None 
     if accumulation is not None:
         options["gradient_accumulation"] = accumulation
     own = said.get("offloadkit", {})
+    if "on_nonfinite" in own and "bf16.check_grad_overflow" not in said:
+        options.pop("on_nonfinite", None)  # DeepSpeed's habit, which the file does not write
     if clashing := sorted(own.keys() & options.keys()):
         raise ConfigError(
             f'{where}: the section "offloadkit" says {", ".join(clashing)} again: DeepSpeed\'s own keys have said it'

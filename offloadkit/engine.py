@@ -51,6 +51,7 @@ from offloadkit.errors import (
     OutOfVramError,
     RankError,
     RepeatWindowError,
+    RolledBackError,
     forget_last_error,
 )
 from offloadkit.offload.buffers import Buffers
@@ -67,7 +68,7 @@ from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.plain import plain_copies
 from offloadkit.offload.profiling import Profile
 from offloadkit.offload.rate_watch import RateWatch
-from offloadkit.offload.records import StepRecords, num_tokens
+from offloadkit.offload.records import LOOK, StepRecords, num_tokens
 from offloadkit.offload.shortage import (
     RamWatch,
     explained_shortage,
@@ -92,6 +93,9 @@ from offloadkit.telemetry import Move, Telemetry
 from offloadkit.units import format_seconds, parse_bytes
 
 logger = logging.getLogger(__name__)
+
+MAX_ROLLBACKS = 3
+"""Times that a run goes back to a checkpoint before it is past the step that held NaN."""
 
 _T = TypeVar("_T")
 
@@ -235,6 +239,8 @@ class OffloadEngine:
         telemetry: a record of every step.
         num_updates: updates so far, including those of a run it resumed. Telemetry numbers steps by it.
         loss_scale: what the next loss is multiplied by; None without fp16 working weights.
+        own_return: a Trainer's while it trains, since it loads its checkpoints by itself: gives the one to go back to.
+            None: the engine loads `last_checkpoint`.
         pinning_seconds: how long it took to populate and pin the RAM.
     """
 
@@ -385,6 +391,11 @@ class OffloadEngine:
         self.loss_scale = LossScale(self.config.loss_scale) if has_fp16 else None
         self._newest: Update | None = None
         self._last_checkpoint: Path | None = None
+        self._scheduler: Any = None
+        """That of the last checkpoint."""
+        self._num_saved_updates = self._failed_at = self._num_rollbacks = 0
+        """Updates in the last checkpoint; the furthest update that held NaN, and how often training went back since."""
+        self.own_return: Callable[[], Path | None] | None = None
         self._profile: Profile | None = None
         if self._ranks is not None:
             self._ranks.take_received()  # it was no step's
@@ -640,7 +651,10 @@ class OffloadEngine:
 
         Raises:
             EngineStateError: there was no `backward` since the last call.
-            NonFiniteGradientError: the gradients of an earlier step held NaN or Inf (`on_nonfinite="raise"`).
+            NonFiniteGradientError: the gradients of an earlier step held NaN or Inf (`on_nonfinite="raise"`). Or this
+                step's did (`on_nonfinite="rollback"`): it is a `RolledBackError` if the engine has gone back to the
+                last checkpoint, and says where to go on. Nothing has gone back if there is no checkpoint, or after
+                `MAX_ROLLBACKS` times.
             ModelError: parameters were added, replaced or unfrozen since the engine was built.
             OutOfRamError: the system is about to run out of RAM, and no plan takes less. Nothing was done; `step` may
                 be called again. Or the update was started, but the move to a plan with less RAM failed, or, with
@@ -680,8 +694,11 @@ class OffloadEngine:
         received = {} if self._ranks is None else self._ranks.take_received()
         self._records.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy(), received)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
+        said = self._what_is_not_finite(update) if self.config.on_nonfinite == "rollback" else None
         if self._profile is not None and self._profile.step(self._settle, self._records.read, self.telemetry):
             self._profile = None
+        if said is not None:
+            raise self._roll_back(update.number, said)
         if agreed is not None and agreed.scarce_on:
             self._leave_ram_together(agreed.scarce_on, scarce)
         elif leaner is not None:
@@ -813,6 +830,57 @@ class OffloadEngine:
         except NonFiniteGradientError as error:
             self.drop_gradients()
             raise NonFiniteGradientError(f"{error}. {watchdog.in_words(self.last_checkpoint)}") from None
+
+    def _what_is_not_finite(self, update: Update) -> str | None:
+        """Wait for the newest update's norm; a sentence about it if it is not finite, and that is not the loss scale's
+        fault. Several ranks have the same norm, so they go back together."""
+        watchdog.wait(update.norm_known, "the gradient norm")
+        self._raise_thread_error()
+        try:
+            self._records.read()
+        except NonFiniteGradientError as error:
+            return str(error)
+        return None
+
+    def _roll_back(self, step: int, said: str) -> NonFiniteGradientError:
+        """Go back to the last checkpoint, since gradients held NaN or Inf; returns the error to raise.
+
+        Args:
+            step: the number of the update.
+            said: a sentence about it.
+
+        Raises:
+            ModelError, ConfigError: as `load_checkpoint`.
+        """
+        folder = self.last_checkpoint if self.own_return is None else self.own_return()
+        if folder is None:
+            return NonFiniteGradientError(
+                f"{said}, and on_nonfinite='rollback' has nothing to go back to. {watchdog.in_words(None)}: save "
+                f"sooner, in a loop before the first step. {LOOK}, or pass on_nonfinite='skip' to skip such steps"
+            )
+        if step > self._failed_at:
+            self._failed_at, self._num_rollbacks = step, 0
+        if self._num_rollbacks == MAX_ROLLBACKS:
+            return NonFiniteGradientError(
+                f"{said}. Training has gone back {MAX_ROLLBACKS} times and has not come past step {self._failed_at}, "
+                f"so the fault does not pass. {LOOK}, or go on with on_nonfinite='skip' to skip such steps. "
+                f"{watchdog.in_words(folder)}"
+            )
+        self._num_rollbacks += 1
+        back = RolledBackError(
+            f"{said}. Training goes back to step {self._num_saved_updates}, {str(folder)!r} "
+            f"(time {self._num_rollbacks} of {MAX_ROLLBACKS} before step {self._failed_at} is passed)"
+        )
+        back.step, back.num_updates, back.checkpoint = step, self._num_saved_updates, folder
+        if self.own_return is not None:
+            self.num_updates = self._num_saved_updates  # a checkpoint of transformers' Trainer does not hold it
+            return back
+        try:
+            back.position = self.load_checkpoint(folder, scheduler=self._scheduler)
+        except OffloadkitError as error:
+            error.add_note(str(back))
+            raise
+        return back
 
     # ---- moving -------------------------------------------------------------------------------------------------
 
@@ -1208,7 +1276,7 @@ class OffloadEngine:
         with phase("saving", self.telemetry.peaks, self.device):
             where = Path(folder).expanduser().absolute()
             save_run(where, self.numbers(), self._ranks, scheduler=states, position=position)
-        self.last_checkpoint = where
+        self.last_checkpoint, self._scheduler = where, scheduler
 
     def load_checkpoint(self, folder: str | Path, *, scheduler: Any = None) -> Any:
         """Go on from `save_checkpoint`, under any placement.
@@ -1246,17 +1314,19 @@ class OffloadEngine:
             self._go_on(values)
         if scheduler is not None:
             scheduler.load_state_dict(values["scheduler"])
-        self.last_checkpoint = folder
+        self.last_checkpoint, self._scheduler = folder, scheduler
         return values.get("position")
 
     @property
     def last_checkpoint(self) -> Path | None:
-        """The folder that this run has saved last, or goes on from. Errors of the update and of NaN name it."""
+        """The folder that this run has saved last, or goes on from. Errors of the update and of NaN name it, and
+        `on_nonfinite="rollback"` goes back to it."""
         return self._last_checkpoint
 
     @last_checkpoint.setter
     def last_checkpoint(self, folder: Path) -> None:
         self._last_checkpoint = watchdog.state.last_checkpoint = folder
+        self._num_saved_updates = self.num_updates
 
     def _together(self, what: str) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.together(what)

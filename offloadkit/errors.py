@@ -7,6 +7,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 
 class OffloadkitError(Exception):
@@ -47,6 +49,21 @@ class EngineStateError(OffloadkitError, RuntimeError):
 
 class NonFiniteGradientError(OffloadkitError, ArithmeticError):
     """A gradient held NaN or Inf; the step was not applied."""
+
+
+class RolledBackError(NonFiniteGradientError):
+    """A gradient held NaN or Inf, and the engine is where the last checkpoint was saved: go on from `position`.
+
+    Attributes:
+        step: the number of the update that held NaN or Inf, and was not applied.
+        num_updates: updates that the checkpoint holds.
+        checkpoint: its folder.
+        position: what `save_checkpoint` was given, as `load_checkpoint` returns it.
+    """
+
+    step = num_updates = 0
+    checkpoint = Path()
+    position: Any = None
 
 
 class TrainingStoppedError(OffloadkitError, RuntimeError):

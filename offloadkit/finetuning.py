@@ -48,6 +48,7 @@ What the arguments of `finetune` take:
 - `grace_seconds`: seconds from SIGTERM or SIGHUP (a machine that is taken back) to the end of the process. The step is
   finished and saved if saves so far were fast enough for that, and a `TrainingStoppedError` names the checkpoint.
 - `save_minutes`: save after so many minutes, beside `save_strategy`.
+- `offload=OffloadConfig(on_nonfinite="rollback")`: where gradients hold NaN, go on from the last checkpoint.
 - `callbacks`, `compute_metrics`: as HuggingFace's Trainer takes them. What `compute_metrics` returns is in
   `FinetuneResult.metrics`, its names begin with "eval_". It gets logits; with `predict_with_generate=True` the tokens
   that an encoder-decoder writes.
@@ -340,7 +341,8 @@ def finetune(
         DoesNotFitError: what the plan needs is not there; found out before anything is downloaded or loaded.
         OutOfVramError: the GPU's memory is full, and no leaner plan is left.
         TrainingStoppedError: SIGTERM or SIGHUP came. The step was finished, and saved if `grace_seconds` were enough.
-        NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied.
+        NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied. With
+            `OffloadConfig(on_nonfinite="rollback")` training went back to its last checkpoint three times before.
         RankError: a process of `num_gpus` was killed. An error on one of them ends all and is raised here.
     """
     if num_gpus is not None:

@@ -51,14 +51,19 @@ STEP = ["tests/optim", "tests/kernels", "tests/offload/test_rounded_states.py", 
 ENGINE = [
     "tests/test_engine_waits.py", "tests/test_engine_errors.py", "tests/test_engine_life.py", "tests/device",
     "tests/test_fp16.py", "tests/test_engine.py", "tests/offload", "tests/test_synchronisation.py",
-    "tests/test_bare_loop.py",
+    "tests/test_bare_loop.py", "tests/test_rollback.py",
 ]  # fmt: skip
 ALSO_SLOW = ["-m", "slow or not slow"]  # the kernels in Triton's interpreter
 SAVE = [
     "tests/checkpoint", "tests/test_output_folder.py", "tests/hf/test_checkpoints.py", "tests/hf/test_folders.py",
     "tests/hf/test_resumed_options.py",
 ]  # fmt: skip
-TRAINER = [*(f"tests/hf/test_{of}.py" for of in ("trainer", "trainer_refusals", "trainer_run", "trainer_waits"))]
+TRAINER = [
+    *(
+        f"tests/hf/test_{of}.py"
+        for of in ("trainer", "trainer_refusals", "trainer_rollback", "trainer_run", "trainer_waits")
+    )
+]
 DATA = [*(f"tests/hf/test_{of}.py" for of in ("read_data", "columns", "data", "ragged"))]
 LOAD = [*(f"tests/hf/test_{of}.py" for of in ("loading", "loading_engine", "from_pretrained", "source", "hub"))]
 PLAN = ["tests/planner", "tests/test_planning.py", "tests/test_tracing.py", "tests/offload/test_placements.py"]

@@ -114,6 +114,15 @@ def test_switches_of_train_are_those_of_finetune(monkeypatch: pytest.MonkeyPatch
     assert found == [[], *([name] for name in names)]
 
 
+def test_train_takes_what_nan_in_gradients_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    done, finetune = SimpleNamespace(stopped=False), importlib.import_module("offloadkit.finetuning")
+    monkeypatch.setattr(finetune, "finetune", lambda *_, **options: (told.append(options), done)[1])
+    for given in ((), ("--on-nonfinite", "rollback")):
+        assert run("train", "model", "data.jsonl", *given).exit_code == 0
+    assert [options["offload"].on_nonfinite for options in told] == ["raise", "rollback"]
+
+
 def test_train_takes_the_names_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, object]] = []
     done, finetune = SimpleNamespace(stopped=False), importlib.import_module("offloadkit.finetuning")

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import offloadkit as deepspeed
 from offloadkit.config import Placement
-from offloadkit.errors import ConfigError, EngineStateError, ModelError
+from offloadkit.errors import ConfigError, EngineStateError, ModelError, RolledBackError
 from tests.models import Residual
 from tests.test_deepspeed_config import FULL
 
@@ -392,6 +392,32 @@ def test_a_latest_checkpoint_that_is_broken_falls_back_to_the_one_saved_before_i
     with pytest.raises(ModelError, match=r"^run\.json of .*There is none before it that can be read"):
         engine.load_checkpoint(tmp_path)
     engine.destroy()
+
+
+def test_a_loop_goes_back_to_the_last_checkpoint_where_gradients_hold_nan(tmp_path: Path) -> None:
+    """Counts and the schedule go back too, and the error's position is the client's state."""
+    config = PLAIN | {"bf16": {"enabled": True}, "offloadkit": {"on_nonfinite": "rollback"}}
+    data = batches(8)
+    found = []
+    for nan_in in (5, None):
+        engine, _, _, scheduler = deepspeed.initialize(model=mlp(), config=config)
+        train(engine, data[:4])
+        engine.save_checkpoint(tmp_path, client_state={"batch": 4})
+        if nan_in is not None:
+            spoiled = [
+                (inputs, labels * math.nan if at == nan_in else labels) for at, (inputs, labels) in enumerate(data)
+            ]
+            with pytest.raises(RolledBackError, match="norm of step 3 is nan") as back:
+                train(engine, spoiled[4:])
+            assert back.value.position == {"batch": 4}
+            assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (2, 4, 16)
+            assert not engine.was_step_applied()
+        train(engine, data[4:])
+        counts = engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps
+        found.append((counts, engine.get_lr(), scheduler.state_dict(), weights(engine.module)))
+        engine.destroy()
+    assert found[0][:3] == found[1][:3]
+    assert all(torch.equal(weight, found[1][3][name]) for name, weight in found[0][3].items())
 
 
 def test_deepspeeds_own_checkpoint_is_named(tmp_path: Path) -> None:

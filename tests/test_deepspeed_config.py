@@ -176,6 +176,7 @@ def test_deepspeeds_tutorial() -> None:
         ({"fp16": {"enabled": True, "loss_scale": 128}}, {"loss_scale": 128.0, "on_nonfinite": "skip"}),
         ({"fp16": {"enabled": True, "initial_scale_power": 8}}, {"loss_scale": DynamicLossScale(256.0)}),
         ({"bfloat16": {"enabled": True, "check_grad_overflow": False}}, {"working_dtype": "bf16"}),
+        ({"bf16": {"enabled": True}, "offloadkit": {"on_nonfinite": "rollback"}}, {"on_nonfinite": "rollback"}),
         (
             {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.98]}}},
             {"optimizer": "lion", "betas": (0.9, 0.98)},
@@ -230,6 +231,10 @@ def test_batch_sizes_of_two_gpus(sizes: dict[str, int], found: tuple[int | None,
     ("given", "message"),
     [
         ({"train_batch_size": 7}, "7 is not 2 x 3 x 1 = 6"),
+        (
+            {"bf16": {"enabled": True, "check_grad_overflow": True}, "offloadkit": {"on_nonfinite": "rollback"}},
+            "says on_nonfinite again",
+        ),
         ({"gradient_accumulation_steps": 0}, "whole number >= 1"),
         ({"optimizer": ONE_BIT}, "'OneBitAdam' cannot be offloaded: 'AdamW'"),
         ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, "'SGD' cannot be offloaded"),

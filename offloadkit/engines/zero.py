@@ -103,6 +103,7 @@ def check(config: OffloadConfig) -> None:
         f"optimizer={config.optimizer!r}": (config.optimizer != "adamw", "DeepSpeed steps with its AdamW here"),
         f"precision={config.precision!r}": (config.precision != "exact", "DeepSpeed keeps fp32 moments: use 'exact'"),
         "compile_blocks=True": (config.compile_blocks, "leave it out"),
+        "on_nonfinite='rollback'": (config.on_nonfinite == "rollback", "training there goes on; leave it out"),
         f"loss_scale={scale!r}": (
             isinstance(scale, DynamicLossScale) and (frexp(scale.start)[0] != 0.5 or scale.start < 1),
             "DeepSpeed begins with a power of two from 1: pass such a `start`",

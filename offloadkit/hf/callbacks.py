@@ -55,6 +55,7 @@ class TrainingProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = time.perf_counter()
         if self._steps == "bar":
+            self._close()  # of a training that has gone back to a checkpoint
             self._bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", unit="step")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -72,6 +73,9 @@ class TrainingProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._say(f"  step {state.global_step}/{state.max_steps}  {_numbers(logs)}  {seconds:.0f} s")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -21,6 +21,10 @@ say, first calls `trainer.engine.synchronize()` on all ranks, or it waits for th
 
 **A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`), or the
 micro-batch of an evaluation (`OffloadEngine.evaluates`).
+
+**NaN.** With `on_nonfinite="rollback"`, `train` begins again from the newest checkpoint of this run, with the engine
+and the output folder that it has. Rows come in the same order again, and a line is printed. Callbacks see another
+`on_train_begin`; `steps.jsonl` has the steps that were repeated twice.
 """
 
 from __future__ import annotations
@@ -75,6 +79,7 @@ from offloadkit.errors import (
     EngineStateError,
     ModelError,
     RepeatWindowError,
+    RolledBackError,
     TrainingStoppedError,
 )
 from offloadkit.hf.arguments import check_arguments, check_optim, engine_config, left_to_the_engine
@@ -138,6 +143,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     saves_model = False
     """Whether the model is saved into the output folder after training, which must have room for it."""
     data_collator: Any
+    model_init: Any
     gather_function: Any
     _tr_loss: Any
 
@@ -161,6 +167,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._evaluated_at = -1
         self._evaluation_failed = self._evaluation_is_due = False
         self._ignored_keys: list[str] | None = None
+        self._returns_to: Path | None = None
         self._window_losses: list[torch.Tensor] = []
         self._unfinished = self._begins = self._is_saving = self._is_in_loop = False
         self._unplanned = ""
@@ -249,6 +256,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 evaluation_rows=evaluation_rows(self),
             )
             self._begins = self.engine.is_beginning
+        if self._is_in_loop:
+            self.engine.own_return = self._own_return
         optimizer: Any = self.engine.optimizer
         # accelerate leaves a prepared optimizer alone; its own wrapper would copy all states to the GPU.
         optimizer._is_accelerate_prepared = True
@@ -615,7 +624,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.engine is not None:
-            self.engine.last_checkpoint = Path(checkpoint).absolute()
+            self.engine.last_checkpoint = self._returns_to = Path(checkpoint).absolute()
         if checkpoint is not None and self.lr_scheduler is self._own_scheduler:
             groups = self.lr_scheduler.optimizer.param_groups
             for group, rate in zip(groups, self.lr_scheduler.get_last_lr(), strict=True):
@@ -667,7 +676,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                     if self.args.should_save:
                         write_manifest(folder)
                 if self.engine is not None:
-                    self.engine.last_checkpoint = folder.absolute()
+                    self.engine.last_checkpoint = self._returns_to = folder.absolute()
         finally:
             self.args.save_total_limit, self._is_saving = limit, False
             self._save_seconds = max(self._save_seconds, time.monotonic() - began)
@@ -785,13 +794,16 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         Raises:
             ModelError: `resume_from_checkpoint` is not whole, or a file of it is cut.
             ConfigError: it is True, and no checkpoint is complete. A broken one is named, and the one before is taken.
-            NonFiniteGradientError: NaN or Inf gradients, unless `offload.on_nonfinite` is "skip".
+                Or `offload.on_nonfinite` is "rollback", and there will be nothing to go back to.
+            NonFiniteGradientError: NaN or Inf gradients, unless `offload.on_nonfinite` is "skip". If it is "rollback",
+                there is no checkpoint yet, or they come again and again.
             EngineStateError: another Trainer is inside `train()` on this model.
             RankError: another rank has died or failed.
             TrainingStoppedError: SIGTERM or SIGHUP came. The step was finished, and saved if there was time.
             KeyboardInterrupt: Ctrl-C. The step was finished and saved; a second Ctrl-C breaks it off.
             OutputError: another run writes into `args.output_dir`, or it cannot be made.
         """
+        self._check_rollback(resumes=bool(resume_from_checkpoint))
         with ExitStack() as opened:
             if self.args.save_strategy != "no":
                 world.from_first("claiming output_dir", partial(self._claim, opened, anew=not resume_from_checkpoint))
@@ -807,7 +819,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 interrupts = False
             self._stops = stops
             opened.callback(setattr, self, "_stops", None)  # it refers back to this Trainer
-            output = self._train(resume_from_checkpoint, *args, **kwargs)
+            output = self._train_on(opened, resume_from_checkpoint, *args, **kwargs)
             if stops.ended_by is not None:
                 raise self._stopped_by(stops.ended_by)
             if stops.stopped and interrupts:
@@ -815,6 +827,38 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 error.add_note(self._where_it_is(stops.stopped))
                 raise error
             return output
+
+    def _check_rollback(self, *, resumes: bool) -> None:
+        """Raise `ConfigError` where training could never go back to a checkpoint, as `on_nonfinite` has it."""
+        if self.offload.on_nonfinite != "rollback":
+            return
+        if self.args.save_only_model:
+            raise ConfigError(
+                "on_nonfinite='rollback' goes back to checkpoints, and save_only_model=True leaves out what they need: "
+                "leave one of them out"
+            )
+        if self.args.save_strategy == "no" and self.offload.save_minutes is None and not resumes:
+            raise ConfigError(
+                "on_nonfinite='rollback' goes back to checkpoints, and save_strategy='no' writes none: pass "
+                "save_strategy='steps' with save_steps, or OffloadConfig(save_minutes=...)"
+            )
+
+    def _own_return(self) -> Path | None:
+        return self._returns_to
+
+    def _train_on(self, opened: ExitStack, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
+        """`_train`, which begins again from a checkpoint where `on_nonfinite` has it so."""
+        self._returns_to = None  # one of an earlier `train()` is no state of this run
+        states = random_states()
+        while True:
+            try:
+                return self._train(resume_from_checkpoint, *args, **kwargs)
+            except RolledBackError as back:
+                self._say(back)
+                resume_from_checkpoint = str(back.checkpoint)
+            opened.callback(setattr, self, "model_init", self.model_init)
+            self.model_init = None  # the engine goes on with this model
+            set_random_states(states)  # rows are shuffled by them, as if `train` had been called with that checkpoint
 
     def _stopped_by(self, number: int) -> TrainingStoppedError:
         """The error for a training that SIGTERM or SIGHUP has ended."""
@@ -857,6 +901,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             raise
         finally:
             self._is_in_loop = False
+            if self.engine is not None:
+                self.engine.own_return = None
             self.args.logging_nan_inf_filter = chosen
             self._remove_noise()
         if self.engine is not None:
@@ -978,7 +1024,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self._tr_loss.zero_()  # the Trainer subtracts the sum from itself, which would keep a NaN
             if (grad_norm := self.engine.grad_norm()) is not None:
                 logs["grad_norm"] = grad_norm
-            if not isfinite(logs["loss"]) and self.offload.on_nonfinite == "raise":
+            if not isfinite(logs["loss"]) and self.offload.on_nonfinite != "skip":
                 self._explain_loss(logs["loss"])
         super().log(logs, *args, **kwargs)
 

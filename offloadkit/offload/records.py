@@ -24,6 +24,9 @@ from offloadkit.offload.update import Update
 from offloadkit.planner import Plan
 from offloadkit.telemetry import StepRecord, Telemetry
 
+LOOK = "Look at the data and the loss of that step, lower the learning rate"
+"""What to do about NaN, to be continued."""
+
 _COPIES = ("h2d", "d2h")
 
 
@@ -147,7 +150,7 @@ class StepRecords:
         """Record finished steps, and report those that were not applied.
 
         Raises:
-            NonFiniteGradientError: with `on_nonfinite="raise"`, for the oldest such step not reported yet.
+            NonFiniteGradientError: unless `on_nonfinite` is "skip", for the oldest such step not reported yet.
         """
         while self._ended and _is_finished(self._ended[0]):
             window = self._ended.popleft()
@@ -166,9 +169,11 @@ class StepRecords:
         if self._on_nonfinite == "skip":
             warnings.warn(message, RuntimeWarning, stacklevel=5)
             return
+        if self._on_nonfinite == "rollback":
+            raise NonFiniteGradientError(message)
         raise NonFiniteGradientError(
-            f"{message} and the weights are as before it. Look at the data and the loss of that step, lower the "
-            "learning rate, or pass OffloadConfig(on_nonfinite='skip') to skip such steps"
+            f"{message} and the weights are as before it. {LOOK}, or pass OffloadConfig(on_nonfinite='skip') to skip "
+            "such steps"
         )
 
     def _memory(self) -> dict[str, dict[str, int]]:

@@ -167,6 +167,8 @@ class StepThread:
         try:
             if self.error is None:
                 self._run(update)
+        except BaseException as error:  # it is there before anyone is woken up, who would read a norm that is none
+            self._failed(error)
         finally:
             update.norm_known.set()
             for _, _, pending in update.layers:

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers.utils import logging
 
-from offloadkit.hf.callbacks import show_progress
+from offloadkit.hf.callbacks import TrainingProgress, show_progress
 from offloadkit.hf.quiet import bars_where_live, is_live
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 from tests.hf.training import arguments, seq2seq_rows, t5
@@ -59,6 +59,16 @@ def test_on_a_terminal_a_bar_counts_the_steps(
     assert "4/4" in shown.err
     assert "loss " in shown.err
     assert "after step 4: evaluation loss" in shown.out
+
+
+def test_a_training_that_goes_back_to_a_checkpoint_has_one_bar() -> None:
+    progress, bars = TrainingProgress("bar"), []
+    for done in (0, 2):
+        progress.on_train_begin(None, SimpleNamespace(max_steps=4, global_step=done), None)
+        bars.append(progress._bar)
+    assert [bar.disable for bar in bars] == [True, False]  # one that is closed is disabled
+    progress.on_train_end(None, None, None)
+    assert bars[1].disable
 
 
 def test_a_user_who_wants_no_bar_gets_lines(
