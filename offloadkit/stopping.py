@@ -18,7 +18,7 @@ class Stop:
     """A request to stop. Once made, it stays.
 
     Attributes:
-        heeded: whether the loop has read `requested` yet. Until then a signal does what it did before.
+        heeded: whether the loop has read `requested` yet, or promises to. Until then a signal does what it did before.
         signal: which signal requested it, and when (`time.monotonic`); None where none did.
     """
 

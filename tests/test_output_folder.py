@@ -198,6 +198,16 @@ def test_two_trainings_in_one_folder_at_once_are_refused_and_the_first_is_unharm
     assert all(torch.equal(result.model.state_dict()[name], value) for name, value in alone.model.state_dict().items())
 
 
+def test_a_folder_whose_first_save_was_killed_is_begun_anew_with_overwrite(tmp_path: Path) -> None:
+    (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"none of them is whole.*overwrite=True \(--overwrite\) to begin anew"):
+        finetune(t5())
+    with pytest.raises(ConfigError, match=r"Pass overwrite=True \(--overwrite\) in the place of resume"):
+        finetune(t5(), resume=True)
+    finetune(t5(), overwrite=True)
+    assert not Path("out/checkpoint-3").exists()
+
+
 def test_a_run_that_is_killed_before_it_replaces_another_does_not_resume_that() -> None:
     finetune(t5())
 

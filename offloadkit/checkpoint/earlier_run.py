@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from offloadkit.checkpoint.folder import REPLACED, remove_checkpoint, written_beside, written_to
+from offloadkit.checkpoint.folder import REPLACED, remove_checkpoint, why_not_whole, written_beside, written_to
+from offloadkit.checkpoint.one_run import CLAIM, one_run
 from offloadkit.errors import ConfigError, OutputError
 
 
@@ -68,13 +69,16 @@ def earlier_run(
         ConfigError: both are wanted, or an earlier run is there and neither is. Also if the new run reads a checkpoint
             that it would remove.
         OutputError: `model` in it is no saved model, so it is not replaced; or it cannot be: a link, a mount point, or
-            not writable.
+            not writable. Or another run is there.
     """
     if resume and overwrite:
         raise ConfigError("resume=True goes on with the run in output_dir and overwrite=True replaces it: pass one")
     if not os.fspath(folder):
         return EarlierRun([])  # `writable` refuses it
     path = Path(folder).expanduser()
+    if (path / CLAIM).exists():
+        with one_run(path):  # another run there is named before what it has written
+            pass
     _check_replaceable(path / "model")
     models = [model for name in ("model", ".model-old") if (model := path / name).exists()]  # see `put_in_place`
     for model in models:
@@ -90,10 +94,14 @@ def earlier_run(
     checkpoints = sorted(found for found in named if found.is_dir())
     if (models or checkpoints) and not overwrite:
         there = "a trained model" if models else f"checkpoints ({checkpoints[-1].name})"
+        goes_on = "pass resume=True (--resume) to go on with it, overwrite=True (--overwrite) to replace it"
+        if not models and all(why_not_whole(each) is not None for each in checkpoints):
+            goes_on = (
+                "none of them is whole, so no run can go on from them: pass overwrite=True (--overwrite) to begin anew"
+            )
         raise ConfigError(
-            f"the output folder {path} holds {there} of an earlier run: pass resume=True (--resume) to go on with it, "
-            f"overwrite=True (--overwrite) to replace it, or another output_dir (--output), such as "
-            f"{_free_beside(path)}"
+            f"the output folder {path} holds {there} of an earlier run: {goes_on}, or another output_dir (--output), "
+            f"such as {_free_beside(path)}"
         )
     for used in in_use:
         read = Path(used).expanduser().resolve() if isinstance(used, str | os.PathLike) and os.fspath(used) else None

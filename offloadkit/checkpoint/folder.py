@@ -94,10 +94,10 @@ def newest_checkpoint(folder: Path, *, verify: bool = True, recut: bool = False)
         then = "begin anew in another output_dir, or with overwrite=True (--overwrite). save_total_limit=2 keeps two"
         return _first_readable(whole[::-1], then, recut=recut)
     skipped = "".join(f"; {path.name} {why}" for path, why in skipped_checkpoints(folder))
+    anew = "Pass overwrite=True (--overwrite) in the place of resume" if skipped else "Leave resume out"
     raise ConfigError(
         f"No valid checkpoint found in output directory {folder}: there is no complete checkpoint to resume from. "
-        "Leave resume out to begin anew; a run writes checkpoints with save_strategy='epoch' (the default) or "
-        f"'steps'{skipped}"
+        f"{anew} to begin anew; a run writes checkpoints with save_strategy='epoch' (the default) or 'steps'{skipped}"
     )
 
 

@@ -36,7 +36,7 @@ import dill  # type: ignore[import-untyped, unused-ignore]
 import torch
 import torch.distributed as dist
 
-from offloadkit.errors import ConfigError, RankError
+from offloadkit.errors import ConfigError, RankError, TrainingStoppedError
 from offloadkit.hardware import num_cores
 from offloadkit.stopping import forwarded
 
@@ -77,6 +77,7 @@ def launch(
         ConfigError: an argument cannot be sent to other processes.
         BaseException: what the first failing rank raised, with its traceback as a note. All ranks are gone by then.
         RankError: a rank was killed, or its error cannot be sent.
+        TrainingStoppedError: SIGTERM or SIGHUP came to this process before the ranks trained.
     """
     with ExitStack() as opened:
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix=".ranks-", dir=folder)))
@@ -102,12 +103,23 @@ def _kill(ranks: Sequence[_Rank]) -> None:
 def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops: Callable[[], bool]) -> None:
     """Wait until all ranks have returned, or raise why they have not."""
 
+    forwarded_ones: list[int] = []
+
     def tell(number: int) -> None:
+        forwarded_ones.append(number)
         for each in ranks:
             each.say(f"signal {number}")
 
-    with forwarded(tell):
-        _wait_for(ranks, hear, stops)
+    try:
+        with forwarded(tell):
+            _wait_for(ranks, hear, stops)
+    except RankError as error:
+        if not forwarded_ones:
+            raise
+        # It came before the ranks trained, so it killed them.
+        stopped = TrainingStoppedError(f"{signal.Signals(forwarded_ones[0]).name} has ended training. {error}")
+        stopped.signal = forwarded_ones[0]
+        raise stopped from error
 
 
 def _wait_for(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops: Callable[[], bool]) -> None:

@@ -133,6 +133,9 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.ended_by = None
         self._saved_at = time.monotonic()
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.stop.heeded = True  # before it, a signal breaks the first step off; from here on it would lose a step
+
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._saved_at = time.monotonic()
 

@@ -695,7 +695,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             due = self.control.should_save or (ends and self.args.save_strategy != "no")
             if ends and self._stops is not None and not self._stops.has_time_to_save():
                 due = False
-            if due and self.args.world_size == 1 and not self._evaluation_is_due:  # else it is of this step already
+            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            is_saved = self.engine is not None and self.engine.last_checkpoint == folder.absolute()
+            if due and self.args.world_size == 1 and self.state.global_step > 0 and not is_saved:
                 self._evaluation_failed = True
                 set_random_states(before)  # a run that goes on evaluates first
                 try:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from offloadkit.checkpoint import one_run as module
+from offloadkit.checkpoint.earlier_run import earlier_run
 from offloadkit.checkpoint.one_run import CLAIM, one_run
 from offloadkit.errors import OutputError
 
@@ -57,6 +58,12 @@ def test_another_process_is_refused_with_host_pid_and_start_until_the_first_is_k
     holder.wait()
     with one_run(tmp_path):
         pass
+
+
+def test_another_run_is_named_before_what_it_has_written(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(OutputError, match=f"in use by process {holder.pid} on"):
+        earlier_run(tmp_path, resume=False, overwrite=False)
 
 
 @pytest.mark.parametrize("holder", ["fork"], indirect=True)

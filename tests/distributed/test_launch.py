@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.distributed.launch import launch, told
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.engine import OffloadEngine
-from offloadkit.errors import ConfigError, RankError
+from offloadkit.errors import ConfigError, RankError, TrainingStoppedError
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import model
 from tests.models import tokens
@@ -176,6 +177,27 @@ def test_killed_ranks_lose_nothing_that_was_saved(ranks: RankPool, one_thread: N
     for found in (*ranks.run(3, train, folder=three, num_steps=num_steps), train(tmp_path, num_steps)):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], weights) for name, weights in expected.items())
+
+
+def wait_for_the_end() -> None:
+    told(os.getpid())
+    threading.Event().wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_ranks_train_ends_them_and_is_named(tmp_path: Path, number: signal.Signals) -> None:
+    processes: list[int] = []
+
+    def hear(rank: int, process: int) -> None:
+        processes.append(process)
+        if len(processes) == 2:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(TrainingStoppedError, match=f"{number.name} has ended training") as caught:
+        launch(wait_for_the_end, {}, 2, folder=tmp_path, hear=hear)
+    assert caught.value.signal == number
+    assert are_gone(processes)
 
 
 PROGRAM = """

@@ -95,6 +95,16 @@ def test_an_evaluation_is_broken_off_after_the_step_before_it_is_saved(tmp_path:
     assert not any("eval_loss" in log for log in stopped.state.log_history)
 
 
+def test_the_first_step_is_saved_too(tmp_path: Path) -> None:
+    class SendsAfterIt(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            os.kill(os.getpid(), INT)
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        trainer(tmp_path, SendsAfterIt()).train()
+    assert f"1 of 4 steps were done; the newest checkpoint is {tmp_path / 'checkpoint-1'}" in raised.value.__notes__[0]
+
+
 def evaluations(one: OffloadSeq2SeqTrainer) -> dict[int, float]:
     logs = [log for log in one.state.log_history if "eval_loss" in log]
     assert len({log["step"] for log in logs}) == len(logs)  # none twice
