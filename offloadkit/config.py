@@ -7,10 +7,11 @@ import tempfile
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from offloadkit.deepspeed_config import DeepSpeedConfig, read_deepspeed
-from offloadkit.errors import ConfigError
+from offloadkit.errors import ConfigError, shown
+from offloadkit.files import path_of
 from offloadkit.units import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -91,10 +92,13 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         for name in ("start", "minimum"):
             if not _is_number(value := getattr(self, name)) or not 0 < value < float("inf"):
-                raise ConfigError(f"{name} of the loss scale must be a positive number, got {value!r}")
+                raise ConfigError(f"{name} of the loss scale must be a positive number, got {shown(value)}")
         for name in ("window", "hysteresis"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise ConfigError(f"{name} of the loss scale must be a whole number >= 1, got {value!r}")
+            if type(value := getattr(self, name)) is not int or not 0 < value < 2**63:
+                raise ConfigError(f"{name} of the loss scale must be a whole number >= 1, got {shown(value)}")
+        if not isinstance(self.consecutive_hysteresis, bool):
+            given = shown(self.consecutive_hysteresis)
+            raise ConfigError(f"consecutive_hysteresis of the loss scale must be True or False, got {given}")
 
 
 @dataclass(frozen=True)
@@ -199,42 +203,46 @@ class OffloadConfig:
         _check_choices(self)
         for name in ("learning_rate", "eps", "weight_decay"):
             if not _is_number(value := getattr(self, name)) or not 0 <= value < float("inf"):
-                raise ConfigError(f"{name} must be a number >= 0, got {value!r}")
+                raise ConfigError(f"{name} must be a number >= 0, got {shown(value)}")
         if not _is_number(self.grace_seconds) or not 0 <= self.grace_seconds < float("inf"):
-            raise ConfigError(f"grace_seconds must be a number of seconds >= 0, got {self.grace_seconds!r}")
+            raise ConfigError(f"grace_seconds must be a number of seconds >= 0, got {shown(self.grace_seconds)}")
         minutes = self.save_minutes
         if minutes is not None and not (_is_number(minutes) and 0 < minutes < float("inf")):
-            raise ConfigError(f"save_minutes must be a positive number of minutes, or None; got {minutes!r}")
+            raise ConfigError(f"save_minutes must be a positive number of minutes, or None; got {shown(minutes)}")
         if not isinstance(self.optimizer, str):
-            raise ConfigError(f"optimizer must be a name such as 'adamw' or 'lion', got {self.optimizer!r}")
+            raise ConfigError(f"optimizer must be a name such as 'adamw' or 'lion', got {shown(self.optimizer)}")
         if self.betas is not None:
             betas = self.betas if isinstance(self.betas, tuple | list) else ()
             if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
-                raise ConfigError(f"betas must be two numbers in [0, 1), or None; got {self.betas!r}")
-            object.__setattr__(self, "betas", tuple(betas))
+                raise ConfigError(f"betas must be two numbers in [0, 1), or None; got {shown(self.betas)}")
+            object.__setattr__(self, "betas", tuple(map(float, betas)))
         if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
-            raise ConfigError(f"max_grad_norm must be positive, or None to clip nothing; got {self.max_grad_norm!r}")
-        if type(self.gradient_accumulation) is not int or self.gradient_accumulation < 1:
-            raise ConfigError(f"gradient_accumulation must be a whole number >= 1, got {self.gradient_accumulation!r}")
+            norm = shown(self.max_grad_norm)
+            raise ConfigError(f"max_grad_norm must be positive, or None to clip nothing; got {norm}")
+        if type(self.gradient_accumulation) is not int or not 0 < self.gradient_accumulation < 2**31:
+            given = shown(self.gradient_accumulation)
+            raise ConfigError(f"gradient_accumulation must be a whole number >= 1, got {given}")
         scale = self.loss_scale
         fixed = _is_number(scale) and 0 < scale < float("inf")  # type: ignore[operator]
         if not (fixed or scale == "dynamic" or isinstance(scale, DynamicLossScale)):
-            raise ConfigError(f'loss_scale must be "dynamic" or a positive number or a DynamicLossScale, got {scale!r}')
+            given = shown(scale)
+            raise ConfigError(f'loss_scale must be "dynamic" or a positive number or a DynamicLossScale, got {given}')
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}")
+            raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {shown(self.seed)}")
         for name in ("activation_checkpointing", "compile_blocks", "resume_incomplete"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be True or False, got {shown(getattr(self, name))}")
+        if self.disk is not None:
+            path_of(self.disk, "disk")
         for name in ("vram", "ram"):
             if (budget := getattr(self, name)) is not None:
-                if not isinstance(budget, int | str) or isinstance(budget, bool):
-                    raise ConfigError(f"{name} must be bytes, a string such as '8GiB', or None; got {budget!r}")
-                parse_bytes(budget)
+                parse_bytes(budget, name)
         if not isinstance(self.placement, Placement | None):
-            raise ConfigError(f"placement must be an offloadkit.Placement or None, got {self.placement!r}")
+            raise ConfigError(f"placement must be an offloadkit.Placement or None, got {shown(self.placement)}")
         if not isinstance(self.deepspeed, DeepSpeedConfig | None):
             raise ConfigError(
-                f"deepspeed={self.deepspeed!r}: leave it out, and write OffloadConfig.from_deepspeed('ds_config.json')"
+                f"deepspeed={shown(self.deepspeed)}: leave it out, and write "
+                "OffloadConfig.from_deepspeed('ds_config.json')"
             )
 
     @property
@@ -267,25 +275,47 @@ class OffloadConfig:
                 f"the schedule {read.schedule[0]} is no part of OffloadConfig: offloadkit.initialize steps it; under a "
                 "Trainer say it by lr_scheduler_type and warmup_steps, in a loop of your own by a scheduler of torch's"
             )
-        options = dict(read.options)
+        options, where = dict(read.options), read.where
         if read.dynamic_loss_scale is not None:
-            options["loss_scale"] = DynamicLossScale(**read.dynamic_loss_scale)
+            options["loss_scale"] = _made(DynamicLossScale, read.dynamic_loss_scale, f"{where}, fp16")
+        section = f'{where}, the section "offloadkit"'
         if isinstance(options.get("placement"), dict):
-            options["placement"] = Placement(**options["placement"])
-        try:
-            return cls(**options, deepspeed=read)
-        except TypeError as error:
-            raise ConfigError(f'the section "offloadkit" holds fields of OffloadConfig: {error}') from error
+            options["placement"] = _made(Placement, options["placement"], section)
+        return _made(cls, options | {"deepspeed": read}, section if read.written.get("offloadkit") else where)
+
+
+_Made = TypeVar("_Made")
+
+
+def _made(kind: type[_Made], options: dict[str, Any], where: str) -> _Made:
+    """One of `kind` with fields of a file. Raises `ConfigError`, which begins with `where`."""
+    known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    for name in options:
+        if name not in known:
+            which = ", ".join(known)
+            raise ConfigError(f"{where}: it holds fields of {kind.__name__}, and {shown(name)} is none of {which}")
+    try:
+        return kind(**options)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Whether it is a number that a float can hold."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def _check_choices(options: Placement | OffloadConfig) -> None:
     """Raise `ConfigError` for a Literal field with a value outside its choices."""
     hints = get_type_hints(type(options))
     for each in fields(options):
-        if get_origin(hints[each.name]) is Literal and getattr(options, each.name) not in get_args(hints[each.name]):
-            choices = ", ".join(map(repr, get_args(hints[each.name])))
-            raise ConfigError(f"{each.name} must be one of {choices}; got {getattr(options, each.name)!r}")
+        value, choices = getattr(options, each.name), get_args(hints[each.name])
+        if get_origin(hints[each.name]) is Literal and not (isinstance(value, str) and value in choices):
+            named = ", ".join(map(repr, choices))
+            raise ConfigError(f"{each.name} must be one of {named}; got {shown(value)}")

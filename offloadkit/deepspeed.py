@@ -111,11 +111,11 @@ def initialize(
             "numbers, or train with OffloadTrainer(..., offload=OffloadConfig.from_deepspeed(...))"
         )
     if read.micro_batch_size is None:
-        raise ConfigError("the config needs train_batch_size, or train_micro_batch_size_per_gpu")
+        raise ConfigError(f"{read.where} needs train_batch_size, or train_micro_batch_size_per_gpu")
     if optimizer is None and not read.has_optimizer:
         raise ConfigError(
-            'there is no optimizer: write "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} into the config, or '
-            "pass initialize(optimizer=...)"
+            f'{read.where}: there is no optimizer: write "optimizer": {{"type": "AdamW", "params": {{"lr": 1e-4}}}}, '
+            "or pass initialize(optimizer=...)"
         )
     options = OffloadConfig.from_deepspeed(read)
     parameters = None if model_parameters is None else _groups(model_parameters)
@@ -138,7 +138,10 @@ def initialize(
         client.param_groups = offload.optimizer.param_groups  # a schedule made for the client's writes into these
         client._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look at
     if lr_scheduler is None and read.schedule is not None:
-        lr_scheduler = schedule_named(read.schedule[0], offload.optimizer, read.schedule[1])
+        try:
+            lr_scheduler = schedule_named(read.schedule[0], offload.optimizer, read.schedule[1])
+        except ConfigError as error:
+            raise ConfigError(f"{read.where}, scheduler: {error}") from error
     elif callable(lr_scheduler):
         lr_scheduler = lr_scheduler(offload.optimizer)
     loader = None

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import math
 import os
@@ -15,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from offloadkit.errors import ConfigError
+from offloadkit.errors import ConfigError, shown
+from offloadkit.files import path_of, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -275,6 +275,8 @@ class DeepSpeedConfig:
     """Keys that are "auto"."""
     ignored: dict[str, str] = field(default_factory=dict)
     """Keys that change nothing here, and why."""
+    where: str = "the DeepSpeed config"
+    """What messages call it."""
 
     @property
     def has_optimizer(self) -> bool:
@@ -322,14 +324,18 @@ def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None 
                 raise ConfigError(f"{where}: {name} cannot be trained here: {key.what}")
         elif key.kind == "ignored":
             ignored[name] = key.what
-        elif value == "auto":
+        elif isinstance(value, str) and value == "auto":
             auto.append(name)
         elif value is not None:
             said[name] = _checked(name, value, where)
     schedule: tuple[str, dict[str, Any]] | None = None
     if "scheduler.type" in said:
         schedule = (said["scheduler.type"], said.get("scheduler.params", {}))
-        auto += [f"scheduler.params.{name}" for name, value in schedule[1].items() if value == "auto"]
+        auto += [
+            f"scheduler.params.{name}"
+            for name, value in schedule[1].items()
+            if isinstance(value, str) and value == "auto"
+        ]
     stage = _stage(content)
     if ignored:
         logger.info(f"{where}: these change nothing: " + "; ".join(f"{name} ({why})" for name, why in ignored.items()))
@@ -370,6 +376,7 @@ def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None 
         drop_last=said.get("dataloader_drop_last", False),
         auto=tuple(auto),
         ignored=ignored,
+        where=where,
     )
     found.check_decay(options.get("weight_decay", 0.0), where)
     return found
@@ -389,7 +396,7 @@ def _warn_of_weights(device: str | None, stage: int, where: str) -> None:
     """
     name = "zero_optimization.offload_param.device"
     if device not in (None, "none", "cpu", "nvme"):
-        raise ConfigError(f"{where}: {name} must be 'none', 'cpu' or 'nvme', got {device!r}")
+        raise ConfigError(f"{where}: {name} must be 'none', 'cpu' or 'nvme', got {shown(device)}")
     if device == "nvme":
         _warn(f"{where}: {name} is 'nvme', and weights are never on disk here: RAM must hold what VRAM does not")
     if device in ("cpu", "nvme") and stage < 3:
@@ -423,11 +430,13 @@ def _content(source: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if isinstance(source, dict):
         return "the DeepSpeed config", source
     if not isinstance(source, str | Path):
-        raise ConfigError(f"a DeepSpeed config is a dict or the path of a .json file, got {source!r}")
+        raise ConfigError(f"a DeepSpeed config is a dict or the path of a .json file, got {shown(source)}")
     try:
-        found = json.loads(Path(source).expanduser().read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
+        found = read_json(path_of(source, "the DeepSpeed config"), _without_doubles)
     except OSError as error:
         raise ConfigError(f"the DeepSpeed config {source} cannot be read: {error.strerror or error}") from error
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"{source} is not JSON: {error}") from error
     if not isinstance(found, dict):
@@ -439,7 +448,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+        raise ValueError(f"{shown(next(name for name in names if names.count(name) > 1))} is there twice")
     return found
 
 
@@ -460,19 +469,19 @@ def _leaves(section: dict[str, Any], prefix: str, where: str) -> Iterator[tuple[
             if isinstance(value, dict):
                 yield from _leaves(value, f"{name}.", where)
             elif value is not None:
-                raise ConfigError(f"{where}: {name} must be a section of its own ({{...}}), got {value!r}")
+                raise ConfigError(f"{where}: {name} must be a section of its own ({{...}}), got {shown(value)}")
         elif name in KEYS:
             yield name, value
         else:
             near = _nearest(name, {*KEYS, *_SECTIONS})
             if prefix or near:
-                raise ConfigError(f"{where}: no key {name!r}{near}")
-            _warn(f"{where}: {name!r} is no key of DeepSpeed's, and is overlooked")
+                raise ConfigError(f"{where}: no key {shown(name)}{near}")
+            _warn(f"{where}: {shown(name)} is no key of DeepSpeed's, and is overlooked")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), 1, cutoff=0.8)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f"; did you mean {shown(near[0])}?" if near else ""
 
 
 def _asks(value: Any) -> bool:
@@ -490,20 +499,26 @@ def _checked(name: str, value: Any, where: str) -> Any:
     Raises:
         ConfigError: it is of another type.
     """
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
     if name == "steps_per_print" and value == math.inf:
         return value
     if name in _COUNTS:
-        if not number or not math.isfinite(value) or value != int(value) or value < 1:
-            raise ConfigError(f"{where}: {name} must be a whole number >= 1, got {value!r}")
+        if not number or value != int(value) or value < 1:
+            raise ConfigError(f"{where}: {name} must be a whole number >= 1, got {shown(value)}")
         return int(value)
-    if name in _NUMBERS and not (number and 0 <= value < float("inf")):
-        raise ConfigError(f"{where}: {name} must be a number >= 0, got {value!r}")
+    if name in _NUMBERS and not (number and value >= 0):
+        raise ConfigError(f"{where}: {name} must be a number >= 0, got {shown(value)}")
+    if name == "fp16.initial_scale_power" and value > _LARGEST_POWER:
+        raise ConfigError(f"{where}: {name} must be at most {_LARGEST_POWER}, got {shown(value)}")
     if name in _FLAGS and not isinstance(value, bool):
-        raise ConfigError(f"{where}: {name} must be true or false, got {value!r}")
+        raise ConfigError(f"{where}: {name} must be true or false, got {shown(value)}")
     if name in ("offloadkit", "scheduler.params") and not isinstance(value, dict):
-        raise ConfigError(f"{where}: {name} must be a section of its own ({{...}}), got {value!r}")
+        raise ConfigError(f"{where}: {name} must be a section of its own ({{...}}), got {shown(value)}")
     return value
+
+
+_LARGEST_POWER = 127
+"""Of 2, that fp32 holds."""
 
 
 def _batch_sizes(
@@ -568,7 +583,7 @@ def _options(said: dict[str, Any], auto: list[str], where: str) -> dict[str, Any
     offload = "zero_optimization.offload_optimizer"
     device = said.get(f"{offload}.device", "none")
     if device not in ("none", "cpu", "nvme"):
-        raise ConfigError(f"{where}: {offload}.device must be 'none', 'cpu' or 'nvme', got {device!r}")
+        raise ConfigError(f"{where}: {offload}.device must be 'none', 'cpu' or 'nvme', got {shown(device)}")
     if device == "nvme":
         if not said.get(f"{offload}.nvme_path"):
             raise ConfigError(f"{where}: {offload}.device is 'nvme': write the folder too, as {offload}.nvme_path")

@@ -17,6 +17,7 @@ import torch
 from offloadkit import hardware
 from offloadkit.device.measure import measure, step_traffic_bytes
 from offloadkit.errors import OutputError
+from offloadkit.files import path_of
 from offloadkit.hardware import CPU_STEP_RATES, Hardware, text_of
 from offloadkit.kernels import cpu, gpu
 from offloadkit.units import format_bytes
@@ -84,7 +85,8 @@ class Advice:
 
 
 def gather(folder: Path) -> Facts:
-    """Measure this machine, and the disk of `folder`."""
+    """Measure this machine, and the disk of `folder`. Raises `ConfigError` for a name that no folder can have."""
+    folder = path_of(folder, "folder")
     fault = _gpu_fault()
     device, disk_fault = "cpu" if fault else None, None
     try:

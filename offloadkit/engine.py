@@ -17,7 +17,7 @@ import traceback
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,9 +31,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from offloadkit import hardware
 from offloadkit.changes import changed
-from offloadkit.checkpoint.run import Adding, RunNumbers, load_run, save_run
+from offloadkit.checkpoint.run import Adding, RunNumbers, check_scheduler, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
-from offloadkit.checkpoint.values import random_states, set_random_states
+from offloadkit.checkpoint.values import random_states, set_random_states, why_unlike
 from offloadkit.config import OffloadConfig
 from offloadkit.device import watchdog
 from offloadkit.device.assumed_disk import proposing_disk
@@ -43,6 +43,7 @@ from offloadkit.distributed import world
 from offloadkit.distributed.machine import shared_cores
 from offloadkit.distributed.ranks import Ranks, joined_ranks
 from offloadkit.errors import (
+    ConfigError,
     EngineStateError,
     ModelError,
     NonFiniteGradientError,
@@ -53,11 +54,14 @@ from offloadkit.errors import (
     RepeatWindowError,
     RolledBackError,
     forget_last_error,
+    shown,
 )
+from offloadkit.files import path_of
 from offloadkit.offload.buffers import Buffers
 from offloadkit.offload.layers import (
     FlatLayer,
     UntrainedParameters,
+    check_is_plan,
     check_memory,
     check_plan,
     flat_layers,
@@ -84,7 +88,7 @@ from offloadkit.offload.states import LayerState
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.offload.weights import forked
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.table import DTYPES, GroupOptions, check_options
+from offloadkit.optim.table import DTYPES, GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, changed_options, check_states
 from offloadkit.outline import FirstWindow, chooses, plan_for
 from offloadkit.planner import Plan, placed
@@ -113,6 +117,20 @@ class _Agreed:
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 
 
+def _shape(value: Any) -> Any:
+    return getattr(value, "shape", None)
+
+
+def _states_of(scheduler: Any) -> dict[str, Any] | None:
+    """A scheduler's `state_dict()`; None where there is no scheduler. Raises `ConfigError` for what is none."""
+    if scheduler is None:
+        return None
+    if isinstance(scheduler, type) or not callable(getattr(scheduler, "state_dict", None)):
+        raise ConfigError(f"scheduler must be a scheduler of torch.optim.lr_scheduler, got {shown(scheduler)}")
+    states: dict[str, Any] = scheduler.state_dict()
+    return states
+
+
 def is_trained(model: nn.Module) -> bool:
     """Whether an open engine trains parameters of `model`."""
     return _other(model) is not None
@@ -127,6 +145,8 @@ def check_not_wrapped(model: nn.Module) -> None:
         ModelError: the model is in a wrapper that trains it on several ranks, its weights are cut between them, or
             what is trained of it was compiled or scripted. Or it is quantised, without adapters beside.
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model must be a torch.nn.Module, got {shown(model)}")
     for path, module in model.named_modules():
         name = type(module).__name__
         if isinstance(module, torch.jit.ScriptModule) and any(each.requires_grad for each in module.parameters()):
@@ -295,15 +315,23 @@ class OffloadEngine:
                 model is as it was then, but for frozen parameters and buffers.
         """
         world.join()
+        if config is not None and not isinstance(config, OffloadConfig):
+            given = shown(config)
+            raise ConfigError(f"config must be an OffloadConfig, such as OffloadConfig(vram='8GiB'), got {given}")
+        if plan is not None:
+            check_is_plan(plan)
+        if type(evaluation_rows) is not int or not 0 <= evaluation_rows < 2**31:
+            raise ConfigError(f"evaluation_rows must be a whole number >= 0, got {shown(evaluation_rows)}")
         self.module, self.config = model, config or OffloadConfig()
         check_not_wrapped(model)
         _check_free(model, self.config)
-        self.device = hardware.indexed(torch.device(device)) if device is not None else hardware.default_device()
+        self.device = hardware.device_of(device)
         self.telemetry = telemetry or Telemetry()
         check_memory(model)
         param_groups = listed_groups(param_groups)
         for group in param_groups or ():
-            check_options({"weight_decay": self.config.weight_decay, **group})
+            usual = {"lr": self.config.learning_rate, "eps": self.config.eps, "weight_decay": self.config.weight_decay}
+            GroupOptions.of({"betas": (0.0, 0.0), **usual, **group})
         layers = flat_layers(model, self.config, param_groups)
         self._undo = ExitStack()
         # Without this, an engine dropped without close() would keep its model and its threads until the program ends.
@@ -804,7 +832,7 @@ class OffloadEngine:
             OffloadkitError: `steps` is not a positive int, a trace is already running, or `path` cannot be written.
         """
         self.synchronize()
-        self._profile = Profile(steps, Path(path), self.device, self._undo, self._ranks)
+        self._profile = Profile(steps, path_of(path, "path"), self.device, self._undo, self._ranks)
         return self._profile
 
     def drop_gradients(self) -> None:
@@ -916,6 +944,7 @@ class OffloadEngine:
                     "move() was called inside an accumulation window: call it after the step() that ends the window, "
                     "or after drop_gradients()"
                 )
+            check_is_plan(plan)
             check_plan(plan, self._layers, replace(self.config, placement=plan.basis.config.placement))
         self.synchronize()
         self._move(plan, why)
@@ -1199,7 +1228,9 @@ class OffloadEngine:
         """
         self._check_window()
         self.synchronize()
-        saved, groups = state["optimizer"], self.optimizer.param_groups
+        groups = self.optimizer.param_groups
+        self._check_state(state)
+        saved = state["optimizer"]
         parameters = {view.name: view.parameter for view in self._placed.views()}
         if parameters.keys() != saved.keys():
             differing = sorted(parameters.keys() ^ saved.keys())
@@ -1222,6 +1253,33 @@ class OffloadEngine:
         self.num_updates = state["num_updates"]
         if self.loss_scale is not None and state.get("loss_scale"):
             self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def _check_state(self, state: Any) -> None:
+        """Raise `ModelError` or `ConfigError` for what is no `state_dict()` of such a model."""
+        own = self.state_dict()
+        lacks_scale = isinstance(state, Mapping) and state.get("loss_scale") is None
+        wanted = {name: own[name] for name in own if name != "loss_scale" or not lacks_scale}
+        needed = dict.fromkeys(name for name in wanted if name != "loss_scale")
+        why = why_unlike(state, needed, "it", whole=True) or why_unlike(state, wanted, "it")
+        if why is None and (type(done := state["num_updates"]) is not int or done < 0):
+            why = f"num_updates is {shown(done)}, and a whole number >= 0 is needed"
+        for at, group in enumerate(state["param_groups"] if why is None else ()):
+            try:
+                GroupOptions.of(group)
+            except ConfigError as error:
+                why = f"in group {at}, {error}"
+        if why is None:
+            differing = sorted(own["module"].keys() ^ state["module"].keys(), key=str)
+            both = own["module"].keys() & state["module"].keys()
+            differing += sorted(name for name in both if _shape(own["module"][name]) != _shape(state["module"][name]))
+            if differing:
+                why = f"module[{differing[0]!r}] is not as in this model"
+        for name, arrays in own["optimizer"].items():
+            for array, value in state["optimizer"].get(name, {}).items() if why is None else ():
+                if array in arrays and torch.as_tensor(value).shape != arrays[array].shape:
+                    why = f"{array} of {name!r} has another shape than in this model"
+        if why is not None:
+            raise ModelError(f"the state cannot be loaded: {why}. Load a state_dict() of an engine of this model")
 
     def numbers(self) -> RunNumbers:
         """All numbers of the run by name, settled and live: what a checkpoint holds.
@@ -1272,9 +1330,9 @@ class OffloadEngine:
             ConfigError: `position` or the scheduler's state holds something that is not data.
             ModelError: the module's `state_dict()` does.
         """
-        states = None if scheduler is None else scheduler.state_dict()
+        states = _states_of(scheduler)
+        where = path_of(folder, "folder").absolute()
         with phase("saving", self.telemetry.peaks, self.device):
-            where = Path(folder).expanduser().absolute()
             save_run(where, self.numbers(), self._ranks, scheduler=states, position=position)
         self.last_checkpoint, self._scheduler = where, scheduler
 
@@ -1294,7 +1352,7 @@ class OffloadEngine:
             EngineStateError: in the middle of an accumulation window.
         """
         self._check_open()
-        folder = Path(folder).expanduser().absolute()
+        folder, own = path_of(folder, "folder").absolute(), _states_of(scheduler)
 
         def took_weights() -> None:
             self._placed.take_over_outside_writes(keep_remainder=True)
@@ -1308,9 +1366,7 @@ class OffloadEngine:
         ):
             with self._together("beginning to resume"):
                 numbers = self.numbers()
-            values = load_run(
-                folder, numbers, with_scheduler=scheduler is not None, took_weights=took_weights, ranks=self._ranks
-            )
+            values = load_run(folder, numbers, scheduler=own, took_weights=took_weights, ranks=self._ranks)
             self._go_on(values)
         if scheduler is not None:
             scheduler.load_state_dict(values["scheduler"])
@@ -1331,8 +1387,11 @@ class OffloadEngine:
     def _together(self, what: str) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.together(what)
 
-    def load_states(self, folder: Path) -> dict[str, Any]:
+    def load_states(self, folder: Path, *, scheduler: Any = None) -> dict[str, Any]:
         """Load the states of a checkpoint whose weights the module has; returns the values in its `run.json`.
+
+        Args:
+            scheduler: one whose state they must hold; it is not loaded here.
 
         Raises:
             ModelError, ConfigError: as `load_checkpoint`.
@@ -1340,6 +1399,8 @@ class OffloadEngine:
         numbers = self.numbers()
         with SavedStates(folder) as saved:
             values = numbers.check(folder, saved)
+            if (states := _states_of(scheduler)) is not None:
+                check_scheduler(folder, values, states)
             numbers.load_states(saved)
         self._go_on(values)
         return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -10,9 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_LONG_WORD = re.compile(r"(\S{300})\S{300,}(\S{100})")
+
 
 class OffloadkitError(Exception):
     """Base of all errors raised by offloadkit."""
+
+    def __str__(self) -> str:
+        """The message. Every terminal prints it: half characters are escaped, and words without an end are cut."""
+        return _LONG_WORD.sub(r"\1...\2", super().__str__()).encode("utf-8", "backslashreplace").decode()
 
 
 class ConfigError(OffloadkitError, ValueError):
@@ -95,6 +102,14 @@ class RepeatWindowError(OutOfVramError):
     dropped: repeat the window from its first micro-batch."""
 
 
+class ThreadLimitError(OffloadkitError, RuntimeError):
+    """The system starts no more threads (`ulimit -u`, a container's limit)."""
+
+
+class WorkerError(OffloadkitError, RuntimeError):
+    """A process that prepares batches (`dataloader_num_workers`) was killed, or has ended."""
+
+
 class HangError(OffloadkitError, TimeoutError):
     """A thread, stream or disk that does the engine's work hangs or has ended. The message has the stacks of all
     threads. The process cannot train on: start it anew, and go on from the last checkpoint."""
@@ -106,6 +121,20 @@ class OutputError(OffloadkitError, OSError):
 
 class RankError(OffloadkitError, RuntimeError):
     """Another process that trains the model with this one has ended, has failed, or does something else."""
+
+
+def cut(text: str, most: int = 600) -> str:
+    """A text of another library, for a message: it may repeat all that was given."""
+    return text if len(text) <= most else f"{text[: most * 3 // 4]}... ({len(text):,} letters)"
+
+
+def shown(value: object) -> str:
+    """What was given, for a message: its `repr`, cut to 200 letters."""
+    try:
+        text = repr(value)
+    except Exception:  # of anybody's object; and Python writes no deep lists, nor numbers of 4,300 digits
+        return f"a {type(value).__name__} that cannot be written out"
+    return cut(text, 200)
 
 
 @contextmanager

@@ -106,7 +106,7 @@ from offloadkit.distributed.launch import is_launched
 from offloadkit.engines.baseline import measured_baseline
 from offloadkit.engines.deepspeed_process import check_installed, left_as_it_was
 from offloadkit.engines.zero import check as check_zero
-from offloadkit.errors import ConfigError, errors_hold_nothing
+from offloadkit.errors import ConfigError, errors_hold_nothing, shown
 from offloadkit.hf.columns import ColumnWish
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
@@ -238,7 +238,7 @@ def _joined(function: Callable[_P, _T]) -> Callable[_P, _T]:
     def joined(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         timeout: Any = kwargs.get("ddp_timeout")
         if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):
-            raise ConfigError(f"ddp_timeout must be a number of seconds > 0, got {timeout!r}")
+            raise ConfigError(f"ddp_timeout must be a number of seconds > 0, got {shown(timeout)}")
         world.join(timeout)
         with ExitStack() as opened:
             if world.rank() > 0:
@@ -513,24 +513,24 @@ def _check(epochs: Any, learning_rate: Any, init: Any, seed: Any, baseline: Any,
     """Raise `ConfigError` for the first option without a meaning."""
     for name, value in (("epochs", epochs), ("learning_rate", learning_rate)):
         if value is not None and (not isinstance(value, int | float) or not 0 < value < float("inf")):
-            raise ConfigError(f"{name} must be a positive number, got {value!r}")
-    if init not in LEARNING_RATES:
-        raise ConfigError(f"init must be 'pretrained' or 'random', got {init!r}")
+            raise ConfigError(f"{name} must be a positive number, got {shown(value)}")
+    if not isinstance(init, str) or init not in LEARNING_RATES:
+        raise ConfigError(f"init must be 'pretrained' or 'random', got {shown(init)}")
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {seed!r}")
-    if baseline not in ("predict", "measure"):
-        raise ConfigError(f"baseline must be 'predict' or 'measure', got {baseline!r}")
+        raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {shown(seed)}")
+    if not isinstance(baseline, str) or baseline not in ("predict", "measure"):
+        raise ConfigError(f"baseline must be 'predict' or 'measure', got {shown(baseline)}")
     if baseline == "measure" and world.size() > 1:
         raise ConfigError("baseline='measure' runs one process: leave it out where several processes train together")
     for name, value in switches.items():
         if not isinstance(value, bool):
-            raise ConfigError(f"{name} must be True or False, got {value!r}")
+            raise ConfigError(f"{name} must be True or False, got {shown(value)}")
 
 
 def _check_engine(engine: Any) -> None:
     """Raise `ConfigError` for an engine that is none, or is not installed."""
-    if engine not in ("offloadkit", "deepspeed"):
-        raise ConfigError(f"engine must be 'offloadkit' or 'deepspeed', got {engine!r}")
+    if not isinstance(engine, str) or engine not in ("offloadkit", "deepspeed"):
+        raise ConfigError(f"engine must be 'offloadkit' or 'deepspeed', got {shown(engine)}")
     if engine == "deepspeed":
         check_installed()
 
@@ -541,14 +541,14 @@ def _check_evaluation(eval_dataset: Any, callbacks: Any, compute_metrics: Any) -
 
     if isinstance(eval_dataset, int | float) and (isinstance(eval_dataset, bool) or not 0 < eval_dataset < 1):
         what = "rows, or the share of the training rows to hold out, more than 0 and less than 1"
-        raise ConfigError(f"eval_dataset must be {what}; got {eval_dataset!r}")
+        raise ConfigError(f"eval_dataset must be {what}; got {shown(eval_dataset)}")
     if not isinstance(callbacks, list | tuple):
-        raise ConfigError(f"callbacks must be a list of transformers.TrainerCallback, got {callbacks!r}")
+        raise ConfigError(f"callbacks must be a list of transformers.TrainerCallback, got {shown(callbacks)}")
     for each in callbacks:
         if not issubclass(each if isinstance(each, type) else type(each), TrainerCallback):
-            raise ConfigError(f"callbacks must be a list of transformers.TrainerCallback, and {each!r} is none")
+            raise ConfigError(f"callbacks must be a list of transformers.TrainerCallback, and {shown(each)} is none")
     if compute_metrics is not None and not callable(compute_metrics):
-        raise ConfigError(f"compute_metrics must be a function of an EvalPrediction, got {compute_metrics!r}")
+        raise ConfigError(f"compute_metrics must be a function of an EvalPrediction, got {shown(compute_metrics)}")
     if compute_metrics is not None and eval_dataset is None:
         raise ConfigError("compute_metrics needs eval_dataset: pass rows, or a share of the training rows such as 0.1")
 
@@ -560,7 +560,7 @@ def _returns_a_dict(compute_metrics: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         found = compute_metrics(*args, **kwargs)
         if not isinstance(found, dict) and kwargs.get("compute_result", True):  # False with `batch_eval_metrics`
-            raise ConfigError(f"compute_metrics must return a dict of numbers by their names, got {found!r}")
+            raise ConfigError(f"compute_metrics must return a dict of numbers by their names, got {shown(found)}")
         return found
 
     return checked

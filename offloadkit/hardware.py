@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from offloadkit.config import Precision
+from offloadkit.errors import ConfigError, shown
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -319,6 +320,25 @@ def supports_bf16(device: torch.device) -> bool:
 def default_device() -> torch.device:
     """The current CUDA device if there is one, else the CPU."""
     return indexed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def device_of(given: object) -> torch.device:
+    """The device that a user has given, as its tensors name it; None: `default_device`.
+
+    Raises:
+        ConfigError: it is none, or is not here.
+    """
+    if given is None:
+        return default_device()
+    if not isinstance(given, torch.device | str):
+        raise ConfigError(f"device must be a torch.device, or a name such as 'cuda' or 'cpu', got {shown(given)}")
+    try:
+        found = torch.device(given)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"device must be a name such as 'cuda', 'cuda:1' or 'cpu', got {shown(given)}") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={str(found)!r}: torch sees no GPU here. Leave device out, or pass 'cpu'")
+    return indexed(found)
 
 
 def indexed(device: torch.device) -> torch.device:

@@ -20,7 +20,7 @@ from offloadkit.device.assumed_disk import proposing_disk, with_disk
 from offloadkit.device.measure import host_rates, measure
 from offloadkit.distributed.machine import known_links, measured_together, planning_ranks
 from offloadkit.distributed.ranks import Ranks
-from offloadkit.errors import ConfigError
+from offloadkit.errors import ConfigError, shown
 from offloadkit.hardware import Hardware
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length, num_positions
 from offloadkit.hf.load import Task
@@ -202,7 +202,7 @@ def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
         ConfigError: a wish has no meaning, or `offload` is no config.
     """
     if offload is not None and not isinstance(offload, OffloadConfig):
-        raise ConfigError(f"offload must be an OffloadConfig, such as OffloadConfig(vram='8GiB'), got {offload!r}")
+        raise ConfigError(f"offload must be an OffloadConfig, such as OffloadConfig(vram='8GiB'), got {shown(offload)}")
     return replace(offload or OffloadConfig(), **{name: wish for name, wish in wishes.items() if wish is not None})
 
 
@@ -285,9 +285,9 @@ def check_whole_numbers(least: int = 1, **wishes: Any) -> None:
     """Raise `ConfigError` for a wish that is not a whole number of at least so much, None (left out), or "auto" as
     `batch_size`."""
     for name, value in wishes.items():
-        left_out = value == "auto" if name == "batch_size" else value is None
-        if not left_out and (type(value) is not int or value < least):
-            raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
+        left_out = (isinstance(value, str) and value == "auto") if name == "batch_size" else value is None
+        if not left_out and (type(value) is not int or not least <= value < 2**31):
+            raise ConfigError(f"{name} must be a whole number >= {least}, got {shown(value)}")
 
 
 def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Hardware, bool]:
@@ -318,7 +318,7 @@ def machine_with(gpu: str, config: OffloadConfig) -> Hardware:
     usable = int(card.usable_gib * GIB)
     if config.vram is not None and parse_bytes(config.vram) > usable:
         raise ConfigError(
-            f"a {card.name} has {format_bytes(usable)} of VRAM, less than vram={config.vram!r}: give less"
+            f"a {card.name} has {format_bytes(usable)} of VRAM, less than vram={shown(config.vram)}: give less"
         )
     rates: dict[str, Any] = card.rates() | host
     if host:

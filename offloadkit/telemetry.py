@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from offloadkit.errors import OutputError
+from offloadkit.files import path_of
 
 Peaks = dict[str, dict[str, int]]
 """Highest bytes that the process had, by phase of a run (see `planner.phases`) and tier, "ram" and "vram"."""
@@ -109,7 +110,8 @@ class Telemetry:
         self.plan: Any = None
         self.moves: list[Move] = []
         self._subscribers: list[Callable[[StepRecord], None]] = []
-        self._log_path, self._empties_log = log_path, False
+        self._log_path = None if log_path is None else path_of(log_path, "log_path")
+        self._empties_log = False
         self._log = self._opened()
 
     def _opened(self) -> TextIO | None:
@@ -131,7 +133,7 @@ class Telemetry:
             anew: whether that empties it.
         """
         if self._log_path is None:
-            self._log_path, self._empties_log = path, anew
+            self._log_path, self._empties_log = Path(path), anew
 
     def subscribe(self, listener: Callable[[StepRecord], None]) -> Callable[[], None]:
         """Call `listener` with every later record, on the thread that trains. Returns a function that ends this."""

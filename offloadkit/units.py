@@ -4,34 +4,50 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 
-from offloadkit.errors import ConfigError
+from offloadkit.errors import ConfigError, shown
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
 _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
 
 
-def parse_bytes(size: int | str) -> int:
+_MOST_DIGITS = 100
+_LARGEST = 2**60
+"""Bytes. No machine has so many."""
+
+
+def parse_bytes(size: int | str, option: str = "a size") -> int:
     """Bytes of a size: an int, or a string such as "8GiB", "512 MB" or "8589934592".
 
+    Args:
+        option: whose value it is, for messages.
+
     Raises:
-        ConfigError: it is not a size, or it is less than 64 KiB, which means that a unit is missing.
+        ConfigError: it is not a size, or it is less than 64 KiB, which means that a unit is missing, or more than any
+            machine has.
     """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise ConfigError(f"{option} must be bytes, a string such as '8GiB', or None; got {shown(size)}")
     if isinstance(size, int):
         num_bytes = size
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", size)
         if match is None or match[2].lower() not in _UNITS:
             raise ConfigError(
-                f"cannot read {size!r} as a size: write bytes (8589934592) or a string such as '8GiB' or '8GB'"
+                f"{option}: cannot read {shown(size)} as a size: write bytes (8589934592) or a string such as '8GiB' "
+                "or '8GB'"
             )
-        num_bytes = int(float(match[1]) * _UNITS[match[2].lower()])
+        is_read = len(match[1]) <= _MOST_DIGITS
+        num_bytes = int(Fraction(match[1]) * _UNITS[match[2].lower()]) if is_read else _LARGEST + 1
     if num_bytes <= 0:
-        raise ConfigError(f"a size must be positive, got {size!r}")
+        raise ConfigError(f"{option}: a size must be positive, got {shown(size)}")
     if num_bytes < 1 << 16:
         meant = f"did you mean '{str(size).strip()}GiB'?" if str(size).strip().isdigit() else "nothing fits that"
-        raise ConfigError(f"{size!r} is {num_bytes:,} bytes, less than 64 KiB: {meant}")
+        raise ConfigError(f"{option}: {shown(size)} is {num_bytes:,} bytes, less than 64 KiB: {meant}")
+    if num_bytes > _LARGEST:
+        raise ConfigError(f"{option}: {shown(size)} is more than any machine has: write a size such as '8GiB'")
     return num_bytes
 
 

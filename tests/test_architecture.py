@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # engine, doors.
 ROWS = [
     {"errors"},
-    {"units"},
+    {"units", "files", "threads"},
     {"deepspeed_config"},
     {"config", "telemetry", "hardware", "changes", "starting", "stopping"},
     {"optim"},
@@ -39,7 +39,7 @@ ROWS = [
     {"cli"},
 ]
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
-MONITOR_SEES = {"stopping", "monitor", "planner", "device", "hardware", "telemetry", "errors", "units"}
+MONITOR_SEES = {"stopping", "monitor", "planner", "device", "hardware", "telemetry", "errors", "units", "threads"}
 ENTRY_POINTS = {"__init__", "__main__"}
 
 NUMERIC_CORE = {name for name, rank in RANK.items() if rank <= RANK["engine"]}

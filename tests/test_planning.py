@@ -219,7 +219,7 @@ def test_a_model_that_the_meta_device_cannot_run_is_planned_without_activations(
     ("wishes", "message"),
     [
         ({"vram": "8 apples"}, "cannot read '8 apples' as a size"),
-        ({"ram": -1}, "a size must be positive"),
+        ({"ram": -1}, "ram: a size must be positive"),
         ({"batch_size": 0}, "batch_size must be a whole number >= 1, got 0"),
         ({"batch_size": "many"}, "batch_size"),
         ({"max_input_length": 0}, "max_input_length must be a whole number >= 1, got 0"),

@@ -6,7 +6,6 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,8 +13,10 @@ from typing import Any, Self
 
 import torch
 
+from offloadkit import files
 from offloadkit.checkpoint.folder import written_beside
-from offloadkit.errors import ModelError
+from offloadkit.errors import ModelError, shown
+from offloadkit.threads import ThreadPool
 
 PIECE_BYTES = 64 * 2**20
 """What is read or written at once."""
@@ -114,6 +115,36 @@ class SavedArray:
     end: int
 
 
+def _array(name: str, entry: Any, first: int, size: int) -> SavedArray:
+    """What an entry of a header says.
+
+    Args:
+        first: byte of the file that offsets are counted from.
+        size: of the file.
+
+    Raises:
+        ValueError: no array can be so.
+    """
+    of, given, shape = (entry.get(key) for key in _ENTRY) if isinstance(entry, dict) else (None, None, None)
+    offsets, lengths = _whole_numbers(given), _whole_numbers(shape)
+    dtype = _DTYPES.get(of) if isinstance(of, str) else None
+    if dtype is None or offsets is None or lengths is None or len(offsets) != 2:
+        raise ValueError(f"the entry {shown(name)} of its header has no dtype, shape or data_offsets that are known")
+    start, end = first + offsets[0], first + offsets[1]
+    if not start <= end <= size or end - start != prod(lengths) * dtype.itemsize:
+        raise ValueError(f"{shown(name)} ends at byte {end}, the file at {size}")
+    return SavedArray(dtype, lengths, start, end)
+
+
+_ENTRY = ("dtype", "data_offsets", "shape")
+
+
+def _whole_numbers(given: Any) -> tuple[int, ...] | None:
+    """The numbers of a list; None where it is none, or one is below 0."""
+    fine = isinstance(given, list) and all(type(each) is int and each >= 0 for each in given)
+    return tuple(given) if fine else None
+
+
 class ArrayFile:
     """A file of safetensors that is open for reading.
 
@@ -129,34 +160,33 @@ class ArrayFile:
             ModelError: the file is missing, cut, or not one of safetensors.
         """
         self.path = path
+        if (other := files.why_not_plain(path)) is not None:
+            raise ModelError(f"{path} cannot be read: it is {other}, not a file")
         try:
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise ModelError(f"{path} cannot be read ({error.strerror})") from error
         try:
             self.arrays, self.metadata = self._header()
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+        except (OSError, ValueError, struct.error) as error:
             os.close(self._file)
             raise ModelError(f"{path} cannot be read ({error}): it is cut or broken") from error
         self._staging: torch.Tensor | None = None
-        self._readers: ThreadPoolExecutor | None = None
+        self._readers: ThreadPool | None = None
 
     def _header(self) -> tuple[dict[str, SavedArray], dict[str, str]]:
         size = os.fstat(self._file).st_size
         (length,) = _HEADER_LENGTH.unpack(os.pread(self._file, _HEADER_LENGTH.size, 0))
         first = _HEADER_LENGTH.size + length
-        if first > size:
+        if first > size or length > files.MOST_JSON_BYTES:
             raise ValueError(f"its header ends at byte {first}, the file at {size}")
-        header = json.loads(os.pread(self._file, length, _HEADER_LENGTH.size))
+        header = files.parse_json(os.pread(self._file, length, _HEADER_LENGTH.size))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no object")
         metadata = header.pop("__metadata__", {})
-        arrays = {}
-        for name, entry in header.items():
-            start, end = (first + offset for offset in entry["data_offsets"])
-            array = SavedArray(_DTYPES[entry["dtype"]], tuple(entry["shape"]), start, end)
-            if end > size or end - start != prod(array.shape) * array.dtype.itemsize:
-                raise ValueError(f"{name!r} ends at byte {end}, the file at {size}")
-            arrays[name] = array
-        return arrays, metadata
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("its __metadata__ is no object of texts")
+        return {name: _array(name, entry, first, size) for name, entry in header.items()}, metadata
 
     def read(self, name: str, into: torch.Tensor, between: Between | None = None, *, first: int = 0) -> None:
         """Read an array's elements from `first` on into 1-D contiguous `into`, on any device, until that is full.
@@ -203,7 +233,7 @@ class ArrayFile:
             self._read_part(memory, start)
             return
         if self._readers is None:
-            self._readers = ThreadPoolExecutor(min(_NUM_READERS, os.cpu_count() or 1), "offloadkit-reading")
+            self._readers = ThreadPool(min(_NUM_READERS, os.cpu_count() or 1), "offloadkit-reading")
         parts = range(0, memory.nbytes, _PART_BYTES)
         for _ in self._readers.map(lambda at: self._read_part(memory[at : at + _PART_BYTES], start + at), parts):
             pass  # an error is raised here

@@ -13,6 +13,7 @@ from pathlib import Path
 from offloadkit.checkpoint.folder import REPLACED, remove_checkpoint, why_not_whole, written_beside, written_to
 from offloadkit.checkpoint.one_run import CLAIM, one_run
 from offloadkit.errors import ConfigError, OutputError
+from offloadkit.files import path_of, why_no_name
 
 
 @dataclass
@@ -73,9 +74,9 @@ def earlier_run(
     """
     if resume and overwrite:
         raise ConfigError("resume=True goes on with the run in output_dir and overwrite=True replaces it: pass one")
+    path = path_of(folder, "output_dir")
     if not os.fspath(folder):
         return EarlierRun([])  # `writable` refuses it
-    path = Path(folder).expanduser()
     if (path / CLAIM).exists():
         with one_run(path):  # another run there is named before what it has written
             pass
@@ -104,7 +105,9 @@ def earlier_run(
             f"such as {_free_beside(path)}"
         )
     for used in in_use:
-        read = Path(used).expanduser().resolve() if isinstance(used, str | os.PathLike) and os.fspath(used) else None
+        name = os.fspath(used) if isinstance(used, str | os.PathLike) else ""
+        is_path = bool(name) and why_no_name(name) is None  # others are refused where they are read
+        read = Path(os.path.realpath(os.path.expanduser(name))) if is_path else None
         for checkpoint in checkpoints:
             if read is not None and read.is_relative_to(checkpoint.resolve()):
                 raise ConfigError(

@@ -15,7 +15,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +23,9 @@ from zipfile import BadZipFile, ZipFile
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from offloadkit.errors import ConfigError, ModelError, OffloadkitError, OutputError
+from offloadkit.errors import ConfigError, ModelError, OffloadkitError, OutputError, shown
+from offloadkit.files import built_by_others, path_of, read_json, why_not_plain
+from offloadkit.threads import ThreadPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -54,9 +55,9 @@ def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
         ConfigError: its name is empty, or `resume` finds no complete checkpoint.
         OutputError: it cannot be created, or nothing can be written into it.
     """
+    path = path_of(folder, "output_dir")
     if not os.fspath(folder):
         raise ConfigError("output_dir is empty: pass the name of a folder ('.' is the current one)")
-    path = Path(folder).expanduser()
     if path.exists() and not path.is_dir():
         raise OutputError(f"the output folder {path} is a file: pass another output_dir")
     if resume:
@@ -208,7 +209,7 @@ def why_not_whole(checkpoint: Path) -> str | None:
 def _replaced(folder: Path) -> list[str]:
     """The names of checkpoints that a new run was about to replace when it was killed."""
     try:
-        found = json.loads((folder / REPLACED).read_text(encoding="utf-8"))
+        found = read_json(folder / REPLACED)
     except (OSError, ValueError):
         return []
     return found if isinstance(found, list) else []
@@ -239,7 +240,7 @@ def write_manifest(checkpoint: Path) -> None:
     """
     _verdicts.pop(checkpoint.absolute(), None)
     files = {}
-    with ThreadPoolExecutor(1, "offloadkit-sync") as beside_us:
+    with ThreadPool(1, "offloadkit-sync") as beside_us:
         for name in sorted(_names(checkpoint)):
             with (path := checkpoint / name).open("rb") as file:
                 on_disk = beside_us.submit(os.fsync, file.fileno())  # before the manifest, which names it
@@ -281,7 +282,7 @@ def checksums(path: Path, name: str) -> list[str]:
         starts = range(0, max(size, 1), _PIECE_BYTES)
         if len(starts) == 1:
             return [of_piece(0)]
-        with ThreadPoolExecutor(min(_CHECKSUM_THREADS, os.cpu_count() or 1), "offloadkit-checksums") as pool:
+        with ThreadPool(min(_CHECKSUM_THREADS, os.cpu_count() or 1), "offloadkit-checksums") as pool:
             return list(pool.map(of_piece, starts))
 
 
@@ -324,7 +325,7 @@ class _Manifest(NamedTuple):
 def _manifest(checkpoint: Path) -> _Manifest | str:
     """A checkpoint's manifest, or why it cannot be read."""
     try:
-        found = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        found = read_json(checkpoint / MANIFEST)
         if found["xxh3"] == _checksum_of(found):
             if found["version"] != _VERSION:
                 return (
@@ -333,7 +334,7 @@ def _manifest(checkpoint: Path) -> _Manifest | str:
                 )
             files = {str(name): _Saved(int(each["size"]), list(each["xxh3"])) for name, each in found["files"].items()}
             return _Manifest(int(found["sequence"]), files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         pass
     return f"has a {MANIFEST} that is missing, cut or broken"
 
@@ -435,10 +436,10 @@ def _weights_cut_anew(checkpoint: Path, later: set[str]) -> bool:
         return True
     index = checkpoint / "model.safetensors.index.json"
     try:
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        parts = read_json(index)["weight_map"].values()
+        return later.issuperset({index.name, *parts})
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
-    return later.issuperset({index.name, *files})
 
 
 def _what_then(checkpoint: Path) -> str:
@@ -450,9 +451,11 @@ def _what_then(checkpoint: Path) -> str:
 
 def why_broken(path: Path) -> str | None:
     """Why a file of JSON, of safetensors or of `torch.save` cannot be opened. None if it can."""
+    if (other := why_not_plain(path)) is not None:
+        return f"it is {other}, not a file"
     try:
         if path.suffix == ".json":
-            json.loads(path.read_text(encoding="utf-8"))
+            read_json(path)
         elif path.suffix == ".safetensors":
             with safe_open(path, framework="pt"):
                 pass
@@ -485,11 +488,12 @@ def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> str | None:
     path = checkpoint / "config.json"
     if not path.is_file():  # a Trainer of a model without one
         return None
-    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved = read_object(path)
     sizes: dict[str, tuple[Any, Any]] = {"model_type": (saved.get("model_type"), config.model_type)}
     differing = []
     if saved.get("model_type") == config.model_type:
-        before = type(config).from_dict(saved)
+        with built_by_others(path):
+            before = type(config).from_dict(saved)
         for name in _SIZES:
             sizes[name] = getattr(before, name, None), getattr(config, name, None)
         was, now = _flat(before.to_dict()), _flat(config.to_dict())
@@ -505,6 +509,17 @@ def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> str | None:
                 "model of that run, or pass another output_dir"
             )
     return f"the config in {checkpoint} differs from this model's: {', '.join(differing)}" if differing else None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """What a file of JSON in a checkpoint holds. Raises `ModelError` where it cannot be read, or holds no object."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}): it is cut or broken") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds {shown(found)}, and an object is needed: it is broken")
+    return found
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -523,7 +538,10 @@ def other_rows(checkpoint: Path, batch_size: int, accumulation: int, num_ranks: 
 
     The Trainer derives the position in the dataset from the number of steps, so it continues at another row.
     """
-    before = json.loads((checkpoint / "trainer_state.json").read_text()).get("train_batch_size")
+    path = checkpoint / "trainer_state.json"
+    before = read_object(path).get("train_batch_size")
+    if before is not None and (type(before) is not int or before < 1):
+        raise ModelError(f"{path}: train_batch_size is {shown(before)}, and a whole number is needed: it is broken")
     if before in (None, batch_size):
         return _other_micro_batches(checkpoint, accumulation, num_ranks)
     return (
@@ -536,8 +554,11 @@ def other_rows(checkpoint: Path, batch_size: int, accumulation: int, num_ranks: 
 def _other_micro_batches(checkpoint: Path, accumulation: int, num_ranks: int) -> str | None:
     """`other_rows`, where micro-batches are as large as they were."""
     arguments = checkpoint / "training_args.json"
-    known = json.loads(arguments.read_text()) if arguments.is_file() else {}
+    known = read_object(arguments) if arguments.is_file() else {}
     of_each, ranks = known.get("gradient_accumulation_steps"), len(list(checkpoint.glob("states-*")))
+    if of_each is not None and (type(of_each) is not int or of_each < 1):
+        why = f"gradient_accumulation_steps is {shown(of_each)}, and a whole number is needed"
+        raise ModelError(f"{arguments}: {why}: it is broken")
     if of_each is None or ranks == 0 or of_each * ranks == accumulation * num_ranks:
         return None
     exactly = f"{of_each * ranks} in all go on exactly"

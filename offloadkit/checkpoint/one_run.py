@@ -22,6 +22,7 @@ from typing import Any
 
 from offloadkit.checkpoint.folder import written_beside
 from offloadkit.errors import OutputError
+from offloadkit.threads import Thread
 
 CLAIM = ".offloadkit-run.json"
 HEARTBEAT_SECONDS = 5.0
@@ -132,7 +133,7 @@ def _heartbeat(path: Path, holder: dict[str, Any]) -> Iterator[None]:
             number += 1
             _write(path, holder | {"beat": number})
 
-    thread = threading.Thread(target=beat, name="offloadkit-claim", daemon=True)
+    thread = Thread(target=beat, name="offloadkit-claim", daemon=True)
     thread.start()
     try:
         yield

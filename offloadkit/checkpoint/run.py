@@ -30,10 +30,18 @@ from offloadkit.checkpoint.folder import (
     written_to,
 )
 from offloadkit.checkpoint.states import Ranges, SavedStates, States, write_states
-from offloadkit.checkpoint.values import random_states, read_json, set_random_states, write_json
+from offloadkit.checkpoint.values import (
+    check_random_states,
+    random_states,
+    read_json,
+    set_random_states,
+    why_unlike,
+    write_json,
+)
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights, num_bytes_of, write_weights
 from offloadkit.distributed.ranks import Ranks
-from offloadkit.errors import ConfigError, ModelError, OutputError
+from offloadkit.errors import ConfigError, ModelError, OutputError, shown
+from offloadkit.optim.table import GroupOptions
 
 RUN_FILE = "run.json"
 RANDOM_FILE = "random.json"
@@ -134,13 +142,24 @@ class RunNumbers:
         """
         path = folder / RUN_FILE
         values = read_json(path)
-        try:
-            facts, groups = values["facts"], values["groups"]
-            members = [group["parameters"] for group in groups]
-            values["counts"]["num_updates"]
-            Adding(**values["adding"])
-        except (KeyError, TypeError) as error:
-            raise ModelError(f"{path} cannot be read: it has no {error}") from error
+        number: dict[str, Any] = {"lr": 0.0, "betas": [0.0], "eps": 0.0, "weight_decay": 0.0}
+        wanted: dict[str, Any] = {"facts": {}, "groups": [{"options": number, "parameters": [""]}]}
+        wanted |= {"counts": {"num_updates": 0, "loss_scale": None}, "adding": asdict(self.adding)}
+        why = why_unlike(values, wanted, "it", whole=True)
+        if why is None and (scale := values["counts"]["loss_scale"]) is not None:
+            why = why_unlike(scale, self.counts["loss_scale"], "loss_scale", whole=True)
+        if why is None and (type(done := values["counts"]["num_updates"]) is not int or done < 0):
+            why = f"num_updates is {shown(done)}, and a whole number >= 0 is needed"
+        if why is not None:
+            raise ModelError(f"{path} cannot be read ({why}): it is cut or broken")
+        for at, group in enumerate(values["groups"]):
+            try:
+                GroupOptions.of(group["options"])
+            except ConfigError as error:
+                raise ModelError(f"{path}, group {at}: {error}") from error
+        values["adding"] = {name: values["adding"][name] for name in asdict(self.adding)}
+        facts, groups = values["facts"], values["groups"]
+        members = [group["parameters"] for group in groups]
         for name, own in self.facts.items():
             if facts.get(name, own) != own:
                 raise ConfigError(
@@ -233,14 +252,14 @@ def load_run(
     folder: Path,
     numbers: RunNumbers,
     *,
-    with_scheduler: bool,
+    scheduler: dict[str, Any] | None,
     took_weights: Callable[[], None],
     ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Load what `save_run` wrote into the live tensors of `numbers`; random states too.
 
     Args:
-        with_scheduler: whether it must hold a scheduler's state.
+        scheduler: the state of the run's own, whose like the checkpoint must hold.
         took_weights: called when the weights are new, before the states are.
         ranks: all of them read it together. Each takes its random states, or those of rank 0 where it had none.
 
@@ -259,13 +278,31 @@ def load_run(
         values = numbers.check(folder, saved)
         check_weights(weights, numbers.weights)
         states = _random_of(folder, 0 if ranks is None else ranks.rank)
-        if with_scheduler and values.get("scheduler") is None:
-            raise ConfigError(f"{folder} holds no scheduler: it was saved without one. Leave scheduler= out")
+        if scheduler is not None:
+            check_scheduler(folder, values, scheduler)
         load_weights(weights, numbers.weights)
         took_weights()
         numbers.load_states(saved)
     set_random_states(states)
     return values
+
+
+def check_scheduler(folder: Path, values: dict[str, Any], own: dict[str, Any]) -> None:
+    """
+    Args:
+        values: those in `run.json`.
+        own: the state of this run's scheduler.
+
+    Raises:
+        ConfigError: it was saved without a scheduler.
+        ModelError: the saved state is none of such a scheduler.
+    """
+    if values.get("scheduler") is None:
+        raise ConfigError(f"{folder} holds no scheduler: it was saved without one. Leave scheduler= out")
+    if (why := why_unlike(values["scheduler"], own, "scheduler")) is not None:
+        raise ModelError(
+            f"{folder / RUN_FILE} cannot be read ({why}): it is broken, or of a run with another scheduler"
+        )
 
 
 def write_random(folder: Path, rank: int = 0) -> None:
@@ -280,4 +317,7 @@ def read_random(folder: Path, rank: int = 0) -> None:
 
 def _random_of(folder: Path, rank: int) -> Any:
     own = folder / RANDOM_FILE_OF_RANK.format(rank)
-    return read_json(own if own.is_file() else folder / RANDOM_FILE)
+    path = own if own.is_file() else folder / RANDOM_FILE
+    states = read_json(path)
+    check_random_states(states, path)
+    return states

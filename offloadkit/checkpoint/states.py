@@ -16,7 +16,9 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from offloadkit import files
 from offloadkit.checkpoint.arrays import ArrayFile, Between, write_arrays
+from offloadkit.checkpoint.values import why_unlike
 from offloadkit.errors import ConfigError, ModelError
 
 STATE_FILES = "states-*-of-*.safetensors"
@@ -64,6 +66,11 @@ def write_states(
     write_arrays(folder / f"states-{rank:05}-of-{num_ranks:05}.safetensors", arrays, texts, between)
 
 
+_FACTS = {"rank": 0, "ranks": 0, "ranges": {}, "parameters": {}}
+_RANGE = {"parameter": "", "array": "", "start": 0, "length": 0, "of": 0}
+"""What metadata, and each of its ranges, must have."""
+
+
 class _Range(NamedTuple):
     file: ArrayFile
     key: str
@@ -100,16 +107,23 @@ class SavedStates:
         for path in paths:
             file = self._files.enter_context(ArrayFile(path))
             try:
-                facts = {name: json.loads(text) for name, text in file.metadata.items()}
+                facts = {name: files.parse_json(text) for name, text in file.metadata.items()}
+                if (why := why_unlike(facts, _FACTS, "its metadata", whole=True)) is not None:
+                    raise ValueError(why)
                 ranks.append(facts["rank"])
                 num_ranks = facts["ranks"]
                 self._shapes |= facts["parameters"]
                 for key, found in facts["ranges"].items():
+                    if (why := why_unlike(found, _RANGE, f"the range {key!r}", whole=True)) is not None:
+                        raise ValueError(why)
                     place = _Range(file, key, found["start"], found["length"], found["of"])
-                    if file.arrays[key].shape != (place.length,):
+                    if key not in file.arrays or file.arrays[key].shape != (place.length,):
                         raise ValueError(f"{key!r} has another length than its range")
                     self._ranges.setdefault(found["parameter"], {}).setdefault(found["array"], []).append(place)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                for parameter in self._ranges:
+                    if not isinstance(self._shapes.get(parameter), list):
+                        raise ValueError(f"it has no shape of {parameter!r}")
+            except ValueError as error:
                 raise ModelError(f"{path} cannot be read: its ranges are broken or missing ({error})") from error
         if sorted(ranks) != list(range(num_ranks)):
             raise ModelError(f"{folder} holds the states of ranks {sorted(ranks)}, of {num_ranks}: copy all its files")

@@ -11,14 +11,16 @@ import json
 import math
 import random
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from offloadkit import files
 from offloadkit.checkpoint.folder import written_beside
-from offloadkit.errors import ConfigError, ModelError
+from offloadkit.errors import ConfigError, ModelError, shown
 
 
 def as_json(value: Any, name: str) -> Any:
@@ -28,11 +30,13 @@ def as_json(value: Any, name: str) -> Any:
         ConfigError: it holds something that is not data, such as a function.
     """
     match value:
-        case None | bool() | str():
+        case None | bool():
             return value
+        case str():
+            return value if _is_whole(value) else {"$text": value.encode("utf-8", "surrogatepass").hex()}
         case np.bool_() | np.integer() | np.floating():
             return as_json(value.item(), name)
-        case int():
+        case int() if value.bit_length() < _MOST_BITS:
             return int(value)  # of an enumeration, the number
         case float():
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
@@ -41,12 +45,12 @@ def as_json(value: Any, name: str) -> Any:
         case tuple():
             return {"$tuple": [as_json(item, f"{name}[{at}]") for at, item in enumerate(value)]}
         case set() | frozenset():
-            return {"$set": [as_json(item, name) for item in sorted(value)]}
+            return {"$set": [as_json(item, name) for item in sorted(value, key=repr)]}
         case bytes():
             return {"$bytes": value.hex()}
         case dict():
             items = {key: as_json(item, f"{name}[{key!r}]") for key, item in value.items()}
-            if type(value) is not Counter and all(type(key) is str and not key.startswith("$") for key in items):
+            if type(value) is not Counter and all(map(_is_plain, items)):
                 return items
             kind = "$counter" if type(value) is Counter else "$dict"
             return {kind: [[as_json(key, name), item] for key, item in items.items()]}
@@ -60,6 +64,20 @@ def as_json(value: Any, name: str) -> Any:
         f"{name} is a {type(value).__name__}, which a checkpoint cannot store: it holds numbers, texts, lists, dicts "
         "and tensors. Leave it out, or store what it is made of, such as vars(args) for a Namespace"
     )
+
+
+_MOST_BITS = 10_000
+"""Of a whole number. Python reads 4,300 digits."""
+
+
+def _is_plain(key: Any) -> bool:
+    """Whether JSON can have it as the key of an object."""
+    return type(key) is str and not key.startswith("$") and _is_whole(key)
+
+
+def _is_whole(text: str) -> bool:
+    """Whether it has no half of a character, which no file can have."""
+    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def from_json(value: Any) -> Any:
@@ -80,28 +98,44 @@ def from_json(value: Any) -> Any:
             return set(map(from_json, content))
         case "$bytes":
             return bytes.fromhex(content)
+        case "$text":
+            return bytes.fromhex(content).decode("utf-8", "surrogatepass")
         case "$dict" | "$counter":
             pairs = {from_json(key): from_json(item) for key, item in content}
             return Counter(pairs) if kind == "$counter" else pairs
         case "$tensor":
             name, shape, memory = content
             dtype = getattr(torch, name)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{shown(name)} is no dtype")
             flat = torch.frombuffer(bytearray.fromhex(memory), dtype=dtype) if memory else torch.empty(0, dtype=dtype)
             return flat.view(shape)
         case "$array":
             name, shape, memory = content
             return np.frombuffer(bytes.fromhex(memory), dtype=np.dtype(name)).reshape(shape).copy()
-    raise ValueError(f"{kind!r} is no kind of value that is known")
+    raise ValueError(f"{shown(kind)} is no kind of value that is known")
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write `values`; the file has its name when it is complete.
 
     Raises:
-        ConfigError: as `as_json`.
+        ConfigError: as `as_json`, or a value is nested too deeply.
         OSError: it could not be written.
     """
-    text = json.dumps({name: as_json(value, name) for name, value in values.items()}, allow_nan=False)
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = as_json(value, name)
+            files.check_depth(found)
+        except (RecursionError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"{name} cannot be stored: its lists and dicts are nested deeper than {files.DEEPEST_JSON}. Store it "
+                "flatter"
+            ) from error
+    text = json.dumps(found, allow_nan=False)
     with written_beside(path) as file:
         file.write(text.encode())
 
@@ -113,12 +147,54 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: the file is missing, cut or broken.
     """
     try:
-        found = from_json(json.loads(path.read_text(encoding="utf-8")))
+        found = from_json(files.read_json(path))
         if not isinstance(found, dict):
             raise ValueError("it holds no object")
         return found
-    except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise ModelError(f"{path} cannot be read ({error}): it is missing, cut or broken") from error
+
+
+_KINDS: tuple[tuple[Any, str], ...] = (
+    (bool, "true or false"),
+    (int | float | np.number, "a number"),
+    (str, "a text"),
+    (list | tuple, "a list"),
+    (Mapping, "an object"),
+    (torch.Tensor, "a tensor"),
+)
+
+
+def why_unlike(saved: Any, own: Any, place: str, *, whole: bool = False) -> str | None:
+    """Where a saved value cannot take the place of a run's own: a text for a number, a list for an object.
+
+    What this run has as None may be anything. So may what it does not have.
+
+    Args:
+        own: of a list, the last item stands for all later ones too.
+        place: what the value is called.
+        whole: whether objects must have all that `own` has.
+
+    Returns:
+        A clause that names the place; None where nothing is found.
+    """
+    kind: Any
+    kind, name = next((each for each in _KINDS if isinstance(own, each[0])), (object, ""))
+    is_number = name == "a number" and not isinstance(saved, bool)
+    if is_number and isinstance(saved, torch.Tensor) and saved.numel() == 1:
+        return None
+    if not isinstance(saved, kind) or (name == "a number" and not is_number):
+        return f"{place} is {shown(saved)}, and {name} is needed"
+    if is_number and abs(saved) > 2**63 and abs(saved) != math.inf:
+        return f"{place} is {shown(saved)}, which is too large"
+    pairs: list[tuple[Any, Any, str]] = []
+    if isinstance(own, Mapping):
+        if whole and (lacking := [key for key in own if key not in saved]):
+            return f"{place} has no {lacking[0]!r}"
+        pairs = [(saved[key], each, f"{place}[{key!r}]") for key, each in own.items() if key in saved]
+    elif isinstance(own, list | tuple) and own:
+        pairs = [(each, own[min(at, len(own) - 1)], f"{place}[{at}]") for at, each in enumerate(saved)]
+    return next((why for pair in pairs if (why := why_unlike(*pair, whole=whole)) is not None), None)
 
 
 def random_states() -> dict[str, Any]:
@@ -128,6 +204,27 @@ def random_states() -> dict[str, Any]:
     if cuda.is_initialized():  # asking would begin to use it
         states["cuda"] = torch.cuda.get_rng_state()
     return states
+
+
+def check_random_states(states: dict[str, Any], path: Path) -> None:
+    """Try the states on generators that nobody else uses.
+
+    Args:
+        path: of the file that they were read from.
+
+    Raises:
+        ModelError: they are none.
+    """
+    try:
+        random.Random().setstate(states["python"])
+        np.random.RandomState().set_state(states["numpy"])
+        torch.Generator().set_state(states["torch"])
+        if not isinstance(states.get("cuda", torch.empty(0, dtype=torch.uint8)), torch.Tensor):
+            raise TypeError("'cuda' is no tensor")
+    except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
+        raise ModelError(
+            f"{path} holds no random states ({type(error).__name__}: {error}): it is cut or broken"
+        ) from error
 
 
 def set_random_states(states: dict[str, Any]) -> None:

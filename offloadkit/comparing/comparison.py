@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from offloadkit.checkpoint.folder import writable
 from offloadkit.comparing import words
 from offloadkit.comparing.words import LABELS
-from offloadkit.config import Precision
+from offloadkit.config import OffloadConfig, Precision
 from offloadkit.engines import deepspeed_process, forecast
 from offloadkit.engines.baseline import forecasts_of
 from offloadkit.engines.forecast import Forecast
 from offloadkit.engines.runner import Row, Runs, write_whole
 from offloadkit.engines.timing import BY_LEANER_PLAN
 from offloadkit.engines.work import Work, config_of
-from offloadkit.errors import ConfigError
+from offloadkit.errors import ConfigError, shown
 from offloadkit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ def compare(
     counts |= {"max_target_length": max_target_length, "gradient_accumulation": gradient_accumulation}
     check_counts(counts | {"steps": steps}, optional=("steps",))
     _check_names(models, engines)
+    limits = OffloadConfig(precision=precision, vram=vram, ram=ram)
     work = Work(
         model="",
         batch_size=batch_size,
@@ -173,8 +174,8 @@ def compare(
         target_length=max_target_length,
         accumulation=gradient_accumulation,
         precision=precision,
-        vram=None if vram is None else parse_bytes(vram),
-        ram=None if ram is None else parse_bytes(ram),
+        vram=None if limits.vram is None else parse_bytes(limits.vram),
+        ram=None if limits.ram is None else parse_bytes(limits.ram),
         steps=steps,
     )
     runs = Runs(folder := writable(output_dir), timeout)
@@ -201,17 +202,18 @@ def check_counts(counts: dict[str, Any], optional: Sequence[str] = ()) -> None:
     for name, value in counts.items():
         if value is None and name in optional:
             continue
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+        if type(value) is not int or not 0 < value < 2**31:
+            raise ConfigError(f"{name} must be a whole number >= 1, got {shown(value)}")
 
 
 def _check_names(models: Any, engines: Any) -> None:
     for name, given, example in (("models", models, "('t5-base', 't5-3b')"), ("engines", engines, str(ENGINES))):
-        if isinstance(given, str) or not given or len(set(given)) < len(given):
-            raise ConfigError(f"{name} must be some different names, such as {example}; got {given!r}")
+        some = isinstance(given, Sequence) and all(isinstance(each, str) for each in given)
+        if isinstance(given, str) or not some or not given or len(set(given)) < len(given):
+            raise ConfigError(f"{name} must be some different names, such as {example}; got {shown(given)}")
     for engine in engines:
         if engine not in ENGINES:
-            raise ConfigError(f"no engine {engine!r}: choose of {', '.join(map(repr, ENGINES))}")
+            raise ConfigError(f"no engine {shown(engine)}: choose of {', '.join(map(repr, ENGINES))}")
     for model in models:
         config_of(model)
 

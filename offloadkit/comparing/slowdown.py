@@ -10,7 +10,7 @@ from typing import Literal
 
 from offloadkit.checkpoint.folder import writable
 from offloadkit.comparing.comparison import check_counts, progress, summary
-from offloadkit.config import Precision
+from offloadkit.config import OffloadConfig, Precision
 from offloadkit.engines import forecast
 from offloadkit.engines.baseline import forecasts_of, plain_row
 from offloadkit.engines.runner import Row, Runs
@@ -74,6 +74,7 @@ def measure_slowdown(
     counts = {"batch_size": batch_size, "max_input_length": max_input_length, "max_target_length": max_target_length}
     check_counts(counts | {"gradient_accumulation": gradient_accumulation, "steps": steps}, optional=("steps",))
     config_of(model)
+    limits = OffloadConfig(precision=precision, vram=vram, ram=ram)
     limited = Work(
         model=model,
         batch_size=batch_size,
@@ -81,8 +82,8 @@ def measure_slowdown(
         target_length=max_target_length,
         accumulation=gradient_accumulation,
         precision=precision,
-        vram=None if vram is None else parse_bytes(vram),
-        ram=None if ram is None else parse_bytes(ram),
+        vram=None if limits.vram is None else parse_bytes(limits.vram),
+        ram=None if limits.ram is None else parse_bytes(limits.ram),
         our_compute=True,
         steps=steps,
     )

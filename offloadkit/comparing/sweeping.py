@@ -35,12 +35,12 @@ from offloadkit.checkpoint.folder import writable
 from offloadkit.comparing import learning, words
 from offloadkit.comparing.comparison import check_counts, progress, save, summary
 from offloadkit.comparing.knee import Knee, fixed_seconds, measured_knee, predicted_knee, reads_weights
-from offloadkit.config import Precision
+from offloadkit.config import OffloadConfig, Precision
 from offloadkit.engines.baseline import config_folder, forecasts_of
 from offloadkit.engines.forecast import Forecast
 from offloadkit.engines.runner import Row, Runs
 from offloadkit.engines.work import Work
-from offloadkit.errors import ConfigError
+from offloadkit.errors import ConfigError, shown
 from offloadkit.hf.columns import ColumnWish
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH
 from offloadkit.hf.quiet import bars_where_live
@@ -201,6 +201,7 @@ def sweep(
     _check_sizes(batch_sizes, gradient_accumulation)
     _check_learning(train_dataset, eval_dataset, scale_learning_rate, learning_rate, tokenizer, finetune_arguments)
     check_counts({"steps": steps, "num_samples": num_samples}, optional=("steps", "num_samples"))
+    OffloadConfig(precision=precision, vram=vram, ram=ram)
     budgets: dict[str, Any] = {
         name: None if size is None else parse_bytes(size) for name, size in (("vram", vram), ("ram", ram))
     }
@@ -242,17 +243,19 @@ def sweep(
 def _check_sizes(batch_sizes: Any, accumulations: Any) -> None:
     for name, given in (("batch_sizes", batch_sizes), ("gradient_accumulation", accumulations)):
         numbers = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
-        if not numbers or len(set(numbers)) < len(numbers) or any(type(n) is not int or n < 1 for n in numbers):
-            raise ConfigError(f"{name} must be some different whole numbers >= 1, such as (1, 2, 4); got {given!r}")
+        fine = all(type(number) is int and 0 < number < 2**31 for number in numbers)
+        if not numbers or not fine or len(set(numbers)) < len(numbers):
+            said = shown(given)
+            raise ConfigError(f"{name} must be some different whole numbers >= 1, such as (1, 2, 4); got {said}")
 
 
 def _check_learning(
     train: Any, held_out: Any, scalings: Any, learning_rate: Any, tokenizer: Any, others: dict[str, Any]
 ) -> None:
     known = isinstance(scalings, Sequence) and not isinstance(scalings, str) and len(scalings) > 0
-    if not known or any(scaling not in learning.SCALINGS for scaling in scalings):
-        choices = ", ".join(map(repr, learning.SCALINGS))
-        raise ConfigError(f"scale_learning_rate must be some of {choices}, such as ('none', 'sqrt'); got {scalings!r}")
+    if not known or any(not isinstance(scaling, str) or scaling not in learning.SCALINGS for scaling in scalings):
+        choices, said = ", ".join(map(repr, learning.SCALINGS)), shown(scalings)
+        raise ConfigError(f"scale_learning_rate must be some of {choices}, such as ('none', 'sqrt'); got {said}")
     learning.check_arguments(others, inspect.signature(sweep).parameters)
     of_learning = {"eval_dataset": held_out, "learning_rate": learning_rate, "tokenizer": tokenizer, **others}
     given = [name for name, value in of_learning.items() if value is not None]

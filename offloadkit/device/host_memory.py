@@ -14,7 +14,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +23,7 @@ from offloadkit.errors import OffloadkitError
 from offloadkit.hardware import ram_available_bytes
 from offloadkit.kernels import cpu
 from offloadkit.optim.table import aligned
+from offloadkit.threads import ThreadPool
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _NUM_PINNING_THREADS = 8
@@ -217,7 +217,7 @@ def _back_with_ram(slabs: Sequence[HostSlab], device: torch.device, part: tuple[
         torch.cuda.set_device(device)
         return slab.pin()
 
-    with ThreadPoolExecutor(_NUM_PINNING_THREADS, "offloadkit-pin") as pool:
+    with ThreadPool(_NUM_PINNING_THREADS, "offloadkit-pin") as pool:
         pins = []
         for slab in slabs:
             slab.populate(*part)

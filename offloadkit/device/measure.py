@@ -16,7 +16,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
@@ -35,9 +34,11 @@ from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.state_file import unnamed_file
 from offloadkit.device.streams import CopyStream, Event
 from offloadkit.errors import OutputError
+from offloadkit.files import path_of
 from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu
 from offloadkit.optim.table import DTYPES, FlatState, Segment, state_table
+from offloadkit.threads import ThreadPool
 
 _VERSION = 6
 """Raise it when what is measured changes: cached rates of another version are not used."""
@@ -79,9 +80,9 @@ def measure(
     Raises:
         OutputError: `folder` is not a folder, or cannot be written.
     """
-    device = hardware.default_device() if device is None else hardware.indexed(torch.device(device))
+    device = hardware.device_of(device)
     if folder is not None:
-        folder = Path(folder).expanduser().resolve()
+        folder = Path(os.path.realpath(path_of(folder, "folder")))
         if not folder.is_dir():
             raise OutputError(f"{folder} is no folder: the disk's rate is measured in a folder that exists")
     cached = {} if fresh else _known()
@@ -562,7 +563,7 @@ def disk_rates(folder: Path) -> dict[str, float]:
         os.preadv(file, [targets[piece % _NUM_DISK_THREADS]], piece * _DISK_PIECE_BYTES)
 
     try:
-        with ThreadPoolExecutor(_NUM_DISK_THREADS) as pool:
+        with ThreadPool(_NUM_DISK_THREADS) as pool:
             num_written, _ = _pass(pool, write, num_pieces)  # the first write of a new file has another speed
             return {
                 "disk_write_bytes_per_second": _pass(pool, write, num_written)[1],
@@ -575,7 +576,7 @@ def disk_rates(folder: Path) -> dict[str, float]:
         buffer.close()
 
 
-def _pass(pool: ThreadPoolExecutor, work: Callable[[int], None], num_pieces: int) -> tuple[int, float]:
+def _pass(pool: ThreadPool, work: Callable[[int], None], num_pieces: int) -> tuple[int, float]:
     """(pieces done, bytes per second) of `work`, a few pieces at a time, until all are done or the time is up."""
     started, done = time.perf_counter(), 0
     while done < num_pieces and (done == 0 or time.perf_counter() - started < _MAX_PASS_SECONDS):

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
@@ -26,6 +26,7 @@ from offloadkit.device import watchdog
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.errors import OutputError
 from offloadkit.optim.table import aligned
+from offloadkit.threads import ThreadPool
 
 NETWORK_MOUNTS = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre", "afs"}
 RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
@@ -80,7 +81,7 @@ class StateFile:
         self._closing = weakref.finalize(self, os.close, self._file)
         self._end = 0
         self._map(sizes)
-        self._pool = ThreadPoolExecutor(_NUM_THREADS, "offloadkit-disk")
+        self._pool = ThreadPool(_NUM_THREADS, "offloadkit-disk")
 
     def add(self, sizes: Sequence[int]) -> list[int]:
         """Further regions, zeroed; returns their indices.
@@ -318,7 +319,7 @@ def _file_system(folder: Path) -> str:
     """Type of the file system of `folder`, as /proc/mounts names it. "" if it is unknown."""
     best, kind = "", ""
     with suppress(OSError):
-        real = str(folder.resolve())
+        real = os.path.realpath(folder)
         for line in Path("/proc/self/mounts").read_text().splitlines():
             point, name = line.split()[1:3]
             inside = real == point or real.startswith(point.rstrip("/") + "/")

@@ -39,6 +39,7 @@ import torch.distributed as dist
 from offloadkit.errors import ConfigError, RankError, TrainingStoppedError
 from offloadkit.hardware import num_cores
 from offloadkit.stopping import forwarded
+from offloadkit.threads import Thread
 
 Link = connection.Connection
 
@@ -203,7 +204,7 @@ class _Rank:
             )
         pipes = (("stdout", self._process.stdout), ("stderr", self._process.stderr))
         self._readers = [
-            threading.Thread(target=self._read, args=(pipe, None if number else name), daemon=True)
+            Thread(target=self._read, args=(pipe, None if number else name), daemon=True)
             for name, pipe in pipes
             if pipe is not None
         ]
@@ -414,7 +415,7 @@ def _serve(handle: str, scratch: str) -> NoReturn:
     global _parent
     _parent = parent = _Parent(Link(int(handle)), scratch)
     os.set_inheritable(int(handle), False)
-    threading.Thread(target=parent.obey, name="offloadkit-parent", daemon=True).start()
+    Thread(target=parent.obey, name="offloadkit-parent", daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from offloadkit.threads import Thread
+
 _FOREVER = timedelta(days=365)
 _GRACE_SECONDS = 5.0
 """So long a rank may take to find out by itself that another one has ended."""
@@ -54,7 +56,7 @@ class Watch:
         if not faulthandler.is_enabled():
             with suppress(*_NO_FILE):
                 faulthandler.enable()  # NCCL's own watchdog aborts the process: this shows what each thread was doing
-        self._thread = threading.Thread(target=self._wait, name="offloadkit-watch", daemon=True)
+        self._thread = Thread(target=self._wait, name="offloadkit-watch", daemon=True)
         self._thread.start()
         _forget_groups()
 
@@ -111,7 +113,7 @@ class Watch:
         self._give_up()
 
 
-_closed: list[tuple[threading.Thread, Any]] = []
+_closed: list[tuple[Thread, Any]] = []
 """Of closed engines: threads, which end when the next rank has closed its engine too, and their groups."""
 
 

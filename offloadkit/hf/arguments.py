@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from fractions import Fraction
 from functools import cache
 from inspect import signature
 from numbers import Integral, Real
@@ -21,7 +22,7 @@ from transformers.utils import logging
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.distributed import world
-from offloadkit.errors import ConfigError
+from offloadkit.errors import ConfigError, cut, shown
 from offloadkit.optim.table import trainer_names
 from offloadkit.planner import Dtype
 
@@ -88,7 +89,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if name in INSTEAD:
         return f"; did you mean {INSTEAD[name]}?"
     near = difflib.get_close_matches(name, list(known), 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f"; did you mean {shown(near[0])}?" if near else ""
 
 
 def arguments_of_finetune(
@@ -112,13 +113,14 @@ def arguments_of_finetune(
             continue
         if name in signature(Trainer.__init__).parameters:
             raise ConfigError(f"finetune has no {name}: offloadkit.OffloadTrainer and OffloadSeq2SeqTrainer take it")
-        raise ConfigError(f"no argument {name!r}{did_you_mean(name, [*known, *_OWN_NAMES])}")
+        raise ConfigError(f"no argument {shown(name)}{did_you_mean(name, [*known, *_OWN_NAMES])}")
     if given.get("resume_from_checkpoint"):  # the Trainer itself ignores it
         why = "resume=True (--resume) goes on from the newest checkpoint in output_dir"
         raise ConfigError(f"finetune does not take resume_from_checkpoint: {why}")
     given = {name: value for name, value in given.items() if name != "resume_from_checkpoint"}
     given |= {name: value.item() for name, value in given.items() if isinstance(value, np.generic)}
     _check_values(given)
+    given |= {name: float(value) for name, value in given.items() if isinstance(value, Fraction)}
     on_gpu = hardware.default_device().type == "cuda"
     defaults = {
         "bf16": dtype == "bf16",
@@ -140,9 +142,10 @@ def arguments_of_finetune(
         raise _cannot_train_with(problems)
     try:
         args = Seq2SeqTrainingArguments(**chosen)
-    except (TypeError, ValueError) as error:
-        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        raise ConfigError(f"transformers refuses these training arguments ({said}): {error}") from error
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, ImportError, OSError) as error:
+        said = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
+        why = f"{type(error).__name__}: {cut(str(error))}"
+        raise ConfigError(f"transformers refuses these training arguments ({said}): {why}") from error
     if args.eval_strategy != "no" and not evaluates:
         raise ConfigError("eval_strategy needs eval_dataset: pass rows, or a share of the training rows such as 0.1")
     _check_best(args, evaluates=evaluates)
@@ -174,9 +177,9 @@ def _check_values(given: dict[str, Any]) -> None:
             continue
         kind, words = _KINDS[wanted]
         if not isinstance(value, kind) or (isinstance(value, bool) and wanted is not bool):
-            raise ConfigError(f"{name} must be {words}, got {value!r}")
+            raise ConfigError(f"{name} must be {words}, got {shown(value)}")
         if name in _POSITIVE and given[name] < 1:
-            raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+            raise ConfigError(f"{name} must be a whole number >= 1, got {shown(value)}")
 
 
 def is_text(name: str) -> bool:
@@ -208,7 +211,7 @@ def _check_best(args: Seq2SeqTrainingArguments, *, evaluates: bool) -> None:
     if metric is None:
         raise ConfigError(f"{what} needs metric_for_best_model, such as 'loss'")
     if args.prediction_loss_only and metric.removeprefix("eval_") != "loss":
-        raise ConfigError(f"metric_for_best_model={metric!r}: without compute_metrics there is 'loss' alone")
+        raise ConfigError(f"metric_for_best_model={shown(metric)}: without compute_metrics there is 'loss' alone")
 
 
 def _check_reports(names: Iterable[str]) -> None:
@@ -218,7 +221,7 @@ def _check_reports(names: Iterable[str]) -> None:
     for name in names:
         if name not in reporting.INTEGRATION_TO_CALLBACK:
             known = ", ".join(sorted(reporting.INTEGRATION_TO_CALLBACK))
-            raise ConfigError(f"report_to={name!r} is not known: transformers has {known}, and 'none'")
+            raise ConfigError(f"report_to={shown(name)} is not known: transformers has {known}, and 'none'")
         if name not in usable:
             raise ConfigError(f"report_to={name!r}: its package is not installed. Install it, or leave report_to out")
 
@@ -231,6 +234,11 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
             contradicts `args`; so do its batch sizes.
     """
     read = offload.deepspeed
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= (beta := getattr(args, name)) < 1:
+            raise ConfigError(f"{name} must be a number in [0, 1), got {shown(beta)}")
+    if not 0 <= args.adam_epsilon < float("inf"):
+        raise ConfigError(f"adam_epsilon must be a number >= 0, got {shown(args.adam_epsilon)}")
     told: dict[str, Any] = {
         "learning_rate": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
@@ -315,9 +323,9 @@ def _asked_by_the_environment(own: str) -> list[str]:
         if name == "ACCELERATE_MIXED_PRECISION":
             wanted = wanted and value.lower() != own
             do = f"pass {value.lower()}=True" if value.lower() in ("bf16", "fp16") else "leave it out"
-            advice = f"TrainingArguments say {own!r}: {do}"
+            advice = f"TrainingArguments say {shown(own)}: {do}"
         if wanted:
-            problems.append(f"{name}={value!r} (set by `accelerate launch`): {advice}")
+            problems.append(f"{name}={shown(value)} (set by `accelerate launch`): {advice}")
     return problems
 
 
@@ -332,7 +340,7 @@ def _precision(*, bf16: bool, fp16: bool) -> str:
 def check_optim(args: TrainingArguments) -> None:
     """Raises `ConfigError` if `optim` names an optimizer that the engine does not have."""
     if _optim(args) not in trainer_names():
-        raise ConfigError(f"optim={_optim(args)!r}: {_OPTIM_ADVICE}")
+        raise ConfigError(f"optim={shown(_optim(args))}: {_OPTIM_ADVICE}")
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -346,7 +354,7 @@ def check_arguments(args: TrainingArguments) -> None:
     refused = {
         "fp16_full_eval=True": (args.fp16_full_eval, "leave it out"),
         "bf16_full_eval=True": (args.bf16_full_eval and not args.bf16, "use it with bf16=True only"),
-        f"optim={_optim(args)!r}": (_optim(args) not in trainer_names(), _OPTIM_ADVICE),
+        f"optim={shown(_optim(args))}": (_optim(args) not in trainer_names(), _OPTIM_ADVICE),
         "deepspeed": (args.deepspeed, f"leave it out: {_FROM_DEEPSPEED}"),
         "fsdp": (args.fsdp, "leave it out: offloadkit does the offloading"),
         "parallelism_config": (
@@ -357,8 +365,10 @@ def check_arguments(args: TrainingArguments) -> None:
         "auto_find_batch_size=True": (args.auto_find_batch_size, "set per_device_train_batch_size"),
     }
     options: Any = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"gradient_checkpointing_kwargs must be a dict, got {shown(options)}")
     for name, usual in _RECOMPUTATION.items():
-        refused[f"gradient_checkpointing_kwargs: {name}={options.get(name)!r}"] = (
+        refused[f"gradient_checkpointing_kwargs: {name}={shown(options.get(name))}"] = (
             options.get(name, usual) != usual,
             "leave it out: the engine recomputes every block, not reentrantly, and the plan may send its input to RAM",
         )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 import pickle
+import re
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from offloadkit.checkpoint.folder import why_broken
 from offloadkit.errors import (
@@ -17,7 +20,10 @@ from offloadkit.errors import (
     ModelError,
     ModelNotFoundError,
     OffloadkitError,
+    cut,
+    shown,
 )
+from offloadkit.files import read_json, why_no_name, why_not_plain
 from offloadkit.hf.presets import PRESETS
 
 _CONNECTION_CLASSES = {"TransportError", "LocalEntryNotFoundError", "XetDownloadError", "ChunkedEncodingError"}
@@ -31,6 +37,8 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
         ModelNotFoundError: it can only be a folder, and there is none.
     """
     name = os.fspath(name_or_path)
+    if (why := why_no_name(name)) is not None:
+        raise ModelNotFoundError(f"no model {shown(name)}: {why}. Pass a folder, a preset or a hub name")
     folder = Path(name).expanduser()
     if name and folder.is_dir():
         return str(folder)
@@ -45,13 +53,98 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
 
 
 def check_folder(source: str) -> None:
-    """Raise `ModelNotFoundError` for a folder without a config, and name the folders in it that have one."""
+    """Raise `ModelNotFoundError` for a folder without a config, and name the folders in it that have one.
+
+    Raises:
+        ModelNotFoundError: as said.
+        ModelError: as `check_files`.
+    """
     folder = Path(source)
-    if not folder.is_dir() or (folder / "config.json").is_file():
+    if not folder.is_dir():
+        return
+    check_files(folder)
+    if (folder / "config.json").is_file():
         return
     inner = sorted(path.parent.name for path in folder.glob("*/config.json"))
     hint = f"; did you mean one of the folders in it: {', '.join(inner)}?" if inner else ""
     raise ModelNotFoundError(f"the folder {source!r} has no config.json, so save_pretrained did not write it{hint}")
+
+
+_READ_OF_A_MODEL = (".json", ".safetensors", ".bin", ".jinja", ".model", ".txt")
+_SIZE = re.compile(
+    r"(^|_)(size|dims?|layers?|heads?|embeddings|positions|buckets|labels|experts|inner|embd|ff|kv|model|head|layer)$"
+)
+_LAYERS = re.compile(r"(^|_)layers?$")
+_LARGEST_SIZE, _MOST_LAYERS, MOST_LABELS = 2**31, 4_096, 1_000_000
+"""No model comes near them, and one of such a size would be built for minutes."""
+
+
+def check_files(folder: Path) -> None:
+    """Check the files of a model, or of a tokenizer, before another library reads them.
+
+    Raises:
+        ModelError: one is a folder, a device or a pipe, a small one of JSON cannot be read, an index of weights names a
+            file outside of the folder, or a config has a size that no model has.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _READ_OF_A_MODEL and (other := why_not_plain(path)) is not None:
+            raise ModelError(f"{path} cannot be read: it is {other}, not a file. {_PUT_IN_PLACE}")
+        if path.name in _OBJECTS or path.name.endswith(".index.json"):
+            _check_json(path)
+
+
+def _check_json(path: Path) -> None:
+    """Raise `ModelError` for a file of JSON in a model's folder that cannot be used."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}): it is cut or broken. {_PUT_IN_PLACE}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds {shown(content)}, and an object is needed. {_PUT_IN_PLACE}")
+    if path.name == "config.json":
+        named = content.get("architectures")
+        if named is not None and not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
+            raise ModelError(f"{path}: architectures is {shown(named)}, and a list of names is needed. {_PUT_IN_PLACE}")
+        for name, value in _numbers(content):
+            most = _MOST_LAYERS if _LAYERS.search(name) else MOST_LABELS if "labels" in name else _LARGEST_SIZE
+            if not 0 <= value <= most and _SIZE.search(name):
+                raise ModelError(f"{path}: {name} is {shown(value)}, and no model has that. {_PUT_IN_PLACE}")
+    if path.name.endswith(".index.json"):
+        _check_index(path, content)
+
+
+_OBJECTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "adapter_config.json",
+)
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers in a config, with their keys."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _numbers(each, key)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, value
+
+
+def _check_index(path: Path, content: dict[str, Any]) -> None:
+    """Raise `ModelError` for an index of weights that names what is no file of its folder."""
+    names = content.get("weight_map")
+    if not isinstance(names, dict) or not isinstance(content.get("metadata"), dict):
+        raise ModelError(f"{path} has no metadata, or no weight_map of tensors and their files. {_PUT_IN_PLACE}")
+    for tensor, name in names.items():
+        if not isinstance(name, str) or why_no_name(name) or os.path.isabs(name) or ".." in Path(name).parts:
+            raise ModelError(
+                f"{path}: the weight {shown(tensor)} is said to be in {shown(name)}, which is no name of a file in "
+                f"that folder. {_PUT_IN_PLACE}"
+            )
+        if (other := why_not_plain(path.parent / name)) is not None:
+            raise ModelError(f"{path.parent / name} cannot be read: it is {other}, not a file. {_PUT_IN_PLACE}")
 
 
 def where_to_look(source: str) -> dict[str, bool]:
@@ -60,13 +153,14 @@ def where_to_look(source: str) -> dict[str, bool]:
 
 
 @contextmanager
-def readable_hub_errors(name: str, *, kind: str = "model", found: bool = False) -> Iterator[None]:
+def readable_hub_errors(name: str, *, kind: str = "model", found: bool = False, file: str = "") -> Iterator[None]:
     """Translate errors while `name` is read from the hub or a folder into offloadkit's own.
 
     Args:
         name: the hub name or the folder, as the messages show it.
         kind: "model", "tokenizer" or "dataset": whose page and whose error classes.
         found: whether some of it was read already, so that a lost connection says nothing about the name.
+        file: whose values another library makes something of here.
 
     Raises:
         ModelNotFoundError, ModelAccessError, ModelError: by what the hub answered (`DataError` for a dataset).
@@ -77,7 +171,7 @@ def readable_hub_errors(name: str, *, kind: str = "model", found: bool = False) 
     except OffloadkitError:
         raise
     except Exception as error:
-        translated = _translate(error, name, kind, found)
+        translated = _translate(error, name, kind, found, file)
         if translated is None:
             raise
         raise translated from error
@@ -152,7 +246,7 @@ def unreachable(name: str, kind: str) -> OffloadkitError:
     return ModelNotFoundError(f"{no_model_message(name, why)}. {todo}")
 
 
-def _translate(error: BaseException, name: str, kind: str, found: bool) -> OffloadkitError | None:
+def _translate(error: BaseException, name: str, kind: str, found: bool, file: str) -> OffloadkitError | None:
     chain = list(causes(error))
     status = next((code for code in map(_status, chain) if code is not None), None)
     class_names = {cls.__name__ for link in chain for cls in type(link).__mro__}
@@ -176,17 +270,40 @@ def _translate(error: BaseException, name: str, kind: str, found: bool) -> Offlo
         return unreachable(name, kind)
     if kind == "dataset":
         return None
-    cut = "PytorchStreamReader" in str(error)
-    if cut or "SafetensorError" in class_names or isinstance(error, pickle.UnpicklingError):
+    is_cut = "PytorchStreamReader" in str(error)
+    if is_cut or "SafetensorError" in class_names or isinstance(error, pickle.UnpicklingError):
         return ModelError(
             f"{_broken_weights(name)} of {name!r} cannot be read ({chain[-1]}): it is broken, or holds more than plain "
             f"tensors. {_PUT_IN_PLACE if os.path.isdir(name) else 'Delete it and run again: it is fetched anew'}"
         )
     if kind == "model" and isinstance(error, OSError) and "no file named" in str(error) and os.path.isdir(name):
         return ModelError(f"the folder {name!r} has no weights: {_DRAW} ({error})")
-    if isinstance(error, OSError | ValueError | ImportError | RuntimeError) and "OutOfMemoryError" not in class_names:
-        return ModelError(f"{name!r} cannot be loaded: {error}")
+    if "OutOfMemoryError" in class_names or isinstance(error, MemoryError):
+        return None
+    if file and not _is_ours(error):
+        said = f"{type(error).__name__}: {cut(str(error))}"
+        return ModelError(f"{file} of {name!r} has values that cannot be used ({said}). {_PUT_IN_PLACE}")
+    if "ignore_mismatched_sizes" in str(error):
+        return ModelError(
+            f"{name!r} cannot be loaded: its weights have other shapes than its config.json says. {_PUT_IN_PLACE}"
+        )
+    if isinstance(error, OSError | ValueError | ImportError | RuntimeError):
+        return ModelError(f"{name!r} cannot be loaded: {cut(str(error))}")
+    if isinstance(error, _OF_BROKEN_FILES) or "StrictDataclassError" in class_names or type(error) is Exception:
+        if not _is_ours(error):
+            why = f"its config.json, or another file of it, is broken ({type(error).__name__}: {cut(str(error))})"
+            return ModelError(f"{name!r} cannot be loaded: {why}. {_PUT_IN_PLACE}")
     return None
+
+
+_OF_BROKEN_FILES = (TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, EOFError)
+"""What other libraries raise for values that they did not expect in a file."""
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether a line of this package has raised it: then it is a fault of this package, and stays one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent.parent)
 
 
 def _broken_weights(name: str) -> str:

@@ -6,7 +6,6 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -20,6 +19,7 @@ from offloadkit.hf.quiet import no_conversion_service, no_tying_advice, progress
 from offloadkit.hf.weight_files import ByteBar, ConversionNeededError, read_lazily
 from offloadkit.offload.outside import unwatched
 from offloadkit.offload.unread import become, leave_unread, make_real
+from offloadkit.threads import ThreadPool
 
 _Draw = Callable[[], object]
 _FILLS = (torch.ops.aten.normal_, torch.ops.aten.uniform_, torch.ops.aten.zero_, torch.ops.aten.fill_)
@@ -73,8 +73,8 @@ class InitialWeights:
             self._bar.advance(parameter.numel() * parameter.element_size())
 
         with (
-            ThreadPoolExecutor(_ALL_THREADS, "offloadkit-draw-part") as of_parts,
-            ThreadPoolExecutor(_ALL_THREADS, "offloadkit-draw") as pool,
+            ThreadPool(_ALL_THREADS, "offloadkit-draw-part") as of_parts,
+            ThreadPool(_ALL_THREADS, "offloadkit-draw") as pool,
         ):
             list(pool.map(draw, sorted(waiting, key=torch.numel, reverse=True)))  # the longest ones first
 
@@ -84,7 +84,7 @@ class InitialWeights:
         name: str,
         others: set[int],
         draws: Sequence[_Draw],
-        of_parts: ThreadPoolExecutor | None = None,
+        of_parts: ThreadPool | None = None,
     ) -> int:
         """Have `draws` write to the tensor. Returns the first of them that counts: later ones overwrite what it held.
 
@@ -133,9 +133,7 @@ class _OnlyInto(TorchDispatchMode):  # type: ignore[no-untyped-call]
             Whoever uses the mode sets it to None to look again.
     """
 
-    def __init__(
-        self, target: torch.Tensor, seed: str, others: set[int], of_parts: ThreadPoolExecutor | None = None
-    ) -> None:
+    def __init__(self, target: torch.Tensor, seed: str, others: set[int], of_parts: ThreadPool | None = None) -> None:
         """
         Args:
             others: storages, by `_storage`, that are left unchanged, as are tensors without memory.
@@ -364,7 +362,7 @@ def _check_complete(source: str, model: Any, loading: Mapping[str, Any], task: s
     if lacking:
         raise ModelError(
             f"{source} lacks {len(lacking)} of {len(model.state_dict())} tensors of {type(model).__name__}, such as "
-            f"{min(lacking)!r}: they would be trained from random numbers. Pass the whole model, or "
+            f"{min(lacking)!r}: they would be trained from random numbers. Pass all of it, and its config.json, or "
             f"model=offloadkit.from_pretrained({source!r}, allow_missing=True) to have them drawn"
         )
 

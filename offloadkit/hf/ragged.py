@@ -21,6 +21,7 @@ from torch.utils.data import Sampler
 
 from offloadkit.checkpoint.values import read_json, write_json
 from offloadkit.distributed import world
+from offloadkit.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -165,7 +166,11 @@ class ResumableOrder(Sampler[int]):
             ModelError: the file is cut or broken.
         """
         if (folder / _ORDER_FILE).is_file():
-            self._again = read_json(folder / _ORDER_FILE).get("drawn_from")
+            state = read_json(path := folder / _ORDER_FILE).get("drawn_from")
+            try:
+                self._again = None if state is None else torch.Generator().set_state(state).get_state()
+            except (TypeError, RuntimeError) as error:
+                raise ModelError(f"{path} holds no random state ({error}): it is cut or broken") from error
 
     def begin_anew(self) -> None:
         """The next epoch's order is drawn from torch's random state after all."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from offloadkit.errors import DataError
+from offloadkit.errors import DataError, cut, shown
+from offloadkit.files import check_depth, parse_json, why_no_name, why_not_plain
 from offloadkit.hf.columns import CONVERSATIONS, TEXTS, columns_to_read
 from offloadkit.hf.hub import causes, hub_answers, readable_hub_errors, unreachable
 from offloadkit.hf.quiet import no_loader_messages
@@ -36,7 +37,7 @@ def dataset_from_json(path: Path, columns: Collection[str] = ()) -> Dataset:
         made = datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=told, cache_dir=_private_folder())
         return cast("Dataset", made)
     except datasets.exceptions.DatasetGenerationError as error:
-        raise DataError(f"{str(path)!r} cannot be read as json: {error.__cause__ or error}") from error
+        raise DataError(f"{str(path)!r} cannot be read as json: {cut(str(error.__cause__ or error))}") from error
 
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []
@@ -107,7 +108,8 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
                 pass
             file.seek(0)
             if first == "[":
-                yield from (_checked(value, f"item {index}") for index, value in enumerate(json.load(file)))
+                rows = parse_json(file.read())
+                yield from (_checked(value, f"item {index}") for index, value in enumerate(rows))
             else:
                 yield from (_of_line(line, number) for number, line in enumerate(file, start=1) if line.strip())
     except ValueError as error:
@@ -117,10 +119,12 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 
 def _of_line(line: str, number: int) -> dict[str, Any]:
     try:
-        return _checked(json.loads(line), f"line {number}")
+        return _checked(parse_json(line), f"line {number}")
     except json.JSONDecodeError as error:
         column = error.colno if error.lineno == 1 else len(line)
         raise ValueError(f"line {number}, column {column}: {error.msg}") from error
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith("line ") else f"line {number}: {error}") from error
 
 
 def _checked(value: Any, place: str) -> dict[str, Any]:
@@ -159,7 +163,10 @@ def check_there(data: object, prefix: str = "") -> None:
     """Raise `DataError`, beginning with `prefix`, for a path without a file. What may be a hub name passes."""
     if not isinstance(data, str | os.PathLike):
         return
-    text, path = os.fspath(data), Path(data).expanduser()
+    text = os.fspath(data)
+    if (why := why_no_name(text)) is not None:
+        raise DataError(f"{prefix}there can be no file {shown(text)}: {why}. Pass another name")
+    path = Path(text).expanduser()
     is_path = isinstance(data, os.PathLike) or text.startswith((".", "~", "/")) or text.count("/") > 1
     if not text or (not path.exists() and (is_path or path.suffix.lower() in _BUILDERS)):
         raise DataError(f"{prefix}there is no file {text!r} (looked in {Path.cwd()})")
@@ -184,7 +191,11 @@ def _load(data: object, split: str, columns: Collection[str]) -> Dataset:
     if isinstance(data, str | os.PathLike):
         return _from_name(data, split, columns)
     if hasattr(data, "columns") and hasattr(data, "iloc"):
-        return _as_table(lambda: datasets.Dataset.from_pandas(data, preserve_index=False))
+        frame = cast(Any, data)
+        for name in frame.columns:
+            if str(frame[name].dtype) in ("object", "str", "string"):
+                _check_cells(name, frame[name])
+        return _as_table(lambda: datasets.Dataset.from_pandas(frame, preserve_index=False))
     if isinstance(data, Sequence):
         return _from_rows(data)
     raise DataError(f"a {type(data).__name__} is no dataset: pass {_ACCEPTED}")
@@ -206,7 +217,22 @@ def _from_rows(rows: Sequence[Any]) -> Dataset:
         if len(types) > 1 and set(types) != {"int", "float"}:
             mixed = " and ".join(f"{each} (row {number})" for each, number in sorted(types.items()))
             raise DataError(f"column {name!r} mixes {mixed}: give every row the same type")
+    for name, column in values.items():
+        _check_cells(name, column)
     return _as_table(lambda: datasets.Dataset.from_dict(values))
+
+
+def _check_cells(name: Any, column: Iterable[Any]) -> None:
+    """Raise `DataError` for a value that pyarrow cannot write, and names no row of, or that ends the process in it."""
+    for number, value in enumerate(column):
+        try:
+            if isinstance(value, str) and not value.isascii():
+                value.encode()
+            elif isinstance(value, list | dict):
+                check_depth(value)
+        except ValueError as error:
+            why = "half of a character (a lone surrogate)" if isinstance(value, str) else str(error)
+            raise DataError(f"row {number} has a value in {shown(name)} that cannot be written: {why}") from error
 
 
 def _as_table(make: Callable[[], Any]) -> Dataset:
@@ -214,7 +240,7 @@ def _as_table(make: Callable[[], Any]) -> Dataset:
     try:
         return cast("Dataset", make())
     except (TypeError, ValueError, OverflowError) as error:  # pyarrow's are of these
-        raise DataError(f"the rows do not make a table: {error}") from error
+        raise DataError(f"the rows do not make a table: {cut(str(error))}. A column has one type") from error
 
 
 def _from_name(name: str | os.PathLike[str], split: str, columns: Collection[str]) -> Dataset:
@@ -222,6 +248,8 @@ def _from_name(name: str | os.PathLike[str], split: str, columns: Collection[str
     text, path = os.fspath(name), Path(name).expanduser()
     if path.is_file():
         return _from_file(path, columns)
+    if (other := why_not_plain(path)) is not None and not path.is_dir():
+        raise DataError(f"{text!r} is {other}, not a file: copy what comes from it into one, and pass that")
     if path.is_dir():
         raise DataError(
             f"{text!r} is a folder: pass one file of it ({', '.join(_BUILDERS)}), or datasets.load_from_disk({text!r}) "
@@ -251,7 +279,8 @@ def _from_file(path: Path, columns: Collection[str]) -> Dataset:
     except Exception as error:  # each of the builders has its own classes
         if "corresponds to no data" in str(error):
             raise DataError(f"{str(path)!r} has no rows: at least one is needed") from error
-        raise DataError(f"{str(path)!r} cannot be read as {builder}: {list(causes(error))[-1]}") from error
+        why = cut(str(list(causes(error))[-1]))
+        raise DataError(f"{str(path)!r} cannot be read as {builder}: {why}") from error
 
 
 def _from_hub(name: str, split: str) -> Dataset:

@@ -11,9 +11,9 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 
 from offloadkit.hardware import ram_available_bytes
+from offloadkit.threads import Thread
 
 _BLOCK_BYTES = 16 << 20
 _NUM_THREADS = 4

@@ -9,15 +9,16 @@ from __future__ import annotations
 import copy
 import os
 import reprlib
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from torch import nn
 
-from offloadkit.errors import ConfigError, ModelError
-from offloadkit.hf.hub import check_folder, locate, readable_hub_errors, where_to_look
+from offloadkit.errors import ConfigError, ModelError, shown
+from offloadkit.hf.hub import MOST_LABELS, check_files, check_folder, locate, readable_hub_errors, where_to_look
 from offloadkit.hf.load import (
     Task,
     auto_class_of,
@@ -85,7 +86,7 @@ class ModelSource:
         from transformers import AutoConfig
 
         check_folder(self._location)
-        with readable_hub_errors(self._location):
+        with readable_hub_errors(self._location, file="config.json"):
             read_config = AutoConfig.from_pretrained(self._location, **where_to_look(self._location))
         return cast("PreTrainedConfig", read_config)
 
@@ -163,7 +164,7 @@ class ModelSource:
         else:
             config, given = self.training_config(self._preset_config), self.given
             _check_decoder(config, f"the config of {given!r}", f"decoder_start_token_id in {given}'s config.json")
-            with collector_off():  # its module is imported
+            with collector_off(), self._of_its_config():  # its module is imported
                 model = build(config, self.task, None, torch.device("meta"))
         if getattr(model, "loss_type", "") is None:
             model.loss_type = "ForCausalLM"  # what transformers takes then, with a warning: GPT-2's class names no loss
@@ -201,12 +202,18 @@ class ModelSource:
         if self.init == "pretrained":
             model = read(self._location, config, task, dtype, device, progress)
         elif device.type == "meta":
-            model = build(config, task, dtype, device)
+            with self._of_its_config():
+                model = build(config, task, dtype, device)
         else:
-            model = draw_lazily(config, task, dtype)
+            with self._of_its_config():
+                model = draw_lazily(config, task, dtype)
             with progress_bars(progress):
                 fill(model, device)
         return completed(model)
+
+    def _of_its_config(self) -> AbstractContextManager[None]:
+        """A context in which transformers builds the model: each class has errors of its own for a config."""
+        return readable_hub_errors(str(self.given), found=True, file="config.json")
 
     def _named(self, model: Any) -> Any:
         """The model in memory; its labels get the names of the rows' where they have none yet."""
@@ -230,7 +237,8 @@ class ModelSource:
             return cast("PreTrainedModel", given if dtype is None else given.to(dtype))
         config, task = self.training_config(), self._task or infer_task(self.config)
         if self.init == "random":
-            return completed(draw_lazily(config, task, dtype))
+            with self._of_its_config():
+                return completed(draw_lazily(config, task, dtype))
         return completed(read_lazily_or_now(self._location, config, task, dtype, allow_missing))
 
     # -- its tokenizer
@@ -299,8 +307,10 @@ def resolve(
         ModelError: it is neither a name, nor a path, nor a HuggingFace model; it is compiled or wrapped for distributed
             training; or its decoder has no first token.
     """
-    if init not in ("pretrained", "random"):
-        raise ConfigError(f"init must be 'pretrained' or 'random', got {init!r}")
+    if not isinstance(init, str) or init not in ("pretrained", "random"):
+        raise ConfigError(f"init must be 'pretrained' or 'random', got {shown(init)}")
+    if task is not None and not (isinstance(task, str) and task in get_args(Task)):
+        raise ConfigError(f"task must be one of {', '.join(map(repr, get_args(Task)))}, or None; got {shown(task)}")
     if isinstance(model, str | os.PathLike):
         return ModelSource(os.fspath(model), locate(model), cast(Init, init), task)
     from transformers import PreTrainedModel
@@ -350,6 +360,8 @@ def _read_tokenizer(location: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or a hub name, once it is known to have a vocabulary."""
     from transformers import AutoTokenizer
 
+    if os.path.isdir(location):
+        check_files(Path(location))
     try:
         with readable_hub_errors(location, kind="tokenizer"):
             read_tokenizer = AutoTokenizer.from_pretrained(location, **where_to_look(location))
@@ -417,8 +429,8 @@ def from_pretrained(
         raise ModelError(f"{reprlib.repr(name_or_path)} is no name: pass a hub name, a preset or a folder")
     source = resolve(name_or_path, init=init, task=task)
     if num_labels is not None:
-        if type(num_labels) is not int or num_labels < 1:
-            raise ConfigError(f"num_labels must be a whole number >= 1, got {num_labels!r}")
+        if type(num_labels) is not int or not 0 < num_labels <= MOST_LABELS:
+            raise ConfigError(f"num_labels must be a whole number >= 1 and <= {MOST_LABELS:,}, got {shown(num_labels)}")
         if source.task != "classification":
             raise ConfigError(f"num_labels={num_labels} is for task='classification'; this model's is {source.task!r}")
         if num_labels != source.config.num_labels:

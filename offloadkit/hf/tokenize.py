@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,7 +10,8 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING, Any, cast
 
-from offloadkit.errors import DataError
+from offloadkit.errors import DataError, shown
+from offloadkit.files import parse_json
 from offloadkit.hf.columns import Columns, strings
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ def _messages_of(value: Any, column: str, row: int) -> list[dict[str, Any]]:
             role = str(message["from"])
             message = {"role": _ROLES.get(role, role), "content": message.get("value")}
         if not isinstance(message, dict) or not message.get("role") or message.get("content") is None:
-            raise DataError(f"row {row} has a message without role or content: {message!r}")
+            raise DataError(f"row {row} has a message without role or content: {shown(message)}")
         found.append(message)
     return found
 
@@ -350,8 +350,8 @@ def _are_messages(value: Any) -> bool:
 def _parsed(messages: Any) -> Any:
     """Messages that were read as JSON text are parsed; anything else is returned as it is."""
     try:
-        return json.loads(messages) if isinstance(messages, str) else messages
-    except json.JSONDecodeError:
+        return parse_json(messages) if isinstance(messages, str) else messages
+    except ValueError:
         return messages
 
 
@@ -370,12 +370,25 @@ def _already_tokenized(run: Tokenizing, batch: _Columns, indices: list[int]) -> 
                 raise DataError(f"row {index} has no {name!r}: fill it in or drop the row")
     known = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "labels")
     tokens = {name: batch[name] for name in known if name in batch}
+    for name in tokens:
+        if name != "labels" or run.task != "classification":
+            _check_lists(run, name, tokens, indices)
     tokens.setdefault("attention_mask", _all_ones(tokens["input_ids"]))
     if run.task == "classification":
         tokens["labels"] = label_ids(batch["labels"], indices, run.dataset.features["labels"], run.id2label or {})
     elif "labels" not in tokens:
         tokens["labels"] = [list(row) for row in tokens["input_ids"]]
     return tokens
+
+
+def _check_lists(run: Tokenizing, name: str, tokens: _Columns, indices: list[int]) -> None:
+    """Raise `DataError` for a row that is no list of whole numbers, or has another number of them than `input_ids`."""
+    of_tokens = name in ("attention_mask", "token_type_ids") or (name == "labels" and run.task == "causal")
+    for index, row, ids in zip(indices, tokens[name], tokens["input_ids"], strict=True):
+        if not isinstance(row, list) or not all(type(each) is int for each in row):
+            raise DataError(f"row {index} has {shown(row)} in {name!r}, and a list of whole numbers is needed")
+        if of_tokens and len(row) != len(ids):
+            raise DataError(f"row {index} has {len(row)} numbers in {name!r} and {len(ids)} in 'input_ids'")
 
 
 _TOKENIZERS: dict[str, Callable[[Tokenizing, _Columns, list[int]], _Columns]] = {

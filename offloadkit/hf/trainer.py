@@ -32,7 +32,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from inspect import signature
 from math import ceil, isfinite
@@ -48,7 +48,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedConfig, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.integrations.neftune import deactivate_neftune
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
@@ -59,6 +59,7 @@ from offloadkit.checkpoint.folder import (
     check_same_model,
     free_bytes,
     newest_checkpoint,
+    read_object,
     rotate_checkpoints,
     set_aside,
     write_manifest,
@@ -66,7 +67,7 @@ from offloadkit.checkpoint.folder import (
 )
 from offloadkit.checkpoint.one_run import one_run
 from offloadkit.checkpoint.run import read_random, write_random
-from offloadkit.checkpoint.values import as_json, random_states, set_random_states
+from offloadkit.checkpoint.values import as_json, random_states, set_random_states, why_unlike
 from offloadkit.checkpoint.weights import num_bytes_of
 from offloadkit.config import OffloadConfig
 from offloadkit.device.assumed_disk import proposing_disk
@@ -81,7 +82,10 @@ from offloadkit.errors import (
     RepeatWindowError,
     RolledBackError,
     TrainingStoppedError,
+    WorkerError,
+    shown,
 )
+from offloadkit.files import path_of
 from offloadkit.hf.arguments import check_arguments, check_optim, engine_config, left_to_the_engine
 from offloadkit.hf.callbacks import StopsWhenAsked
 from offloadkit.hf.dealing import TARGETS, Counted, DealtBatches, GatheredRows, deal, without_targets
@@ -106,6 +110,46 @@ if TYPE_CHECKING:
 
 _Base: Any = object
 """Stands in for the Trainer class that follows the mixin."""
+
+_TRAINER_STATE: dict[str, Any] = {
+    "global_step": 0, "max_steps": 0, "logging_steps": 0, "eval_steps": 0, "save_steps": 0, "num_train_epochs": 0,
+    "train_batch_size": 0, "epoch": 0.0, "num_input_tokens_seen": 0, "total_flos": 0, "log_history": [{"step": 0}],
+    "best_metric": 0.0, "best_global_step": 0, "best_model_checkpoint": "", "stateful_callbacks": {},
+}  # fmt: skip
+"""What a `trainer_state.json` holds, where it is not null."""
+
+
+def _check_trainer_state(path: Path) -> None:
+    """Raise `ModelError` for a `trainer_state.json` that transformers could not go on from."""
+    state = read_object(path)
+    said = {name: value for name, value in state.items() if value is not None}
+    why = why_unlike(said, _TRAINER_STATE, "it")
+    if why is None and (unknown := sorted(state.keys() - vars(TrainerState()).keys())):
+        why = f"transformers knows no {shown(unknown[0])}"
+    for name in ("global_step", "max_steps"):
+        if why is None and (type(number := said.get(name)) is not int or number < 0):
+            why = f"{name} is {shown(number)}, and a whole number is needed"
+    if why is not None:
+        raise ModelError(f"{path} cannot be read ({why}): it is cut or broken")
+
+
+@contextmanager
+def _workers_named() -> Iterator[None]:
+    """A context in which a process that prepares batches may be killed: torch raises that wherever it is noticed.
+
+    Raises:
+        WorkerError: it was.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise WorkerError(
+            f"{error}. Whoever killed it says no more; RAM, or /dev/shm, may have been full. Start fewer "
+            "(dataloader_num_workers), or none (0), and the error of a row itself is shown"
+        ) from error
+
 
 _trainers: WeakSet[OffloadTrainerMixin] = WeakSet()
 """Those that have begun to train."""
@@ -616,7 +660,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             if checkpoint is not None and self.engine is not None and (Path(checkpoint) / MANIFEST).is_file():
                 self.engine.drop_gradients()
                 with self._together("resuming"):
-                    values = self.engine.load_states(Path(checkpoint))
+                    values = self.engine.load_states(Path(checkpoint), scheduler=self.lr_scheduler)
                 self.lr_scheduler.load_state_dict(values["scheduler"])
                 self._evaluation_is_due = bool(values.get(_EVALUATION_IS_DUE))
             elif checkpoint is not None and not (Path(checkpoint) / SCHEDULER_NAME).is_file():
@@ -896,7 +940,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             with self._before_the_engine:
                 self._before_the_engine.enter_context(left_to_the_engine(self.args))
                 self._is_in_loop = True
-                output = super().train(resume_from_checkpoint or None, *args, **kwargs)
+                with _workers_named():
+                    output = super().train(resume_from_checkpoint or None, *args, **kwargs)
         except RuntimeError as error:
             if self.engine is not None and self.engine.ranks is not None:
                 self.engine.ranks.explain(error)
@@ -917,7 +962,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if given is True:
             found = newest_checkpoint(Path(self.args.output_dir), recut=recut)
         else:
-            check_readable(found := Path(str(given)), recut=recut)
+            found = path_of(given, "resume_from_checkpoint")
+            check_readable(found, recut=recut)
+        _check_trainer_state(found / TRAINER_STATE_NAME)
         if not (found / MANIFEST).is_file():
             self._check_theirs(found)
         config = getattr(self.model, "config", None)
@@ -951,7 +998,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         try:
             for name in shares if given.get("resume_from_checkpoint") else ():
                 setattr(self.args, name, None)
-            return super()._init_training_state(max_steps, *args, **kwargs)
+            found = super()._init_training_state(max_steps, *args, **kwargs)
+            for each in (*self.callback_handler.callbacks, self.control):
+                if isinstance(each, ExportableState):  # transformers looks for all of them when it saves
+                    self.state.stateful_callbacks.setdefault(type(each).__name__, each.state())
+            return found
         finally:
             for name, share in shares.items():
                 setattr(self.args, name, share)
@@ -1080,6 +1131,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 opened.callback(VramCap(vram, self.args.device).remove)
                 fill(self.model, self.args.device)
             opened.enter_context(self._phase("evaluation"))
+            opened.enter_context(_workers_named())
             if self.engine is not None and self.args.world_size > 1:
                 self.engine.synchronize()  # generating, ranks do not use the weights alike
             if isinstance(getattr(dataloader, "batch_sampler", None), DealtBatches):

@@ -16,6 +16,7 @@ from offloadkit.monitor.notebook import NotebookDisplay, running_shell
 from offloadkit.planner import Plan
 from offloadkit.stopping import Stop
 from offloadkit.telemetry import StepRecord, Telemetry
+from offloadkit.threads import Thread
 
 DISPLAYS = ("auto", "notebook", "terminal", "none")
 _SHORTEST, _LONGEST = 0.25, 0.5
@@ -97,7 +98,7 @@ class Monitor:
         self._lock = threading.Lock()
         self._state: State = "waiting"
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._unsubscribe: Callable[[], None] = lambda: None
 
     # ---- for the training loop -----------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class Monitor:
                 except (OSError, RuntimeError) as error:
                     _say(f"budgets and a predicted slowdown are missing, because of {type(error).__name__}: {error}")
             self._try(self._open_display)
-            self._thread = threading.Thread(target=self._refresh, name="offloadkit-monitor", daemon=True)
+            self._thread = Thread(target=self._refresh, name="offloadkit-monitor", daemon=True)
             self._thread.start()
         return self
 

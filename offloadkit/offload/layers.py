@@ -8,7 +8,7 @@ without repeated blocks is cut by size.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offloadkit.config import OffloadConfig, Precision
-from offloadkit.errors import ConfigError, ModelError
+from offloadkit.errors import ConfigError, ModelError, shown
 from offloadkit.hardware import Hardware
 from offloadkit.optim.norm import NORM_BLOCK
 from offloadkit.optim.table import DTYPES, Dtype, StateTable, state_table
@@ -214,6 +214,12 @@ def plan_of(
     )
 
 
+def check_is_plan(plan: object) -> None:
+    """Raise `ConfigError` for what is no plan."""
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"plan must be what offloadkit.plan() returns, or an engine's plan, got {shown(plan)}")
+
+
 def check_plan(plan: Plan, layers: Sequence[FlatLayer], config: OffloadConfig) -> None:
     """Check that the plan was made for these `layers` and this `config`.
 
@@ -284,13 +290,30 @@ def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def listed_groups(param_groups: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """`param_groups` with their parameters in lists. As torch does, it takes generators and single tensors too."""
+    """`param_groups` with their parameters in lists. As torch does, it takes generators and single tensors too.
+
+    Raises:
+        ConfigError: they are none.
+    """
     if param_groups is None:
         return None
-    return [
-        {**group, "params": [some] if isinstance(some := group["params"], torch.Tensor) else list(some)}
-        for group in param_groups
-    ]
+    if not isinstance(param_groups, Iterable) or isinstance(param_groups, str | Mapping | torch.Tensor):
+        raise ConfigError(f"param_groups must be a list of dicts, got {shown(param_groups)}: {_AS_IN_TORCH}")
+    return [_listed(at, group) for at, group in enumerate(param_groups)]
+
+
+_AS_IN_TORCH = "give them as to a torch optimizer, such as [{'params': model.parameters(), 'lr': 1e-4}]"
+
+
+def _listed(at: int, group: Any) -> dict[str, Any]:
+    """A group with its parameters in a list. Raises `ConfigError`."""
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise ConfigError(f"param_groups[{at}] must be a dict with 'params', got {shown(group)}: {_AS_IN_TORCH}")
+    some = group["params"]
+    found = [some] if isinstance(some, torch.Tensor) else list(some) if isinstance(some, Iterable) else None
+    if found is None or isinstance(some, str) or not all(isinstance(each, torch.Tensor) for each in found):
+        raise ConfigError(f"params of param_groups[{at}] must be parameters, got {shown(some)}: {_AS_IN_TORCH}")
+    return {**group, "params": found}
 
 
 def group_indices(model: nn.Module, param_groups: Sequence[dict[str, Any]] | None) -> dict[nn.Parameter, int]:

@@ -25,6 +25,7 @@ from offloadkit.distributed.ranks import Ranks
 from offloadkit.errors import OutOfRamError, OutOfVramError
 from offloadkit.planner import Plan, leaner
 from offloadkit.planner.plan import TIERS
+from offloadkit.threads import Thread
 from offloadkit.units import format_bytes
 
 _INTERVAL_SECONDS = 0.2
@@ -77,7 +78,7 @@ class RamWatch:
         if floor_bytes is None:
             floor_bytes = _floor_bytes()
         self._poll = _RamPoll(dict(planned), floor_bytes)
-        self._thread = threading.Thread(target=self._poll.run, name="offloadkit-ram-watch", daemon=True)
+        self._thread = Thread(target=self._poll.run, name="offloadkit-ram-watch", daemon=True)
         weakref.finalize(self, self._poll.closed.set)
         self._thread.start()
 

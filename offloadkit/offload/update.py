@@ -24,12 +24,14 @@ import torch
 from offloadkit.device import trace, watchdog
 from offloadkit.device.streams import BusyTime, CopyStream, Event
 from offloadkit.distributed.ranks import Ranks
+from offloadkit.errors import ThreadLimitError
 from offloadkit.offload.gradients import LayerGradient, compute_host_sums
 from offloadkit.offload.states import LayerState, Posting
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.norm import sum_in_order
 from offloadkit.optim.table import GroupOptions
 from offloadkit.planner import NUM_STATE_BUFFERS
+from offloadkit.threads import Thread
 
 LayerUpdate = tuple[LayerState, set[int], PendingUpdate]
 """A layer, the indices of its views that have a gradient, and what forward waits for."""
@@ -82,7 +84,7 @@ class Update:
         return clip / self.loss_scale
 
 
-class _Worker(threading.Thread):
+class _Worker(Thread):
     """A thread that runs jobs one after the other until it gets None."""
 
     def __init__(self, name: str, device: torch.device, failed: Callable[[BaseException], None]) -> None:
@@ -125,7 +127,11 @@ class StepThread:
         self.balancer = StepBalancer()
         self.error: BaseException | None = None
         self._worker = _Worker("offloadkit-step", device, self._failed)
-        self._gpu_worker = _Worker("offloadkit-gpu-step", device, self._failed)
+        try:
+            self._gpu_worker = _Worker("offloadkit-gpu-step", device, self._failed)
+        except ThreadLimitError:
+            self._worker.jobs.put(None)
+            raise
 
     def _failed(self, error: BaseException) -> None:
         self.error = self.error or error

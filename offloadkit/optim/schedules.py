@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch.optim import Optimizer
 
-from offloadkit.errors import ConfigError
+from offloadkit.errors import ConfigError, shown
 
 Rates = Callable[[int], list[float]]
 """Iteration -> one number for each parameter group."""
@@ -69,9 +69,33 @@ def schedule_named(name: str, optimizer: Optimizer, arguments: dict[str, Any]) -
     if not callable(make):
         raise ConfigError(f"no schedule {name!r}: use one of {', '.join(_SCHEDULES)}, or of torch.optim.lr_scheduler")
     try:
+        if name in _SCHEDULES:
+            _check_arguments(make, arguments)
         return make(optimizer, **arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"the schedule {name} does not take {arguments}: {error}") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"the schedule {name} does not take {shown(arguments)}: {error}") from error
+
+
+def _check_arguments(make: Callable[..., Schedule], arguments: dict[str, Any]) -> None:
+    """Raise `ValueError` for the first argument that is of another type than its parameter. Names are not looked at."""
+    for name, hint in get_type_hints(make).items():
+        if name not in arguments:
+            continue
+        value, kinds = arguments[name], get_args(hint) or (hint,)
+        if (value is None and type(None) in kinds) or (isinstance(value, str) and str in kinds):
+            continue
+        many = isinstance(value, list | tuple) and len(kinds) > 1
+        numbers = value if many else [value]
+        if bool in kinds and not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {shown(value)}")
+        fine = all(isinstance(each, int | float) and -(2**63) < each < 2**63 for each in numbers)
+        if not fine or (bool not in kinds and any(isinstance(each, bool) for each in numbers)):
+            raise ValueError(f"{name} must be {_WORDS.get(hint, 'a number')}, got {shown(value)}")
+        if float not in kinds and bool not in kinds and type(value) is not int:
+            raise ValueError(f"{name} must be a whole number, got {shown(value)}")
+
+
+_WORDS: dict[Any, str] = {int: "a whole number", float | Sequence[float]: "a number, or one for each group"}
 
 
 def _by_group(optimizer: Optimizer, value: float | Sequence[float], name: str) -> list[float]:
@@ -92,9 +116,9 @@ def _warmup(iteration: int, num_steps: int, kind: str) -> float:
 
 def _check_warmup(num_steps: int, kind: str) -> int:
     if type(num_steps) is not int or num_steps < 1:
-        raise ValueError(f"warmup_num_steps must be a whole number >= 1, got {num_steps!r}")
+        raise ValueError(f"warmup_num_steps must be a whole number >= 1, got {shown(num_steps)}")
     if kind not in ("log", "linear"):
-        raise ValueError(f"warmup_type must be 'log' or 'linear', got {kind!r}")
+        raise ValueError(f"warmup_type must be 'log' or 'linear', got {shown(kind)}")
     return max(2, num_steps)
 
 
@@ -182,7 +206,7 @@ def _lr_range_test(
 ) -> Schedule:
     """Rates that rise without end (Smith, "A disciplined approach to neural network hyper-parameters")."""
     if type(lr_range_test_step_size) is not int or lr_range_test_step_size < 1:
-        raise ValueError(f"lr_range_test_step_size must be a whole number >= 1, got {lr_range_test_step_size!r}")
+        raise ValueError(f"lr_range_test_step_size must be a whole number >= 1, got {shown(lr_range_test_step_size)}")
     least = _by_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
 
     def rates(iteration: int) -> list[float]:

@@ -7,16 +7,18 @@ kernel is missing, `reference` does the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from offloadkit.config import Precision
-from offloadkit.errors import ConfigError
+from offloadkit.errors import ConfigError, shown
 from offloadkit.optim import moments
 from offloadkit.optim.adamw import adamw_scalars, adamw_update
 from offloadkit.optim.lion import lion_scalars, lion_update
@@ -116,8 +118,8 @@ def check_options(group: Mapping[str, Any]) -> None:
             continue
         if name in group and group[name] != off:
             raise ConfigError(
-                f"a parameter group has {name}={group[name]!r}, which offloadkit's optimizers do not have: leave it "
-                "out. A group's options are lr, betas, eps and weight_decay"
+                f"a parameter group has {name}={shown(group[name])}, which offloadkit's optimizers do not have: leave "
+                "it out. A group's options are lr, betas, eps and weight_decay"
             )
 
 
@@ -135,10 +137,30 @@ class GroupOptions:
         """The present options of one of the optimizer's param_groups.
 
         Raises:
-            ConfigError: the group has an option of a torch optimizer that would change the step and is not built.
+            ConfigError: the group has an option of a torch optimizer that would change the step and is not built, or a
+                value that is no number.
         """
         check_options(group)
-        return cls(float(group["lr"]), tuple(group["betas"]), float(group["eps"]), float(group["weight_decay"]))
+        lr, eps, weight_decay = (_number(group.get(name), name) for name in ("lr", "eps", "weight_decay"))
+        betas = group.get("betas")
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise ConfigError(f"betas of a parameter group must be two numbers in [0, 1), got {shown(betas)}")
+        first, second = (_number(beta, "betas") for beta in betas)
+        if not (0 <= first < 1 and 0 <= second < 1):
+            raise ConfigError(f"betas of a parameter group must be two numbers in [0, 1), got {shown(betas)}")
+        return cls(lr, (first, second), eps, weight_decay)
+
+
+def _number(value: Any, name: str) -> float:
+    """An option of a parameter group, as a float. Raises `ConfigError` for what is none, or not finite."""
+    is_one = isinstance(value, Real) and not isinstance(value, bool)
+    if is_one or (isinstance(value, Tensor) and value.numel() == 1):
+        try:
+            if math.isfinite(number := float(value)):
+                return number
+        except OverflowError:
+            pass
+    raise ConfigError(f"{name} of a parameter group must be a finite number, got {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -202,10 +224,10 @@ def optimizer_named(name: str) -> Optimizer:
     if str(name).lower() in NEED_WHOLE_MATRICES:
         why = NEED_WHOLE_MATRICES[str(name).lower()]
         raise ConfigError(
-            f"optimizer={name!r} cannot be offloaded: {why}, and offloadkit steps layers in chunks of elements. "
+            f"optimizer={shown(name)} cannot be offloaded: {why}, and offloadkit steps layers in chunks of elements. "
             f"Choose one of {choices}"
         )
-    raise ConfigError(f"optimizer must be one of {choices}; got {name!r}")
+    raise ConfigError(f"optimizer must be one of {choices}; got {shown(name)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,8 +268,8 @@ def state_table(optimizer: str, precision: Precision, weights_dtype: torch.dtype
     chosen, kept = optimizer_named(optimizer), PRECISIONS[precision]
     if precision not in chosen.precisions:
         raise ConfigError(
-            f"optimizer={optimizer!r} with precision={precision!r}: its moments are kept in "
-            f"{' or '.join(map(repr, chosen.precisions))} only; set precision={chosen.precisions[0]!r}"
+            f"optimizer={shown(optimizer)} with precision={shown(precision)}: its moments are kept in "
+            f"{' or '.join(map(repr, chosen.precisions))} only; set precision={shown(chosen.precisions[0])}"
         )
     assert kept.encode is None or len(chosen.moments) <= 2, "there are random bits for two moments"
     remainder = REMAINDER_DTYPES[weights_dtype]
@@ -347,6 +369,6 @@ def _check_segment(segment: Segment, numel: int, table: StateTable) -> None:
     if segment.offset < 0 or segment.offset % block or (has_scales and start % block):
         raise ValueError(
             f"a segment starts at {start}, {segment.offset} elements into its parameter: moments in "
-            f"{table.precision!r} are cut at multiples of {block} elements of a parameter"
+            f"{shown(table.precision)} are cut at multiples of {block} elements of a parameter"
             + (", which are multiples of the flat layer too" if has_scales else "")
         )

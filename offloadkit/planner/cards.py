@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from offloadkit.errors import ConfigError
+from offloadkit.errors import ConfigError, shown
 from offloadkit.planner.fitted import (
     BOTH_WAYS_EFFICIENCY,
     BUS_EFFICIENCY,
@@ -101,8 +101,8 @@ def card_named(name: str) -> Card:
             if given in (_plain(card.name), f"{_plain(card.name)}{card.memory_gb}gb"):
                 return card
     raise ConfigError(
-        f"no card {name!r} is known: gpu takes {', '.join(card.name for card in CARDS)}. For another card leave gpu "
-        "out and give its memory, such as vram='12GiB': its rates are assumed then"
+        f"no card {shown(name)} is known: gpu takes {', '.join(card.name for card in CARDS)}. For another card leave "
+        "gpu out and give its memory, such as vram='12GiB': its rates are assumed then"
     )
 
 
