@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from offloadkit import hardware
 from offloadkit.changes import changed
+from offloadkit.checkpoint.folder import written_to
+from offloadkit.checkpoint.one_run import Saves
 from offloadkit.checkpoint.run import Adding, RunNumbers, check_scheduler, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
 from offloadkit.checkpoint.values import random_states, set_random_states, why_unlike
@@ -419,6 +421,7 @@ class OffloadEngine:
         self.loss_scale = LossScale(self.config.loss_scale) if has_fp16 else None
         self._newest: Update | None = None
         self._last_checkpoint: Path | None = None
+        self._saves = Saves()
         self._scheduler: Any = None
         """That of the last checkpoint."""
         self._num_saved_updates = self._failed_at = self._num_rollbacks = 0
@@ -1326,13 +1329,18 @@ class OffloadEngine:
 
         Raises:
             EngineStateError: in the middle of an accumulation window: its gradients would be lost.
-            OutputError: it cannot be written, or `folder` holds other files.
+            OutputError: it cannot be written, `folder` holds other files, or another process writes it.
             ConfigError: `position` or the scheduler's state holds something that is not data.
             ModelError: the module's `state_dict()` does.
         """
         states = _states_of(scheduler)
         where = path_of(folder, "folder").absolute()
         with phase("saving", self.telemetry.peaks, self.device):
+            with self._together("claiming a checkpoint"):
+                if self._ranks is None or self._ranks.rank == 0:
+                    with written_to(where):
+                        where.parent.mkdir(parents=True, exist_ok=True)
+                        self._saves.claim(where)
             save_run(where, self.numbers(), self._ranks, scheduler=states, position=position)
         self.last_checkpoint, self._scheduler = where, scheduler
 
@@ -1371,6 +1379,7 @@ class OffloadEngine:
         if scheduler is not None:
             scheduler.load_state_dict(values["scheduler"])
         self.last_checkpoint, self._scheduler = folder, scheduler
+        self._saves.go_on_from(folder)
         return values.get("position")
 
     @property
@@ -1465,6 +1474,7 @@ class OffloadEngine:
                 raise
         finally:
             self._open = False
+            self._saves.end()
             self._steps_phase.close()
             with phase("closing", self.telemetry.peaks, self.device):
                 self._let_go()

@@ -3,6 +3,8 @@
 A claim is a record lock on a file in the folder. The system gives it up when its process ends, however it ends, and a
 forked process (a DataLoader's worker) has no part in it. Within a process claims are counted by thread. Where the file
 system has no locks, the file is written again every few seconds, and a file that changes is a claim.
+
+A loop of one's own has no output folder: it claims the checkpoints that it writes (`Saves`), by a file beside them.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import errno
 import fcntl
 import json
 import os
+import re
+import secrets
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,9 @@ from offloadkit.errors import OutputError
 from offloadkit.threads import Thread
 
 CLAIM = ".offloadkit-run.json"
+_SAVES = ".offloadkit-saves-{}.json"
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 HEARTBEAT_SECONDS = 5.0
 """Between two beats, where there are no locks. A claim whose file changes within three of them is alive."""
 
@@ -51,7 +58,9 @@ def one_run(folder: Path) -> Iterator[None]:
         if count:
             yield
             return
-        with _claim_of_process(where / CLAIM, now):
+        with _claim_of_process(where / CLAIM):
+            if (loop := _writer_of(where, _CHECKPOINT.fullmatch)) is not None:
+                raise _claimed(folder, loop)
             yield
     finally:
         with _claiming:
@@ -60,17 +69,110 @@ def one_run(folder: Path) -> Iterator[None]:
                 del _claims[where]
 
 
-def _claimed(folder: Path, holder: dict[str, Any], of: str = "") -> OutputError:
-    who = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('started')}"
+class Saves:
+    """The checkpoints that a loop writes: until it ends, another process is refused that would replace one."""
+
+    def __init__(self) -> None:
+        self._held: dict[Path, tuple[int, Path, list[str]]] = {}
+        self._gone_on_from: set[tuple[Path, str]] = set()
+        self._holder = _this_process()
+
+    def go_on_from(self, checkpoint: Path) -> None:
+        """Where another process writes it, this loop may write nothing beside it: they would have the same names."""
+        self._gone_on_from.add((checkpoint.parent.resolve(), checkpoint.name))
+
+    def claim(self, checkpoint: Path) -> None:
+        """Claim a checkpoint that is to be written, once its folder is there.
+
+        Raises:
+            OutputError: another process writes it, or the one that this loop has gone on from.
+        """
+        folder, name = checkpoint.parent.resolve(), checkpoint.name
+        if folder in self._held and name in self._held[folder][2]:
+            return
+        then = "Save into another folder, or wait until that run has ended"
+        other = _writer_of(folder, lambda each: each == name or (folder, each) in self._gone_on_from)
+        if other is not None:
+            raise _claimed(checkpoint, other, then=then)
+        if _CHECKPOINT.fullmatch(name) and (folder / CLAIM).exists():  # a Trainer's
+            with one_run(folder):
+                pass
+        if folder not in self._held:
+            path = folder / _SAVES.format(secrets.token_hex(4))
+            new = path.with_name(f"{path.name}-new")
+            descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._held[folder] = descriptor, path, []
+            _own_saves.add(path)
+            with suppress(OSError):  # without locks nobody is refused
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            new.rename(path)
+        descriptor, _, names = self._held[folder]
+        names.append(name)
+        os.pwrite(descriptor, json.dumps(self._holder | {"names": names}).encode(), 0)  # it grows
+
+    def end(self) -> None:
+        """Give up all claims."""
+        for descriptor, path, _ in self._held.values():
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            _own_saves.discard(path)
+        self._held.clear()
+
+
+_own_saves: set[Path] = set()
+"""Files of this process: closing another descriptor of one would give up its lock."""
+
+
+def another_writer(checkpoint: Path) -> str | None:
+    """A sentence on the loop of another process that writes this checkpoint; None: there is none."""
+    holder = _writer_of(checkpoint.parent.resolve(), lambda name: name == checkpoint.name)
+    return None if holder is None else f"{checkpoint} is in use by {_who(holder)}: this run cannot save there"
+
+
+def _writer_of(folder: Path, wanted: Callable[[str], object]) -> dict[str, Any] | None:
+    """The loop of another process that writes a checkpoint with a `wanted` name; files of ended ones are removed."""
+    for path in folder.glob(_SAVES.format("*")):
+        if path in _own_saves:
+            continue
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # that run has just ended, or is another user's
+            continue
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)  # it was killed
+        except OSError as error:
+            holder = _read(path)
+            if error.errno not in _NO_LOCKS and any(wanted(str(name)) for name in holder.get("names", ())):
+                return holder
+        finally:
+            os.close(descriptor)
+    return None
+
+
+def _this_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+
+
+def _claimed(
+    folder: Path,
+    holder: dict[str, Any],
+    of: str = "",
+    then: str = "Pass another output_dir, or wait until that run has ended",
+) -> OutputError:
     return OutputError(
-        f"{folder} is in use by {of + ' ' if of else ''}{who}: a second run there would replace its checkpoints "
-        "and its model. Pass another output_dir, or wait until that run has ended"
+        f"{folder} is in use by {of + ' ' if of else ''}{_who(holder)}: a second run there would replace what it has "
+        f"saved. {then}"
     )
 
 
+def _who(holder: dict[str, Any]) -> str:
+    return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('started')}"
+
+
 @contextmanager
-def _claim_of_process(path: Path, now: str) -> Iterator[None]:
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": now}
+def _claim_of_process(path: Path) -> Iterator[None]:
+    holder = _this_process()
     descriptor, locks = _locked(path)
     try:
         if not locks:
@@ -101,7 +203,7 @@ def _locked(path: Path) -> tuple[int, bool]:
             if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
                 return descriptor, True
         except OSError as error:
-            if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+            if error.errno in _NO_LOCKS:
                 return descriptor, False
             os.close(descriptor)
             if error.errno in (errno.EACCES, errno.EAGAIN):

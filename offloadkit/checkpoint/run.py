@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ from offloadkit.checkpoint.folder import (
     write_manifest,
     written_to,
 )
+from offloadkit.checkpoint.one_run import another_writer
 from offloadkit.checkpoint.states import Ranges, SavedStates, States, write_states
 from offloadkit.checkpoint.values import (
     check_random_states,
@@ -244,7 +246,10 @@ def check_run(folder: Path, ranks: Ranks | None = None) -> None:
     """
     with nullcontext() if ranks is None else ranks.together("checking a checkpoint"):
         if ranks is None or ranks.rank == 0:
-            put_back(folder)
+            if (other := another_writer(folder)) is None:
+                put_back(folder)
+            else:
+                warnings.warn(other, RuntimeWarning, stacklevel=3)
             check_readable(folder)
 
 

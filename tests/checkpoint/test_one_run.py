@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offloadkit.checkpoint import one_run as module
 from offloadkit.checkpoint.earlier_run import earlier_run
-from offloadkit.checkpoint.one_run import CLAIM, one_run
+from offloadkit.checkpoint.one_run import CLAIM, Saves, one_run
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.engine import OffloadEngine
 from offloadkit.errors import OutputError
 
 HOLD = """
@@ -116,3 +119,79 @@ def test_where_there_are_no_locks_a_heartbeat_says_that_a_run_is_alive(
     (tmp_path / CLAIM).write_text("{}")  # a run that was killed
     with one_run(tmp_path):
         time.sleep(0.1)
+
+
+SAVES = """
+import sys, time
+from pathlib import Path
+from offloadkit.checkpoint.one_run import Saves
+saves = Saves()
+for name in sys.argv[2:]:
+    saves.claim(Path(sys.argv[1], name))
+print("claimed", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def loop(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A loop of another process that has saved checkpoints of these names."""
+    command = [sys.executable, "-c", SAVES, str(tmp_path), *request.param]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "claimed\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("loop", [["checkpoint-1", "checkpoint-2"]], indirect=True)
+def test_what_a_loop_saves_is_refused_to_another_process_until_it_is_killed(
+    tmp_path: Path, loop: subprocess.Popen[str]
+) -> None:
+    mine = Saves()
+    mine.claim(tmp_path / "checkpoint-3")
+    for name in ("checkpoint-1", "checkpoint-2"):
+        with pytest.raises(OutputError, match=rf"{name} is in use by process {loop.pid} on \S+, since \d{{4}}-"):
+            mine.claim(tmp_path / name)
+    with pytest.raises(OutputError, match=f"process {loop.pid} on"), one_run(tmp_path):
+        pass
+    assert not (tmp_path / CLAIM).exists()
+    loop.kill()
+    loop.wait()
+    mine.claim(tmp_path / "checkpoint-1")
+    with one_run(tmp_path):  # of this process
+        assert len(list(tmp_path.glob(".offloadkit-saves-*"))) == 1
+    mine.end()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("loop", [["mine"]], indirect=True)
+def test_a_loop_that_saves_under_other_names_disturbs_nobody(tmp_path: Path, loop: subprocess.Popen[str]) -> None:
+    with one_run(tmp_path):
+        Saves().claim(tmp_path / "checkpoint-1")
+
+
+def test_a_trainers_folder_is_refused_to_a_loop(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    Saves().claim(tmp_path / "mine")
+    with pytest.raises(OutputError, match=f"in use by process {holder.pid} on"):
+        Saves().claim(tmp_path / "checkpoint-1")
+
+
+@pytest.mark.parametrize("loop", [["checkpoint"]], indirect=True)
+def test_an_engine_saves_nothing_where_another_process_does(tmp_path: Path, loop: subprocess.Popen[str]) -> None:
+    module = torch.nn.Linear(3, 2)
+    with OffloadEngine(module, OffloadConfig(placement=Placement()), device="cpu") as engine:
+        with pytest.raises(OutputError, match=f"in use by process {loop.pid} on"):
+            engine.save_checkpoint(tmp_path / "checkpoint")
+        assert not (tmp_path / "checkpoint").exists()
+        engine.save_checkpoint(tmp_path / "other")
+        (tmp_path / "other").rename(tmp_path / "checkpoint")
+        with pytest.warns(RuntimeWarning, match=f"in use by process {loop.pid} on .* cannot save there"):
+            engine.load_checkpoint(tmp_path / "checkpoint")
+        with pytest.raises(OutputError, match=f"in use by process {loop.pid} on"):
+            engine.save_checkpoint(tmp_path / "checkpoint-9")
+    loop.kill()
+    loop.wait()
+    with OffloadEngine(module, OffloadConfig(placement=Placement()), device="cpu") as engine:
+        engine.save_checkpoint(tmp_path / "checkpoint")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
