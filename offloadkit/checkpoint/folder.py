@@ -679,8 +679,10 @@ def put_in_place(folder: Path, save: Callable[[Path], None]) -> None:
     """Have `save` fill a new folder beside `folder`, and rename it to `folder` when it is complete.
 
     Raises:
-        OutputError: it could not be written (a full disk). The old `folder` is still there.
+        OutputError: it could not be written (a full disk), or `folder` is a file or a device. What was there still is.
     """
+    if folder.exists() and not folder.is_dir():  # it would be renamed: /dev/null, by root
+        raise OutputError(f"{folder} exists and is no folder: pass the name of a new folder")
     new, old = _new(folder), _aside(folder)
     try:
         with written_to(folder):
