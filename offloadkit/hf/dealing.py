@@ -15,6 +15,8 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import recursively_apply
 
+from offloadkit.hf.masks import Around
+
 TARGETS = "number_of_targets"
 """Key of a batch under which `Counted` says how many targets it has; no argument of any model."""
 
@@ -69,10 +71,9 @@ def deal(loader: Any) -> DealtBatches | None:
 
 
 @dataclass(frozen=True)
-class Counted:
+class Counted(Around):
     """A collator whose batches say under `TARGETS` how many targets they have, while they are in RAM."""
 
-    collate: Callable[[Any], Any]
     count: Callable[[Any], Any]
 
     def __call__(self, rows: Any) -> Any:

@@ -41,10 +41,19 @@ _known = _Known()
 
 
 @dataclass(frozen=True)
-class Noted:
-    """A collator whose batches say under `NOTE` whether their masks mask nothing, where all of them agree."""
+class Around:
+    """A collator around another, whose attributes it has too: a Trainer's `get_train_dataloader` may read them."""
 
     collate: Callable[[Any], Any]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "collate" or name.startswith("__"):  # as it is unpickled it has none
+            raise AttributeError(name)
+        return getattr(self.collate, name)
+
+
+class Noted(Around):
+    """A collator whose batches say under `NOTE` whether their masks mask nothing, where all of them agree."""
 
     def __call__(self, rows: Any) -> Any:
         batch = self.collate(rows)

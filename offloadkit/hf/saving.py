@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -38,22 +39,20 @@ def saved_in_pieces() -> Iterator[None]:
 
 
 @contextmanager
-def arguments_as_data(folder: Path, args: Any) -> Iterator[None]:
+def arguments_as_data(folder: Path, trainer: Any) -> Iterator[None]:
     """A context in which the Trainer writes its arguments to `folder` as JSON; its `training_args.bin` is a pickle.
 
     Args:
-        args: the Trainer's `TrainingArguments`.
+        trainer: the Trainer. A module that defines a class of it may know the file's name by itself.
     """
-    from transformers import trainer
-
     folder.mkdir(parents=True, exist_ok=True)
     with written_beside(folder / "training_args.json") as file:
-        file.write(json.dumps(args.to_dict(), indent=2, default=str).encode())
-    undo = claim(trainer, "TRAINING_ARGS_NAME", os.devnull)  # os.path.join(folder, os.devnull) is os.devnull
-    try:
+        file.write(json.dumps(trainer.args.to_dict(), indent=2, default=str).encode())
+    with ExitStack() as undo:
+        for module in {sys.modules[each.__module__] for each in type(trainer).__mro__}:
+            if hasattr(module, "TRAINING_ARGS_NAME"):  # os.path.join(folder, os.devnull) is os.devnull
+                undo.callback(claim(module, "TRAINING_ARGS_NAME", os.devnull))
         yield
-    finally:
-        undo()
 
 
 def _write(

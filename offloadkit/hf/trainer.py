@@ -93,6 +93,7 @@ from offloadkit.hf.hub import readable_push_errors
 from offloadkit.hf.load import fill
 from offloadkit.hf.longest import NotReadableError, evaluation_rows, is_standard, longest_batch
 from offloadkit.hf.loss import num_targets, on_device, shifts_labels, targets_in, with_a_target
+from offloadkit.hf.losses import WithLosses, called_through, losses_of
 from offloadkit.hf.masks import Noted, answering, without_note
 from offloadkit.hf.ragged import OrderOfSeed, ResumableOrder
 from offloadkit.hf.saving import arguments_as_data, load_in_pieces, read_later, saved_in_pieces
@@ -218,6 +219,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._dealt: DealtBatches | None = None
         self._window = Window()
         self._order: ResumableOrder | None = None
+        self._with_losses: WithLosses | None = None
         self._before_the_engine = ExitStack()
         given = kwargs.get("model", args[0] if args else None)
         if isinstance(given, torch.nn.Module):
@@ -258,16 +260,37 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: the engine decides where weights live. (A private method of the Trainer.)"""
 
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
+    def get_optimizer_cls_and_kwargs(self, args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
         """A torch AdamW that is never stepped, also for Lion: `create_optimizer` reads its parameter groups.
 
         Raises:
             ConfigError: `optim` names an optimizer that the engine does not have.
         """
         check_optim(args)
+        chosen, args.optim = args.optim, "adamw_torch"
+        try:
+            _, theirs = super().get_optimizer_cls_and_kwargs(args, model)
+        finally:
+            args.optim = chosen
+        groups = {key: theirs[key] for key in ("params", "model", "optimizer_dict") if key in theirs}
         betas = (args.adam_beta1, args.adam_beta2)
-        return torch.optim.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+        return torch.optim.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, **groups}
+
+    def _module(self) -> nn.Module:
+        """What is trained: the model, with its losses where the Trainer class keeps them beside it."""
+        losses = losses_of(self)
+        if not losses:
+            return self.model  # type: ignore[no-any-return]
+        kept = self._with_losses
+        if kept is None or kept.model is not self.model or dict(kept.losses.items()) != losses:
+            self._with_losses = kept = WithLosses(self.model, losses)
+        return kept
+
+    def _through_losses(self) -> AbstractContextManager[None]:
+        """A context in which such losses are called through the engine."""
+        if not losses_of(self):
+            return nullcontext()
+        return called_through(self, _WrappedModel(self._module(), self.engine))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Build the engine over the parameter groups that the Trainer class makes; returns the engine's optimizer.
@@ -277,7 +300,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             ModelError: the model cannot be trained.
         """
         self._before_the_engine.close()
-        if self.engine is not None and self.engine.module is not self.model:
+        if self.engine is not None and self.engine.module is not self._module():
             self.close()
         if self.engine is None:
             self.optimizer = None
@@ -291,7 +314,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             some = [group for group in groups.param_groups if group["params"]]
             config = engine_config(self.offload, self.args)
             self.engine = OffloadEngine(
-                self.model,
+                self._module(),
                 config,
                 param_groups=[{key: group[key] for key in _GROUP_KEYS} for group in some],
                 device=self.args.device,
@@ -585,7 +608,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             num_items = num_targets(self.model, inputs)
         self._target_share = share
         self.current_gradient_accumulation_steps = 1
-        with engine.makes_room(), answering(full):  # also in the user's compute_loss
+        with engine.makes_room(), answering(full), self._through_losses():  # also in the user's compute_loss
             loss: torch.Tensor = super().training_step(model, inputs, on_device(num_items, self.args.device))
         return loss if share is None else loss * share
 
@@ -630,7 +653,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 make_real(self.model.parameters())
             ours = model is None and self.engine is None
             if not ours or not load_in_pieces(self.model, Path(resume_from_checkpoint)):
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+                given = () if model is None else (model,)  # sentence-transformers' method takes none
+                super()._load_from_checkpoint(resume_from_checkpoint, *given)
+            if isinstance(trained := self._module(), WithLosses):
+                trained.read(Path(resume_from_checkpoint), incomplete=self.offload.resume_incomplete)
 
     def _load_best_model(self) -> None:
         """As the Trainer, from weights that are those that were saved. (Private.)
@@ -790,8 +816,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """
         if self.args.should_save:
             folder = Path(output_dir or self.args.output_dir)
-            with saved_in_pieces(), arguments_as_data(folder, self.args), self._phase("saving"):
+            with saved_in_pieces(), arguments_as_data(folder, self), self._phase("saving"):
                 super()._save(output_dir, state_dict)
+                if self._is_saving and isinstance(trained := self._module(), WithLosses):
+                    trained.write(folder)
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """As the Trainer, with errors that say what to do. Its constructor calls it for `push_to_hub`."""
@@ -802,7 +830,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """As the Trainer, with the arguments as JSON. (Private, as above.)"""
         if not self.is_world_process_zero():
             return
-        with arguments_as_data(Path(self.args.output_dir), self.args):
+        with arguments_as_data(Path(self.args.output_dir), self):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -1146,7 +1174,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             signal = stops.stop.signal
             raise self._stopped_by(15 if signal is None else signal[0])
         run = partial(super().prediction_step, *args, **kwargs)
-        return run() if self.engine is None else self.engine.evaluates(run)
+        with self._through_losses():
+            return run() if self.engine is None else self.engine.evaluates(run)
 
     def close(self) -> None:
         """Finish and close the engine; the model keeps its trained weights. A later `train()` builds a new engine."""
