@@ -7,13 +7,15 @@
 It wants Triton and numpy < 2.4 beside the other packages, for the kernels in Triton's interpreter.
 The draw is decided by the seed and the files' text. It covers all of ROOMS alike, and in each of these every kind of
 fault alike. Results are kept in a folder, so that an interrupted run goes on where it was; a fault
-is tried again when its file, or the tests, changed. A fault is seen if a test fails, or does not end in time.
+is tried again when its file, or the tests, changed. A fault is seen if a test fails, fails again alone, and passes
+alone without the fault. Tests that do not end in time show nothing: such a fault counts as unseen.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
 import hashlib
 import json
@@ -294,7 +296,7 @@ def _copy_tree(into: Path) -> Path:
 
 
 def _run_tests(tree: Path, tests: list[str], *, show: bool = False) -> dict[str, Any]:
-    """Whether they fail, and which."""
+    """Whether one fails, and which."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=line", *tests]
     out: Any = None if show else subprocess.PIPE
@@ -306,7 +308,7 @@ def _run_tests(tree: Path, tests: list[str], *, show: bool = False) -> dict[str,
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return {"seen": True, "by": f"no end after {SECONDS} s"}
+        return {"seen": False, "by": f"no end after {SECONDS} s"}
     if process.returncode not in (0, 1, 2):  # 2: a test file could not be imported
         raise RuntimeError(f"pytest could not run: {output}")
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", output or "", flags=re.M)
@@ -314,23 +316,30 @@ def _run_tests(tree: Path, tests: list[str], *, show: bool = False) -> dict[str,
 
 
 def try_fault(fault: Fault, tree: Path, *, show: bool = False) -> dict[str, Any]:
-    """Put it into the copy `tree`, run the tests, and take it out. A test that fails without it too does not count."""
+    """Put it into the copy `tree`, run the tests, and take it out."""
     tests = fault.tests()
     while True:
-        result = _with_fault(fault, tree, tests, show)
-        if not result["seen"] or "::" not in result["by"] or not _run_tests(tree, [result["by"]])["seen"]:
+        with _put_in(fault, tree) as compiles:
+            if not compiles:
+                return {"seen": True, "by": "it does not compile"}
+            result = _run_tests(tree, tests, show=show)
+            failed = result["by"]
+            if "::" not in failed:  # none failed, or a file could not be imported
+                return result
+            again = _run_tests(tree, [failed])["seen"]
+        if again and not _run_tests(tree, [failed])["seen"]:
             return result
-        tests += ["--deselect", result["by"]]
+        tests += ["--deselect", failed]
 
 
-def _with_fault(fault: Fault, tree: Path, tests: list[str], show: bool) -> dict[str, Any]:
+@contextlib.contextmanager
+def _put_in(fault: Fault, tree: Path) -> Iterator[bool]:
+    """Whether it compiles."""
     file, is_c = tree / fault.path, not fault.path.endswith(".py")
-    file.write_text(fault.mutated())
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
+    file.write_text(fault.mutated())
     try:
-        if is_c and subprocess.run(build, cwd=tree, capture_output=True, check=False).returncode:
-            return {"seen": True, "by": "it does not compile"}
-        return _run_tests(tree, tests, show=show)
+        yield not (is_c and subprocess.run(build, cwd=tree, capture_output=True, check=False).returncode)
     finally:
         shutil.copy2(ROOT / fault.path, file)
         if is_c:
