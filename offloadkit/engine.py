@@ -1334,7 +1334,7 @@ class OffloadEngine:
             ModelError: the module's `state_dict()` does.
         """
         states = _states_of(scheduler)
-        where = path_of(folder, "folder").absolute()
+        where = Path(os.path.realpath(path_of(folder, "folder")))  # a link stays, and what it leads to is replaced
         with phase("saving", self.telemetry.peaks, self.device):
             with self._together("claiming a checkpoint"):
                 if self._ranks is None or self._ranks.rank == 0:
@@ -1360,7 +1360,7 @@ class OffloadEngine:
             EngineStateError: in the middle of an accumulation window.
         """
         self._check_open()
-        folder, own = path_of(folder, "folder").absolute(), _states_of(scheduler)
+        folder, own = Path(os.path.realpath(path_of(folder, "folder"))), _states_of(scheduler)
 
         def took_weights() -> None:
             self._placed.take_over_outside_writes(keep_remainder=True)

@@ -307,5 +307,9 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_and_foreign_files_are_ne
         (tmp_path / "empty").mkdir()
         engine.save_checkpoint(tmp_path / "empty", position=4)
         assert engine.load_checkpoint(tmp_path / "empty") == 4
+        (tmp_path / "link").symlink_to("saved")
+        engine.save_checkpoint(tmp_path / "link", position=5)
+        assert engine.load_checkpoint(tmp_path / "saved") == engine.load_checkpoint(tmp_path / "link") == 5
+    assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "all of it"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "mine", "saved"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link", "mine", "saved"]
