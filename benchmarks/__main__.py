@@ -1,12 +1,11 @@
-"""The command line: `python -m benchmarks list | run | ranks | killing | start | merge | plans | replan | scaling |
-report`."""
+"""The command line: `python -m benchmarks list | run | ranks | start | merge | plans | replan | scaling | report`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import killing, plans, ranks, report, run, scaling, start, table
+from benchmarks import plans, ranks, report, run, scaling, start, table
 from benchmarks.cases import CASES, ENGINES
 from benchmarks.rank_cases import RANK_CASES, RANK_ENGINES
 
@@ -36,13 +35,9 @@ def main(arguments: list[str] | None = None) -> None:
     several.add_argument("--steps", type=int, default=run.STEPS, help="timed steps of a process")
     several.add_argument("--verbose", action="store_true", help="show what rank 0 prints")
     several.add_argument("--notes", default="", help="a remark in each row")
-    killed = commands.add_parser("killing", help="kill a rank at random again and again; appends a row")
-    killed.add_argument("--times", type=int, default=20)
-    killed.add_argument("--num-ranks", type=int, default=2)
-    for command in (several, killed):
-        command.add_argument("--seconds", type=float, default=float("inf"), help="for all of it")
-        command.add_argument("--device", choices=("cpu",), help="cpu hides the GPUs")
-        command.add_argument("--commit", help="commit to write down where git is missing")
+    several.add_argument("--seconds", type=float, default=float("inf"), help="for all of it")
+    several.add_argument("--device", choices=("cpu",), help="cpu hides the GPUs")
+    several.add_argument("--commit", help="commit to write down where git is missing")
     planning = commands.add_parser("plans", help="plan for the machine of a measured row; appends planned rows")
     planning.add_argument("case", nargs="*", choices=[*CASES, []], metavar="CASE", help="default: those of claim fit")
     planning.add_argument("--commit", help="commit to write down where git is missing")
@@ -65,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     commands.add_parser("scaling", help="plan for up to 64 GPUs; writes the tables of docs/several-gpus.md")
     commands.add_parser("report", help="write docs/results.md, the README's marked parts and the chart")
-    for command in (measuring, several, killed, planning, starting, merging):
+    for command in (measuring, several, planning, starting, merging):
         command.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
     options = vars(parser.parse_args(arguments))
     chosen = options.pop("command")
@@ -82,8 +77,6 @@ def main(arguments: list[str] | None = None) -> None:
                 print(line, flush=True)
         else:
             ranks.run(cases, **options)
-    elif chosen == "killing":
-        killing.run(**options)
     elif chosen == "start":
         start.start(options.pop("model"), **options)
     elif chosen == "merge":

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import table
+from benchmarks.run import git_commit
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import world
 from offloadkit.distributed.launch import launch
@@ -227,9 +229,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.corruption", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--times", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
+    parser.add_argument("--out", type=Path, help="a table, to which a row is appended")
+    given, commit = parser.parse_args(arguments), git_commit()
     torch.set_num_threads(1)
-    run(given.times, given.seed)
+    counts = sum(run(given.times, given.seed).values(), Counter[str]())
+    if given.out is not None:
+        figures = {"damages": given.times, **counts, "silent": 0}
+        table.append(
+            [table.of_figures("damaged checkpoints", "a loop on 2 ranks, and the Trainer", figures, commit)], given.out
+        )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import psutil
 import torch
 from torch import nn
 
+from benchmarks import table
+from benchmarks.run import git_commit
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 
@@ -33,7 +35,7 @@ def slope_kib(rss: list[int], steps_between: int) -> float:
 
 
 def _rss() -> int:
-    gc.collect()
+    gc.collect()  # what was imported is frozen, else this takes longer than the steps
     return int(psutil.Process().memory_info().rss)
 
 
@@ -80,17 +82,28 @@ def trainer(num_steps: int, folder: Path) -> list[int]:
     return rss
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    """Do what the command line asks for.
+
+    Raises:
+        AssertionError: memory grows by more than was allowed.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--door", choices=["loop", "trainer"], default="loop")
     parser.add_argument("--steps", type=int, default=20_000)
-    chosen = parser.parse_args()
+    parser.add_argument("--most", type=float, default=0.1, help="KiB a step that are allowed")
+    parser.add_argument("--out", type=Path, help="a table, to which a row is appended")
+    chosen, commit = parser.parse_args(arguments), git_commit()
+    gc.freeze()
     with tempfile.TemporaryDirectory() as folder:
         rss = {"loop": loop, "trainer": trainer}[chosen.door](chosen.steps, Path(folder))
     slope = slope_kib(rss, chosen.steps // SAMPLES)
-    print(
-        f"{chosen.door}: {chosen.steps} steps, {rss[0] / 2**20:.0f} to {rss[-1] / 2**20:.0f} MiB, {slope:.3f} KiB/step"
-    )
+    first, last = (round(each / 2**20) for each in (rss[0], rss[-1]))
+    print(f"{chosen.door}: {chosen.steps} steps, {first} to {last} MiB, {slope:.3f} KiB a step")
+    if chosen.out is not None:
+        figures = {"steps": chosen.steps, "MiB at first": first, "MiB at last": last, "KiB a step": round(slope, 3)}
+        table.append([table.of_figures("soak", chosen.door, figures, commit)], chosen.out)
+    assert slope <= chosen.most, f"memory grows by {slope:.3f} KiB a step, and {chosen.most} are allowed"
 
 
 if __name__ == "__main__":

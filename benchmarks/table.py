@@ -126,6 +126,17 @@ def write(rows: Iterable[Row], path: Path = PATH) -> None:
     new.replace(path)
 
 
+def append(rows: Iterable[Row], path: Path = PATH) -> None:
+    """Write `rows` behind those that are there. Raises as `write`."""
+    write([*read(path), *rows], path)
+
+
+def of_figures(case: str, what: str, figures: Mapping[str, Any], commit: str, notes: str = "") -> Row:
+    """A row of a case that measures no step of an engine, on the CPU."""
+    row: Row = {"case": case, "engine": what, "status": "measured", "commit": commit, "date": now(), "gpu": "none"}
+    return row | {"figures": dict(figures), "notes": notes}
+
+
 def now() -> str:
     """For the column `date`."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

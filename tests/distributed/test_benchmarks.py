@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks import killing, rank_engines, report, table
+from benchmarks import rank_engines, report, table
 from benchmarks import ranks as benchmark
 from benchmarks.cases import config_of
 from benchmarks.rank_cases import RANK_CASES, RANK_ENGINES
-from offloadkit.distributed.launch import launch
 from tests.distributed.pool import RankPool
 
 RAW: dict[str, Any] = {
@@ -254,21 +253,3 @@ def test_every_case_is_planned_and_its_engines_are_known() -> None:
     assert line.startswith("tiny-llama-2: 2 x llama-tiny, 2 x 16, ours fsdp2-recomputed; at most 150 s. Planned: ")
     (line,) = benchmark.planned(["t5-3b-2"])
     assert "fsdp2" in line
-
-
-@pytest.mark.slow
-def test_ranks_are_killed_and_others_go_on_with_their_numbers(
-    ranks: RankPool, one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def launched(function: Any, arguments: dict[str, Any], number: int, **options: Any) -> list[Any]:
-        if arguments["last_step"] is None:
-            return launch(function, arguments, number, **options)
-        return ranks.run(number, killing.train, **arguments) if number > 1 else [killing.train(**arguments)]
-
-    monkeypatch.setattr(killing, "launch", launched)
-    monkeypatch.setattr(killing, "_KILLED_WITHIN", 0.1)
-    row = killing.run(times=1, device="cpu", out=tmp_path / "a.csv", commit="abc")
-    figures = row["figures"]
-    assert (figures["killed"], figures["resumed on ranks"]) == (1, [2, 1, 3])
-    assert row["seconds"] <= figures["longest seconds"] + 0.01 < killing._END_SECONDS
-    assert table.read(tmp_path / "a.csv")[0]["case"] == "killed ranks"

@@ -1,0 +1,276 @@
+"""Small trainings through each door, which `kills.py` starts, kills and lets go on.
+
+Each goes on from what it finds in its folder, and reports what it has done: "began 6", "step 7", "saved 9". They run in
+processes that are forked from one that has imported everything; `command` starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import (
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+)
+from transformers import trainer as transformers_trainer
+
+from offloadkit import Monitor, OffloadSeq2SeqTrainer, cli, finetune
+from offloadkit.checkpoint.folder import MANIFEST, newest_checkpoint
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.distributed import world
+from offloadkit.engine import OffloadEngine
+from offloadkit.errors import ConfigError
+
+NUM_STEPS, SAVE_STEPS, EVAL_STEPS = 24, 3, 4
+MICRO_BATCHES = 6
+"""Of all ranks in a step of the loop."""
+_NUM_ROWS, _WIDTH, _HIDDEN = 24, 128, 256
+_SHAPE = {"vocab_size": 384, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to train.
+
+    Attributes:
+        folder: the output folder.
+        inputs: holds the model's config and rows for the doors that read files; see `write_inputs`.
+        by_epoch: save and evaluate after each epoch of 12 steps, else after each `SAVE_STEPS` and `EVAL_STEPS`. The
+            loop then saves into one folder again and again, else into one for each step.
+        draws: whether the loop's rows depend on the random state, which ranks that are new do not have.
+        resumes: whether it goes on with what is there; else it begins anew.
+        overwrites: whether `finetune` and the command line replace what is there; they do after a killed first save.
+        pause: seconds after each step.
+        report: is called with what was done.
+        acts: is called at each step's end and in each step of an evaluation, with a word for it.
+    """
+
+    folder: Path
+    inputs: Path
+    by_epoch: bool = False
+    draws: bool = True
+    resumes: bool = True
+    overwrites: bool = False
+    pause: float = 0.0
+    report: Callable[[str], object] = lambda text: None
+    acts: Callable[[str], object] = lambda where: None
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return self.resumes and newest_step(self.folder) > 0
+
+    @property
+    def replaces(self) -> bool:
+        return self.overwrites or (self.resumes and not self.has_checkpoint and any(self.folder.glob("checkpoint-*")))
+
+
+def newest_step(folder: Path) -> int:
+    """Of the newest whole checkpoint; 0 without one."""
+    try:
+        return int(newest_checkpoint(folder, verify=False).name.removeprefix("checkpoint-"))
+    except ConfigError:
+        return 0
+
+
+def write_inputs(folder: Path) -> None:
+    """A model's config and rows."""
+    T5Config(
+        **_SHAPE, dropout_rate=0.1, decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"]
+    ).save_pretrained(folder / "model")
+    rows = [{"input": f"{number}+{number}", "target": str(2 * number)} for number in range(_NUM_ROWS)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+class Reports(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Reports what a Trainer does, on rank 0."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def _report(self, text: str) -> None:
+        if world.rank() == 0:
+            self._work.report(text)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._report(f"began {state.global_step}")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._report(f"step {state.global_step}")
+        self._work.acts("at a step's end")
+        time.sleep(self._work.pause)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._work.acts("in an evaluation")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._report(f"saved {state.global_step}")
+
+
+# -- the doors
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_WIDTH, _HIDDEN), nn.Linear(_HIDDEN, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.up.weight.dtype)
+        return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Block() for _ in range(3)])
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        x = rows
+        for block in self.blocks:
+            x = block(x)
+        return (x.float() - rows.flip(-1)).square().mean()
+
+
+def _engine(size: int) -> OffloadEngine:
+    config = OffloadConfig(
+        learning_rate=1e-3,
+        gradient_accumulation=MICRO_BATCHES // size,
+        exchange="micro_batch",  # the order in which one rank adds
+        working_dtype="bf16",
+        placement=Placement(),  # nothing is measured or planned
+    )
+    torch.manual_seed(0)
+    return OffloadEngine(_Model(), config, device="cpu")
+
+
+def loop(work: Work) -> None:
+    """A loop of one's own, also on several ranks. A monitor tells it of signals."""
+    world.join()
+    rank, size = world.rank(), world.size()
+    alone, report = size == 1, work.report if rank == 0 else lambda text: None
+    with _engine(size) as engine, Monitor(engine.plan, engine.telemetry, display="none") as monitor:
+        schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda done: 1 / (1 + done))
+        step = load(engine, work, schedule)
+        report(f"began {step}")
+        while step < NUM_STEPS:
+            for at in range(rank, MICRO_BATCHES, size):
+                rows = torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(MICRO_BATCHES * step + at))
+                if work.draws:
+                    rows += torch.rand(4, _WIDTH) / 8
+                engine.backward(engine(rows))
+                engine.step()
+            schedule.step()
+            step += 1
+            stops = torch.tensor([int(monitor.stop_requested)])
+            if not alone:
+                dist.all_reduce(stops)
+            report(f"step {step}")
+            work.acts("at a step's end")
+            time.sleep(work.pause)
+            if step % SAVE_STEPS == 0 or stops:
+                name = "checkpoint" if work.by_epoch else f"checkpoint-{step}"
+                engine.save_checkpoint(work.folder / name, scheduler=schedule, position=step)
+                report(f"saved {step}")
+                for old in work.folder.glob("checkpoint-*") if rank == 0 else ():
+                    if int(old.name.removeprefix("checkpoint-")) <= step - 2 * SAVE_STEPS:
+                        shutil.rmtree(old, ignore_errors=True)
+            if stops:
+                print(f"{step} of {NUM_STEPS} steps were done; the newest checkpoint is {engine.last_checkpoint}")
+                sys.exit(128 + (monitor.stop.signal[0] if monitor.stop.signal else 0))
+
+
+def load(engine: OffloadEngine, work: Work, schedule: Any = None) -> int:
+    """Go on from what the loop has saved; the steps that were done."""
+    where = work.folder / ("checkpoint" if work.by_epoch else f"checkpoint-{newest_step(work.folder)}")
+    beside = [where, *(where.with_name(f".{where.name}-{what}") for what in ("new", "old"))]  # a save may be half done
+    if not work.resumes or not any((each / MANIFEST).is_file() for each in beside):
+        return 0
+    return int(engine.load_checkpoint(where, scheduler=schedule))
+
+
+def rewritten(work: Work) -> None:
+    """What several ranks have saved last, as one rank saves it."""
+    with _engine(1) as engine:
+        schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda done: 1 / (1 + done))
+        load(engine, work, schedule)
+        assert engine.last_checkpoint is not None
+        engine.save_checkpoint(engine.last_checkpoint, scheduler=schedule, position=NUM_STEPS)
+
+
+def trainer(work: Work) -> None:
+    """The Trainer, also on several ranks."""
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(**_SHAPE, dropout_rate=0.1, decoder_start_token_id=0))
+    rows = [{"input_ids": torch.randint(2, 40, (6,)), "labels": torch.randint(2, 40, (4,))} for _ in range(_NUM_ROWS)]
+    args = Seq2SeqTrainingArguments(
+        output_dir=str(work.folder), report_to="none", disable_tqdm=True, **_arguments(work)
+    )
+    made = OffloadSeq2SeqTrainer(
+        model=model, args=args, train_dataset=rows, eval_dataset=rows[:6], callbacks=[Reports(work)],
+        offload=OffloadConfig(exchange="micro_batch"),
+    )  # fmt: skip
+    made.train(resume_from_checkpoint=True if work.has_checkpoint else None)
+    made.close()
+
+
+def _arguments(work: Work) -> dict[str, Any]:
+    often: dict[str, Any] = {"save_strategy": "epoch", "eval_strategy": "epoch"}
+    if not work.by_epoch:
+        often = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": SAVE_STEPS, "eval_steps": EVAL_STEPS}
+    more = {"max_steps": NUM_STEPS, "save_total_limit": 2, "per_device_train_batch_size": 2 // world.size(), "seed": 1}
+    return {**often, **more, "use_cpu": True, "logging_steps": 5, "per_device_eval_batch_size": 1}
+
+
+def tuned(work: Work) -> None:
+    """`finetune`."""
+    arguments = _arguments(work)
+    arguments["batch_size"] = arguments.pop("per_device_train_batch_size")
+    result = finetune(
+        work.inputs / "model", str(work.inputs / "rows.jsonl"), eval_dataset=0.25, tokenizer="byte", init="random",
+        output_dir=work.folder, monitor=False, callbacks=[Reports(work)], resume=work.has_checkpoint,
+        overwrite=work.replaces, learning_rate=1e-3, **arguments,
+    )  # fmt: skip
+    if result.stopped:
+        sys.exit(128 + signal.SIGINT)
+
+
+def command(work: Work, num_ranks: int = 1) -> list[str]:
+    """The arguments of the command line."""
+    arguments = _arguments(work)
+    for name in ("max_steps", "per_device_train_batch_size", "seed"):
+        arguments.pop(name)
+    given = [str(work.inputs / "model"), str(work.inputs / "rows.jsonl"), "--eval-dataset=0.25", "--tokenizer=byte"]
+    given += ["--random-weights", f"--output={work.folder}", f"--max-steps={NUM_STEPS}", "--seed=1"]
+    given += [f"--batch-size={2 // num_ranks}", "--learning-rate=1e-3"]
+    given += [f"--set={name}={json.dumps(value)}" for name, value in arguments.items()]
+    given += [f"--num-gpus={num_ranks}"] if num_ranks > 1 else []
+    given += ["--resume"] if work.has_checkpoint else []
+    return ["train", *given, *(["--overwrite"] if work.replaces else [])]
+
+
+def commanded(work: Work) -> None:
+    """The command line."""
+    transformers_trainer.DEFAULT_CALLBACKS.append(Reports(work))
+    cli.app(command(work))
+
+
+DOORS: dict[str, Callable[[Work], None]] = {
+    "loop": loop,
+    "trainer": trainer,
+    "finetune": tuned,
+    "cli": commanded,
+    "rewritten": rewritten,
+}
