@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -72,6 +73,16 @@ def test_errors_of_ours_are_one_message_and_exit_with_one(model_folder: Path, tm
     assert done.stderr.startswith("error: ")
     assert "missing.jsonl" in done.stderr
     assert "Traceback" not in done.output
+    quantised = tmp_path / "quantised"
+    shutil.copytree(model_folder, quantised)
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (quantised / "config.json").write_text(json.dumps(config))
+    data = tmp_path / "pairs.jsonl"
+    data.write_text(json.dumps({"input": "1", "target": "2"}))
+    refused = run("train", str(quantised), str(data), "--output", str(tmp_path / "out"))
+    assert refused.exit_code == 1
+    assert "are quantised (quantization_config in its config.json: bitsandbytes)" in " ".join(refused.stderr.split())
     zero = run("train", str(model_folder), "data.jsonl", "--batch-size", "0")
     assert zero.exit_code == 1
     assert "batch_size must be a whole number >= 1, got 0" in zero.stderr

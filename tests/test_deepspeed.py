@@ -259,6 +259,13 @@ def test_optimizers_that_cannot_be_stepped(make: Any, message: str) -> None:
         deepspeed.initialize(model=linear(), optimizer=make, config={"train_batch_size": 4})
 
 
+def test_a_quantised_model_is_refused() -> None:
+    model = linear()
+    model.is_quantized = True  # as transformers' models say
+    with pytest.raises(ModelError, match="is quantised, and quantised weights cannot be trained"):
+        deepspeed.initialize(model=model, optimizer=torch.optim.AdamW, config={"train_batch_size": 4})
+
+
 def test_a_client_that_was_stepped_is_refused() -> None:
     model = linear()
     client = torch.optim.AdamW(model.parameters())

@@ -381,7 +381,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def _check_room(self, num_steps: int) -> None:
         """Check before training that the disk has room for two checkpoints, while one replaces another, and the model.
 
-        Where it has none for all checkpoints that will be there, a line says so.
+        Where it has none for all checkpoints that will be there, a line says so. Another one says so where one alone
+        is kept.
 
         Raises:
             OutputError: it has not.
@@ -400,6 +401,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             least = min(num_saves, 2)
             what = ["the model", "a checkpoint", "two checkpoints"][least] + " and the model" * (rest > 0 and least > 0)
             check_room(output, least * num_bytes + rest, what)
+            if limit == 1 and num_saves > 1:
+                self._say(
+                    "save_total_limit=1 keeps the newest checkpoint alone: if that one is broken, there is none before "
+                    "it to go back to. save_total_limit=2 keeps two"
+                )
             most = num_saves if not limit else min(num_saves, limit + 1)
             room = (free_bytes(output) - rest) // max(1, num_bytes)
             if room < most:

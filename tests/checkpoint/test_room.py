@@ -50,6 +50,16 @@ def test_room_for_two_checkpoints_is_checked_before_the_first_step(
     assert "room for" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "is_said"), [({"save_total_limit": 1}, True), ({"save_total_limit": 2}, False), ({}, False)]
+)
+def test_a_line_says_that_one_checkpoint_alone_is_kept(
+    options: dict[str, Any], is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer(tmp_path, **options).train()
+    assert ("there is none before it to go back to. save_total_limit=2" in capsys.readouterr().out) is is_said
+
+
 def test_a_disk_that_fills_up_is_found_before_a_save_and_the_last_checkpoint_stays(
     tmp_path: Path, free: list[int]
 ) -> None:
