@@ -506,6 +506,7 @@ class Trainings:
         if said is not None:
             self.counts["with a message"] += 1
             assert int(said[1]) >= life.step, f"{what}: the message names step {said[1]}, and {life.step} was done"
+            assert said[2] in ("checkpoint", f"checkpoint-{said[1]}"), f"{what}: the message names {said[2]}"
             saved = max(saved, int(said[1]))
         assert life.step <= saved, f"{what}: step {life.step} was done, and {saved} was saved"
         if self.door in ("cli", *_FRESH) and kill.to_all and set(life.statuses) != {0}:

@@ -778,9 +778,12 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 set_random_states(before)  # a run that goes on evaluates first
                 try:
                     self._save_checkpoint(self.model, trial)
-                    error.add_note(
-                        f"The checkpoint of step {self.state.global_step} was written before this was raised."
-                    )
+                    if isinstance(error, TrainingStoppedError):  # whose message names the newest checkpoint
+                        error.args = self._stopped_by(error.signal).args
+                    else:
+                        error.add_note(
+                            f"The checkpoint of step {self.state.global_step} was written before this was raised."
+                        )
                 except Exception as lost:
                     error.add_note(f"The checkpoint that was due could not be written: {lost}")
             raise

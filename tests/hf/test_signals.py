@@ -89,7 +89,7 @@ def test_an_evaluation_is_broken_off_after_the_step_before_it_is_saved(tmp_path:
     stopped = trainer(
         tmp_path, Sends(TERM, at="evaluation"), eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2
     )
-    with pytest.raises(TrainingStoppedError):
+    with pytest.raises(TrainingStoppedError, match=r"2 of 4 steps were done; the newest checkpoint is .*checkpoint-2:"):
         stopped.train()
     assert (tmp_path / "checkpoint-2" / "manifest.json").is_file()
     assert not any("eval_loss" in log for log in stopped.state.log_history)
