@@ -92,6 +92,7 @@ from offloadkit import hardware
 from offloadkit.checkpoint.earlier_run import EarlierRun, earlier_run
 from offloadkit.checkpoint.folder import (
     check_same_model,
+    lost_with_runtime,
     newest_checkpoint,
     other_rows,
     put_in_place,
@@ -650,6 +651,8 @@ class TrainingRun:
         show_progress(trainer)
         if trainer.is_world_process_zero():
             trainer.add_callback(AfterAStep(self.earlier.remove_checkpoints))
+            if (lost := lost_with_runtime(Path(str(self.args.output_dir)))) is not None:
+                print(lost, flush=True)
         trainer.add_callback(asks := AsksTheMonitor(self.monitor, trainer.any_flag))
         with closing(asks), ExitStack() as opened:
             opened.enter_context(closing(trainer))

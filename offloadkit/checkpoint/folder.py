@@ -590,6 +590,19 @@ def check_room(folder: Path, num_bytes: int, what: str) -> None:
         )
 
 
+def lost_with_runtime(folder: Path) -> str | None:
+    """A line where Colab's runtime takes what is in `folder` with it when it ends; None elsewhere."""
+    path = Path(os.path.realpath(folder))
+    mount = next(each for each in (path, *path.parents) if os.path.ismount(each))
+    if "COLAB_RELEASE_TAG" not in os.environ or str(mount) not in ("/", "/content"):  # Drive is a mount below
+        return None
+    return (
+        f"{folder} is on the disk of this Colab runtime and is lost with it: to keep it, run "
+        "google.colab.drive.mount('/content/drive') in a cell, and write to a folder of Drive, such as "
+        f"/content/drive/MyDrive/{path.name}"
+    )
+
+
 @contextmanager
 def written_to(folder: Path) -> Iterator[None]:
     """A context that turns the error of a full disk into an `OutputError`: each library raises its own.

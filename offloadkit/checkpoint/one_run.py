@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from offloadkit.checkpoint.folder import written_beside
+from offloadkit.checkpoint.folder import lost_with_runtime, written_beside
 from offloadkit.errors import OutputError
 from offloadkit.threads import Thread
 
@@ -102,6 +102,8 @@ class Saves:
             new = path.with_name(f"{path.name}-new")
             descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._held[folder] = descriptor, path, []
+            if (lost := lost_with_runtime(checkpoint)) is not None:
+                print(lost, flush=True)
             _own_saves.add(path)
             with suppress(OSError):  # without locks nobody is refused
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -58,6 +58,7 @@ from offloadkit.checkpoint.folder import (
     check_room,
     check_same_model,
     free_bytes,
+    lost_with_runtime,
     newest_checkpoint,
     read_object,
     rotate_checkpoints,
@@ -381,8 +382,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def _check_room(self, num_steps: int) -> None:
         """Check before training that the disk has room for two checkpoints, while one replaces another, and the model.
 
-        Where it has none for all checkpoints that will be there, a line says so. Another one says so where one alone
-        is kept.
+        Where it has none for all checkpoints that will be there, a line says so. Others say so where one alone is
+        kept, and where all are lost with the runtime.
 
         Raises:
             OutputError: it has not.
@@ -401,6 +402,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             least = min(num_saves, 2)
             what = ["the model", "a checkpoint", "two checkpoints"][least] + " and the model" * (rest > 0 and least > 0)
             check_room(output, least * num_bytes + rest, what)
+            if (least or rest) and (lost := lost_with_runtime(output)) is not None:
+                self._say(lost)
             if limit == 1 and num_saves > 1:
                 self._say(
                     "save_total_limit=1 keeps the newest checkpoint alone: if that one is broken, there is none before "

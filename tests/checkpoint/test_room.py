@@ -89,3 +89,48 @@ def test_a_save_of_the_bare_loop_without_room_leaves_the_one_before(tmp_path: Pa
         assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == {
             path.name: path.read_bytes() for path in before.iterdir()
         }
+
+
+RUNTIMES = "drive.mount('/content/drive')"
+
+
+@pytest.mark.parametrize(
+    ("folder", "is_lost"),
+    [
+        ("/content/run", True),
+        ("/root/run", True),
+        ("/content/drive/MyDrive/run", False),
+        ("/content/gdrive/MyDrive/run", True),  # where nothing is mounted
+        ("/mnt/bucket/run", False),
+    ],
+)
+def test_what_colab_loses_with_its_runtime(folder: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = ("/", "/content/drive", "/mnt/bucket")
+    monkeypatch.setattr(folders.os.path, "ismount", lambda path: str(path) in mounts)
+    monkeypatch.delenv("COLAB_RELEASE_TAG", raising=False)
+    assert folders.lost_with_runtime(Path(folder)) is None
+    monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab_20261101")
+    line = folders.lost_with_runtime(Path(folder))
+    assert (line is not None) is is_lost
+    assert line is None or "such as /content/drive/MyDrive/run" in line
+
+
+@pytest.mark.parametrize(("saves", "is_said"), [("steps", True), ("no", False)])
+def test_a_line_names_drive_once_where_a_runtime_takes_checkpoints_with_it(
+    saves: str, is_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(folders.os.path, "ismount", lambda path: str(path) == "/")
+    monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab_20261101")
+    trainer(tmp_path, save_strategy=saves).train()
+    assert capsys.readouterr().out.count(RUNTIMES) == is_said
+
+
+def test_a_loop_names_drive_once_where_a_runtime_takes_its_checkpoints_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(folders.os.path, "ismount", lambda path: str(path) == "/")
+    monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab_20261101")
+    with OffloadEngine(nn.Linear(8, 8), OffloadConfig(), device="cpu") as engine:
+        engine.save_checkpoint(tmp_path / "first")
+        engine.save_checkpoint(tmp_path / "second")
+    assert capsys.readouterr().out.count(RUNTIMES) == 1
