@@ -16,6 +16,7 @@ from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.errors import DoesNotFitError, NonFiniteGradientError
 from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.layout import ALLOCATOR_BYTES
+from offloadkit.planner.plan import Plan
 from tests.models import TinyLM
 from tests.planner.machines import GIB, H200
 
@@ -87,6 +88,22 @@ def test_without_one_the_largest_micro_batch_of_the_first_window_is(plain: dict[
     assert {where.activations for where in in_blocks} == {"checkpoint"}
     assert {where.activations for where in planned.placements} == {"keep"}
     assert before.seconds is None
+    assert all(weights[name].equal(weight) for name, weight in plain.items())
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_training_goes_on_as_it_began_where_the_first_windows_plan_cannot_be(
+    plain: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(engine: OffloadEngine, plan: Plan, why: str) -> None:
+        raise DoesNotFitError("no room for both at once")
+
+    monkeypatch.setattr(OffloadEngine, "_move", no_room)
+    with OffloadEngine(model(), replace(TIGHT, vram=4 * GIB), device="cpu") as engine:
+        before = engine.plan
+        weights = trained(engine)
+        assert engine.plan == before
+    assert "goes on as it began, not as planned for its micro-batches: no room for both at once" in caplog.text
     assert all(weights[name].equal(weight) for name, weight in plain.items())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -90,6 +91,32 @@ def test_pieces_that_changed_places_are_seen(
     first, second = folders.checksums(tmp_path / "a", "a")
     assert first != second
     assert first != folders.checksums(tmp_path / "a", "b")[0]
+
+
+def test_a_change_is_in_its_own_piece_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "_PIECE_BYTES", 64)
+    content = bytearray(150)
+    (tmp_path / "a").write_bytes(content)
+    before = folders.checksums(tmp_path / "a", "a")
+    content[100] = 1
+    (tmp_path / "a").write_bytes(content)
+    changed = [one != other for one, other in zip(before, folders.checksums(tmp_path / "a", "a"), strict=True)]
+    assert changed == [False, True, False]
+
+
+def test_a_file_that_the_disk_does_not_give_back_is_named(
+    saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = folders.checksums
+
+    def fails(path: Path, name: str) -> list[str]:
+        if name == "weights.safetensors":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(path, name)
+
+    monkeypatch.setattr(folders, "checksums", fails)
+    assert "weights.safetensors of the checkpoint" in (said := refused(shutil.copytree(saved[1], tmp_path / "copy")))
+    assert "(Input/output error)" in said
 
 
 class _KilledError(BaseException):

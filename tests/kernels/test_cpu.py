@@ -34,6 +34,14 @@ OTHER_SCALARS = adamw_scalars(lr=3e-2, betas=(0.8, 0.99), eps=1e-6, weight_decay
 needs_library = pytest.mark.skipif(not cpu.available(), reason="the C kernel is not built")
 
 
+@needs_library
+def test_the_levels_are_those_that_the_processor_has() -> None:
+    lines = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
+    has = set(lines[0].split()) if lines else set[str]()
+    wanted = {"baseline": set[str](), "avx2": {"avx2"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
+    assert cpu.cpu_levels() == [level for level, flags in wanted.items() if flags <= has]
+
+
 @pytest.fixture(params=cpu.cpu_levels() or [pytest.param("none", marks=needs_library)])
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     with cpu.forced_level(request.param):

@@ -316,6 +316,16 @@ def test_what_another_gpu_and_more_micro_batches_would_bring_is_said() -> None:
     assert "communicate" not in alone
 
 
+def test_another_gpu_is_named_only_where_it_is_faster() -> None:
+    alone = plan(1, replace(H200, gpu_name=None, both_bytes_per_second=1e9), vram="6GiB", ram="100GiB")
+    two = replanned(alone, num_gpus=2)
+    assert two.fits
+    assert two.tokens_per_second is not None
+    assert alone.tokens_per_second is not None
+    assert two.tokens_per_second < alone.tokens_per_second
+    assert "such GPUs" not in alone.explain()
+
+
 def test_more_micro_batches_are_named_only_where_they_are_faster() -> None:
     """Their sums take VRAM that weights or activations would have."""
     made = plan(2, vram="6GiB", ram="100GiB")
