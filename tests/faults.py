@@ -44,7 +44,7 @@ ROOMS = ("offload", "optim", "planner", "checkpoint", "hf", "distributed", "engi
 
 EQUIVALENT: dict[str, str] = {
     "c72c283754": "of a card's compute capability, only whether it is 8.0 or more is read",
-    "ead9cff0d4": "what the first backward has checked is checked again in later windows: it takes time, and finds the same",
+    "ead9cff0d4": "what the first backward checked, later windows check too: that takes time, and finds the same",
     "94ee1e322e": "as many checksums are found as were written: the file's size is compared before",
     "2cc4caadfd": "__builtin_cpu_init() is for constructors that run before libgcc's own, which calls it too",
 }
