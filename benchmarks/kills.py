@@ -175,7 +175,11 @@ def _forked(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(writing)
         return _Process(process, reading, log)
-    status = 1
+
+    def report(text: str) -> None:
+        os.write(writing, f"{text}\n".encode())
+
+    status, (acts, count) = 1, _count_events(work.folder, report, kill)
     try:
         os.setsid()
         os.close(reading)
@@ -187,17 +191,11 @@ def _forked(
         torch.set_num_threads(1)
         random.seed(0)  # which a fork seeds anew
         np.random.seed(0)
-
-        def report(text: str) -> None:
-            os.write(writing, f"{text}\n".encode())
-
-        acts, count = _count_events(work.folder, report, kill)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         train(replace(work, report=report, acts=acts))
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        report(f"events {count()}")
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -208,6 +206,7 @@ def _forked(
         traceback.print_exc()
     finally:
         with suppress(OSError, ValueError):
+            report(f"events {count()}")
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
