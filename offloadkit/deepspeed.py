@@ -631,7 +631,7 @@ def _kind(client: Optimizer) -> str:
     """Which of the optimizers of offloadkit a client's optimizer is.
 
     Raises:
-        ConfigError: none of them, or with an option that they do not have.
+        ConfigError: none of them, or its decay is not theirs, or it has been stepped.
     """
     name = type(client).__name__
     kinds = {"AdamW": "adamw", "Adam": "adamw", "FusedAdam": "adamw", "DeepSpeedCPUAdam": "adamw"}
@@ -642,9 +642,6 @@ def _kind(client: Optimizer) -> str:
             "torch.optim.AdamW, or stay with DeepSpeed"
         )
     for group in client.param_groups:
-        for option in ("amsgrad", "maximize"):
-            if group.get(option):
-                raise ConfigError(f"initialize(optimizer={name}({option}=True)): AdamW is stepped without it here")
         decoupled = group.get("decoupled_weight_decay", name != "Adam") and getattr(client, "adam_w_mode", True)
         if kinds[name] == "adamw" and not decoupled and group.get("weight_decay"):
             raise ConfigError(

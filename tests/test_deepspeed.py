@@ -248,9 +248,9 @@ def test_what_makes_an_optimizer_and_a_schedule() -> None:
     ("make", "message"),
     [
         (lambda p: torch.optim.Adam(p, weight_decay=0.1), "decay is decoupled here. Pass torch.optim.AdamW"),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
-        (lambda p: torch.optim.AdamW(p, maximize=True), "maximize"),
-        (lambda p: torch.optim.AdamW([{"params": list(p), "maximize": True}]), "maximize"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "a parameter group has amsgrad=True.*leave it out"),
+        (lambda p: torch.optim.AdamW(p, maximize=True), "a parameter group has maximize=True.*leave it out"),
+        (lambda p: torch.optim.AdamW([{"params": list(p), "maximize": True}]), "group has maximize=True.*leave it out"),
         (lambda p: torch.optim.SGD(p, lr=0.1), "SGD.*AdamW, Adam and Lion"),
     ],
 )

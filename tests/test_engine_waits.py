@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import subprocess
 import sys
@@ -322,3 +323,28 @@ def test_watching_such_calls_leaves_no_thread_that_a_program_counts() -> None:
     with watchdog.uninterruptible("work of the GPU"):
         pass
     assert threading.enumerate() == before
+
+
+BEFORE_TRAINING = {"device/measure.py", "distributed/machine.py", "python_time.py", "engines/engine.py"}
+"""Modules that time the GPU before training, or another library's engine."""
+
+
+def test_a_wait_for_the_whole_gpu_is_watched() -> None:
+    package = Path(watchdog.__file__).parents[1]
+    bare: list[str] = []
+    for path in sorted(package.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        watched = {
+            id(call)
+            for block in ast.walk(tree)
+            if isinstance(block, ast.With) and "watchdog.uninterruptible" in ast.unparse(block.items[0])
+            for call in ast.walk(block)
+        }
+        waits = [
+            each
+            for each in ast.walk(tree)
+            if isinstance(each, ast.Call) and "cuda.synchronize" in ast.unparse(each.func)
+        ]
+        if any(id(each) not in watched for each in waits):
+            bare.append(path.relative_to(package).as_posix())
+    assert set(bare) == BEFORE_TRAINING

@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from offloadkit.device import watchdog
 from offloadkit.errors import OutputError
 
 TRACKS = ("GPU", "step on the GPU", "H2D", "D2H", "norm", "CPU step")
@@ -53,7 +54,8 @@ class Trace:
         """mark: records a point of the compute stream."""
         self._device, self._mark = device, mark
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            with watchdog.uninterruptible("the GPU's work"):
+                torch.cuda.synchronize(device)
         self._origin, self._clock = mark(), time.perf_counter()
         self._host: list[Range] = []
         self._device_ranges: list[tuple[str, str, Any, Any, int]] = []
@@ -99,7 +101,8 @@ class Trace:
     def read(self) -> list[Range]:
         """All ranges, ordered by their beginning. It waits until the device is done."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            with watchdog.uninterruptible("the GPU's work"):
+                torch.cuda.synchronize(self._device)
         ranges = list(self._host)
         for track, name, began, ended, num_bytes in self._device_ranges:
             since = [event.seconds_since(self._origin) for event in (began, ended)]

@@ -118,7 +118,8 @@ class Ranks:
         """
         if self._device.type != "cuda":
             return
-        torch.cuda.synchronize(self._device)
+        with watchdog.uninterruptible("the GPU's work"):
+            torch.cuda.synchronize(self._device)
         if len({*self.agree(np.array([most_ctas]))[:, 0].tolist()}) > 1:  # else none is still in what went before
             raise RankError(
                 "the ranks have plans with different numbers of NCCL's thread blocks: make the plan on one rank and "
@@ -148,7 +149,8 @@ class Ranks:
         self.exchange(received[: cuts[-1]], sent[: cuts[-1]], cuts)
         for last in (0, 1):  # ranges of one length, and of several
             self.gather(sent[: cuts[-1] + last], [*cuts[:-1], cuts[-1] + last])
-        torch.cuda.synchronize(self._device)
+        with watchdog.uninterruptible("the GPU's work"):
+            torch.cuda.synchronize(self._device)
         del sent, received
         torch.cuda.empty_cache()
         took = hardware.vram_outside_bytes(self._device) - before
