@@ -68,6 +68,10 @@ class Found:
     """Type and innermost line of an error that is not named."""
     seconds: float = 0.0
 
+    def in_words(self) -> str:
+        """The input, and what is wrong with what it led to."""
+        return f"{self.room} {self.number} {self.verdict}: {self.where}\n   {self.what}\n   {self.said[:300]!r}"
+
     @property
     def is_good(self) -> bool:
         return self.verdict in ("accepted", "refused")
@@ -113,7 +117,11 @@ def why_unclear(message: str, words: Sequence[str]) -> str | None:
 def try_one(room: str, number: int, seed: int, stock: Path, trace: bool = False) -> Found:
     """Make the input and feed it to its door, in this process."""
     with tempfile.TemporaryDirectory(prefix="fuzz-", ignore_cleanup_errors=True) as name:
-        made = fuzz_rooms.ROOMS[room].make(random.Random(f"{seed} {room} {number}"), Path(name), stock)
+        draw = random.Random(f"{seed} {room} {number}")
+        try:
+            made = fuzz_rooms.ROOMS[room].make(draw, Path(name), stock)
+        except Exception as error:  # of this script
+            return Found(room, number, "it could not be made", said=str(error), where=f"{type(error).__name__}")
         found = Found(room, number, made.what)
         os.chdir(name)
         begin = time.perf_counter()
@@ -226,6 +234,8 @@ def run(
                     if line != b"begin":
                         found.append(Found(**json.loads(line)))
                         each.inputs.popleft()
+                        if not found[-1].is_good:
+                            say(found[-1].in_words())
             for each in running:
                 if each.inputs and time.monotonic() - each.since > SECONDS + GRACE:
                     _lose(each, found, waiting, selector, running, "hangs")

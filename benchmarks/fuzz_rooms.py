@@ -269,13 +269,14 @@ def wild_name(draw: random.Random, inside: str = "") -> tuple[str, str]:
     )  # fmt: skip
     name = {
         "long": "x" * 300, "long folder": "y" * 256 + "/z", "NUL": "a\x00b", "surrogate": "a\ud800b", "empty": "",
-        "dots": "../" * 3000, "deep": "d/" * 3000, "newline": "a\nb", "a device": "/dev/null", "a file": "file",
+        "dots": "../" * 3000, "deep": "d/" * 3000, "newline": "a\nb", "a device": "device", "a file": "file",
         "a link loop": "loop", "home of nobody": "~nobody-of-that-name/x", "long bytes": "é" * 130, "spaces": "   ",
         "root": "/", "proc": "/proc/self/x",
     }[how]  # fmt: skip
     Path(inside, "file").write_text("x")
     Path(inside, "loop").symlink_to("loop")
-    if how in ("a file", "a link loop"):
+    Path(inside, "device").symlink_to("/dev/zero")
+    if how in ("a file", "a device", "a link loop"):
         name = str(Path(inside, name))
     if draw.random() < 0.3 and how in ("long", "NUL", "surrogate", "long bytes"):
         name = f"{inside}/{name}{draw.choice(['', '.json', '.jsonl', '.csv', '/x'])}"
@@ -425,6 +426,7 @@ def stock(folder: Path) -> None:
         with small_engine(precision=precision) as engine:
             _step(engine)
             engine.save_checkpoint(folder / f"loop-{precision}" / "checkpoint-1", position={"row": 2})
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, _rows())))
     trainer = _small_trainer(folder / "trainer", 1)
     trainer.train()
     trainer.close()
@@ -532,7 +534,7 @@ def _state_dict(draw: random.Random, scratch: Path, stock: Path) -> Input:
             engine.load_state_dict(state)
             _step(engine)
 
-    return Input(f"load_state_dict, {key}: {what}", (key, "state", "parameters"), call)
+    return Input(f"load_state_dict, {key}: {what}", (key, "state", "parameter"), call)
 
 
 def _plain(value: Any) -> Any:
@@ -548,15 +550,17 @@ def _model_config(draw: random.Random, scratch: Path, stock: Path) -> Input:
     name = draw.choice(list(_configs()))
     folder = Path(shutil.copytree(stock / name, scratch / "model"))
     what = break_json(folder / "config.json", draw)
-    return Input(what, ("config.json",), _model_door(folder, draw))
+    words = ("config.json", "is an encoder", "an encoder-decoder")  # the last two: the rows are for another model
+    return Input(what, words, _model_door(name, folder, draw))
 
 
-def _model_door(folder: Path, draw: random.Random) -> Callable[[], object]:
+def _model_door(name: str, folder: Path, draw: random.Random) -> Callable[[], object]:
     import offloadkit
 
     def train() -> None:
+        rows = [{"text": f"a {n}", "label": str(n % 2)} for n in range(8)] if name == "bert" else _rows()
         offloadkit.finetune(
-            folder, _rows(), output_dir=folder.parent / "out", max_steps=1, batch_size=2, monitor=False, use_cpu=True,
+            folder, rows, output_dir=folder.parent / "out", max_steps=1, batch_size=2, monitor=False, use_cpu=True,
             tokenizer="byte", callbacks=[_began_callback()], init=draw.choice(["pretrained", "random"]),
         )  # fmt: skip
 
@@ -585,8 +589,8 @@ def _absurd_size(draw: random.Random, scratch: Path, stock: Path) -> Input:
     key = draw.choice([key for key in _SIZE_KEYS if key in content])
     content[key] = value = draw.choice([10**5, 10**6, 10**9, 10**12, 2**31, 2**63 - 1, 2**63, 10**30, 10**400])
     path.write_bytes(_written(content))
-    made = _model_door(folder, draw)
-    words = (key, "config.json", "does not fit", "RAM", "VRAM")
+    made = _model_door(name, folder, draw)
+    words = (key, key.replace("num_", "").replace("_", " "), "config.json", "does not fit", "RAM", "memory")
     return Input(f"{name} with {key} {short(value)}", words, made, seconds=5.0)
 
 
@@ -794,6 +798,8 @@ def _option_words(key: str) -> tuple[str, ...]:
     more = {
         "train_dataset": ("dataset", "row", "file"),
         "model": ("model", "folder"),
+        "torch_compile_backend": ("torch_compile",),
+        "torch_compile_mode": ("torch_compile",),
         "eval_dataset": ("dataset", "row", "file"),
     }
     more |= {
@@ -884,7 +890,11 @@ def _engine_calls(draw: random.Random, scratch: Path, stock: Path) -> Input:
                 else:
                     engine.save_checkpoint(scratch / "save", **{door: value})
 
-    words = {"save": ("folder", "path"), "load": ("folder", "checkpoint"), "telemetry": ("log", "telemetry")}
+    words = {
+        "save": ("folder", "path"),
+        "load": ("folder", "checkpoint", "training cannot go on from"),
+        "telemetry": ("log", "telemetry"),
+    }
     words |= {"backward": ("loss",), "profile": ("steps",), "move": ("plan",), "evaluation_rows": ("evaluation_rows",)}
     return Input(f"engine: {door} {short(value)}", (door, *words.get(door, ())), call)
 
@@ -969,7 +979,7 @@ def _command_line(draw: random.Random, scratch: Path, stock: Path) -> Input:
     places = {"MODEL": str(stock / "t5"), "DATASET": str(stock / "rows.jsonl")}
     if option in places:
         places[option] = text
-        words += [option, "model", "dataset", "file"]
+        words += [option, "model", "dataset", "file", "folder"]
     given = [
         command,
         *([places["MODEL"]] if command != "doctor" else []),
@@ -978,7 +988,6 @@ def _command_line(draw: random.Random, scratch: Path, stock: Path) -> Input:
     if option.startswith("--"):
         given.append(f"{option}={text}")
     if command == "train":
-        (stock / "rows.jsonl").exists() or (stock / "rows.jsonl").write_text("\n".join(map(json.dumps, _rows())))
         defaults = {"--tokenizer": "byte", "--max-steps": "1", "--batch-size": "2", "--output": str(scratch / "out")}
         given += [f"{name}={default}" for name, default in defaults.items() if name != option]
     if command in ("compare", "sweep") and option != "--output":
@@ -1057,7 +1066,19 @@ def _names(draw: random.Random, scratch: Path, stock: Path) -> Input:
         "doctor",
     ):
         name, given, how = "", "", "empty"
-    words = (door, "output_dir", "folder", "file", "disk", "model", "dataset", "path", "checkpoint", name[:20] or "''")
+    words = (
+        door,
+        "output_dir",
+        "folder",
+        "file",
+        "disk",
+        "model",
+        "dataset",
+        "path",
+        "checkpoint",
+        "training cannot go on from",
+        name[:20] or "''",
+    )
     return Input(f"{door}: a name, {how}", words, doors[door])
 
 

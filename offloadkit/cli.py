@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 from offloadkit import __version__
-from offloadkit.errors import OffloadkitError, TrainingStoppedError
+from offloadkit.errors import OffloadkitError, TrainingStoppedError, shown
+from offloadkit.files import why_no_name
 from offloadkit.starting import collector_off, is_loaded, say
 
 app = typer.Typer(
@@ -188,7 +189,7 @@ def _rows(batch_size: str) -> int | Literal["auto"]:
     if batch_size == "auto":
         return "auto"
     if not batch_size.lstrip("-").isdigit():
-        raise typer.BadParameter(f"{batch_size!r} is neither a whole number nor auto", param_hint="--batch-size")
+        raise typer.BadParameter(f"{shown(batch_size)} is neither a whole number nor auto", param_hint="--batch-size")
     return int(batch_size)
 
 
@@ -300,8 +301,8 @@ def train(
 
 def _share_or_name(eval_dataset: str | None) -> float | str | None:
     """`--eval-dataset` as a share of the rows, if it is a number and no file."""
-    if eval_dataset is None or Path(eval_dataset).exists():
-        return eval_dataset
+    if eval_dataset is None or why_no_name(eval_dataset) or Path(eval_dataset).exists():
+        return eval_dataset  # `finetune` refuses a name that is none
     try:
         return float(eval_dataset)
     except ValueError:
@@ -317,15 +318,15 @@ def _settings(given: list[str]) -> dict[str, Any]:
     for each in given:
         key, equals, text = each.partition("=")
         if not equals:
-            raise typer.BadParameter(f"{each!r} is not KEY=VALUE, such as warmup_steps=100", param_hint="--set")
+            raise typer.BadParameter(f"{shown(each)} is not KEY=VALUE, such as warmup_steps=100", param_hint="--set")
         known = [name for name in argument_names() if name not in _HAVE_OPTIONS]
         if option := _HAVE_OPTIONS.get(key):
             raise typer.BadParameter(f"{key} has an option of its own: {option}", param_hint="--set")
         if key in INSTEAD and (name := INSTEAD[key].partition("=")[0]) not in known:
             option = _HAVE_OPTIONS.get(name, f"--{name.replace('_', '-')}")
-            raise typer.BadParameter(f"no training argument {key!r}; did you mean {option}?", param_hint="--set")
+            raise typer.BadParameter(f"no training argument {shown(key)}; did you mean {option}?", param_hint="--set")
         if key not in known:
-            raise typer.BadParameter(f"no training argument {key!r}{did_you_mean(key, known)}", param_hint="--set")
+            raise typer.BadParameter(f"no training argument {shown(key)}{did_you_mean(key, known)}", param_hint="--set")
         if key in found:
             raise typer.BadParameter(f"{key} is given twice", param_hint="--set")
         try:
@@ -452,5 +453,5 @@ def _numbers(text: str, option: str) -> list[int]:
     """ "1,2,4" as numbers."""
     parts = text.split(",")
     if not all(part.strip().isdigit() for part in parts):
-        raise typer.BadParameter(f"{text!r} is no list of whole numbers such as 1,2,4", param_hint=option)
+        raise typer.BadParameter(f"{shown(text)} is no list of whole numbers such as 1,2,4", param_hint=option)
     return [int(part) for part in parts]

@@ -107,8 +107,8 @@ def initialize(
     read = read_deepspeed(_the_config(args, config, config_params), num_gpus=_world_size())
     if read.auto:
         raise ConfigError(
-            f"'auto' in {', '.join(read.auto)}: a Trainer's arguments fill that in, and here is none. Write "
-            "numbers, or train with OffloadTrainer(..., offload=OffloadConfig.from_deepspeed(...))"
+            f"{read.where}: 'auto' in {', '.join(read.auto)}: a Trainer's arguments fill that in, and here is none. "
+            "Write numbers, or train with OffloadTrainer(..., offload=OffloadConfig.from_deepspeed(...))"
         )
     if read.micro_batch_size is None:
         raise ConfigError(f"{read.where} needs train_batch_size, or train_micro_batch_size_per_gpu")

@@ -416,8 +416,8 @@ def _check_optimizer(content: dict[str, Any], where: str) -> None:
     name = section.get("type") if isinstance(section, dict) else None
     if name not in (None, "auto") and str(name).lower() not in _OPTIMIZERS:
         raise ConfigError(
-            f"{where}: the optimizer {name!r} cannot be offloaded: 'AdamW', 'Adam' and 'Lion' can. Stay with DeepSpeed "
-            "for others"
+            f"{where}: the optimizer {shown(name)} cannot be offloaded: 'AdamW', 'Adam' and 'Lion' can. Stay with "
+            "DeepSpeed for others"
         )
 
 
@@ -512,6 +512,8 @@ def _checked(name: str, value: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {name} must be at most {_LARGEST_POWER}, got {shown(value)}")
     if name in _FLAGS and not isinstance(value, bool):
         raise ConfigError(f"{where}: {name} must be true or false, got {shown(value)}")
+    if name in ("optimizer.type", "scheduler.type") and not isinstance(value, str):
+        raise ConfigError(f"{where}: {name} must be a name, got {shown(value)}")
     if name in ("offloadkit", "scheduler.params") and not isinstance(value, dict):
         raise ConfigError(f"{where}: {name} must be a section of its own ({{...}}), got {shown(value)}")
     return value

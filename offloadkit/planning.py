@@ -124,6 +124,9 @@ def plan(
     return plan_source(source, config, batch_size=batch_size, **lengths, **where)
 
 
+_MOST_TOKENS = 2**30
+
+
 def plan_source(
     source: ModelSource,
     config: OffloadConfig,
@@ -167,6 +170,11 @@ def plan_source(
             decided = _with_dtype(config, machine)
             found = _outline(source, decided, machine, assumed=assumed, label_smoothing=label_smoothing)
             rows = found.rows(batch_size, max_input_length, max_target_length)
+            if rows.batch_size * (rows.input_length + (rows.target_length or 0)) > _MOST_TOKENS:
+                raise ConfigError(
+                    f"a micro-batch of {rows} is more than {_MOST_TOKENS:,} tokens, which no machine holds: give less "
+                    "batch_size, max_input_length or max_target_length"
+                )
             outline = replace(
                 found, outline=replace(found.outline, num_ranks=number), eval_batch_size=eval_batch_size or 0
             )

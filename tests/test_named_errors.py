@@ -25,6 +25,7 @@ from offloadkit.errors import (
     ModelError,
     ModelNotFoundError,
     OffloadkitError,
+    OutputError,
     ThreadLimitError,
     WorkerError,
 )
@@ -478,3 +479,88 @@ def test_a_killed_worker_is_named(tmp_path: Path, evaluates: bool) -> None:
             trainer.evaluate() if evaluates else trainer.train()
     finally:
         trainer.close()
+
+
+# -- later finds
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_folder_is_left_where_it_is(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "checkpoint"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    before = os.lstat(path)
+    with small_engine() as engine:
+        step(engine)
+        with pytest.raises(OutputError, match="exists and is no checkpoint"):
+            engine.save_checkpoint(path)
+        with pytest.raises(ModelError, match=r"cannot go on from /: it has no manifest\.json"):
+            engine.load_checkpoint("/")
+    assert os.lstat(path).st_ino == before.st_ino
+    assert os.lstat(path).st_mode == before.st_mode
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_weights_of_other_shapes_than_the_config_says_are_named(tmp_path: Path) -> None:
+    model = resolve(model_folder(tmp_path), init="random").load(progress=False)
+    model.save_pretrained(tmp_path / "whole")
+    content = json.loads((tmp_path / "whole" / "config.json").read_text())
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(content | {"intermediate_size": 32}))
+    with pytest.raises(ModelError, match=r"has shape \(16, 24\), its config\.json asks for \(16, 32\)"):
+        offloadkit.from_pretrained(tmp_path / "whole")
+
+
+def test_tied_weights_of_another_shape_are_named(tmp_path: Path) -> None:
+    folder = save_config(llama_config(tie_word_embeddings=True), tmp_path / "model")
+    resolve(folder, init="random").load(progress=False).save_pretrained(tmp_path / "whole")
+    content = json.loads((tmp_path / "whole" / "config.json").read_text())
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(content | {"vocab_size": 2}))
+    with pytest.raises(ModelError, match=r"has shape \(64, 16\), its config\.json asks for \(2, 16\)"):
+        offloadkit.from_pretrained(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokenizer": 3}, "tokenizer must be a tokenizer, its name"),
+        ({"tokenizer": "a\0b"}, "tokenizer: no model"),
+        ({"label_names": 3}, "label_names must be of type list"),
+        ({"label_names": [3]}, "label_names must be of type list"),
+        ({"debug": 3}, "debug must be of type str or list"),
+        ({"lr_scheduler_kwargs": -1}, "lr_scheduler_kwargs must be of type dict or str"),
+        ({"log_level": "loud"}, "log_level must be one of 'detail'"),
+        ({"log_level_replica": None}, "log_level_replica must be one of 'detail'"),
+        ({"generation_config": 3}, "generation_config must be of type"),
+        ({"logging_strategy": ["no"]}, "logging_strategy must be of type"),
+        ({"activation_checkpointing_kwargs": 1}, "checkpointing_kwargs must be"),
+        ({"adam_beta2": 2.0}, r"adam_beta2 must be a number in \[0, 1\)"),
+        ({"baseline": torch.ones(2)}, "baseline must be 'predict' or 'measure'"),
+    ],
+)
+def test_arguments_of_finetune_are_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    folder = save_config(t5_config(num_layers=1), tmp_path / "model")
+    rows = [{"input": "a", "target": "b"}]
+    usual: dict[str, Any] = {"tokenizer": "byte", "init": "random", "output_dir": tmp_path / "out", "use_cpu": True}
+    with pytest.raises((ConfigError, ModelNotFoundError), match=message):
+        offloadkit.finetune(folder, rows, batch_size=2, monitor=False, **(usual | arguments))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scheduler": {"type": False}}, "scheduler.type must be a name, got False"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "fast"}}}, "warmup_max_lr must be a number"),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10**400}}}, "total_num_steps must be a"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 10**4}}, "initial_scale_power must be at most 127"),
+        ({"offloadkit": {"precision": 3}}, 'the section "offloadkit": precision must be one of'),
+        ({"train_micro_batch_size_per_gpu": 10**400}, "train_micro_batch_size_per_gpu must be a whole number"),
+    ],
+)
+def test_keys_of_a_deepspeed_config_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer} | changes))
+    with pytest.raises(ConfigError, match=rf"ds_config\.json.*{message}"):
+        offloadkit.initialize(model=nn.Linear(2, 2), config=str(path), dist_init_required=False)

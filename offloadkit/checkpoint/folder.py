@@ -367,14 +367,15 @@ def _why_unreadable(checkpoint: Path, *, recut: bool) -> str | None:
     """Why the checkpoint cannot be read. Raises `ModelError` where that is for the user to say."""
     if not checkpoint.is_dir():
         raise ModelError(f"Can't find a valid checkpoint at {checkpoint}: it is no folder")
+    has_manifest = (checkpoint / MANIFEST).is_file()
+    if not has_manifest and (why := why_not_whole(checkpoint)) is not None:  # any folder: not all of it is listed
+        return f"training cannot go on from {checkpoint}: it {why}"
     names, saved = _names(checkpoint), {}
-    if (checkpoint / MANIFEST).is_file():
+    if has_manifest:
         manifest = _manifest(checkpoint)
         if isinstance(manifest, str):
             return f"{MANIFEST} of the checkpoint {checkpoint} cannot be used: the checkpoint {manifest}"
         saved = manifest.files
-    elif (why := why_not_whole(checkpoint)) is not None:
-        return f"training cannot go on from {checkpoint}: it {why}"
     if (cut_anew := bool(saved) and _weights_cut_anew(checkpoint, names - saved.keys())) and not recut:
         raise ModelError(
             f"the weights in {checkpoint} were cut into other files after it was written, so nothing says that they "
@@ -677,7 +678,7 @@ def put_back(checkpoint: Path) -> None:
 
     A new one that was complete comes before the old one.
     """
-    if (checkpoint / MANIFEST).is_file():
+    if (checkpoint / MANIFEST).is_file() or not checkpoint.name:
         return
     for beside in (_new(checkpoint), _aside(checkpoint)):
         if beside.is_dir() and why_not_whole(beside) is None:

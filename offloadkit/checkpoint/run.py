@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -223,7 +224,8 @@ def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks | None = None, **mo
 
 
 def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunNumbers, num_bytes: int) -> None:
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
+    is_other = os.path.lexists(folder) and not folder.is_dir()  # a file, a device, a pipe
+    if is_other or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
         raise OutputError(f"{folder} exists and is no checkpoint: pass the name of a new folder")
 
     check_room(folder, num_bytes, "a checkpoint")

@@ -20,7 +20,7 @@ import torch
 
 from offloadkit import files
 from offloadkit.checkpoint.folder import written_beside
-from offloadkit.errors import ConfigError, ModelError, shown
+from offloadkit.errors import ConfigError, ModelError, cut, shown
 
 
 def as_json(value: Any, name: str) -> Any:
@@ -223,7 +223,7 @@ def check_random_states(states: dict[str, Any], path: Path) -> None:
             raise TypeError("'cuda' is no tensor")
     except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
         raise ModelError(
-            f"{path} holds no random states ({type(error).__name__}: {error}): it is cut or broken"
+            f"{path} holds no random states ({type(error).__name__}: {cut(str(error))}): it is cut or broken"
         ) from error
 
 

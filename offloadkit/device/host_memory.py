@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from offloadkit.errors import OffloadkitError
+from offloadkit.errors import OffloadkitError, OutOfRamError
 from offloadkit.hardware import ram_available_bytes
 from offloadkit.kernels import cpu
 from offloadkit.optim.table import aligned
 from offloadkit.threads import ThreadPool
+from offloadkit.units import format_bytes
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
 _NUM_PINNING_THREADS = 8
@@ -34,8 +35,18 @@ class HostSlab:
     """A mapping of `num_bytes` of host memory, from which tensors are cut one after the other."""
 
     def __init__(self, num_bytes: int) -> None:
+        """
+        Raises:
+            OutOfRamError: the system does not give so much.
+        """
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
-        self._mapping = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._mapping = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise OutOfRamError(
+                f"the system gives no {format_bytes(self.num_bytes)} of RAM ({error.strerror}): give the plan less "
+                "(ram=...), end other programs, or raise a limit that holds for this process (ulimit -v)"
+            ) from error
         self._advise("MADV_HUGEPAGE")
         self._advise("MADV_DONTFORK")
         self._buffer = (ctypes.c_ubyte * self.num_bytes).from_buffer(self._mapping)

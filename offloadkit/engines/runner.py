@@ -22,7 +22,7 @@ from offloadkit import hardware
 from offloadkit.checkpoint.folder import writable, written_to
 from offloadkit.device.process_memory import tree_ram_bytes
 from offloadkit.engines.work import Work
-from offloadkit.errors import ConfigError
+from offloadkit.errors import ConfigError, shown
 from offloadkit.units import format_bytes
 
 Row = dict[str, Any]
@@ -71,7 +71,7 @@ class Runs:
         """
         number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
         if timeout is not None and not (number and timeout > 0):
-            raise ConfigError(f"timeout must be a positive number of seconds, or None; got {timeout!r}")
+            raise ConfigError(f"timeout must be a positive number of seconds, or None; got {shown(timeout)}")
         self.folder, self._timeout = folder, timeout
         self._rows, self._logs = writable(folder / "rows"), writable(folder / "logs")
         self.environment = environment()

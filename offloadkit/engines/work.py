@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -9,6 +10,7 @@ import torch
 
 from offloadkit import hardware
 from offloadkit.config import Precision
+from offloadkit.errors import ConfigError, shown
 from offloadkit.hf.load import auto_class_of, build, completed, draw_lazily, infer_task
 from offloadkit.hf.patches import choose_attention, fuse
 from offloadkit.hf.ragged import rounded_up, width_step
@@ -102,6 +104,8 @@ def config_of(model: str) -> PreTrainedConfig:
     Raises:
         ModelNotFoundError, ModelAccessError, ModelError, DownloadError: as `ModelSource.config`.
     """
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model must be a preset, a folder or a hub name, got {shown(model)}")
     if model == TINY:
         from transformers import T5Config
 

@@ -12,11 +12,12 @@ from functools import cache
 from inspect import signature
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.integrations import integration_utils
+from transformers.training_args import trainer_log_levels
 from transformers.utils import logging
 
 from offloadkit import hardware
@@ -160,7 +161,7 @@ _KINDS: dict[Any, tuple[type, str]] = {
     str: (str, "a text"),
 }
 """By the type of an argument: of which its value must be, and that in words."""
-_LEFT_TO_OTHERS = ("fsdp", "hub_token", "ddp_timeout")
+_LEFT_TO_OTHERS = ("fsdp", "fsdp_config", "hub_token", "ddp_timeout", "accelerator_config", "deepspeed")
 """Arguments that take more than their type says, or are refused in any case."""
 _POSITIVE = ("eval_accumulation_steps", "generation_max_length", "generation_num_beams")
 
@@ -173,13 +174,33 @@ def _check_values(given: dict[str, Any]) -> None:
     """
     for name, value in given.items():
         wanted = _type_of(name)
-        if value is None or wanted not in _KINDS or name in _LEFT_TO_OTHERS:
+        if name in ("log_level", "log_level_replica"):
+            levels = ", ".join(map(repr, trainer_log_levels))
+            if not isinstance(value, str) or value not in trainer_log_levels:
+                raise ConfigError(f"{name} must be one of {levels}; got {shown(value)}")
+        if value is None or name in _LEFT_TO_OTHERS:
+            continue
+        if wanted not in _KINDS:
+            kinds = get_args(_types()[name]) or (_types()[name],)
+            if not any(_is_of(value, each) for each in kinds):
+                named = " or ".join(getattr(each, "__name__", str(each)) for each in kinds if each is not NoneType)
+                raise ConfigError(f"{name} must be of type {named}, got {shown(value)}")
             continue
         kind, words = _KINDS[wanted]
         if not isinstance(value, kind) or (isinstance(value, bool) and wanted is not bool):
             raise ConfigError(f"{name} must be {words}, got {shown(value)}")
         if name in _POSITIVE and given[name] < 1:
             raise ConfigError(f"{name} must be a whole number >= 1, got {shown(value)}")
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type. A list, or a tuple, must hold what the type says."""
+    kind = get_origin(hint) or hint
+    if kind is Literal:
+        return any(value is each for each in get_args(hint))
+    if kind is not list:
+        return isinstance(value, kind)
+    return isinstance(value, list | tuple) and all(_is_of(each, of) for each in value for of in get_args(hint))
 
 
 def is_text(name: str) -> bool:
@@ -235,9 +256,9 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
     """
     read = offload.deepspeed
     for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= (beta := getattr(args, name)) < 1:
+        if (beta := getattr(args, name)) is None or not 0 <= beta < 1:
             raise ConfigError(f"{name} must be a number in [0, 1), got {shown(beta)}")
-    if not 0 <= args.adam_epsilon < float("inf"):
+    if args.adam_epsilon is None or not 0 <= args.adam_epsilon < float("inf"):
         raise ConfigError(f"adam_epsilon must be a number >= 0, got {shown(args.adam_epsilon)}")
     told: dict[str, Any] = {
         "learning_rate": args.learning_rate,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from string import Formatter
 from typing import Any, Literal
 
-from offloadkit.errors import ConfigError, DataError
+from offloadkit.errors import ConfigError, DataError, cut, shown
 
 Kind = Literal["tokenized", "pairs", "messages", "labelled text", "text"]
 
@@ -273,7 +273,7 @@ def _inputs(names: Collection[str]) -> tuple[str, ...]:
 def _wished(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> Columns:
     for name in wish.named:
         if name not in names:
-            raise DataError(f"there is no column {name!r}. Columns found: {', '.join(names) or 'none'}")
+            raise DataError(f"there is no column {shown(name)}. Columns found: {cut(', '.join(names)) or 'none'}")
     inputs = wish.inputs or _inputs([name for name in names if name != wish.target])
     if not inputs:
         others = ", ".join(name for name in names if name != wish.target) or "none"
@@ -291,7 +291,7 @@ def _wished(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> 
     if not target and "text" not in kinds:
         raise DataError(
             f"the input is {' + '.join(inputs)}, and the target is missing: pass target_column= (--target-column). "
-            f"Columns found: {', '.join(names)}"
+            f"Columns found: {cut(', '.join(names))}"
         )
     if not target and known:
         raise DataError(f"{_listed(known)} could each be the target: pass target_column= (--target-column) for one")
@@ -311,7 +311,7 @@ def _unclear(names: Sequence[str]) -> str:
 
 def _how_to_say(names: Sequence[str]) -> str:
     return (
-        f"Columns found: {', '.join(names) or 'none'}. Accepted: {ACCEPTED}. Of yours say which are which: "
+        f"Columns found: {cut(', '.join(names)) or 'none'}. Accepted: {ACCEPTED}. Of yours say which are which: "
         "input_column= and target_column=, or template= where several columns make the input, with their names in "
         "braces (--input-column, --target-column, --template)"
     )

@@ -101,6 +101,9 @@ def _check_json(path: Path) -> None:
         raise ModelError(f"{path} cannot be read ({error}): it is cut or broken. {_PUT_IN_PLACE}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds {shown(content)}, and an object is needed. {_PUT_IN_PLACE}")
+    limit = content.get("model_max_length")
+    if path.name == "tokenizer_config.json" and limit is not None and not _is_number(limit):
+        raise ModelError(f"{path}: model_max_length is {shown(limit)}, and a number is needed. {_PUT_IN_PLACE}")
     if path.name == "config.json":
         named = content.get("architectures")
         if named is not None and not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
@@ -123,12 +126,16 @@ _OBJECTS = (
 )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     """The numbers in a config, with their keys."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _numbers(each, key)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif _is_number(value):
         yield name, value
 
 
@@ -288,7 +295,8 @@ def _translate(error: BaseException, name: str, kind: str, found: bool, file: st
             f"{name!r} cannot be loaded: its weights have other shapes than its config.json says. {_PUT_IN_PLACE}"
         )
     if isinstance(error, OSError | ValueError | ImportError | RuntimeError):
-        return ModelError(f"{name!r} cannot be loaded: {cut(str(error))}")
+        unlike = " (by its config.json)" if os.path.isdir(name) and isinstance(error, ValueError | RuntimeError) else ""
+        return ModelError(f"{name!r} cannot be loaded{unlike}: {cut(str(error))}")
     if isinstance(error, _OF_BROKEN_FILES) or "StrictDataclassError" in class_names or type(error) is Exception:
         if not _is_ours(error):
             why = f"its config.json, or another file of it, is broken ({type(error).__name__}: {cut(str(error))})"

@@ -209,6 +209,7 @@ _AUTO_CLASSES = {
     "classification": "AutoModelForSequenceClassification",
 }
 _NUM_AT_A_TIME = 16
+_MOST_PARAMETERS = 2**48
 
 
 def infer_task(config: PreTrainedConfig) -> Task:
@@ -286,6 +287,8 @@ def build(config: PreTrainedConfig, task: str, dtype: torch.dtype | None, device
         model = cast("PreTrainedModel", auto_class.from_config(config, dtype=dtype or config.dtype or torch.float32))
         if _has_own_head(config):
             _untie_head(model)
+    if (number := sum(parameter.numel() for parameter in model.parameters())) > _MOST_PARAMETERS:
+        raise ModelError(f"its config.json asks for {number:,} parameters, and no model has so many: correct its sizes")
     return model
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import torch
 from torch import nn
 
-from offloadkit.errors import ConfigError, ModelError, shown
+from offloadkit.errors import ConfigError, ModelError, ModelNotFoundError, shown
 from offloadkit.hf.hub import MOST_LABELS, check_files, check_folder, locate, readable_hub_errors, where_to_look
 from offloadkit.hf.load import (
     Task,
@@ -264,8 +264,15 @@ class ModelSource:
                 raise ModelError("a model made in memory has no tokenizer of its own: pass tokenizer=")
         if isinstance(tokenizer, str) and tokenizer == "byte":
             return cast("PreTrainedTokenizerBase", ByT5Tokenizer())
+        if not isinstance(tokenizer, PreTrainedTokenizerBase | str | os.PathLike):
+            raise ConfigError(f"tokenizer must be a tokenizer, its name or folder, or 'byte', got {shown(tokenizer)}")
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            tokenizer = _read_tokenizer(locate(tokenizer))
+            try:
+                tokenizer = _read_tokenizer(locate(tokenizer))
+            except ModelNotFoundError as error:
+                if "tokenizer" in str(error):
+                    raise
+                raise ModelNotFoundError(f"tokenizer: {error}") from error
         if tokenizer.pad_token is None:
             if tokenizer.eos_token is None:
                 raise ModelError(
@@ -424,9 +431,11 @@ def from_pretrained(
         ModelNotFoundError, ModelAccessError, DownloadError: see `readable_hub_errors`.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype must be a torch.dtype, such as torch.bfloat16, or None, got {dtype!r}")
+        raise ConfigError(f"dtype must be a torch.dtype, such as torch.bfloat16, or None, got {shown(dtype)}")
     if not isinstance(name_or_path, str | os.PathLike):
         raise ModelError(f"{reprlib.repr(name_or_path)} is no name: pass a hub name, a preset or a folder")
+    if not isinstance(allow_missing, bool):
+        raise ConfigError(f"allow_missing must be True or False, got {shown(allow_missing)}")
     source = resolve(name_or_path, init=init, task=task)
     if num_labels is not None:
         if type(num_labels) is not int or not 0 < num_labels <= MOST_LABELS:

@@ -84,6 +84,7 @@ from offloadkit.errors import (
     RolledBackError,
     TrainingStoppedError,
     WorkerError,
+    cut,
     shown,
 )
 from offloadkit.files import path_of
@@ -890,7 +891,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             OutputError: another run writes into `args.output_dir`, or it cannot be made.
         """
         self._check_rollback(resumes=bool(resume_from_checkpoint))
-        with ExitStack() as opened:
+        with _workers_named(), ExitStack() as opened:
             if self.args.save_strategy != "no":
                 world.from_first("claiming output_dir", partial(self._claim, opened, anew=not resume_from_checkpoint))
             stops = next((each for each in self.callback_handler.callbacks if isinstance(each, StopsWhenAsked)), None)
@@ -980,8 +981,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             with self._before_the_engine:
                 self._before_the_engine.enter_context(left_to_the_engine(self.args))
                 self._is_in_loop = True
-                with _workers_named():
-                    output = super().train(resume_from_checkpoint or None, *args, **kwargs)
+                output = super().train(resume_from_checkpoint or None, *args, **kwargs)
         except RuntimeError as error:
             if self.engine is not None and self.engine.ranks is not None:
                 self.engine.ranks.explain(error)
@@ -1214,6 +1214,14 @@ class OffloadTrainer(OffloadTrainerMixin, Trainer):
 
 class OffloadSeq2SeqTrainer(OffloadTrainerMixin, Seq2SeqTrainer):
     """`transformers.Seq2SeqTrainer` with the optimizer in host RAM."""
+
+    @staticmethod
+    def load_generation_config(gen_config_arg: Any) -> Any:
+        """As the Seq2SeqTrainer. Raises `ConfigError` where it cannot be read."""
+        try:
+            return Seq2SeqTrainer.load_generation_config(gen_config_arg)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"generation_config={shown(gen_config_arg)} cannot be used: {cut(str(error))}") from error
 
 
 class _WrappedModel:

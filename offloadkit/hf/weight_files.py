@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import nn
 
+from offloadkit.errors import ModelError
 from offloadkit.hf.hub import readable_hub_errors
 from offloadkit.hf.quiet import progress_bars
 from offloadkit.offload.unread import become, leave_unread
@@ -186,6 +187,7 @@ class WeightFiles:
 
         Raises:
             ConversionNeededError: the stored tensors are not the model's parameters.
+            ModelError: one has another shape than the config says.
         """
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
@@ -199,6 +201,12 @@ class WeightFiles:
         buffers = [name for name, _ in model.named_buffers()]
         with progress_bars(False):
             info, offloaded = convert_and_load_state_dict_in_model(model, cast(Any, stored), load_config)
+        if info.mismatched_keys and not load_config.ignore_mismatched_sizes:  # transformers would draw them first
+            name, saved, own = min(info.mismatched_keys, key=str)
+            raise ModelError(
+                f"{self._source}: the saved {name!r} has shape {tuple(saved)}, its config.json asks for {tuple(own)}. "
+                "Put the config of these weights in its place"
+            )
         self._read_buffers(model, buffers)
         self._decide_ties(model, info.missing_keys)
         open_questions = info.missing_and_mismatched()
@@ -235,7 +243,7 @@ class WeightFiles:
                     model.all_tied_weights_keys.pop(name)
 
     def _are_equal(self, one: nn.Parameter, other: nn.Parameter) -> bool:
-        if one.shape != other.shape:
+        if one.shape != other.shape or not {one, other} <= self._sources.keys():
             return False
         first, second = self._sources[one], self._sources[other]
         if first.dtype != second.dtype:

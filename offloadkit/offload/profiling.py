@@ -27,7 +27,7 @@ from offloadkit.device.streams import record_compute
 from offloadkit.device.trace import Range
 from offloadkit.distributed.machine import measured_together
 from offloadkit.distributed.ranks import Ranks
-from offloadkit.errors import ConfigError, OutputError
+from offloadkit.errors import ConfigError, OutputError, shown
 from offloadkit.hardware import Hardware
 from offloadkit.planner.seconds import both_ways
 from offloadkit.telemetry import StepRecord, Telemetry
@@ -150,7 +150,7 @@ class Profile:
             OutputError: the folder of `path` does not exist.
         """
         if type(steps) is not int or steps < 1:
-            raise ConfigError(f"steps must be a whole number >= 1, got {steps!r}")
+            raise ConfigError(f"steps must be a whole number >= 1, got {shown(steps)}")
         if not path.absolute().parent.is_dir():
             raise OutputError(f"{path.parent} is no folder for the trace: create it, or choose another path")
         if trace.prepared() is not None:

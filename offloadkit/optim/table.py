@@ -140,7 +140,6 @@ class GroupOptions:
             ConfigError: the group has an option of a torch optimizer that would change the step and is not built, or a
                 value that is no number.
         """
-        check_options(group)
         lr, eps, weight_decay = (_number(group.get(name), name) for name in ("lr", "eps", "weight_decay"))
         betas = group.get("betas")
         if not isinstance(betas, list | tuple) or len(betas) != 2:
@@ -148,6 +147,7 @@ class GroupOptions:
         first, second = (_number(beta, "betas") for beta in betas)
         if not (0 <= first < 1 and 0 <= second < 1):
             raise ConfigError(f"betas of a parameter group must be two numbers in [0, 1), got {shown(betas)}")
+        check_options(group)
         return cls(lr, (first, second), eps, weight_decay)
 
 
