@@ -322,6 +322,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--one", nargs=2, metavar=("ROOM", "NUMBER"), help="try one input, and show its traceback")
     given = parser.parse_args(arguments)
     fuzz_rooms.import_all()
+    for path in Path(_PACKAGE).rglob("*.py"):
+        linecache.getlines(str(path))  # as they are now, whoever edits them while this runs
     if given.one:
         with tempfile.TemporaryDirectory() as name:
             _stocked(Path(name))

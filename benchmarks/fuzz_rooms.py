@@ -517,7 +517,7 @@ def _finetune_checkpoint(draw: random.Random, scratch: Path, stock: Path) -> Inp
             resume=True,
         )  # fmt: skip
 
-    return Input(f"finetune resumes, {what}", (name, str(folder)), call)
+    return Input(f"finetune resumes, {what}", (name, str(run)), call)
 
 
 def _state_dict(draw: random.Random, scratch: Path, stock: Path) -> Input:

@@ -314,6 +314,7 @@ def model_folder(tmp_path: Path, **changes: Any) -> Path:
         {"model_type": "no such type"},
         {"rope_parameters": {"rope_type": "x"}},
         {"id2label": 3},
+        {"decoder_start_token_id": ""},
         {"dtype": "float7"},
     ],
 )
@@ -512,6 +513,15 @@ def test_weights_of_other_shapes_than_the_config_says_are_named(tmp_path: Path) 
         offloadkit.from_pretrained(tmp_path / "whole")
 
 
+def test_a_file_of_more_tensors_than_the_model_has_is_named(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path)
+    entries = ",".join(f'"t{n}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for n in range(50_000))
+    header = f"{{{entries}}}".encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(ModelError, match=r"hold 50,000 tensors, and the model of its config\.json has 21"):
+        offloadkit.from_pretrained(folder)
+
+
 def test_tied_weights_of_another_shape_are_named(tmp_path: Path) -> None:
     folder = save_config(llama_config(tie_word_embeddings=True), tmp_path / "model")
     resolve(folder, init="random").load(progress=False).save_pretrained(tmp_path / "whole")
@@ -528,6 +538,7 @@ def test_tied_weights_of_another_shape_are_named(tmp_path: Path) -> None:
         ({"tokenizer": "a\0b"}, "tokenizer: no model"),
         ({"label_names": 3}, "label_names must be of type list"),
         ({"label_names": [3]}, "label_names must be of type list"),
+        ({"dataloader_multiprocessing_context": "fork"}, "dataloader_multiprocessing_context='fork': pass one of fork"),
         ({"debug": 3}, "debug must be of type str or list"),
         ({"lr_scheduler_kwargs": -1}, "lr_scheduler_kwargs must be of type dict or str"),
         ({"log_level": "loud"}, "log_level must be one of 'detail'"),

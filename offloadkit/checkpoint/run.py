@@ -306,7 +306,11 @@ def check_scheduler(folder: Path, values: dict[str, Any], own: dict[str, Any]) -
     """
     if values.get("scheduler") is None:
         raise ConfigError(f"{folder} holds no scheduler: it was saved without one. Leave scheduler= out")
-    if (why := why_unlike(values["scheduler"], own, "scheduler")) is not None:
+    why = why_unlike(saved := values["scheduler"], own, "scheduler")
+    for name, value in own.items() if why is None else ():
+        if isinstance(value, list) and name in saved and len(saved[name]) != len(value):
+            why = f"{name} of its scheduler has {len(saved[name])} values, this run's {len(value)}"
+    if why is not None:
         raise ModelError(
             f"{folder / RUN_FILE} cannot be read ({why}): it is broken, or of a run with another scheduler"
         )

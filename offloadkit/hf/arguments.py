@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from fractions import Fraction
 from functools import cache
 from inspect import signature
+from multiprocessing import get_all_start_methods
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -400,6 +401,12 @@ def check_arguments(args: TrainingArguments) -> None:
         problems.append(
             f"world_size={args.world_size}, and torch.distributed has {world.size()} ranks: start the processes by "
             "torchrun or `accelerate launch`, and pass use_cpu=True where there is no GPU"
+        )
+    context = getattr(args, "dataloader_multiprocessing_context", None)
+    if context is not None and (args.dataloader_num_workers == 0 or context not in get_all_start_methods()):
+        problems.append(
+            f"dataloader_multiprocessing_context={shown(context)}: pass one of {', '.join(get_all_start_methods())}, "
+            "with dataloader_num_workers of at least 1, or leave it out"
         )
     if args.world_size > 1 and args.save_on_each_node:
         problems.append("save_on_each_node=True: leave it out; all ranks write into one folder, which all of them see")

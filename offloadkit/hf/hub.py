@@ -104,6 +104,10 @@ def _check_json(path: Path) -> None:
     limit = content.get("model_max_length")
     if path.name == "tokenizer_config.json" and limit is not None and not _is_number(limit):
         raise ModelError(f"{path}: model_max_length is {shown(limit)}, and a number is needed. {_PUT_IN_PLACE}")
+    for name, value in content.items():
+        ids = value if isinstance(value, list) else [value]
+        if name.endswith("_token_id") and not all(each is None or type(each) is int for each in ids):
+            raise ModelError(f"{path}: {name} is {shown(value)}, and a whole number is needed. {_PUT_IN_PLACE}")
     if path.name == "config.json":
         named = content.get("architectures")
         if named is not None and not (isinstance(named, list) and all(isinstance(each, str) for each in named)):

@@ -664,7 +664,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             ours = model is None and self.engine is None
             if not ours or not load_in_pieces(self.model, Path(resume_from_checkpoint)):
                 given = () if model is None else (model,)  # sentence-transformers' method takes none
-                super()._load_from_checkpoint(resume_from_checkpoint, *given)
+                try:
+                    super()._load_from_checkpoint(resume_from_checkpoint, *given)
+                except ModelError as error:
+                    raise ModelError(f"{resume_from_checkpoint}: {error}") from error
             if isinstance(trained := self._module(), WithLosses):
                 trained.read(Path(resume_from_checkpoint), incomplete=self.offload.resume_incomplete)
 

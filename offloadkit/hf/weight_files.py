@@ -99,6 +99,20 @@ class _File:
         self._mapping, self._num_read = None, 0
 
 
+_MOST_A_TENSOR, _MOST_TENSORS = 1_000, 10_000
+"""Experts that are stored one by one are merged into one tensor."""
+
+
+def _num_tensors(path: str) -> int:
+    """How many tensors a file of safetensors has; 0 for one of torch."""
+    from safetensors import safe_open
+
+    if not path.endswith(".safetensors"):
+        return 0
+    with safe_open(path, framework="pt") as file:
+        return len(file.keys())
+
+
 def _begins_as_zip(path: str) -> bool:
     with open(path, "rb") as file:
         return file.read(4) == b"PK\x03\x04"
@@ -193,6 +207,12 @@ class WeightFiles:
 
         if load_config.hf_quantizer is not None or state_dict is not None or not checkpoint_files:
             raise ConversionNeededError("its weights are quantised")
+        own = len(model.state_dict())
+        if (number := sum(map(_num_tensors, checkpoint_files))) > _MOST_A_TENSOR * own + _MOST_TENSORS:
+            raise ModelError(
+                f"the weight files of {self._source} hold {number:,} tensors, and the model of its config.json has "
+                f"{own}: put the files of this model in their place"
+            )
         stored = {
             name: _Stored(file, name, shape, dtype, self._sources)
             for file in map(_File, checkpoint_files)
