@@ -163,15 +163,25 @@ class Telemetry:
             stacklevel=3,
         )
         self._log_path = None
+        log, self._log = self._log, None
         with suppress(OSError):  # closing writes what is left
-            self.close()
-        self._log = None
+            if log is not None:
+                log.close()
 
     def close(self) -> None:
-        """Close the log; a later record opens it again."""
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        """Close the log; a later record opens it again. Where that fails, a warning says so."""
+        log, self._log = self._log, None
+        if log is None:
+            return
+        try:
+            log.close()
+        except OSError as error:
+            warnings.warn(
+                f"the telemetry log {self._log_path} could not be closed ({error.strerror}): its last lines may be "
+                "missing",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def mean_seconds(records: Sequence[StepRecord]) -> dict[str, float]:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -53,7 +54,7 @@ def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
 
     Raises:
         ConfigError: its name is empty, or `resume` finds no complete checkpoint.
-        OutputError: it cannot be created, or nothing can be written into it.
+        OutputError: it cannot be created, or as `check_saving`.
     """
     path = path_of(folder, "output_dir")
     if not os.fspath(folder):
@@ -64,15 +65,47 @@ def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
         newest_checkpoint(path, verify=False)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path) as probe:
-            probe.write(b"\0")
-            probe.flush()
     except OSError as error:
-        raise OutputError(
-            f"the output folder {path} cannot be written ({error.strerror or error}): pass another output_dir, or make "
-            "this one writable"
-        ) from error
+        raise _not_writable(path, error) from error
+    check_saving(path)
     return path
+
+
+def check_saving(folder: Path) -> None:
+    """Do once what saving does in an output folder: new files and folders take the place of older ones.
+
+    Raises:
+        OutputError: it cannot be done there.
+    """
+    is_written, probe = False, None
+    try:
+        probe = Path(tempfile.mkdtemp(prefix=".offloadkit-probe-", dir=folder))
+        (new := probe / "new").mkdir()
+        for _ in range(2):
+            with written_beside(new / "file") as file:
+                file.write(b"\0")
+                file.flush()
+                os.fsync(file.fileno())
+        sync_folder(new)
+        is_written = True
+        new.rename(probe / "old")
+    except OSError as error:
+        if not is_written:
+            raise _not_writable(folder, error) from error
+        raise OutputError(
+            f"the output folder {folder} renames no folders ({error.strerror or error}), and without it a kill while "
+            "saving would lose checkpoints: pass another output_dir, on a local disk, and copy it from there"
+        ) from error
+    finally:
+        if probe is not None:
+            shutil.rmtree(probe, ignore_errors=True)
+
+
+def _not_writable(folder: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"the output folder {folder} cannot be written ({error.strerror or error}): pass another output_dir, or make "
+        "this one writable"
+    )
 
 
 def newest_checkpoint(folder: Path, *, verify: bool = True, recut: bool = False) -> Path:
@@ -297,7 +330,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
             raise
     finally:
         os.close(descriptor)
@@ -572,12 +605,18 @@ def _other_micro_batches(checkpoint: Path, accumulation: int, num_ranks: int) ->
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this user may still write where `folder` is, or will be."""
-    return shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if each.is_dir())).free
+    """Bytes that this user may still write where `folder` is, or will be. `sys.maxsize`: the system does not say."""
+    try:
+        found = shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each)))
+    except OSError:
+        return sys.maxsize
+    return found.free if found.total else sys.maxsize  # file systems in user space need not know it
 
 
 def check_room(folder: Path, num_bytes: int, what: str) -> None:
-    """
+    """Compare with what `statvfs` says. That knows of quotas of projects (XFS, ext4), of folders (CephFS) and of many
+    network drives. Of a user's it often does not: the write that goes over it fails, see `written_to`.
+
     Args:
         what: takes so many bytes, for the message.
 
@@ -606,7 +645,7 @@ def lost_with_runtime(folder: Path) -> str | None:
 
 @contextmanager
 def written_to(folder: Path) -> Iterator[None]:
-    """A context that turns the error of a full disk into an `OutputError`: each library raises its own.
+    """A context that turns the error of a full disk or quota into an `OutputError`: each library raises its own.
 
     Raises:
         OutputError: something could not be written.
@@ -618,10 +657,12 @@ def written_to(folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch's zip writer
             raise
-        free = shutil.disk_usage(folder if folder.is_dir() else folder.parent).free
+        free, room = free_bytes(folder), "make room"
+        there = "" if free == sys.maxsize else f", {free / 2**30:.2f} GiB are free there"
+        if getattr(error, "errno", None) == errno.EDQUOT or f"os error {errno.EDQUOT}" in str(error):  # Rust's words
+            there, room = ", a quota there is used up", "make room within it"
         raise OutputError(
-            f"{folder} could not be written, {free / 2**30:.2f} GiB are free there ({error}): make room, or pass "
-            "another output_dir"
+            f"{folder} could not be written{there} ({error}): {room}, or pass another output_dir"
         ) from error
 
 
@@ -677,15 +718,19 @@ def put_back(checkpoint: Path) -> None:
     """Where saving was killed while it exchanged `checkpoint`: give it the name back that it had.
 
     A new one that was complete comes before the old one.
+
+    Raises:
+        OutputError: it cannot be renamed.
     """
     if (checkpoint / MANIFEST).is_file() or not checkpoint.name:
         return
     for beside in (_new(checkpoint), _aside(checkpoint)):
         if beside.is_dir() and why_not_whole(beside) is None:
-            if checkpoint.is_dir():
-                shutil.rmtree(checkpoint)
-            beside.rename(checkpoint)
-            sync_folder(checkpoint.parent)
+            with written_to(checkpoint):
+                if checkpoint.is_dir():
+                    shutil.rmtree(checkpoint)
+                beside.rename(checkpoint)
+                sync_folder(checkpoint.parent)
             return
 
 
@@ -718,13 +763,15 @@ def put_in_place(folder: Path, save: Callable[[Path], None]) -> None:
         shutil.rmtree(new, ignore_errors=True)
         raise
     with written_to(folder):
-        if folder.exists():
-            folder.rename(old)
         try:
+            if folder.exists():
+                folder.rename(old)
             new.rename(folder)
         except OSError:
             if old.exists():
                 old.rename(folder)
+            if folder.exists():
+                shutil.rmtree(new, ignore_errors=True)
             raise
         sync_folder(folder.parent)
         shutil.rmtree(old, ignore_errors=True)

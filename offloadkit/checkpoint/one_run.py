@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from offloadkit.checkpoint.folder import lost_with_runtime, written_beside
+from offloadkit.checkpoint.folder import check_saving, lost_with_runtime, written_beside, written_to
 from offloadkit.errors import OutputError
 from offloadkit.threads import Thread
 
@@ -32,6 +32,7 @@ CLAIM = ".offloadkit-run.json"
 _SAVES = ".offloadkit-saves-{}.json"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+_TRIES = 20
 HEARTBEAT_SECONDS = 5.0
 """Between two beats, where there are no locks. A claim whose file changes within three of them is alive."""
 
@@ -98,6 +99,7 @@ class Saves:
             with one_run(folder):
                 pass
         if folder not in self._held:
+            check_saving(folder)
             path = folder / _SAVES.format(secrets.token_hex(4))
             new = path.with_name(f"{path.name}-new")
             descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -115,8 +117,8 @@ class Saves:
     def end(self) -> None:
         """Give up all claims."""
         for descriptor, path, _ in self._held.values():
-            path.unlink(missing_ok=True)
-            os.close(descriptor)
+            _remove(path)
+            _close(descriptor)
             _own_saves.discard(path)
         self._held.clear()
 
@@ -175,20 +177,32 @@ def _who(holder: dict[str, Any]) -> str:
 @contextmanager
 def _claim_of_process(path: Path) -> Iterator[None]:
     holder = _this_process()
-    descriptor, locks = _locked(path)
+    with written_to(path.parent):
+        descriptor, locks = _locked(path)
     try:
         if not locks:
             with _heartbeat(path, holder):
                 yield
             return
-        # By this descriptor: closing another one of the file would give up the lock.
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        with written_to(path.parent):  # by this descriptor: closing another one of the file would give up the lock
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            _remove(path)
     finally:
+        _close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Remove a claim's file. One that cannot be removed claims nothing: what ends here ends well."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _close(descriptor: int) -> None:
+    with suppress(OSError):  # network drives write when a file is closed; nobody reads this one any more
         os.close(descriptor)
 
 
@@ -197,45 +211,57 @@ def _locked(path: Path) -> tuple[int, bool]:
 
     Raises:
         OutputError: another process has it.
+        OSError: it cannot be opened or locked.
     """
-    while True:
+    for _ in range(_TRIES):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
+            if _is_there(descriptor, path):
                 return descriptor, True
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 return descriptor, False
-            os.close(descriptor)
+            _close(descriptor)
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise _claimed(path.parent, _read(path)) from error
             raise
-        os.close(descriptor)  # the run before removed the file meanwhile
+        _close(descriptor)  # the run before removed the file meanwhile
+    # A file has another inode each time it is looked at: a lock says nothing there.
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), False
+
+
+def _is_there(descriptor: int, path: Path) -> bool:
+    """Whether the open file is the one at `path`."""
+    try:
+        return os.fstat(descriptor).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
 def _heartbeat(path: Path, holder: dict[str, Any]) -> Iterator[None]:
     """A claim without locks: the file changes while it is open."""
-    before = path.read_bytes()
-    if before:
+    if before := _content(path):
         print(
             f"{path.parent} has no file locks: waiting to see whether another run is there", file=sys.stderr, flush=True
         )
         for _ in range(3):
             time.sleep(HEARTBEAT_SECONDS)
-            if path.read_bytes() != before:
+            if _content(path) not in (before, b""):
                 raise _claimed(path.parent, _read(path))
     else:
         print(f"{path.parent} has no file locks: a file in it says that this run is alive", file=sys.stderr, flush=True)
-    _write(path, holder | {"beat": 0})
+    with written_to(path.parent):
+        _write(path, holder | {"beat": 0})
     ended = threading.Event()
 
     def beat() -> None:
         number = 0
         while not ended.wait(HEARTBEAT_SECONDS):
             number += 1
-            _write(path, holder | {"beat": number})
+            with suppress(OSError):  # the next one may be written
+                _write(path, holder | {"beat": number})
 
     thread = Thread(target=beat, name="offloadkit-claim", daemon=True)
     thread.start()
@@ -244,7 +270,15 @@ def _heartbeat(path: Path, holder: dict[str, Any]) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        path.unlink(missing_ok=True)
+        _remove(path)
+
+
+def _content(path: Path) -> bytes:
+    """Bytes of a claim's file; none where it is gone, or just being replaced."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def _read(path: Path) -> dict[str, Any]:

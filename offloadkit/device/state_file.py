@@ -96,7 +96,7 @@ class StateFile:
             os.posix_fallocate(self._file, self._end, max(total, _PAGE))
         except OSError as error:
             os.ftruncate(self._file, self._end)
-            raise OutputError(f"the optimizer states cannot be put on disk in {self._folder}: {error}") from error
+            raise _cannot_be_put(self._folder, error) from error
         return self._map(sizes)
 
     def _map(self, sizes: Sequence[int]) -> list[int]:
@@ -296,8 +296,15 @@ def _file_for_states(folder: Path, num_bytes: int) -> tuple[int, bool]:
         if free >= num_bytes:
             return unnamed_file(folder, num_bytes)
     except OSError as error:
-        raise OutputError(f"the optimizer states cannot be put on disk in {folder}: {error}") from error
+        raise _cannot_be_put(folder, error) from error
     raise _too_small(folder, num_bytes, free)
+
+
+def _cannot_be_put(folder: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"the optimizer states cannot be put on disk in {folder}: {error}. Free some of that disk or quota, or name "
+        "another folder: OffloadConfig(disk=...)"
+    )
 
 
 def _too_small(folder: Path, num_bytes: int, free: int) -> OutputError:

@@ -57,6 +57,7 @@ from offloadkit.checkpoint.folder import (
     check_readable,
     check_room,
     check_same_model,
+    check_saving,
     free_bytes,
     lost_with_runtime,
     newest_checkpoint,
@@ -968,6 +969,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         folder = Path(self.args.output_dir)
         with written_to(folder):
             folder.mkdir(parents=True, exist_ok=True)
+        check_saving(folder)
         claims.enter_context(one_run(folder))
         self.telemetry.log_to(folder / STEPS_FILE, anew=anew)  # memory keeps the newest records alone
 

@@ -21,7 +21,7 @@ from tests.hf.training import arguments, seq2seq_rows, t5
 def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that the disk says are free."""
     found = [2**40]
-    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: SimpleNamespace(free=found[0]))
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: SimpleNamespace(free=found[0], total=2**41))
     return found
 
 

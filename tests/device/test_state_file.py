@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -161,6 +162,19 @@ def test_states_on_disk_are_saved_by_torch_and_go_on(tmp_path: Path, precision: 
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(OutputError, match=r"need .* GiB of disk and .* has 0.00 GiB free: free some, or name another"):
+        engine_on(tmp_path)
+
+
+def test_a_quota_that_is_used_up_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    file = StateFile(tmp_path, [5_000])
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutputError, match=r"quota exceeded\. Free some of that disk or quota, or name another folder"):
+        file.add([7_000])
+    file.close()
+    with pytest.raises(OutputError, match=r"quota exceeded\. Free some of that disk or quota, or name another folder"):
         engine_on(tmp_path)
 
 
