@@ -438,9 +438,9 @@ def stock(folder: Path) -> None:
 
 def _seal(checkpoint: Path) -> None:
     """Write a manifest with the checksums of the files as they are now: what is read after it must be named too."""
-    from offloadkit.checkpoint.folder import write_manifest
+    from offloadkit.checkpoint.folder import origin_of, write_manifest
 
-    write_manifest(checkpoint)
+    write_manifest(checkpoint, origin_of(checkpoint))
 
 
 # -- rooms: checkpoints

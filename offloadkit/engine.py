@@ -31,8 +31,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from offloadkit import hardware
 from offloadkit.changes import changed
-from offloadkit.checkpoint.folder import written_to
+from offloadkit.checkpoint.folder import origin_from, written_to
 from offloadkit.checkpoint.one_run import Saves
+from offloadkit.checkpoint.origin import Origin
 from offloadkit.checkpoint.run import Adding, RunNumbers, check_scheduler, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
 from offloadkit.checkpoint.values import random_states, set_random_states, why_unlike
@@ -421,6 +422,7 @@ class OffloadEngine:
         self.loss_scale = LossScale(self.config.loss_scale) if has_fp16 else None
         self._newest: Update | None = None
         self._last_checkpoint: Path | None = None
+        self._origin = self._told(Origin.of_new_run)
         self._saves = Saves()
         self._scheduler: Any = None
         """That of the last checkpoint."""
@@ -1307,8 +1309,14 @@ class OffloadEngine:
             facts,
             {name: state[name] for name in ("num_updates", "loss_scale")},
             self._adding,
+            self.origin,
             self._placed.forget_pages,
         )
+
+    @property
+    def origin(self) -> Origin:
+        """The run and its updates so far: what the files of a checkpoint say of themselves."""
+        return self._origin._replace(num_updates=self.num_updates)
 
     @property
     def _adding(self) -> Adding:
@@ -1376,6 +1384,7 @@ class OffloadEngine:
                 numbers = self.numbers()
             values = load_run(folder, numbers, scheduler=own, took_weights=took_weights, ranks=self._ranks)
             self._go_on(values)
+            self._origin = self._told(lambda: origin_from(folder))
         if scheduler is not None:
             scheduler.load_state_dict(values["scheduler"])
         self.last_checkpoint, self._scheduler = folder, scheduler
@@ -1392,6 +1401,9 @@ class OffloadEngine:
     def last_checkpoint(self, folder: Path) -> None:
         self._last_checkpoint = watchdog.state.last_checkpoint = folder
         self._num_saved_updates = self.num_updates
+
+    def _told(self, make: Callable[[], Origin]) -> Origin:
+        return make() if self._ranks is None else self._ranks.told(make)
 
     def _together(self, what: str) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.together(what)
@@ -1412,6 +1424,7 @@ class OffloadEngine:
                 check_scheduler(folder, values, states)
             numbers.load_states(saved)
         self._go_on(values)
+        self._origin = self._told(lambda: origin_from(folder))
         return values
 
     def _go_on(self, values: dict[str, Any]) -> None:

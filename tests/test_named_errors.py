@@ -17,7 +17,7 @@ from torch import nn
 
 import offloadkit
 from offloadkit import OffloadConfig, OffloadEngine, Placement
-from offloadkit.checkpoint.folder import write_manifest
+from offloadkit.checkpoint.folder import origin_of, write_manifest
 from offloadkit.comparing.comparison import check_counts
 from offloadkit.errors import (
     ConfigError,
@@ -203,7 +203,7 @@ def test_a_broken_run_file_is_named_and_nothing_is_changed(
     content = json.loads((folder / "run.json").read_text())
     change(content)
     (folder / "run.json").write_text(json.dumps(content))
-    write_manifest(folder)
+    write_manifest(folder, origin_of(folder))
     with small_engine() as engine:
         before = {name: value.clone() for name, value in engine.master_weights().items()}
         with pytest.raises(ModelError, match=rf"run\.json.*{message}"):
@@ -221,7 +221,7 @@ def test_broken_random_states_are_named_and_nothing_is_changed(
     content = json.loads((folder / "random.json").read_text())
     content[what] = value
     (folder / "random.json").write_text(json.dumps(content))
-    write_manifest(folder)
+    write_manifest(folder, origin_of(folder))
     with small_engine() as engine:
         before = torch.get_rng_state()
         with pytest.raises(ModelError, match=r"random\.json holds no random states"):
@@ -235,7 +235,7 @@ def test_a_file_of_json_that_has_no_bottom_is_named(saved: Path, tmp_path: Path,
     folder = copied(saved, tmp_path)
     (folder / name).write_bytes(text)
     if name != "manifest.json":
-        write_manifest(folder)
+        write_manifest(folder, origin_of(folder))
     with small_engine() as engine, pytest.raises(ModelError, match=name):
         engine.load_checkpoint(folder)
 
@@ -262,7 +262,7 @@ def test_a_broken_header_is_named(saved: Path, tmp_path: Path, change: dict[str,
     header["0.weight"] |= change
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + length :])
-    write_manifest(path.parent)
+    write_manifest(path.parent, origin_of(path.parent))
     with small_engine() as engine, pytest.raises(ModelError, match=r"weights\.safetensors"):
         engine.load_checkpoint(path.parent)
 

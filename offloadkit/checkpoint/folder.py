@@ -1,9 +1,9 @@
 """The output folder: checked before any work, its checkpoints checked before resuming, folders saved in one move.
 
-A checkpoint's `manifest.json` names its files, their sizes and checksums. It is written last, so a folder that has one
-was whole. It also counts the checkpoints that were saved in the output folder: so they have an order, whatever runs
-wrote them, and however they were copied since. Checkpoints of transformers' own Trainer have no manifest. They are
-known by their `optimizer.pt`, and come before all of ours.
+A checkpoint's `manifest.json` names its files, their sizes and checksums, and the run that wrote them. It is written
+last, so a folder that has one was whole. It also counts the checkpoints that were saved in the output folder: so they
+have an order, whatever runs wrote them, and however they were copied since. Checkpoints of transformers' own Trainer
+have no manifest. They are known by their `optimizer.pt`, and come before all of ours.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from zipfile import BadZipFile, ZipFile
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from offloadkit.checkpoint.origin import Origin, parse_origin, said_by
 from offloadkit.errors import ConfigError, ModelError, OffloadkitError, OutputError, shown
 from offloadkit.files import built_by_others, path_of, read_json, why_not_plain
 from offloadkit.threads import ThreadPool
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 REPLACED = ".offloadkit-replaced.json"
 """In an output folder: the checkpoints that the run there is to replace, until its first step is done."""
-_VERSION = 3
+_VERSION = 4
 _PIECE_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 """What a thread reads at once, into the same memory: it is summed while it is in the core's cache."""
@@ -44,6 +45,8 @@ _NAMES_READ = re.compile(
     r"\.(json|safetensors|bin)"
 )
 """Names of files that are read in resuming. Others may be put beside them."""
+_NAMES_OF_OURS = re.compile(r"(run|random.*|order)\.json|(states-.*|weights|losses)\.safetensors")
+"""Names of files that say whose they are."""
 
 
 def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
@@ -150,16 +153,34 @@ def readable_or_before(checkpoint: Path) -> Path:
 
 
 def _first_readable(checkpoints: Sequence[Path], then: str, *, recut: bool = False) -> Path:
-    """The first whose files all have the bytes that were written; a line names each before it. Raises `ModelError`."""
+    """The first whose files all have the bytes that were written; a line names each before it. Raises `ModelError`.
+
+    Those of another run than the first one's are passed over.
+    """
     broken: list[str] = []
+    others: list[str] = []
+    run = _run_of(checkpoints[0])
     for checkpoint in checkpoints:
+        if run is not None and _run_of(checkpoint) not in (run, None):
+            others.append(checkpoint.name)
+            continue
         why = _why_unreadable(checkpoint, recut=recut)
         if why is None:
             for newer in broken:
                 print(f"going on from {checkpoint.name}, since a newer one is broken: {newer}", flush=True)
             return checkpoint
         broken.append(why)
-    raise ModelError(f"{broken[0]}. There is none before it that can be read: {then}")
+    of_others = f" ({others[0]} is of another run)" if others else ""
+    raise ModelError(f"{broken[0]}. There is none before it that can be read{of_others}: {then}")
+
+
+def _run_of(checkpoint: Path) -> str | None:
+    """The run that wrote it; None: nothing says it."""
+    manifest = _manifest(checkpoint)
+    if not isinstance(manifest, str):
+        return manifest.origin.run
+    said = said_by(checkpoint / "run.json")
+    return None if said is None else said[0].run
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -265,8 +286,11 @@ def _names(checkpoint: Path) -> set[str]:
     return {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()} - {MANIFEST}
 
 
-def write_manifest(checkpoint: Path) -> None:
+def write_manifest(checkpoint: Path, origin: Origin) -> None:
     """Write the list of all files in the folder `checkpoint`, which is complete by that.
+
+    Args:
+        origin: of its numbers.
 
     Raises:
         OSError: it could not be written, or a file's bytes did not reach the disk.
@@ -281,6 +305,7 @@ def write_manifest(checkpoint: Path) -> None:
                 on_disk.result()
     beside = [path.parent for path in checkpoint.parent.glob("*/" + MANIFEST)]
     manifest: dict[str, Any] = {"format": "offloadkit checkpoint", "version": _VERSION}
+    manifest |= origin._asdict()
     manifest |= {"sequence": 1 + max(map(_sequence, beside), default=0), "files": files}
     manifest["xxh3"] = _checksum_of(manifest)
     with written_beside(checkpoint / MANIFEST) as file:
@@ -351,6 +376,7 @@ class _Saved(NamedTuple):
 
 
 class _Manifest(NamedTuple):
+    origin: Origin
     sequence: int
     files: dict[str, _Saved]
 
@@ -366,10 +392,34 @@ def _manifest(checkpoint: Path) -> _Manifest | str:
                     f"{_VERSION})"
                 )
             files = {str(name): _Saved(int(each["size"]), list(each["xxh3"])) for name, each in found["files"].items()}
-            return _Manifest(int(found["sequence"]), files)
+            return _Manifest(parse_origin(found), int(found["sequence"]), files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         pass
     return f"has a {MANIFEST} that is missing, cut or broken"
+
+
+def origin_of(checkpoint: Path) -> Origin:
+    """Whose numbers the checkpoint holds.
+
+    Raises:
+        ModelError: its manifest cannot be read.
+    """
+    manifest = _manifest(checkpoint)
+    if isinstance(manifest, str):
+        raise ModelError(f"the checkpoint {checkpoint} {manifest}")
+    return manifest.origin
+
+
+def origin_from(checkpoint: Path) -> Origin:
+    """The origin of a run that goes on from `checkpoint` now: of the same run, in a later attempt than any beside it.
+
+    Raises:
+        ModelError: its manifest cannot be read.
+    """
+    own = origin_of(checkpoint)
+    beside = [_manifest(path.parent) for path in checkpoint.parent.glob("*/" + MANIFEST)]
+    attempts = [each.origin.attempt for each in beside if not isinstance(each, str) and each.origin.run == own.run]
+    return own._replace(attempt=1 + max(own.attempt, *attempts))
 
 
 _verdicts: dict[Path, tuple[object, str | None]] = {}
@@ -403,12 +453,12 @@ def _why_unreadable(checkpoint: Path, *, recut: bool) -> str | None:
     has_manifest = (checkpoint / MANIFEST).is_file()
     if not has_manifest and (why := why_not_whole(checkpoint)) is not None:  # any folder: not all of it is listed
         return f"training cannot go on from {checkpoint}: it {why}"
-    names, saved = _names(checkpoint), {}
+    names, saved, origin = _names(checkpoint), {}, None
     if has_manifest:
         manifest = _manifest(checkpoint)
         if isinstance(manifest, str):
             return f"{MANIFEST} of the checkpoint {checkpoint} cannot be used: the checkpoint {manifest}"
-        saved = manifest.files
+        saved, origin = manifest.files, manifest.origin
     if (cut_anew := bool(saved) and _weights_cut_anew(checkpoint, names - saved.keys())) and not recut:
         raise ModelError(
             f"the weights in {checkpoint} were cut into other files after it was written, so nothing says that they "
@@ -419,9 +469,27 @@ def _why_unreadable(checkpoint: Path, *, recut: bool) -> str | None:
     times = [(name, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for name, each in seen]
     before, why = _verdicts.get(checkpoint.absolute(), (None, None))
     if before != (times, recut):
-        why = _first_broken(checkpoint, names, saved, cut_anew=cut_anew)
+        why = None if origin is None else _first_of_another(checkpoint, names, origin)
+        why = why or _first_broken(checkpoint, names, saved, cut_anew=cut_anew)
         _verdicts[checkpoint.absolute()] = (times, recut), why
     return why
+
+
+def _first_of_another(checkpoint: Path, names: set[str], origin: Origin) -> str | None:
+    """A sentence on the first file that says that it is of another run, attempt, update or rank. None: none does."""
+    for name in sorted(filter(_NAMES_OF_OURS.fullmatch, names)):
+        said, file = said_by(checkpoint / name) or (origin, name)
+        if file != name:
+            return (
+                f"{name} of the checkpoint {checkpoint} was written as {file} ({said}): files of ranks were exchanged, "
+                "or copied under other names"
+            )
+        if said != origin:
+            return (
+                f"{name} of the checkpoint {checkpoint} is of {said}, and {MANIFEST} of {origin}: files of two "
+                "checkpoints were mixed"
+            )
+    return None
 
 
 def _first_broken(checkpoint: Path, names: set[str], saved: dict[str, _Saved], *, cut_anew: bool) -> str | None:

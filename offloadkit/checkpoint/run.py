@@ -7,7 +7,9 @@
 | `random.json` | random states; those of rank 1 and later ones are in `random-RANK.json` |
 | `order.json` | under the Trainer: the random state that an epoch's order by length was drawn from |
 | `weights.safetensors` | weights and buffers; under the Trainer HuggingFace's own files hold them |
-| `manifest.json` | all files, their sizes and checksums; written last |
+| `manifest.json` | the run, its attempt and its update; all files, their sizes and checksums; written last |
+
+Each of the others says in `origin` of which run, attempt and update it is, and its own name.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from offloadkit.checkpoint.folder import (
     written_to,
 )
 from offloadkit.checkpoint.one_run import another_writer
+from offloadkit.checkpoint.origin import ORIGIN, Origin
 from offloadkit.checkpoint.states import Ranges, SavedStates, States, write_states
 from offloadkit.checkpoint.values import (
     check_random_states,
@@ -100,6 +103,8 @@ class RunNumbers:
     """"num_updates" and "loss_scale"."""
     adding: Adding
     """Of the gradients of an update."""
+    origin: Origin
+    """What each file says of itself."""
     forget_pages: Callable[[], None]
     """Drops pages of states on disk, which were mapped to be read or written, from RAM."""
 
@@ -124,13 +129,13 @@ class RunNumbers:
     def write_values(self, folder: Path, **more: Any) -> None:
         """Write `run.json`. Raises as `write`."""
         values = {"facts": self.facts, "groups": self.groups, "counts": self.counts, "adding": asdict(self.adding)}
-        values |= more
+        values |= {ORIGIN: self.origin.of_file(RUN_FILE), **more}
         write_json(folder / RUN_FILE, values)
 
     def write_states(self, folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
         """Write this rank's states. Raises as `write`."""
         between = Between(self.forget_pages)
-        write_states(folder, self.states, self.ranges, self.shapes, between, rank, num_ranks)
+        write_states(folder, self.states, self.ranges, self.shapes, between, self.origin, rank, num_ranks)
         between.finish()
 
     def check(self, folder: Path, saved: SavedStates) -> dict[str, Any]:
@@ -208,7 +213,7 @@ def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks | None = None, **mo
         with ranks.together("writing optimizer states"), written_to(folder):
             numbers.write_states(beside, ranks.rank, ranks.size)
             if not first:
-                write_random(beside, ranks.rank)
+                write_random(beside, numbers.origin, ranks.rank)
 
         def write(new: Path) -> None:
             numbers.write_values(new, **more)
@@ -232,9 +237,9 @@ def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunNumbe
 
     def write(new: Path) -> None:
         write_numbers(new)
-        write_weights(new, numbers.weights)
-        write_random(new)
-        write_manifest(new)
+        write_weights(new, numbers.weights, numbers.origin)
+        write_random(new, numbers.origin)
+        write_manifest(new, numbers.origin)
 
     put_in_place(folder, write)
 
@@ -316,9 +321,10 @@ def check_scheduler(folder: Path, values: dict[str, Any], own: dict[str, Any]) -
         )
 
 
-def write_random(folder: Path, rank: int = 0) -> None:
+def write_random(folder: Path, origin: Origin, rank: int = 0) -> None:
     """Write the present random states of this rank into a checkpoint's folder."""
-    write_json(folder / (RANDOM_FILE_OF_RANK.format(rank) if rank else RANDOM_FILE), random_states())
+    name = RANDOM_FILE_OF_RANK.format(rank) if rank else RANDOM_FILE
+    write_json(folder / name, {ORIGIN: origin.of_file(name), **random_states()})
 
 
 def read_random(folder: Path, rank: int = 0) -> None:

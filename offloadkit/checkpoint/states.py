@@ -18,6 +18,7 @@ import torch
 
 from offloadkit import files
 from offloadkit.checkpoint.arrays import ArrayFile, Between, write_arrays
+from offloadkit.checkpoint.origin import Origin
 from offloadkit.checkpoint.values import why_unlike
 from offloadkit.errors import ConfigError, ModelError
 
@@ -36,6 +37,7 @@ def write_states(
     ranges_of: Ranges,
     shapes: Mapping[str, Sequence[int]],
     between: Between,
+    origin: Origin,
     rank: int = 0,
     num_ranks: int = 1,
 ) -> None:
@@ -62,8 +64,9 @@ def write_states(
             }
     metadata: dict[str, Any] = {"rank": rank, "ranks": num_ranks, "ranges": ranges}
     metadata["parameters"] = {parameter: list(shape) for parameter, shape in shapes.items()}
-    texts = {name: json.dumps(value) for name, value in metadata.items()}
-    write_arrays(folder / f"states-{rank:05}-of-{num_ranks:05}.safetensors", arrays, texts, between)
+    file = f"states-{rank:05}-of-{num_ranks:05}.safetensors"
+    texts = origin.of_arrays(file) | {name: json.dumps(value) for name, value in metadata.items()}
+    write_arrays(folder / file, arrays, texts, between)
 
 
 _FACTS = {"rank": 0, "ranks": 0, "ranges": {}, "parameters": {}}

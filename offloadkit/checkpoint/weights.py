@@ -12,19 +12,20 @@ from typing import Any
 import torch
 
 from offloadkit.checkpoint.arrays import ArrayFile, write_arrays
+from offloadkit.checkpoint.origin import Origin
 from offloadkit.errors import ConfigError, ModelError
 
 WEIGHT_FILE = "weights.safetensors"
 
 
-def write_weights(folder: Path, weights: Mapping[str, Any]) -> None:
+def write_weights(folder: Path, weights: Mapping[str, Any], origin: Origin) -> None:
     """Write a `state_dict()`.
 
     Raises:
         ModelError: something in it is no tensor.
         OSError: it could not be written.
     """
-    write_arrays(folder / WEIGHT_FILE, _distinct(weights))
+    write_arrays(folder / WEIGHT_FILE, _distinct(weights), origin.of_arrays(WEIGHT_FILE))
 
 
 def check_weights(file: ArrayFile, weights: Mapping[str, Any]) -> None:

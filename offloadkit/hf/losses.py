@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offloadkit.checkpoint.arrays import ArrayFile, write_arrays
+from offloadkit.checkpoint.origin import Origin
 from offloadkit.checkpoint.weights import check_weights, load_weights
 from offloadkit.errors import ModelError
 
@@ -50,10 +51,10 @@ class WithLosses(nn.Module):
         named = self.losses.state_dict(keep_vars=True).items()
         return {name: each.detach() for name, each in named if isinstance(each, torch.Tensor) and id(each) not in ours}
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, origin: Origin) -> None:
         """Write the losses' own weights into a checkpoint; nothing where they have none."""
         if own := self.own():
-            write_arrays(folder / LOSS_FILE, own)
+            write_arrays(folder / LOSS_FILE, own, origin.of_arrays(LOSS_FILE))
 
     def read(self, folder: Path, *, incomplete: bool = False) -> None:
         """Read what `write` wrote.

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Sampler
 
+from offloadkit.checkpoint.origin import ORIGIN, Origin
 from offloadkit.checkpoint.values import read_json, write_json
 from offloadkit.distributed import world
 from offloadkit.errors import ModelError
@@ -155,9 +156,9 @@ class ResumableOrder(Sampler[int]):
         self._sampler.generator = generator
         return iter(self._sampler)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, origin: Origin) -> None:
         """Write what the present epoch's order was drawn from into a checkpoint's folder."""
-        write_json(folder / _ORDER_FILE, {"drawn_from": self._drawn_from})
+        write_json(folder / _ORDER_FILE, {ORIGIN: origin.of_file(_ORDER_FILE), "drawn_from": self._drawn_from})
 
     def read(self, folder: Path) -> None:
         """Have the next epoch's order be the one of the checkpoint in `folder`, if it holds one.

@@ -68,6 +68,7 @@ from offloadkit.checkpoint.folder import (
     written_to,
 )
 from offloadkit.checkpoint.one_run import one_run
+from offloadkit.checkpoint.origin import Origin
 from offloadkit.checkpoint.run import read_random, write_random
 from offloadkit.checkpoint.values import as_json, random_states, set_random_states, why_unlike
 from offloadkit.checkpoint.weights import num_bytes_of
@@ -758,7 +759,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                     super()._save_checkpoint(model, trial)
                 with self._together("writing a checkpoint"):
                     if self.args.should_save:
-                        write_manifest(folder)
+                        write_manifest(folder, self._origin())
                 if self.engine is not None:
                     self.engine.last_checkpoint = self._returns_to = folder.absolute()
         finally:
@@ -766,6 +767,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self._save_seconds = max(self._save_seconds, time.monotonic() - began)
         if self.args.should_save:
             rotate_checkpoints(output, limit, self.state.best_model_checkpoint)
+
+    def _origin(self) -> Origin:
+        """What the files of a checkpoint say of themselves."""
+        assert self.engine is not None
+        return self.engine.origin
 
     def _evaluate(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer; where it fails on the only rank, a checkpoint that is due is written first. (Private.)"""
@@ -836,7 +842,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             with saved_in_pieces(), arguments_as_data(folder, self), self._phase("saving"):
                 super()._save(output_dir, state_dict)
                 if self._is_saving and isinstance(trained := self._module(), WithLosses):
-                    trained.write(folder)
+                    trained.write(folder, self._origin())
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """As the Trainer, with errors that say what to do. Its constructor calls it for `push_to_hub`."""
@@ -860,9 +866,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The random states and the order of the rows, as data. (Private, as above.)"""
-        write_random(Path(output_dir), self.args.process_index)
+        write_random(Path(output_dir), self._origin(), self.args.process_index)
         if self._order is not None and self.args.should_save:
-            self._order.write(Path(output_dir))
+            self._order.write(Path(output_dir), self._origin())
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Those that `_save_rng_state` wrote, or the Trainer's own file of earlier versions. (Private, as above.)

@@ -15,6 +15,8 @@ from torch import nn
 
 from offloadkit import OffloadConfig, OffloadEngine
 from offloadkit.checkpoint import folder as folders
+from offloadkit.checkpoint.arrays import write_arrays
+from offloadkit.checkpoint.run import write_random
 from offloadkit.errors import ModelError
 
 
@@ -73,10 +75,89 @@ def test_a_flipped_bit_anywhere_is_refused_by_the_files_name(
 )
 def test_a_file_of_another_step_is_refused_by_its_name(saved: tuple[Path, Path], tmp_path: Path, name: str) -> None:
     copy = shutil.copytree(saved[1], tmp_path / "copy")
-    if (saved[0] / name).read_bytes() == (copy / name).read_bytes():
-        pytest.skip("both steps have the same bytes")
     shutil.copy(saved[0] / name, copy / name)
-    assert name in refused(copy)
+    said = refused(copy)
+    assert said.startswith(f"{name} of the checkpoint {copy} is of run ")
+    assert "attempt 1, after 1 updates, and manifest.json of run" in said
+    assert "attempt 1, after 2 updates: files of two checkpoints were mixed" in said
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "random.json", "weights.safetensors", "states-00000-of-00001.safetensors", "manifest.json"]
+)
+def test_a_file_of_another_run_from_the_same_seed_is_refused_by_the_names_of_both(
+    saved: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
+    with engine() as run:
+        for _ in range(2):
+            step(run)
+        run.save_checkpoint(tmp_path / "other")
+    both = folders.origin_of(saved[1]).run, folders.origin_of(tmp_path / "other").run
+    assert both[0] != both[1]
+    copy = shutil.copytree(saved[1], tmp_path / "copy")
+    shutil.copy(tmp_path / "other" / name, copy / name)
+    said = refused(copy)
+    assert name in said
+    assert all(f"run {each}, attempt 1, after 2 updates" in said for each in both)
+
+
+def test_a_file_of_another_attempt_at_the_same_update_is_refused_by_both(
+    saved: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A run fell back, and came to the same update again."""
+    for each in saved:
+        shutil.copytree(each, tmp_path / each.name)
+    with engine() as run:
+        for attempt in (2, 3):
+            run.load_checkpoint(tmp_path / "one")
+            step(run)
+            run.save_checkpoint(tmp_path / f"attempt {attempt}")
+    assert folders.origin_of(tmp_path / "attempt 3") == (folders.origin_of(saved[0]).run, 3, 2)
+    for other in (saved[1], tmp_path / "attempt 2"):
+        copy = shutil.copytree(tmp_path / "attempt 3", tmp_path / "copy")
+        shutil.copy(other / "run.json", copy / "run.json")
+        said = refused(copy)
+        assert said.startswith(
+            f"run.json of the checkpoint {copy} is of {folders.origin_of(other)}, and manifest.json of "
+        )
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("names", ["states-0000{}-of-00002.safetensors", "random{}.json"])
+def test_files_of_ranks_that_were_exchanged_are_refused_by_both_names(
+    saved: tuple[Path, Path], tmp_path: Path, names: str
+) -> None:
+    copy, origin = shutil.copytree(saved[1], tmp_path / "copy"), folders.origin_of(saved[1])
+    own, other = (names.format(rank) for rank in ((0, 1) if "states" in names else ("", "-00001")))
+    for name in (own, other):
+        if name.endswith(".json"):
+            write_random(copy, origin, int(name == other))
+        else:
+            write_arrays(copy / name, {name: torch.ones(2)}, origin.of_arrays(name))
+    folders.write_manifest(copy, origin)
+    (copy / own).rename(copy / "kept")
+    (copy / other).rename(copy / own)
+    (copy / "kept").rename(copy / other)
+    first, second = sorted((own, other))
+    said = refused(copy)
+    assert said.startswith(f"{first} of the checkpoint {copy} was written as {second} ({origin}): files of ranks were")
+
+
+def test_a_broken_checkpoint_falls_back_within_its_run(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    """A folder of several runs' checkpoints: the one before may be another run's."""
+    for each in saved:
+        shutil.copytree(each, tmp_path / each.name)
+    with engine() as run:
+        step(run)
+        run.save_checkpoint(tmp_path / "three")
+        (tmp_path / "three" / "weights.safetensors").write_bytes(b"")
+        with pytest.raises(ModelError, match=r"There is none before it that can be read \(two is of another run\)"):
+            folders.readable_or_before(tmp_path / "three")
+        (tmp_path / "three" / "manifest.json").write_bytes(b"")
+        with pytest.raises(ModelError, match=r"There is none before it that can be read \(two is of another run\)"):
+            folders.readable_or_before(tmp_path / "three")
+        (tmp_path / "two" / "weights.safetensors").write_bytes(b"")
+        assert folders.readable_or_before(tmp_path / "two") == tmp_path / "one"
 
 
 def test_pieces_that_changed_places_are_seen(

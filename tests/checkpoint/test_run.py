@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from offloadkit.checkpoint.folder import write_manifest
+from offloadkit.checkpoint.folder import origin_of, write_manifest
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine as EngineOfDevice
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, OutputError
@@ -171,7 +171,7 @@ def test_states_of_several_ranks_are_read_as_one(saved: Path, tmp_path: Path) ->
             places[name] = ranges[name] | {"start": start, "length": end - start}
         metadata = {"rank": str(rank), "ranks": "2", "ranges": json.dumps(places), "parameters": shapes}
         save_file(part, copy / f"states-0000{rank}-of-00002.safetensors", metadata)
-    write_manifest(copy)
+    write_manifest(copy, origin_of(copy))
     states = []
     for folder in (saved, copy):
         with OffloadEngine(model(seed=1), options(tmp_path, precision="tiny")) as engine:
@@ -179,7 +179,7 @@ def test_states_of_several_ranks_are_read_as_one(saved: Path, tmp_path: Path) ->
             states.append(run_state(engine))
     assert differing(*states) == []
     (copy / "states-00001-of-00002.safetensors").unlink()
-    write_manifest(copy)
+    write_manifest(copy, origin_of(copy))
     with (
         OffloadEngine(model(), options(tmp_path, precision="tiny")) as engine,
         pytest.raises(ModelError, match=r"ranks \[0\], of 2"),
@@ -197,7 +197,7 @@ def cut(name: str) -> Callable[[Path], None]:
 def cut_unnoticed(name: str) -> Callable[[Path], None]:
     def spoil(folder: Path) -> None:
         cut(name)(folder)
-        write_manifest(folder)
+        write_manifest(folder, origin_of(folder))
 
     return spoil
 
@@ -279,7 +279,7 @@ def test_in_the_middle_of_a_window_nothing_is_saved_or_loaded(tmp_path: Path) ->
 def test_a_save_that_fails_leaves_the_checkpoint_before_and_foreign_files_are_never_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(folder: Path) -> None:
+    def full(folder: Path, origin: object) -> None:
         raise OSError(28, "No space left on device")
 
     (tmp_path / "mine").mkdir()

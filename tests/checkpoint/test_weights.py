@@ -10,6 +10,7 @@ import torch
 
 from offloadkit.checkpoint import arrays
 from offloadkit.checkpoint.arrays import ArrayFile
+from offloadkit.checkpoint.origin import Origin
 from offloadkit.checkpoint.weights import WEIGHT_FILE, load_weights, write_weights
 
 
@@ -31,7 +32,7 @@ def test_tensors_of_any_strides_are_written_in_place(
     monkeypatch.setattr(arrays, "PIECE_BYTES", 16)  # more pieces than one
     target = make()
     saved, strides, address = target.clone(), target.stride(), target.data_ptr()
-    write_weights(tmp_path, {"weight": target})
+    write_weights(tmp_path, {"weight": target}, Origin.of_new_run())
     target.fill_(torch.nan)
     load_weights(ArrayFile(tmp_path / WEIGHT_FILE), {"weight": target})
     assert torch.equal(target, saved)

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 from offloadkit import OffloadConfig, OffloadSeq2SeqTrainer
 from offloadkit.checkpoint import folder as folders
 from offloadkit.checkpoint.folder import check_readable, newest_checkpoint, skipped_checkpoints
+from offloadkit.checkpoint.origin import said_by
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.hf.saving import load_in_pieces
 from tests.hf.training import arguments, seq2seq_rows, t5
@@ -59,6 +60,34 @@ def test_a_checkpoint_holds_no_pickle_and_its_manifest_names_every_file(whole: A
     assert files.keys() == names - {"manifest.json"}
     assert all((checkpoint / name).stat().st_size == saved["size"] for name, saved in files.items())
     assert sorted(path.name for path in whole[0].glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_each_file_of_ours_says_whose_it_is_and_one_of_another_step_or_run_is_named(tmp_path: Path) -> None:
+    """Rows ordered by length have a file of their own."""
+    for name in ("run", "other"):
+        trainer(tmp_path / name, max_steps=2, train_sampling_strategy="group_by_length").train()
+    newest = tmp_path / "run" / "checkpoint-2"
+    own = folders.origin_of(newest)
+    names = ["order.json", "random.json", "run.json", "states-00000-of-00001.safetensors"]
+    assert [said_by(newest / name) for name in names] == [(own, name) for name in names]
+    for other in (tmp_path / "run" / "checkpoint-1", tmp_path / "other" / "checkpoint-2"):
+        for name in names:
+            copy = shutil.copytree(newest, tmp_path / "copy" / "checkpoint-2")
+            shutil.copy(other / name, copy / name)
+            with pytest.raises(ModelError, match="files of two checkpoints were mixed") as raised:
+                check_readable(copy)
+            said = f"{name} of the checkpoint {copy} is of {folders.origin_of(other)}, and manifest.json of {own}"
+            assert str(raised.value).startswith(said)
+            shutil.rmtree(copy)
+
+
+def test_a_run_that_goes_on_keeps_its_name_and_counts_its_attempts(whole: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole[0], tmp_path / "run")
+    first = folders.origin_of(folder / "checkpoint-3")
+    assert first[1:] == (1, 3)
+    for attempt in (2, 3):
+        trainer(folder, max_steps=3 + attempt).train(resume_from_checkpoint=True)
+        assert folders.origin_of(newest_checkpoint(folder)) == (first.run, attempt, 3 + attempt)
 
 
 @pytest.mark.parametrize("size", ["1GB", "10KB"], ids=["one file", "several"])
@@ -162,7 +191,7 @@ def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monke
     trainer(tmp_path, max_steps=1, save_total_limit=1).train()
     again = trainer(tmp_path, max_steps=2, save_total_limit=1)
 
-    def killed(checkpoint: Path) -> None:
+    def killed(checkpoint: Path, origin: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -201,7 +230,8 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before_with_a_line(
     if broken in ("missing", "manifest"):  # they do not count, without reading any file
         assert newest_checkpoint(tmp_path) == newest, "it was written anew"
     else:
-        assert f"{name} of the checkpoint {newest} cannot be read" in (said := capsys.readouterr().out)
+        why = "was written as random.json" if broken == "put there later" else "cannot be read"
+        assert f"{name} of the checkpoint {newest} {why}" in (said := capsys.readouterr().out)
         assert "going on from checkpoint-2, since a newer one is broken: " in said
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
     check_readable(newest)

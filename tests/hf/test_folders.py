@@ -27,6 +27,7 @@ from offloadkit.checkpoint.folder import (
     write_manifest,
     written_to,
 )
+from offloadkit.checkpoint.origin import Origin
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, OutputError
 from tests.hf.tiny import llama_config, t5_config
 
@@ -42,7 +43,7 @@ def checkpoint(folder: Path, step: int) -> Path:
     for name in ("run.json", "trainer_state.json"):
         (path / name).write_text("{}")
     save_file({}, path / "states-00000-of-00001.safetensors")
-    write_manifest(path)
+    write_manifest(path, Origin("a run", 1, step))
     return path
 
 
