@@ -300,7 +300,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_and_foreign_files_are_ne
         with pytest.raises(OutputError, match="mine exists and is no checkpoint"):
             engine.save_checkpoint(tmp_path / "mine")
         os.mkfifo(tmp_path / "pipe")  # as /dev/null, which root could rename
-        with pytest.raises(OutputError, match="pipe exists and is no folder"):
+        with pytest.raises(OutputError, match="pipe exists and is no checkpoint"):
             engine.save_checkpoint(tmp_path / "pipe")
         assert (tmp_path / "pipe").is_fifo()
         (tmp_path / "pipe").unlink()
