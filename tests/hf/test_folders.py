@@ -174,6 +174,14 @@ def test_a_save_that_fails_in_its_last_moment_leaves_the_earlier_model(
     assert (folder / "weights").read_text() == "old"
 
 
+def test_a_pipe_is_not_replaced_by_a_model(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model")  # as /dev/null, which root could rename
+    with pytest.raises(OutputError, match="model exists and is no folder"):
+        put_in_place(tmp_path / "model", lambda new: (new / "weights").write_text("new") and None)
+    assert (tmp_path / "model").is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_a_model_that_a_killed_save_had_set_aside_is_not_lost(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     put_in_place(folder, lambda new: (new / "weights").write_text("old") and None)
