@@ -550,7 +550,7 @@ def _model_config(draw: random.Random, scratch: Path, stock: Path) -> Input:
     name = draw.choice(list(_configs()))
     folder = Path(shutil.copytree(stock / name, scratch / "model"))
     what = break_json(folder / "config.json", draw)
-    words = ("config.json", "is an encoder", "an encoder-decoder")  # the last two: the rows are for another model
+    words = ("config.json", "is an encoder", "an encoder-decoder", "does not fit")  # or: rows of another model
     return Input(what, words, _model_door(name, folder, draw))
 
 
@@ -587,7 +587,9 @@ def _absurd_size(draw: random.Random, scratch: Path, stock: Path) -> Input:
     path = folder / "config.json"
     content = json.loads(path.read_text())
     key = draw.choice([key for key in _SIZE_KEYS if key in content])
-    content[key] = value = draw.choice([10**5, 10**6, 10**9, 10**12, 2**31, 2**63 - 1, 2**63, 10**30, 10**400])
+    content[key] = value = draw.choice([10**8, 10**9, 10**12, 2**31, 2**63 - 1, 2**63, 10**30, 10**400])
+    if key.endswith(("layer", "layers")):
+        value = content[key] = draw.choice([5_000, 10**6, value])
     path.write_bytes(_written(content))
     made = _model_door(name, folder, draw)
     words = (key, key.replace("num_", "").replace("_", " "), "config.json", "does not fit", "RAM", "memory")

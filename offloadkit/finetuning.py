@@ -238,7 +238,7 @@ def _joined(function: Callable[_P, _T]) -> Callable[_P, _T]:
     @functools.wraps(function)
     def joined(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         timeout: Any = kwargs.get("ddp_timeout")
-        if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):
+        if timeout is not None and (not isinstance(timeout, int | float) or not 0 < timeout < 2**31):
             raise ConfigError(f"ddp_timeout must be a number of seconds > 0, got {shown(timeout)}")
         world.join(timeout)
         with ExitStack() as opened:
@@ -672,7 +672,9 @@ class TrainingRun:
         if self.source.model is not None and not is_unread(self.source.model):
             return self.source.load(device=_loading_device(plan, self.args))
         if self.source.model is None and checkpoint is not None:
-            return resolve(checkpoint).for_rows(self.data.task, self.data.id2label).load_lazily()
+            saved = resolve(checkpoint).for_rows(self.data.task, self.data.id2label)
+            saved.check_decoder()
+            return saved.load_lazily()
         return self.source.load_lazily()
 
     def _trainer(self, model: PreTrainedModel, plan: Plan) -> OffloadSeq2SeqTrainer:

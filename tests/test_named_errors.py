@@ -315,6 +315,7 @@ def model_folder(tmp_path: Path, **changes: Any) -> Path:
         {"rope_parameters": {"rope_type": "x"}},
         {"id2label": 3},
         {"decoder_start_token_id": ""},
+        {"initializer_range": 1e308},
         {"dtype": "float7"},
     ],
 )
@@ -539,6 +540,8 @@ def test_tied_weights_of_another_shape_are_named(tmp_path: Path) -> None:
         ({"label_names": 3}, "label_names must be of type list"),
         ({"label_names": [3]}, "label_names must be of type list"),
         ({"dataloader_multiprocessing_context": "fork"}, "dataloader_multiprocessing_context='fork': pass one of fork"),
+        ({"ddp_timeout": 2**64}, "ddp_timeout must be a number of seconds"),
+        ({"eval_delay": 10**400}, "eval_delay must be a number"),
         ({"debug": 3}, "debug must be of type str or list"),
         ({"lr_scheduler_kwargs": -1}, "lr_scheduler_kwargs must be of type dict or str"),
         ({"log_level": "loud"}, "log_level must be one of 'detail'"),

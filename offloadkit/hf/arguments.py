@@ -122,7 +122,9 @@ def arguments_of_finetune(
     given = {name: value for name, value in given.items() if name != "resume_from_checkpoint"}
     given |= {name: value.item() for name, value in given.items() if isinstance(value, np.generic)}
     _check_values(given)
-    given |= {name: float(value) for name, value in given.items() if isinstance(value, Fraction)}
+    given |= {
+        name: float(value) for name, value in given.items() if isinstance(value, Fraction) and _type_of(name) is float
+    }
     on_gpu = hardware.default_device().type == "cuda"
     defaults = {
         "bf16": dtype == "bf16",
@@ -188,7 +190,8 @@ def _check_values(given: dict[str, Any]) -> None:
                 raise ConfigError(f"{name} must be of type {named}, got {shown(value)}")
             continue
         kind, words = _KINDS[wanted]
-        if not isinstance(value, kind) or (isinstance(value, bool) and wanted is not bool):
+        fits = isinstance(value, kind) and (wanted is bool or not isinstance(value, bool))
+        if not fits or (wanted in (int, float) and abs(value) >= 2**63 and abs(value) != float("inf")):
             raise ConfigError(f"{name} must be {words}, got {shown(value)}")
         if name in _POSITIVE and given[name] < 1:
             raise ConfigError(f"{name} must be a whole number >= 1, got {shown(value)}")
@@ -388,7 +391,9 @@ def check_arguments(args: TrainingArguments) -> None:
     }
     options: Any = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
     if not isinstance(options, dict):
-        raise ConfigError(f"gradient_checkpointing_kwargs must be a dict, got {shown(options)}")
+        raise ConfigError(
+            f"activation_checkpointing_kwargs (gradient_checkpointing_kwargs) must be a dict, got {shown(options)}"
+        )
     for name, usual in _RECOMPUTATION.items():
         refused[f"gradient_checkpointing_kwargs: {name}={shown(options.get(name))}"] = (
             options.get(name, usual) != usual,

@@ -79,6 +79,9 @@ _LARGEST_SIZE, _MOST_LAYERS, MOST_LABELS = 2**31, 4_096, 1_000_000
 """No model comes near them, and one of such a size would be built for minutes."""
 
 
+_LARGEST_NUMBER = 3e38
+
+
 def check_files(folder: Path) -> None:
     """Check the files of a model, or of a tokenizer, before another library reads them.
 
@@ -116,6 +119,8 @@ def _check_json(path: Path) -> None:
             most = _MOST_LAYERS if _LAYERS.search(name) else MOST_LABELS if "labels" in name else _LARGEST_SIZE
             if not 0 <= value <= most and _SIZE.search(name):
                 raise ModelError(f"{path}: {name} is {shown(value)}, and no model has that. {_PUT_IN_PLACE}")
+            if _LARGEST_NUMBER < abs(value) != float("inf"):
+                raise ModelError(f"{path}: {name} is {shown(value)}, which fp32 does not hold. {_PUT_IN_PLACE}")
     if path.name.endswith(".index.json"):
         _check_index(path, content)
 

@@ -162,13 +162,22 @@ class ModelSource:
         if self.model is not None:
             model = without_memory(self.model)
         else:
-            config, given = self.training_config(self._preset_config), self.given
-            _check_decoder(config, f"the config of {given!r}", f"decoder_start_token_id in {given}'s config.json")
+            config = self.training_config(self._preset_config)
+            self.check_decoder(config)
             with collector_off(), self._of_its_config():  # its module is imported
                 model = build(config, self.task, None, torch.device("meta"))
         if getattr(model, "loss_type", "") is None:
             model.loss_type = "ForCausalLM"  # what transformers takes then, with a warning: GPT-2's class names no loss
         return cast("PreTrainedModel", model)
+
+    def check_decoder(self, config: PreTrainedConfig | None = None) -> None:
+        """Check that a decoder of the model's config (or of `config`) has a first token.
+
+        Raises:
+            ModelError: it has none.
+        """
+        of, field = f"the config of {self.given!r}", f"decoder_start_token_id in {self.given}'s config.json"
+        _check_decoder(config or self.config, of, field)
 
     # -- its weights
 
