@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from offloadkit.checkpoint.folder import origin_of, write_manifest
+from offloadkit.checkpoint.run import write_random
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine as EngineOfDevice
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, OutputError
@@ -231,6 +232,17 @@ def test_a_broken_checkpoint_is_refused_and_changes_nothing(saved: Path, tmp_pat
         assert differing(before, run_state(engine)) == []
         assert engine.num_updates == 1
         assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_one_rank_takes_the_random_states_of_rank_0(tmp_path: Path) -> None:
+    with OffloadEngine(model(), options(tmp_path)) as engine:
+        engine.save_checkpoint(folder := tmp_path / "saved")
+        expected = torch.rand(1)
+        (folder / "manifest.json").unlink()
+        write_random(folder, engine.numbers().origin, rank=1)
+        write_manifest(folder, engine.numbers().origin)
+        engine.load_checkpoint(folder)
+        assert torch.equal(torch.rand(1), expected)
 
 
 @pytest.mark.parametrize(
