@@ -151,7 +151,8 @@ def plan_source(
     """
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     check_whole_numbers(batch_size=batch_size, num_gpus=num_gpus, **lengths)
-    device = None if device is None else hardware.device_of(device)
+    if device is not None and not isinstance(device, torch.device):
+        device = hardware.device_of(device)
     for name, length in lengths.items():
         if length and (limit := num_positions(source.config)) and length > limit:
             raise ConfigError(
