@@ -226,7 +226,7 @@ def run(
                 each: _Process = key.data
                 news = os.read(each.pipe, 1 << 20)
                 if not news:
-                    _lose(each, found, waiting, selector, running, "")
+                    _lose(each, found, waiting, selector, running, "", say)
                     continue
                 *lines, each.heard = (each.heard + news).split(b"\n")
                 for line in lines:
@@ -238,7 +238,7 @@ def run(
                             say(found[-1].in_words())
             for each in running:
                 if each.inputs and time.monotonic() - each.since > SECONDS + GRACE:
-                    _lose(each, found, waiting, selector, running, "hangs")
+                    _lose(each, found, waiting, selector, running, "hangs", say)
             if time.monotonic() - said > 30:
                 said = time.monotonic()
                 say(f"{len(found):,} of {len(every):,}; {sum(not each.is_good for each in found)} unnamed")
@@ -252,6 +252,7 @@ def _lose(
     selector: selectors.BaseSelector,
     running: list[_Process],
     why: str,
+    say: Callable[[str], object],
 ) -> None:
     """End a process. The input that it was at counts; others wait for the next process."""
     selector.unregister(each.pipe)
@@ -261,6 +262,7 @@ def _lose(
         room, number = each.inputs.popleft()
         seconds = time.monotonic() - each.since
         found.append(Found(room, number, "", "slow" if why else "died", where=why or how, seconds=seconds))
+        say(found[-1].in_words())
         waiting.extendleft(reversed(each.inputs))
 
 

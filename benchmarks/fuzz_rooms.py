@@ -587,7 +587,7 @@ def _absurd_size(draw: random.Random, scratch: Path, stock: Path) -> Input:
     path = folder / "config.json"
     content = json.loads(path.read_text())
     key = draw.choice([key for key in _SIZE_KEYS if key in content])
-    content[key] = value = draw.choice([10**8, 10**9, 10**12, 2**31, 2**63 - 1, 2**63, 10**30, 10**400])
+    content[key] = value = draw.choice([10**9, 10**12, 2**31, 2**63 - 1, 2**63, 10**30, 10**400])
     if key.endswith(("layer", "layers")):
         value = content[key] = draw.choice([5_000, 10**6, value])
     path.write_bytes(_written(content))
@@ -660,11 +660,14 @@ def _break_index(path: Path, draw: random.Random) -> str:
         ["../x", "absolute", "a/../../x", "a folder", "a pipe", "a device", "NUL", "long", "a number", "~"]
     )
     (folder / "inner").mkdir()
-    os.mkfifo(folder / "pipe.safetensors")
-    (folder / "device.safetensors").symlink_to("/dev/zero")
-    (folder / "link.safetensors").symlink_to("inner")
+    if how == "a pipe":
+        os.mkfifo(folder / "pipe.safetensors")
+    elif how in ("a device", "a folder"):
+        name = "device.safetensors" if how == "a device" else "link.safetensors"
+        (folder / name).symlink_to("/dev/zero" if how == "a device" else "inner")
     shutil.copy(folder / content["weight_map"][key], folder.parent / "x.safetensors")
-    name: Any = {
+    name: Any
+    name = {
         "../x": "../x.safetensors", "absolute": str(folder.parent / "x.safetensors"), "a folder": "link.safetensors",
         "a/../../x": "inner/../../x.safetensors", "a pipe": "pipe.safetensors", "a device": "device.safetensors",
         "NUL": "a\x00.safetensors", "long": "x" * 300 + ".safetensors", "a number": 3, "~": "~/x.safetensors",

@@ -25,7 +25,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from offloadkit.checkpoint.origin import Origin, parse_origin, said_by
-from offloadkit.errors import ConfigError, ModelError, OffloadkitError, OutputError, shown
+from offloadkit.errors import ConfigError, ModelError, OffloadkitError, OutputError, cut, shown
 from offloadkit.files import built_by_others, path_of, read_json, why_not_plain
 from offloadkit.threads import ThreadPool
 
@@ -480,8 +480,9 @@ def _first_of_another(checkpoint: Path, names: set[str], origin: Origin) -> str 
     for name in sorted(filter(_NAMES_OF_OURS.fullmatch, names)):
         said, file = said_by(checkpoint / name) or (origin, name)
         if file != name:
+            named = f"{cut(str(file))} ({cut(str(said))})"
             return (
-                f"{name} of the checkpoint {checkpoint} was written as {file} ({said}): files of ranks were exchanged, "
+                f"{name} of the checkpoint {checkpoint} was written as {named}: files of ranks were exchanged, "
                 "or copied under other names"
             )
         if said != origin:
