@@ -74,9 +74,9 @@ _READ_OF_A_MODEL = (".json", ".safetensors", ".bin", ".jinja", ".model", ".txt")
 _SIZE = re.compile(
     r"(^|_)(size|dims?|layers?|heads?|embeddings|positions|buckets|labels|experts|inner|embd|ff|kv|model|head|layer)$"
 )
-_LAYERS = re.compile(r"(^|_)layers?$")
-_LARGEST_SIZE, _MOST_LAYERS, MOST_LABELS = 2**31, 4_096, 1_000_000
-"""No model comes near them, and one of such a size would be built for minutes."""
+_LARGEST_SIZE, MOST_LABELS = 2**31, 1_000_000
+_MOST = {r"(^|_)layers?$": 4_096, "labels": MOST_LABELS, "vocab": 2**24, "positions": 2**27}
+"""No model comes near them, and one of such a size would be built or planned for minutes."""
 
 
 _LARGEST_NUMBER = 3e38
@@ -116,7 +116,7 @@ def _check_json(path: Path) -> None:
         if named is not None and not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
             raise ModelError(f"{path}: architectures is {shown(named)}, and a list of names is needed. {_PUT_IN_PLACE}")
         for name, value in _numbers(content):
-            most = _MOST_LAYERS if _LAYERS.search(name) else MOST_LABELS if "labels" in name else _LARGEST_SIZE
+            most = next((most for words, most in _MOST.items() if re.search(words, name)), _LARGEST_SIZE)
             if not 0 <= value <= most and _SIZE.search(name):
                 raise ModelError(f"{path}: {name} is {shown(value)}, and no model has that. {_PUT_IN_PLACE}")
             if _LARGEST_NUMBER < abs(value) != float("inf"):
