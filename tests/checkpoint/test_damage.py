@@ -227,6 +227,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     left[0] = 10**9
 
 
+@pytest.mark.slow
 def test_a_save_killed_at_each_of_its_renames_syncs_and_removals_leaves_the_newest_or_the_one_before(
     tmp_path: Path, killed_at: list[int]
 ) -> None:
