@@ -396,6 +396,8 @@ def _outcome(folder: Path) -> Outcome:
     if json.loads((last / "run.json").read_text()).get("evaluation_is_due"):  # it was ended in the very last one
         return Outcome(tensors, {})
     values: dict[str, Any] = {path.name: json.loads(path.read_text()) for path in last.glob("random*.json")}
+    for states in values.values():
+        del states["origin"]  # every run, and every attempt, has its own
     if (last / "trainer_state.json").exists():
         logs = json.loads((last / "trainer_state.json").read_text())["log_history"]
         values["evaluations"] = {log["step"]: log["eval_loss"] for log in logs if "eval_loss" in log}

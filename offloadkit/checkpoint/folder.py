@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
+import psutil
 import xxhash
 from safetensors import SafetensorError, safe_open
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 REPLACED = ".offloadkit-replaced.json"
 """In an output folder: the checkpoints that the run there is to replace, until its first step is done."""
+_PROBE = ".offloadkit-probe-"
 _VERSION = 4
 _PIECE_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
@@ -82,7 +84,11 @@ def check_saving(folder: Path) -> None:
     """
     is_written, probe = False, None
     try:
-        probe = Path(tempfile.mkdtemp(prefix=".offloadkit-probe-", dir=folder))
+        for left in folder.glob(f"{_PROBE}*"):
+            process = left.name.removeprefix(_PROBE).partition("-")[0]
+            if process.isdecimal() and not psutil.pid_exists(int(process)):  # it was killed here
+                shutil.rmtree(left, ignore_errors=True)
+        probe = Path(tempfile.mkdtemp(prefix=f"{_PROBE}{os.getpid()}-", dir=folder))
         (new := probe / "new").mkdir()
         for _ in range(2):
             with written_beside(new / "file") as file:

@@ -73,6 +73,15 @@ def test_a_folder_that_renames_no_folders_is_refused_before_anything_is_written(
     assert not any((tmp_path / "run").iterdir())
 
 
+def test_what_a_killed_process_left_of_its_probe_is_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (tmp_path / f".offloadkit-probe-{ended.pid}-x" / "new").mkdir(parents=True)
+    (mine := tmp_path / f".offloadkit-probe-{os.getpid()}-x").mkdir()
+    writable(tmp_path)
+    assert list(tmp_path.iterdir()) == [mine]
+
+
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS])
 def test_folders_need_not_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(folders.os, "fsync", failing(code))
