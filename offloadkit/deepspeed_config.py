@@ -431,12 +431,11 @@ def _content(source: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return "the DeepSpeed config", source
     if not isinstance(source, str | Path):
         raise ConfigError(f"a DeepSpeed config is a dict or the path of a .json file, got {shown(source)}")
+    path = path_of(source, "the DeepSpeed config")
     try:
-        found = read_json(path_of(source, "the DeepSpeed config"), _without_doubles)
+        found = read_json(path, _without_doubles)
     except OSError as error:
         raise ConfigError(f"the DeepSpeed config {source} cannot be read: {error.strerror or error}") from error
-    except ConfigError:
-        raise
     except ValueError as error:
         raise ConfigError(f"{source} is not JSON: {error}") from error
     if not isinstance(found, dict):

@@ -62,18 +62,20 @@ def why_not_plain(path: str | os.PathLike[str]) -> str | None:
     return "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or a socket"
 
 
-def read_bytes(path: Path, most: int = MOST_JSON_BYTES) -> bytes:
-    """The content of a file.
+def read_json(path: Path, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value in a file of JSON.
 
     Raises:
-        OSError: it cannot be read, is no file with an end, or has more than `most` bytes.
+        OSError: the file cannot be read, is no file with an end, or has more than `MOST_JSON_BYTES`.
+        ValueError: as `parse_json`.
     """
     if (other := why_not_plain(path)) is not None:
         raise OSError(errno.EINVAL, f"it is {other}, not a file")
     with open(path, "rb") as file:
-        if (size := os.fstat(file.fileno()).st_size) > most:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes; {most:,} are the most that are read")
-        return file.read(most)
+        if (size := os.fstat(file.fileno()).st_size) > MOST_JSON_BYTES:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes; {MOST_JSON_BYTES:,} are the most that are read")
+        content = file.read(MOST_JSON_BYTES)
+    return parse_json(content, object_pairs_hook)
 
 
 def parse_json(text: bytes | str, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
@@ -141,12 +143,3 @@ def built_by_others(path: str | os.PathLike[str]) -> Iterator[None]:
             f"{path} has values that cannot be used ({type(error).__name__}: {cut(str(error))}). Put the file that was "
             "saved in its place"
         ) from error
-
-
-def read_json(path: Path, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value in a file of JSON.
-
-    Raises:
-        OSError, ValueError: as `read_bytes`, and as `parse_json`.
-    """
-    return parse_json(read_bytes(path), object_pairs_hook)

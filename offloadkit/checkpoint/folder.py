@@ -647,10 +647,7 @@ def other_rows(checkpoint: Path, batch_size: int, accumulation: int, num_ranks: 
 
     The Trainer derives the position in the dataset from the number of steps, so it continues at another row.
     """
-    path = checkpoint / "trainer_state.json"
-    before = read_object(path).get("train_batch_size")
-    if before is not None and (type(before) is not int or before < 1):
-        raise ModelError(f"{path}: train_batch_size is {shown(before)}, and a whole number is needed: it is broken")
+    before = _saved_count(checkpoint / "trainer_state.json", "train_batch_size")
     if before in (None, batch_size):
         return _other_micro_batches(checkpoint, accumulation, num_ranks)
     return (
@@ -660,14 +657,19 @@ def other_rows(checkpoint: Path, batch_size: int, accumulation: int, num_ranks: 
     )
 
 
+def _saved_count(path: Path, name: str) -> int | None:
+    """A whole number >= 1 in a file of JSON, if it is there. Raises `ModelError` for another value."""
+    count = read_object(path).get(name)
+    if count is not None and (type(count) is not int or count < 1):
+        raise ModelError(f"{path}: {name} is {shown(count)}, and a whole number is needed: it is broken")
+    return count
+
+
 def _other_micro_batches(checkpoint: Path, accumulation: int, num_ranks: int) -> str | None:
     """`other_rows`, where micro-batches are as large as they were."""
     arguments = checkpoint / "training_args.json"
-    known = read_object(arguments) if arguments.is_file() else {}
-    of_each, ranks = known.get("gradient_accumulation_steps"), len(list(checkpoint.glob("states-*")))
-    if of_each is not None and (type(of_each) is not int or of_each < 1):
-        why = f"gradient_accumulation_steps is {shown(of_each)}, and a whole number is needed"
-        raise ModelError(f"{arguments}: {why}: it is broken")
+    of_each = _saved_count(arguments, "gradient_accumulation_steps") if arguments.is_file() else None
+    ranks = len(list(checkpoint.glob("states-*")))
     if of_each is None or ranks == 0 or of_each * ranks == accumulation * num_ranks:
         return None
     exactly = f"{of_each * ranks} in all go on exactly"

@@ -127,10 +127,10 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     for name, value in values.items():
         try:
             found[name] = as_json(value, name)
-            files.check_depth(found)
+            files.check_depth({name: found[name]})
+        except ConfigError:
+            raise
         except (RecursionError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(
                 f"{name} cannot be stored: its lists and dicts are nested deeper than {files.DEEPEST_JSON}. Store it "
                 "flatter"

@@ -166,7 +166,7 @@ def compare(
     counts |= {"max_target_length": max_target_length, "gradient_accumulation": gradient_accumulation}
     check_counts(counts | {"steps": steps}, optional=("steps",))
     _check_names(models, engines)
-    limits = OffloadConfig(precision=precision, vram=vram, ram=ram)
+    budgets = budgets_of(precision, vram, ram)
     work = Work(
         model="",
         batch_size=batch_size,
@@ -174,8 +174,7 @@ def compare(
         target_length=max_target_length,
         accumulation=gradient_accumulation,
         precision=precision,
-        vram=None if limits.vram is None else parse_bytes(limits.vram),
-        ram=None if limits.ram is None else parse_bytes(limits.ram),
+        **budgets,
         steps=steps,
     )
     runs = Runs(folder := writable(output_dir), timeout)
@@ -204,6 +203,12 @@ def check_counts(counts: dict[str, Any], optional: Sequence[str] = ()) -> None:
             continue
         if type(value) is not int or not 0 < value < 2**31:
             raise ConfigError(f"{name} must be a whole number >= 1, got {shown(value)}")
+
+
+def budgets_of(precision: Any, vram: Any, ram: Any) -> dict[str, Any]:
+    """Both budgets in bytes; None: what is available. Raises `ConfigError` for a value that has no meaning."""
+    OffloadConfig(precision=precision, vram=vram, ram=ram)
+    return {name: None if size is None else parse_bytes(size) for name, size in (("vram", vram), ("ram", ram))}
 
 
 def _check_names(models: Any, engines: Any) -> None:

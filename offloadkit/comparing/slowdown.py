@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 from offloadkit.checkpoint.folder import writable
-from offloadkit.comparing.comparison import check_counts, progress, summary
-from offloadkit.config import OffloadConfig, Precision
+from offloadkit.comparing.comparison import budgets_of, check_counts, progress, summary
+from offloadkit.config import Precision
 from offloadkit.engines import forecast
 from offloadkit.engines.baseline import forecasts_of, plain_row
 from offloadkit.engines.runner import Row, Runs
 from offloadkit.engines.work import Work, config_of
 from offloadkit.errors import DoesNotFitError, OffloadkitError
-from offloadkit.units import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def measure_slowdown(
     counts = {"batch_size": batch_size, "max_input_length": max_input_length, "max_target_length": max_target_length}
     check_counts(counts | {"gradient_accumulation": gradient_accumulation, "steps": steps}, optional=("steps",))
     config_of(model)
-    limits = OffloadConfig(precision=precision, vram=vram, ram=ram)
+    budgets = budgets_of(precision, vram, ram)
     limited = Work(
         model=model,
         batch_size=batch_size,
@@ -82,8 +81,7 @@ def measure_slowdown(
         target_length=max_target_length,
         accumulation=gradient_accumulation,
         precision=precision,
-        vram=None if limits.vram is None else parse_bytes(limits.vram),
-        ram=None if limits.ram is None else parse_bytes(limits.ram),
+        **budgets,
         our_compute=True,
         steps=steps,
     )

@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from offloadkit import errors
 from offloadkit.checkpoint.folder import writable
 from offloadkit.comparing import learning, words
-from offloadkit.comparing.comparison import check_counts, progress, save, summary
+from offloadkit.comparing.comparison import budgets_of, check_counts, progress, save, summary
 from offloadkit.comparing.knee import Knee, fixed_seconds, measured_knee, predicted_knee, reads_weights
-from offloadkit.config import OffloadConfig, Precision
+from offloadkit.config import Precision
 from offloadkit.engines.baseline import config_folder, forecasts_of
 from offloadkit.engines.forecast import Forecast
 from offloadkit.engines.runner import Row, Runs
@@ -44,7 +44,7 @@ from offloadkit.errors import ConfigError, shown
 from offloadkit.hf.columns import ColumnWish
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH
 from offloadkit.hf.quiet import bars_where_live
-from offloadkit.units import format_bytes, parse_bytes
+from offloadkit.units import format_bytes
 
 if TYPE_CHECKING:
     from offloadkit.comparing.figures import Chart
@@ -201,10 +201,7 @@ def sweep(
     _check_sizes(batch_sizes, gradient_accumulation)
     _check_learning(train_dataset, eval_dataset, scale_learning_rate, learning_rate, tokenizer, finetune_arguments)
     check_counts({"steps": steps, "num_samples": num_samples}, optional=("steps", "num_samples"))
-    OffloadConfig(precision=precision, vram=vram, ram=ram)
-    budgets: dict[str, Any] = {
-        name: None if size is None else parse_bytes(size) for name, size in (("vram", vram), ("ram", ram))
-    }
+    budgets = budgets_of(precision, vram, ram)
     runs = Runs(folder := writable(output_dir), timeout)
     grid = [(size, times) for times in gradient_accumulation for size in batch_sizes]
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "") or type(model).__name__

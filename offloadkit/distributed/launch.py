@@ -103,7 +103,6 @@ def _kill(ranks: Sequence[_Rank]) -> None:
 
 def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops: Callable[[], bool]) -> None:
     """Wait until all ranks have returned, or raise why they have not."""
-
     forwarded_ones: list[int] = []
 
     def tell(number: int) -> None:

@@ -306,10 +306,10 @@ def _translate(error: BaseException, name: str, kind: str, found: bool, file: st
     if isinstance(error, OSError | ValueError | ImportError | RuntimeError):
         unlike = " (by its config.json)" if os.path.isdir(name) and isinstance(error, ValueError | RuntimeError) else ""
         return ModelError(f"{name!r} cannot be loaded{unlike}: {cut(str(error))}")
-    if isinstance(error, _OF_BROKEN_FILES) or "StrictDataclassError" in class_names or type(error) is Exception:
-        if not _is_ours(error):
-            why = f"its config.json, or another file of it, is broken ({type(error).__name__}: {cut(str(error))})"
-            return ModelError(f"{name!r} cannot be loaded: {why}. {_PUT_IN_PLACE}")
+    is_of_files = isinstance(error, _OF_BROKEN_FILES) or "StrictDataclassError" in class_names
+    if (is_of_files or type(error) is Exception) and not _is_ours(error):
+        why = f"its config.json, or another file of it, is broken ({type(error).__name__}: {cut(str(error))})"
+        return ModelError(f"{name!r} cannot be loaded: {why}. {_PUT_IN_PLACE}")
     return None
 
 

@@ -69,14 +69,7 @@ int fcntl(int fd, int command, ...) {
     if (refuses_lock(fd, command)) FAIL;
     return REAL(fcntl)(fd, command, argument);
 }
-int fcntl64(int fd, int command, ...) {
-    va_list rest;
-    va_start(rest, command);
-    void *argument = va_arg(rest, void *);
-    va_end(rest);
-    if (refuses_lock(fd, command)) FAIL;
-    return REAL(fcntl)(fd, command, argument);
-}
+int fcntl64(int fd, int command, ...) __attribute__((alias("fcntl")));
 int flock(int fd, int operation) {
     if ((fails & LOCKS) && is_file_below(fd, S_IFREG)) FAIL;
     return REAL(flock)(fd, operation);
