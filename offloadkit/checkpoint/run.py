@@ -311,7 +311,12 @@ def check_scheduler(folder: Path, values: dict[str, Any], own: dict[str, Any]) -
     """
     if values.get("scheduler") is None:
         raise ConfigError(f"{folder} holds no scheduler: it was saved without one. Leave scheduler= out")
-    why = why_unlike(saved := values["scheduler"], own, "scheduler")
+    saved = values["scheduler"]
+    comparable = dict(own)
+    if isinstance(saved, dict) and isinstance(functions := saved.get("lr_lambdas"), list):
+        # a plain function has no state: torch saves None for it and passes it over, whatever this run has there
+        comparable["lr_lambdas"] = [None if None in functions else each for each in own.get("lr_lambdas", [])]
+    why = why_unlike(saved, comparable, "scheduler")
     for name, value in own.items() if why is None else ():
         if isinstance(value, list) and name in saved and len(saved[name]) != len(value):
             why = f"{name} of its scheduler has {len(saved[name])} values, this run's {len(value)}"

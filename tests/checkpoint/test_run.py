@@ -288,6 +288,26 @@ def test_in_the_middle_of_a_window_nothing_is_saved_or_loaded(tmp_path: Path) ->
         engine.save_checkpoint(tmp_path / "saved")
 
 
+@pytest.mark.parametrize("functions", [(True, False), (False, True)], ids=["to a callable object", "to a function"])
+def test_a_run_goes_on_with_another_schedule(tmp_path: Path, functions: tuple[bool, bool]) -> None:
+    """LambdaLR saves the state of a callable object (transformers' `linear`) and None of a function (`constant`)."""
+
+    def schedule(engine: EngineOfDevice, is_function: bool) -> torch.optim.lr_scheduler.LRScheduler:
+        factor = (lambda step: 0.5**step) if is_function else partial(pow, 0.5)
+        return torch.optim.lr_scheduler.LambdaLR(engine.optimizer, factor)
+
+    with OffloadEngine(model(), options(tmp_path)) as engine:
+        before = schedule(engine, functions[0])
+        train(engine, before, 2)
+        engine.save_checkpoint(tmp_path / "saved", scheduler=before, position=2)
+    with OffloadEngine(model(1), options(tmp_path)) as engine:
+        after = schedule(engine, functions[1])
+        assert engine.load_checkpoint(tmp_path / "saved", scheduler=after) == 2
+        assert after.last_epoch == 2
+        train(engine, after, 1)
+        assert after.get_last_lr() == [pytest.approx(1e-2 * 0.5**3)]
+
+
 def test_a_save_that_fails_leaves_the_checkpoint_before_and_foreign_files_are_never_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
