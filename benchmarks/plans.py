@@ -65,7 +65,7 @@ def _planned(name: str, case: Case, source: Row) -> Row:
     vram = limits["vram"] or machine.vram_total_bytes
     machine = replace(machine, vram_total_bytes=vram, vram_free_bytes=vram)
     layers, work = layers_and_work(case.model, case.dtype, case.batch_size, case.input_length, case.target_length)
-    layers = [replace(layer, precision=case.precision) for layer in layers]
+    layers = [replace(layer, kind=replace(layer.kind, precision=case.precision)) for layer in layers]
     config = OffloadConfig(
         precision=case.precision,
         gradient_accumulation=case.accumulation,
@@ -133,7 +133,7 @@ def as_placed(row: Row) -> tuple[Search, tuple[Placement, ...]]:
         norms=row["commit"] not in NORMS_OF_SEVERAL_OPERATIONS and not compiled,
         attention=row["commit"] not in EAGER_ATTENTION,
     )
-    layers = [replace(layer, precision=row["precision"]) for layer in layers]
+    layers = [replace(layer, kind=replace(layer.kind, precision=row["precision"])) for layer in layers]
     timed = (row["figures"] or {}).get("operation_launches")
     work = replace(work, operation_launches=tuple(timed) if timed else None)
     search = Search(layers, work, hardware_of(row["rates"]), row["accumulation"], compiled=compiled)

@@ -17,11 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from offloadkit.config import OffloadConfig, Precision
+from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError, ModelError, shown
 from offloadkit.hardware import Hardware
 from offloadkit.optim.norm import NORM_BLOCK
-from offloadkit.optim.table import DTYPES, Dtype, StateTable, state_table
+from offloadkit.optim.table import DTYPES, Dtype, LayerKind, StateTable
 from offloadkit.planner import LayerShape, MicroBatch, Plan, make_plan
 
 VIEW_ALIGNMENT = 256
@@ -70,16 +70,13 @@ class FlatLayer:
 
     index: int
     name: str
-    dtype: torch.dtype
-    """dtype of the working weights."""
+    kind: LayerKind
+    """How all of its parameters are trained."""
     views: list[ParameterView]
     modules: list[nn.Module]
     """The layer's weights must be up to date before the forward of any of these."""
     block: nn.Module | None = None
     """The repeated block whose parameters these are. It is one of `modules`."""
-    precision: Precision = "exact"
-    """How the moments are stored."""
-    optimizer: str = "adamw"
     exchange: str = "step"
     """As in `OffloadConfig`."""
     rank: int = 0
@@ -136,12 +133,10 @@ class FlatLayer:
             self.name,
             num_parameters=sum(view.numel for view in self.views),
             numel=self.numel,
-            dtype=DTYPE_NAMES[self.dtype],
+            kind=self.kind,
             num_norm_blocks=shard.num_norm_blocks,
             shared=self.shared,
             in_block=self.block is not None,
-            precision=self.precision,
-            optimizer=self.optimizer,
             own=shard.numel if is_cut else None,
             num_ranks=max(len(self.cuts) - 1, 1),
             exchanges_sums=self.exchange == "step",
@@ -154,9 +149,14 @@ class FlatLayer:
         return sum(-(-view.numel // NORM_BLOCK) for view in self.views)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the working weights."""
+        return self.kind.weights_dtype
+
+    @property
     def states(self) -> StateTable:
         """The arrays of its optimizer states."""
-        return state_table(self.optimizer, self.precision, self.dtype)
+        return self.kind.states
 
     @property
     def shared(self) -> bool:
@@ -180,10 +180,16 @@ def flat_layers(
         ConfigError: the optimizer cannot be offloaded, or not with this precision.
     """
     groups = group_indices(model, param_groups)
-    layers = cut(model, groups, _working_dtypes(model, groups, config.working_dtype))
+    dtypes = _working_dtypes(model, groups, config.working_dtype)
+    kinds = {
+        parameter: LayerKind(DTYPE_NAMES[dtype], config.optimizer, config.precision)
+        for parameter, dtype in dtypes.items()
+    }
+    for kind in dict.fromkeys(kinds.values()):
+        _ = kind.states  # raises for an optimizer and a precision that do not go together
+    layers = cut(model, groups, kinds)
     for layer in layers:
-        layer.optimizer, layer.precision, layer.exchange = config.optimizer, config.precision, config.exchange
-        state_table(layer.optimizer, layer.precision, layer.dtype)  # raises for what does not go together
+        layer.exchange = config.exchange
     return layers
 
 
@@ -455,30 +461,30 @@ def _inside(name: str, blocks: list[tuple[str, nn.Module]]) -> bool:
     return any(name == block or name.startswith(f"{block}.") for block, _ in blocks)
 
 
-def cut(model: nn.Module, groups: dict[nn.Parameter, int], dtypes: dict[nn.Parameter, torch.dtype]) -> list[FlatLayer]:
+def cut(model: nn.Module, groups: dict[nn.Parameter, int], kinds: dict[nn.Parameter, LayerKind]) -> list[FlatLayer]:
     """The flat layers of `model`, in definition order.
 
     Args:
         groups: optimizer group of each trainable parameter. Parameters not in it are in no layer.
-        dtypes: dtype of each trainable parameter's working weight. A flat layer holds one dtype.
+        kinds: the kind of each trainable parameter. A flat layer holds parameters of one kind.
     """
     blocks = repeated_blocks(model)
     inside = {module: name for name, block in blocks for module in block.modules()}
     block_of = dict(blocks)
-    pieces: dict[tuple[str, torch.dtype], list[ParameterView]] = {}
-    current: dict[torch.dtype, str] = {}
+    pieces: dict[tuple[str, LayerKind], list[ParameterView]] = {}
+    current: dict[LayerKind, str] = {}
     for view in _views(model, groups):
         homes = {inside.get(owner) for owner, _ in view.owners}
-        home, dtype = homes.pop() if len(homes) == 1 else None, dtypes[view.parameter]
+        home, kind = homes.pop() if len(homes) == 1 else None, kinds[view.parameter]
         if home is None:
-            home = _piece(pieces, current, view, dtype)
-        pieces.setdefault((home, dtype), []).append(view)
+            home = _piece(pieces, current, view, kind)
+        pieces.setdefault((home, kind), []).append(view)
     layers: list[FlatLayer] = []
-    for (name, dtype), members in pieces.items():
+    for (name, kind), members in pieces.items():
         owners = [owner for view in members for owner, _ in view.owners]
         block = block_of.get(name)
         modules = list(dict.fromkeys(owners if block is None else [block, *owners]))
-        layers.append(FlatLayer(len(layers), name, dtype, members, modules, block))
+        layers.append(FlatLayer(len(layers), name, kind, members, modules, block))
     return layers
 
 
@@ -494,22 +500,22 @@ def _views(model: nn.Module, groups: dict[nn.Parameter, int]) -> Iterator[Parame
 
 
 def _piece(
-    pieces: dict[tuple[str, torch.dtype], list[ParameterView]],
-    current: dict[torch.dtype, str],
+    pieces: dict[tuple[str, LayerKind], list[ParameterView]],
+    current: dict[LayerKind, str],
     view: ParameterView,
-    dtype: torch.dtype,
+    kind: LayerKind,
 ) -> str:
-    """Name of the layer outside the blocks that `view` joins: the newest of its dtype, or a new one if that is full.
+    """Name of the layer outside the blocks that `view` joins: the newest of its kind, or a new one if that is full.
 
     Parameters of one module stay together.
     """
-    name = current.get(dtype)
+    name = current.get(kind)
     if name is not None:
-        begun = pieces[name, dtype]
+        begun = pieces[name, kind]
         numel = sum(other.numel for other in begun) + view.numel
         if begun[0].owners[0][0] is view.owners[0][0] or numel <= MAX_PIECE_NUMEL:
             return name
-    current[dtype] = view.name.rpartition(".")[0] or view.name
-    while (current[dtype], dtype) in pieces:
-        current[dtype] += "'"
-    return current[dtype]
+    current[kind] = view.name.rpartition(".")[0] or view.name
+    while (current[kind], kind) in pieces:
+        current[kind] += "'"
+    return current[kind]

@@ -280,6 +280,30 @@ def state_table(optimizer: str, precision: Precision, weights_dtype: torch.dtype
     return StateTable(chosen, precision, weights_dtype, tuple(arrays))
 
 
+@dataclass(frozen=True)
+class LayerKind:
+    """How the parameters of a flat layer are trained. The plan, the buffers, the states and the checkpoint read it.
+
+    Parameters of different kinds are in different flat layers.
+    """
+
+    dtype: Dtype
+    """dtype of the working weights."""
+    optimizer: str = "adamw"
+    """A name in `OPTIMIZERS`."""
+    precision: Precision = "exact"
+    """Precision of the optimizer's moments."""
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def states(self) -> StateTable:
+        """The arrays of the optimizer states. Raises `ConfigError` as `state_table` does."""
+        return state_table(self.optimizer, self.precision, self.weights_dtype)
+
+
 @dataclass(slots=True)
 class FlatState:
     """The arrays of one flat layer that a step reads and writes: 1-D, contiguous, on one device."""

@@ -9,9 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from offloadkit.config import Placement, Precision
+from offloadkit.config import Placement
 from offloadkit.hardware import Hardware
-from offloadkit.optim.table import DTYPES, MASTER_WEIGHTS, MOMENTS, Dtype, StateTable, aligned, state_table
+from offloadkit.optim.table import MASTER_WEIGHTS, MOMENTS, Dtype, LayerKind, StateTable, aligned
 from offloadkit.planner.fitted import NCCL_BYTES, NCCL_FEW_BYTES
 from offloadkit.planner.work import MicroBatch
 
@@ -55,17 +55,13 @@ class LayerShape:
     num_parameters: int
     numel: int
     """Elements of its flat buffers, padding included; a multiple of 256."""
-    dtype: Dtype
-    """Working weights."""
+    kind: LayerKind
     num_norm_blocks: int
     """Of the elements that this rank steps."""
     shared: bool
     """Whether it holds a tied weight, whose gradient is fp32."""
     in_block: bool = False
     """Whether it belongs to a repeated block: only then may its weights leave VRAM."""
-    precision: Precision = "exact"
-    """Of the moments."""
-    optimizer: str = "adamw"
     own: int | None = None
     """Elements that this rank steps; None: all."""
     num_ranks: int = 1
@@ -94,11 +90,16 @@ class LayerShape:
     @property
     def states(self) -> StateTable:
         """The arrays of its optimizer states."""
-        return state_table(self.optimizer, self.precision, DTYPES[self.dtype])
+        return self.kind.states
+
+    @property
+    def dtype(self) -> Dtype:
+        """dtype of the working weights."""
+        return self.kind.dtype
 
     def bucket_bytes(self) -> int:
         """One micro-batch's gradient."""
-        return self.numel * (4 if self.shared else DTYPES[self.dtype].itemsize)
+        return self.numel * (4 if self.shared else self.kind.weights_dtype.itemsize)
 
     def sums_whole(self, accumulation: int) -> bool:
         """Whether each of several ranks adds up the whole layer's gradient, before they exchange it."""
@@ -136,11 +137,11 @@ class LayerShape:
 
     def weight_bytes(self) -> int:
         """The working weights."""
-        return self.numel * DTYPES[self.dtype].itemsize
+        return self.numel * self.kind.weights_dtype.itemsize
 
     def stepped_bytes(self) -> int:
         """The working weights that this rank steps."""
-        return self.own_numel * DTYPES[self.dtype].itemsize
+        return self.own_numel * self.kind.weights_dtype.itemsize
 
     def sums_bytes(self) -> int:
         """The norm's block sums, in fp64."""
@@ -310,8 +311,8 @@ def step_buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulati
     if not any(where.states == "ram" and where.step == "gpu" for _, where in placed):
         return 0
     passing = [item for item in placed if item[1].states == "ram" and gpu_can_step(item[1])]
-    kinds = {  # a model has few, and is planned over and over; optimizer and precision are the run's
-        (layer.numel, layer.own, layer.dtype, layer.shared, where.weights, where.gradients): (layer, where)
+    kinds = {  # a model has few, and is planned over and over
+        (layer.numel, layer.own, layer.kind, layer.shared, where.weights, where.gradients): (layer, where)
         for layer, where in passing
     }
     return max(layer.passing_bytes(where, accumulation) for layer, where in kinds.values())

@@ -287,9 +287,14 @@ def make_plan(
     Where ranks were measured with few of NCCL's thread blocks too, the plan chooses between these and NCCL's own choice
     (`Hardware.most_ctas`), once for all. Few take less VRAM too: what fits with few alone has few.
     """
-    of_run: Any = {"precision": config.precision, "optimizer": config.optimizer}
-    of_run["exchanges_sums"] = config.exchange == "step"
-    layers = tuple(replace(layer, **of_run) for layer in layers)
+    layers = tuple(
+        replace(
+            layer,
+            kind=replace(layer.kind, optimizer=config.optimizer, precision=config.precision),
+            exchanges_sums=config.exchange == "step",
+        )
+        for layer in layers
+    )
     basis = Basis(config, frozen, frozen_bytes, work, hardware, assumed)
     budgets = _budgets(config, hardware, layers[0].num_ranks)
     if work is None or hardware is None or not hardware.few_ctas_link_bytes_per_second:

@@ -139,7 +139,7 @@ class StepModel:
         timed = work.operation_launches or (FORWARD_LAUNCHES, BACKWARD_LAUNCHES)
         forward, backward = (number * launch for number in timed)
         own = ENGINE_LAUNCHES * launch if work.operation_launches else 0.0
-        self.cpu_rate = cpu_step_rate(layers[0].precision, hardware)
+        self.cpu_rate = cpu_step_rate(layers[0].kind.precision, hardware)
         self.slowed_beside_cpu = RANKS_SLOW if hardware.num_ranks > 1 else THREAD_SLOWS
         sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
         dtype = max(sizes, key=lambda name: sizes[name])
@@ -568,7 +568,7 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
         state_bytes=sum(layer.state_bytes().values()),
         step_bytes=traffic,
         num_chunks=num_chunks,
-        cpu_step=traffic / cpu_step_rate(layer.precision, hardware) + STEP_LAUNCHES * hardware.launch_seconds,
+        cpu_step=traffic / cpu_step_rate(layer.kind.precision, hardware) + STEP_LAUNCHES * hardware.launch_seconds,
         gpu_step=traffic / vram + KERNEL_SECONDS,
         bucket=3 * bucket / vram,
         adding_in_vram=(8 * added + received) / vram,

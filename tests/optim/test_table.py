@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadkit import OffloadConfig, OffloadEngine, Placement
-from offloadkit.optim.table import OPTIMIZERS, Moment, Optimizer, state_table
+from offloadkit.optim.table import OPTIMIZERS, LayerKind, Moment, Optimizer, state_table
 from offloadkit.planner.layout import LayerShape
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -81,7 +81,7 @@ def config(placement: Placement | None, tmp_path: Path, dtype: str) -> OffloadCo
 
 
 def test_it_is_planned_with_its_three_arrays() -> None:
-    layer = LayerShape("layer", 1000, 1024, "bf16", 1, shared=False, optimizer="amsgrad")
+    layer = LayerShape("layer", 1000, 1024, LayerKind("bf16", "amsgrad"), 1, shared=False)
     assert layer.state_bytes() == {"master weights": 2 * 1024, "moments": 3 * 4 * 1024}
     assert layer.step_bytes(1) == 2 * 1024 + 2 * (2 + 2 + 12) * 1024
 

@@ -11,6 +11,7 @@ from benchmarks.cases import SHAPES
 from offloadkit.config import OffloadConfig
 from offloadkit.hardware import Hardware
 from offloadkit.offload.layers import flat_layers
+from offloadkit.optim.table import LayerKind
 from offloadkit.planner import LayerShape, MicroBatch, Pass, Stage
 from offloadkit.tracing import trace_micro_batch
 
@@ -79,8 +80,9 @@ T4 = Hardware(
 
 
 def shape(name: str = "block.0", numel: int = 1024, **changes: Any) -> LayerShape:
-    """A flat layer of a repeated block, bf16, nothing tied."""
-    layer = LayerShape(name, numel, numel, "bf16", num_norm_blocks=1, shared=False, in_block=True)
+    """A flat layer of a repeated block, bf16, nothing tied. `changes`: fields of the shape or of its kind."""
+    kind = LayerKind(**{"dtype": "bf16"} | {key: changes.pop(key) for key in ("dtype", "precision") if key in changes})
+    layer = LayerShape(name, numel, numel, kind, num_norm_blocks=1, shared=False, in_block=True)
     return replace(layer, **changes)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from offloadkit.config import Placement
+from offloadkit.optim.table import LayerKind
 from offloadkit.planner import layout as shapes
 from offloadkit.planner import step_buffer_bytes, tier_bytes
 from tests.planner.machines import shape
@@ -66,11 +67,11 @@ def test_what_passes_through_a_step_buffer(placement: Placement, accumulation: i
 
 
 def test_step_buffers_hold_whatever_either_processor_can_step() -> None:
-    wide = replace(LAYER, dtype="fp32")
+    wide = replace(LAYER, kind=LayerKind("fp32"))
     assert step_buffer_bytes([(LAYER, EITHER), (wide, Placement())], 1) == (4 + 8) * 1024
     assert step_buffer_bytes([(LAYER, EITHER), (wide, Placement(gradients="vram"))], 1) == 12 * 1024
     assert step_buffer_bytes([(LAYER, EITHER), (wide, Placement(states="disk"))], 1) == 12 * 1024
-    tiny = replace(LAYER, precision="tiny")
+    tiny = replace(LAYER, kind=replace(LAYER.kind, precision="tiny"))
     assert step_buffer_bytes([(tiny, LEAST_RAM)], 1) == 2 * 1024 + 2 * (1024 + 256)
 
 
