@@ -265,6 +265,10 @@ class OffloadEngine:
         own_return: a Trainer's while it trains, since it loads its checkpoints by itself: gives the one to go back to.
             None: the engine loads `last_checkpoint`.
         pinning_seconds: how long it took to populate and pin the RAM.
+        placed: the model's flat layers in their placements, until the engine is closed.
+        step_thread: runs the updates.
+        newest_update: the last update that was started; None before the first one.
+        ram_watch: watches the RAM that is left.
     """
 
     def __init__(
@@ -360,11 +364,11 @@ class OffloadEngine:
             message = f"less VRAM is free than was planned with: the plan is leaner ({words})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         forget_peak(self.device)  # a full GPU is explained by this engine's
-        self._thread = StepThread(self.device, self._ranks)
-        self._undo.callback(self._thread.close)
+        self.step_thread = StepThread(self.device, self._ranks)
+        self._undo.callback(self.step_thread.close)
         self._undo.callback(plain_copies(model))
-        self._ram_watch = RamWatch(self.plan.tiers["ram"])
-        self._undo.callback(self._ram_watch.close)
+        self.ram_watch = RamWatch(self.plan.tiers["ram"])
+        self._undo.callback(self.ram_watch.close)
         self._rate_watch = RateWatch(self.plan)
         self._undo.callback(self.telemetry.subscribe(self._rate_watch.add))
         vram = self.config.vram
@@ -376,16 +380,16 @@ class OffloadEngine:
         begun = self.plan
         try:
             with explained_shortage(begun, self.device), phase("reading", self.telemetry.peaks, self.device):
-                self._placed = PlacedModel(
+                self.placed = PlacedModel(
                     model,
                     layers,
                     self.plan,
                     self.config,
                     self.device,
                     ranks=self._ranks,
-                    ram_watch=self._ram_watch,
+                    ram_watch=self.ram_watch,
                     leaner=self._leaner,
-                    submit=self._thread.submit,
+                    submit=self.step_thread.submit,
                     settle=weakref.WeakMethod(self._settle),
                     undo=self._undo,
                 )
@@ -397,15 +401,15 @@ class OffloadEngine:
             words = moved_in_words(begun, self.plan)
             message = f"the GPU was full while the engine was built: the plan is leaner ({words})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-            self._ram_watch.expect(self.plan.tiers["ram"])
-        self.pinning_seconds = self._placed.pinning_seconds
+            self.ram_watch.expect(self.plan.tiers["ram"])
+        self.pinning_seconds = self.placed.pinning_seconds
         self.optimizer = OffloadOptimizer(
             param_groups or [{"params": [p for p in model.parameters() if p in trained]}],
             self.config,
             self,
             {
                 view.parameter: state.state_of(at)
-                for state in self._placed.states
+                for state in self.placed.states
                 for at, view in enumerate(state.layer.views)
             },
         )
@@ -420,7 +424,7 @@ class OffloadEngine:
         )
         has_fp16 = any(layer.dtype == torch.float16 for layer in layers)
         self.loss_scale = LossScale(self.config.loss_scale) if has_fp16 else None
-        self._newest: Update | None = None
+        self.newest_update: Update | None = None
         self._last_checkpoint: Path | None = None
         self._origin = self._told(Origin.of_new_run)
         self._saves = Saves()
@@ -508,13 +512,13 @@ class OffloadEngine:
         self._check_open()
         if not torch.is_grad_enabled():
             return self.evaluates(lambda: self.module(*args, **kwargs))
-        if kwargs.get("use_cache") and self._placed.caching:
+        if kwargs.get("use_cache") and self.placed.caching:
             raise ModelError(
                 "use_cache=True in training: cached keys and values serve generation only. Leave it out, or call the "
                 "engine under torch.no_grad()"
             )
-        self._begin_phase("first step" if self._newest is None else "training")
-        if not self.module.training and self._placed.recomputes_in_training and self._newest is None:
+        self._begin_phase("first step" if self.newest_update is None else "training")
+        if not self.module.training and self.placed.recomputes_in_training and self.newest_update is None:
             warnings.warn(
                 "the model is in eval mode, in which blocks of transformers keep their activations although the plan "
                 "has them recomputed: call model.train() first",
@@ -524,7 +528,7 @@ class OffloadEngine:
         with (
             self.makes_room(),
             self._records.forward(num_tokens(self.module, kwargs)),
-            self._placed.in_forward(),
+            self.placed.in_forward(),
         ):
             try:
                 output = self.module(*args, **kwargs)
@@ -565,7 +569,7 @@ class OffloadEngine:
                 set_random_states(states)
             except BaseException:
                 if self._open:
-                    self._placed.end_modules()
+                    self.placed.end_modules()
                 raise
             else:
                 self._vram_cap.renew("evaluation")
@@ -603,7 +607,7 @@ class OffloadEngine:
                 "backward() was called twice before step(), but gradient_accumulation is 1: "
                 "call step() after each backward(), or set OffloadConfig(gradient_accumulation=...)"
             )
-        if self._placed.gradients.window_is_full:
+        if self.placed.gradients.window_is_full:
             raise EngineStateError(
                 f"backward() was called more than gradient_accumulation={accumulation} times in a window: the ranks "
                 "exchange their sums in the last one. Call step(boundary=True) before it, or set "
@@ -633,11 +637,11 @@ class OffloadEngine:
             self._check_nothing_outside(loss)
         if divisor > 1:
             loss = loss / divisor
-        self._placed.gradients.ends_window = self._num_backwards + 1 == self.config.gradient_accumulation
+        self.placed.gradients.ends_window = self._num_backwards + 1 == self.config.gradient_accumulation
         with self._records.backward(loss):
             self._update_loss_scale()
             try:
-                with self._placed.in_backward():
+                with self.placed.in_backward():
                     loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
                     loss.backward()  # type: ignore[no-untyped-call]
             except BaseException as error:
@@ -655,9 +659,9 @@ class OffloadEngine:
         Raises:
             EngineStateError: the loss reaches such a parameter.
         """
-        if self._newest is not None or self._num_backwards:
+        if self.newest_update is not None or self._num_backwards:
             return
-        own = {id(view.parameter) for view in self._placed.views()}
+        own = {id(view.parameter) for view in self.placed.views()}
         seen, waiting = set(), [loss.grad_fn]
         while waiting:
             node: Any = waiting.pop()
@@ -703,29 +707,29 @@ class OffloadEngine:
             return False
         self._untrained.check()
         self._vram_cap.renew("training")
-        scarce, leaner = self._ram_watch.warning(), None
+        scarce, leaner = self.ram_watch.warning(), None
         if scarce is not None and self._ranks is None:
             leaner = with_less_ram(self.plan, self.device)
             if leaner is None:
                 raise OutOfRamError(scarce)
         self._read_reports()
-        self._placed.take_over_outside_writes()
+        self.placed.take_over_outside_writes()
         agreed = None if self._ranks is None else self._agree(self._ranks, is_scarce=scarce is not None)
         # With several ranks the others step already: who is full here cannot have them repeat the window.
         alone = agreed is None
         with self.makes_room() if alone else explained_shortage(self.plan, self.device, self.drop_gradients):
             try:
                 update = self._new_update(None if agreed is None else agreed.order)
-                self._thread.start(update)
+                self.step_thread.start(update)
             except BaseException:  # also an interrupt: nothing may wait for an update that was never started
-                self._placed.forget_pending()
+                self.placed.forget_pending()
                 self.drop_gradients()
                 raise
         self.num_updates += 1
-        self._newest, self._overflow_known, self._stepped, self._num_backwards = update, False, True, 0
+        self.newest_update, self._overflow_known, self._stepped, self._num_backwards = update, False, True, 0
         self._in_last = False
         received = {} if self._ranks is None else self._ranks.take_received()
-        self._records.end_window(update, self.optimizer.param_groups[0]["lr"], self._placed.take_busy(), received)
+        self._records.end_window(update, self.optimizer.param_groups[0]["lr"], self.placed.take_busy(), received)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
         said = self._what_is_not_finite(update) if self.config.on_nonfinite == "rollback" else None
         if self._profile is not None and self._profile.step(self._settle, self._records.read, self.telemetry):
@@ -754,7 +758,7 @@ class OffloadEngine:
             self._check_whole()
         window = self.num_updates, self._num_backwards
         try:
-            wished, order = self._placed.agree(ranks, window, (False, is_scarce, self._rates_are_due))
+            wished, order = self.placed.agree(ranks, window, (False, is_scarce, self._rates_are_due))
         except BaseException:
             self.drop_gradients()
             raise
@@ -779,7 +783,7 @@ class OffloadEngine:
 
         order: of the layers, where several ranks have agreed on it.
         """
-        layers = self._placed.start_update(order)
+        layers = self.placed.start_update(order)
         options = [GroupOptions.of(group) for group in self.optimizer.param_groups]
         update = Update(self.num_updates + 1, layers, options, self.config.max_grad_norm, record_compute(self.device))
         if self.loss_scale is not None:
@@ -793,11 +797,11 @@ class OffloadEngine:
 
         The wait for the norm is short: forward has already waited for that update.
         """
-        if self.loss_scale is None or self._newest is None or self._overflow_known or self._num_backwards:
+        if self.loss_scale is None or self.newest_update is None or self._overflow_known or self._num_backwards:
             return
-        watchdog.wait(self._newest.norm_known, "the gradient norm")
+        watchdog.wait(self.newest_update.norm_known, "the gradient norm")
         self._overflow_known = True
-        self.loss_scale.update(overflow=self._newest.skipped)
+        self.loss_scale.update(overflow=self.newest_update.skipped)
 
     # ---- reading and settling ----------------------------------------------------------------------------------
 
@@ -807,11 +811,11 @@ class OffloadEngine:
         It waits until the norm is known.
         """
         self._check_open()
-        if self._newest is None:
+        if self.newest_update is None:
             return None
-        watchdog.wait(self._newest.norm_known, "the gradient norm")
+        watchdog.wait(self.newest_update.norm_known, "the gradient norm")
         self._raise_thread_error()
-        return self._newest.norm
+        return self.newest_update.norm
 
     def synchronize(self) -> None:
         """Wait until every update is applied, on the host and on the device.
@@ -822,7 +826,7 @@ class OffloadEngine:
         self._check_open()
         self._settle()
         self._update_loss_scale()
-        self._placed.take_over_outside_writes()
+        self.placed.take_over_outside_writes()
         self._records.wait()
         self._read_reports()
 
@@ -843,17 +847,17 @@ class OffloadEngine:
     def drop_gradients(self) -> None:
         """Drop the gradients gathered since the last update, as `optimizer.zero_grad()` does."""
         self._check_open()
-        self._placed.gradients.drop()
+        self.placed.gradients.drop()
         self._records.drop_window()
         self._num_backwards, self._stepped, self._has_graph, self._in_last = 0, True, False, False
 
     def _settle(self) -> None:
         if os.getpid() != self._process:
             raise forked("the model was")
-        if self._newest is not None:
-            self._thread.finish(self._newest)
+        if self.newest_update is not None:
+            self.step_thread.finish(self.newest_update)
         self._raise_thread_error()
-        self._placed.settle()
+        self.placed.settle()
 
     def _read_reports(self) -> None:
         """Record the steps that have finished in the telemetry, and report those that were not applied."""
@@ -944,7 +948,7 @@ class OffloadEngine:
         """
         self._check_open()
         with self._together("calling move()"):
-            if self._num_backwards or self._placed.is_busy:
+            if self._num_backwards or self.placed.is_busy:
                 raise EngineStateError(
                     "move() was called inside an accumulation window: call it after the step() that ends the window, "
                     "or after drop_gradients()"
@@ -958,10 +962,10 @@ class OffloadEngine:
         """`move` where no gradients are gathered."""
         began, before, plan = time.perf_counter(), self.plan, self._own(plan, self._layers)
         self._settle()
-        self._thread.settle()
-        self._placed.take_over_outside_writes()
+        self.step_thread.settle()
+        self.placed.take_over_outside_writes()
         with self._together("beginning to move"):
-            self._placed.check_movable(plan.placements)
+            self.placed.check_movable(plan.placements)
         try:
             self._connect(plan)
         except BaseException:
@@ -969,9 +973,9 @@ class OffloadEngine:
             raise
         try:
             with explained_shortage(plan, self.device), torch.inference_mode(False), torch.no_grad():
-                self._placed.move(plan.placements, self._has_moved)
+                self.placed.move(plan.placements, self._has_moved)
         except BaseException as error:
-            if not self._placed.is_whole:
+            if not self.placed.is_whole:
                 self.close()
                 if not isinstance(error, Exception):
                     raise  # an interrupt
@@ -980,12 +984,12 @@ class OffloadEngine:
                     f"a move failed, {apart}: the engine is closed, and the model has its weights; the optimizer's "
                     f"states are gone. Go on from a checkpoint ({error})"
                 ) from error
-            plan = placed(before, self._placed.placements)
+            plan = placed(before, self.placed.placements)
             raise
         finally:
             if self._open:
                 self.plan = self._records.plan = self.telemetry.plan = plan
-                self._ram_watch.expect(plan.tiers["ram"])
+                self.ram_watch.expect(plan.tiers["ram"])
                 self._rate_watch.begin(plan)
         seconds = time.perf_counter() - began
         self._vram_cap.watch()
@@ -1060,15 +1064,15 @@ class OffloadEngine:
             OutOfVramError: it cannot know what the others do next.
         """
         if not has_joined:
-            self._placed.gradients.ends_window = self._in_last
+            self.placed.gradients.ends_window = self._in_last
             with explained_shortage(self.plan, self.device):
-                self._placed.join_rest()
+                self.placed.join_rest()
         self._settle()
         if self._exchanges_last and not self._in_last:
             return ranks.agree(np.array([1]))[:, 0].astype(bool)
         if not self._exchanges_each:
             window = self.num_updates, self._num_backwards
-            return self._placed.agree(ranks, window, (True, False, False))[0][:, 0].astype(bool)
+            return self.placed.agree(ranks, window, (True, False, False))[0][:, 0].astype(bool)
         if has_joined:  # another micro-batch may come, or the end of the window
             self.drop_gradients()
             error.is_final = True
@@ -1114,7 +1118,7 @@ class OffloadEngine:
         Raises:
             OutOfVramError: `error`, with why there is no such move.
         """
-        if self._num_backwards or self._has_graph or self._placed.is_busy:
+        if self._num_backwards or self._has_graph or self.placed.is_busy:
             raise OutOfVramError(
                 f"{error}. An accumulation window is under way, in which nothing can move: evaluate and generate after "
                 "the step() that ends it, and the engine makes room"
@@ -1183,7 +1187,7 @@ class OffloadEngine:
         """Move where measured rates say that another plan is faster. Training goes on as it is if that cannot be."""
         if self._ranks is not None:
             self._settle()  # the stepping thread talks to the other ranks until then
-        found = self._rate_watch.judge(self._placed.assigned, lambda: room(self.plan, self.device), self._ranks)
+        found = self._rate_watch.judge(self.placed.assigned, lambda: room(self.plan, self.device), self._ranks)
         if found is None:
             return
         try:
@@ -1213,7 +1217,7 @@ class OffloadEngine:
         self.synchronize()
         return {
             "module": self.module.state_dict(),
-            "optimizer": {view.name: self.optimizer.state[view.parameter] for view in self._placed.views()},
+            "optimizer": {view.name: self.optimizer.state[view.parameter] for view in self.placed.views()},
             "param_groups": [
                 {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
             ],
@@ -1236,7 +1240,7 @@ class OffloadEngine:
         groups = self.optimizer.param_groups
         self._check_state(state)
         saved = state["optimizer"]
-        parameters = {view.name: view.parameter for view in self._placed.views()}
+        parameters = {view.name: view.parameter for view in self.placed.views()}
         if parameters.keys() != saved.keys():
             differing = sorted(parameters.keys() ^ saved.keys())
             raise ModelError(f"the saved run has other parameters than this model: {', '.join(differing[:5])} differ")
@@ -1246,9 +1250,9 @@ class OffloadEngine:
             )
         for name, parameter in parameters.items():
             check_states(self.optimizer.state[parameter], saved[name])
-        with self._placed.outside.released():
+        with self.placed.outside.released():
             self.module.load_state_dict(state["module"])
-        self._placed.take_over_outside_writes(keep_remainder=True)
+        self.placed.take_over_outside_writes(keep_remainder=True)
         for name, parameter in parameters.items():
             self.optimizer.load_parameter_state(parameter, saved[name])
         if (warning := changed_options(groups, state["param_groups"])) is not None:
@@ -1292,7 +1296,7 @@ class OffloadEngine:
         Raises:
             EngineStateError: as `state_dict`.
         """
-        state, views = self.state_dict(), list(self._placed.views())
+        state, views = self.state_dict(), list(self.placed.views())
         names: list[list[str]] = [[] for _ in state["param_groups"]]
         for view in views:
             names[view.group].append(view.name)
@@ -1303,14 +1307,14 @@ class OffloadEngine:
         return RunNumbers(
             state["module"],
             state["optimizer"],
-            {view.name: each.ranges_of(at) for each in self._placed.states for at, view in enumerate(each.layer.views)},
+            {view.name: each.ranges_of(at) for each in self.placed.states for at, view in enumerate(each.layer.views)},
             {view.name: tuple(view.parameter.shape) for view in views},
             groups,
             facts,
             {name: state[name] for name in ("num_updates", "loss_scale")},
             self._adding,
             self.origin,
-            self._placed.forget_pages,
+            self.placed.forget_pages,
         )
 
     @property
@@ -1371,13 +1375,13 @@ class OffloadEngine:
         folder, own = Path(os.path.realpath(path_of(folder, "folder"))), _states_of(scheduler)
 
         def took_weights() -> None:
-            self._placed.take_over_outside_writes(keep_remainder=True)
+            self.placed.take_over_outside_writes(keep_remainder=True)
 
         # Released: watched weights are copied before each piece is written, for remainders that are loaded anyway.
         # Weights in RAM that ranks share are written by all of them, with the same numbers, while nobody reads them.
         with (
             phase("resuming", self.telemetry.peaks, self.device),
-            self._placed.outside.released(),
+            self.placed.outside.released(),
             self._together("resuming"),
         ):
             with self._together("beginning to resume"):
@@ -1455,7 +1459,7 @@ class OffloadEngine:
     def master_weights(self) -> dict[str, torch.Tensor]:
         """fp32 copies of all master weights, in RAM, by parameter name; with several ranks this one's part, 1-D."""
         self.synchronize()
-        return {view.name: state.master(view) for state in self._placed.states for view in state.layer.views}
+        return {view.name: state.master(view) for state in self.placed.states for view in state.layer.views}
 
     # ---- closing -----------------------------------------------------------------------------------------------
 
@@ -1497,9 +1501,9 @@ class OffloadEngine:
 
         The newest update is done first: all ranks have begun it, or fail as well.
         """
-        if self._newest is not None:
-            self._thread.finish(self._newest)
-        lacks = self._placed.abandon_ranks()
+        if self.newest_update is not None:
+            self.step_thread.finish(self.newest_update)
+        lacks = self.placed.abandon_ranks()
         ranks.fail()
         error = sys.exception()
         if lacks and error is not None:
@@ -1516,10 +1520,10 @@ class OffloadEngine:
             self._finalizer()
             self.optimizer.state.clear()
             self._records.forget()
-            self._newest = None
-            self._placed.release()
+            self.newest_update = None
+            self.placed.release()
         finally:
-            del self._placed, self._records
+            del self.placed, self._records
             _open_engines.pop(self.module, None)
             self.telemetry.close()
             hardware.trim_heap()
@@ -1559,10 +1563,10 @@ class OffloadEngine:
             raise forked("the engine was")
 
     def _raise_thread_error(self) -> None:
-        if self._thread.error is None:
+        if self.step_thread.error is None:
             return
         said = watchdog.in_words(self.last_checkpoint)
-        if isinstance(self._thread.error, RankError):
-            raise RankError(f"{self._thread.error}. {said}") from self._thread.error
+        if isinstance(self.step_thread.error, RankError):
+            raise RankError(f"{self.step_thread.error}. {said}") from self.step_thread.error
         message = f"the optimizer step failed; the weights may be half updated: go on from a checkpoint. {said}"
-        raise EngineStateError(message) from self._thread.error
+        raise EngineStateError(message) from self.step_thread.error

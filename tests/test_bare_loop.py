@@ -22,9 +22,10 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import EngineStateError
-from offloadkit.offload import outside, update, weights
+from offloadkit.offload import update, weights
 from offloadkit.offload.layers import FlatLayer, ParameterView
-from offloadkit.offload.outside import Outside
+from offloadkit.offload.model import PlacedModel
+from offloadkit.offload.outside import Outside, Watched
 from tests.models import SquaredOutput, TinyLM, tokens, train
 
 PLACEMENTS = {
@@ -63,11 +64,11 @@ def late_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         asked.clear()
         return start(self, *args)
 
-    start = OffloadEngine._new_update
+    start = PlacedModel.start_update
     monkeypatch.setattr(update.LayerState, "step", late)
     monkeypatch.setattr(weights.LayerWeights, "wait", waits)
     monkeypatch.setattr(update.StepThread, "finish", finishes)
-    monkeypatch.setattr(OffloadEngine, "_new_update", starts)
+    monkeypatch.setattr(PlacedModel, "start_update", starts)
     yield
     asked.set()
 
@@ -463,9 +464,14 @@ def test_weights_in_ram_that_forward_uses_without_their_block_are_an_error(devic
 def test_a_training_step_touches_no_watched_weight(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python is called for operations of the program around the engine, and for none of the step's own."""
     touched = []
-    touch, aliased = outside._touch, outside._aliased
-    monkeypatch.setattr(outside, "_touch", lambda func, *args: (touched.append(func), touch(func, *args))[1])
-    monkeypatch.setattr(outside, "_aliased", lambda *args: (touched.append("alias"), aliased(*args))[1])
+    place_of, function = Outside.place_of, vars(Watched)["__torch_function__"].__func__
+
+    def called(cls: type, func: Any, *args: Any) -> Any:
+        touched.append(func)
+        return function(cls, func, *args)
+
+    monkeypatch.setattr(Watched, "__torch_function__", classmethod(called))
+    monkeypatch.setattr(Outside, "place_of", lambda *args: (touched.append("place"), place_of(*args))[1])
     for placement in PLACEMENTS:
         with OffloadEngine(small(), config(placement), device=device) as engine:
             touched.clear()
@@ -473,12 +479,14 @@ def test_a_training_step_touches_no_watched_weight(device: str, monkeypatch: pyt
                 engine.backward(engine(batch))
                 engine.step()
             assert touched == [], placement
+            next(engine.module.parameters()).detach().sum()
+            assert touched, "the count sees what a program does"
 
 
 def test_a_closed_engine_leaves_plain_tensors_and_no_memory(device: str) -> None:
     model = small()
     engine = OffloadEngine(model, config("ram"), device=device)
-    held, layer = model.blocks[0].up.weight.data, weakref.ref(engine._placed.states[0])
+    held, layer = model.blocks[0].up.weight.data, weakref.ref(engine.placed.states[0])
     with torch.no_grad():
         value = held.clone()
     engine.close()

@@ -210,7 +210,7 @@ def test_interrupts_lose_no_staging_buffer(submitted: bool) -> None:
     with OffloadEngine(expected, config) as engine:
         train(engine, tokens(4))
     with OffloadEngine(model, config) as engine:
-        gradients = engine._placed.gradients
+        gradients = engine.placed.gradients
         submit = gradients._submit
 
         def interrupted(job: Callable[[], None]) -> None:
@@ -257,7 +257,7 @@ def test_a_loss_that_is_kept_keeps_no_states() -> None:
         loss = engine(tokens(1)[0])
         engine.backward(loss)
         engine.step()
-        kept = [weakref.ref(state.gradient) for state in engine._placed.states]
+        kept = [weakref.ref(state.gradient) for state in engine.placed.states]
     gc.collect()
     assert loss.grad_fn is not None
     assert {gradient() for gradient in kept} == {None}

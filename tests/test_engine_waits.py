@@ -212,7 +212,7 @@ def test_updates_that_are_waited_for_say_nothing_of_those_beside_a_forward(
                 engine.step()
             waits()
             there = threading.Event()
-            engine._thread.submit(there.set)
+            engine.step_thread.submit(there.set)
             there.wait()
             return len(disregarded)
 

@@ -198,7 +198,7 @@ def test_a_step_that_fails_is_no_nan(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def broken(given: update.Update, *_: object) -> float:
         wake = given.norm_known.set
-        monkeypatch.setattr(given.norm_known, "set", lambda: (found.append(engine._thread.error), wake())[1])
+        monkeypatch.setattr(given.norm_known, "set", lambda: (found.append(engine.step_thread.error), wake())[1])
         raise RuntimeError("disk on fire")
 
     engine, found = engine_of(), list[Any]()

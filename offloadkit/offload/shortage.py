@@ -37,8 +37,14 @@ _MIN_FLOOR_BYTES = 256 << 20
 
 
 @dataclass
-class _RamPoll:
-    """What the watching thread uses. It has no reference to the `RamWatch`, so that one can be collected."""
+class RamPoll:
+    """The part of `RamWatch` that its thread uses. It does not refer to the `RamWatch`, which can be collected so.
+
+    Attributes:
+        planned: bytes by category that the plan gives this process.
+        floor_bytes: RAM that must be left.
+        warning: the newest finding of too little RAM, until somebody has read it.
+    """
 
     planned: Mapping[str, int]
     floor_bytes: int
@@ -72,14 +78,17 @@ class RamWatch:
     Args:
         planned: bytes by category that the plan gives this process. The error names them.
         floor_bytes: what must be left, counting page cache as free. None: 1 % of the limit, but at least 256 MiB.
+
+    Attributes:
+        poll: what the watching thread reads and writes.
     """
 
     def __init__(self, planned: Mapping[str, int], floor_bytes: int | None = None) -> None:
         if floor_bytes is None:
             floor_bytes = _floor_bytes()
-        self._poll = _RamPoll(dict(planned), floor_bytes)
-        self._thread = Thread(target=self._poll.run, name="offloadkit-ram-watch", daemon=True)
-        weakref.finalize(self, self._poll.closed.set)
+        self.poll = RamPoll(dict(planned), floor_bytes)
+        self._thread = Thread(target=self.poll.run, name="offloadkit-ram-watch", daemon=True)
+        weakref.finalize(self, self.poll.closed.set)
         self._thread.start()
 
     def check(self) -> None:
@@ -93,16 +102,16 @@ class RamWatch:
 
     def warning(self) -> str | None:
         """What was seen since the last call, in words; None if there was room. It reads one attribute."""
-        warning, self._poll.warning = self._poll.warning, None
+        warning, self.poll.warning = self.poll.warning, None
         return warning
 
     def expect(self, planned: Mapping[str, int]) -> None:
         """Go on by another plan. What was seen before counts no more."""
-        self._poll.planned, self._poll.warning = dict(planned), None
+        self.poll.planned, self.poll.warning = dict(planned), None
 
     def close(self) -> None:
         """Stop watching. It may be called twice."""
-        self._poll.closed.set()
+        self.poll.closed.set()
         if threading.current_thread() is not self._thread:  # a finalizer runs on any thread
             self._thread.join()
 

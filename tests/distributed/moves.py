@@ -122,7 +122,7 @@ def moving(
                         state["armed"] = True
                         engine.backward(engine(batches[(step * micro_batches + k) * size + rank]))
                         if (rank, step) in scarce:
-                            engine._ram_watch._poll.warning = NO_ROOM
+                            engine.ram_watch.poll.warning = NO_ROOM
                         engine.step()
                 except RepeatWindowError:
                     set_random_states(drawn)
@@ -206,7 +206,7 @@ class Measured(Telemetry):
     factor: float
 
     def add(self, record: StepRecord) -> None:
-        plan, placements = self.engine.plan, self.engine._placed.assigned
+        plan, placements = self.engine.plan, self.engine.placed.assigned
         assert plan.basis.work is not None
         assert plan.basis.hardware is not None
         rates = StepModel(plan.layers, plan.basis.work, plan.basis.hardware, plan.accumulation).rates(placements)

@@ -77,7 +77,7 @@ def least_vram(card: Hardware, exchange: str) -> tuple[dict[str, int], list[dict
                 engine.backward(engine(batch))
                 engine.step()
             engine.synchronize()
-            plan, states = engine.plan, engine._placed.states
+            plan, states = engine.plan, engine.placed.states
             assert [state.placement for state in states] == list(plan.placements)
             living = [state.weights.own.nbytes for state in states if state.weights_slab is not None]
             copies = [state.flat.weights for state in states if state.flat.weights is not state.weights.own]
@@ -105,7 +105,7 @@ def planned_together(card: Hardware, *, long: int = 0, **wishes: Any) -> dict[st
                 engine.step()
             engine.synchronize()
             plan = engine.plan
-            assert list(plan.layers) == [state.layer.shape() for state in engine._placed.states]
+            assert list(plan.layers) == [state.layer.shape() for state in engine.placed.states]
     return {
         "machine": plan.basis.hardware,
         "placements": plan.placements,

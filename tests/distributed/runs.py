@@ -134,8 +134,8 @@ def train(
         for name in ("exchange", "gather"):
             patch.setattr(Ranks, name, logged(name, getattr(Ranks, name), log))
         if late is not None:
-            assert engine._placed._gathers is not None
-            engine._placed._gathers.looks_ahead = True
+            assert engine.placed._gathers is not None
+            engine.placed._gathers.looks_ahead = True
         if clamps:
             made.blocks[0].register_forward_pre_hook(clamp)
         if resume is not None:
@@ -200,7 +200,7 @@ class Shares:
     """The sums of a window's micro-batches, rank by rank, where one rank has all of them and adds them in VRAM."""
 
     def __init__(self, engine: OffloadEngine) -> None:
-        self._layers = engine._placed.gradients.layers
+        self._layers = engine.placed.gradients.layers
         self._sums: dict[tuple[int, int], torch.Tensor] = {}
 
     def end_of_rank(self, *, last: bool) -> None:

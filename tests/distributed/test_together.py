@@ -242,8 +242,8 @@ def failing() -> str:
         try:
             engine.backward(engine(tokens(1)[0]))
             engine.step()
-            assert engine._newest is not None
-            engine._newest.done.wait()
+            assert engine.newest_update is not None
+            engine.newest_update.done.wait()
             if dist.get_rank() == 0:
                 made.blocks[0].state_dict()
         except RankError as error:
@@ -281,9 +281,9 @@ def alone() -> list[str]:
         for name in ("new_group", "all_to_all_single", "broadcast", "all_gather", "all_reduce", "barrier"):
             patch.setattr(ranks_module.dist, name, lambda *args, name=name, **options: called.append(name))
         with OffloadEngine(model(), OffloadConfig(), device="cpu") as engine:
-            assert engine._placed.gradients._exchange is engine._placed._gathers is None
-            assert all(state.shard is state.layer for state in engine._placed.states)
-            assert all(state.weights.own is state.weights.flat for state in engine._placed.states)
+            assert engine.placed.gradients._exchange is engine.placed._gathers is None
+            assert all(state.shard is state.layer for state in engine.placed.states)
+            assert all(state.weights.own is state.weights.flat for state in engine.placed.states)
             engine.backward(engine(tokens(1)[0]))
             engine.step()
     return called
@@ -336,8 +336,8 @@ def test_a_rank_takes_what_was_planned(
     )
     with OffloadEngine(TinyLM(tied=False, depth=3), config, device="cpu") as engine:
         engine.backward(engine(tokens(1)[0]))
-        engine._thread.settle()  # staging buffers are given back
-        placed, plan = engine._placed, engine.plan
+        engine.step_thread.settle()  # staging buffers are given back
+        placed, plan = engine.placed, engine.plan
         gradients, exchange = placed.gradients, placed.gradients._exchange
         assert exchange is not None
         sums = sum(layer.sums_bytes() for layer in plan.layers)

@@ -30,9 +30,9 @@ def last_fails(steps: int) -> str:
                 engine.step()
             if fails:
                 raise ValueError("nothing left")
-            assert engine._ranks is not None
-            assert engine._ranks._watch is not None
-            engine._ranks._watch._noticed.wait(20)  # it does something else
+            assert engine.ranks is not None
+            assert engine.ranks._watch is not None
+            engine.ranks._watch._noticed.wait(20)  # it does something else
             engine.backward(engine(tokens(1)[0]))
     except RankError as error:
         return str(error)
@@ -59,11 +59,11 @@ def trains_after_an_error() -> tuple[dict[str, torch.Tensor], bool]:
         engine = OffloadEngine(made, OffloadConfig(), device="cpu")
         engine.backward(engine(tokens(2)[dist.get_rank()]))
         engine.step()
-        before = engine._ranks.is_failing
+        before = engine.ranks.is_failing
     try:
         raise ValueError("a new one, where the old one was in memory")
     except ValueError:
-        is_failing = engine._ranks.is_failing and not before
+        is_failing = engine.ranks.is_failing and not before
     engine.close()
     return {name: parameter.detach() for name, parameter in made.named_parameters()}, is_failing
 
@@ -83,7 +83,7 @@ def first_hangs(file: Path) -> str:
             if dist.get_rank() == 0:
                 patch.setattr(sys, "stderr", output)
                 printed = threading.Event()
-                patch.setattr(engine._ranks._watch, "_give_up", printed.set)
+                patch.setattr(engine.ranks._watch, "_give_up", printed.set)
                 assert printed.wait(20)
                 return "hung"
             try:

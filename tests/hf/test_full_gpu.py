@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
 from offloadkit.hf.trainer import OffloadTrainer
+from offloadkit.offload.update import StepThread
 from tests.hf.training import logged, train
 from tests.offload.test_making_room import Hungry, fail, rows, seeded
 from tests.offload.test_move import IN_VRAM, numbers, planned
@@ -54,16 +54,15 @@ def test_a_window_is_repeated_where_its_step_finds_the_gpu_full(
     lean: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice in the second window: the step after the repetition too."""
-    new_update, calls = OffloadEngine._new_update, []
+    start, calls = StepThread.start, []
 
-    def fails(self: OffloadEngine, *args: Any) -> Any:
-        found = new_update(self, *args)
-        calls.append(found.number)
+    def fails(self: StepThread, update: Any) -> None:
+        calls.append(update.number)
         if len(calls) in (2, 3):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return found
+        start(self, update)
 
-    monkeypatch.setattr(OffloadEngine, "_new_update", fails)
+    monkeypatch.setattr(StepThread, "start", fails)
     with pytest.warns(RuntimeWarning, match="the GPU's memory was full after step 1"):
         found = trained(tmp_path, Hungry())
     assert calls == [1, 2, 2, 2, 3]

@@ -187,7 +187,7 @@ def test_masters_are_split_in_slices_as_in_whole(monkeypatch: pytest.MonkeyPatch
     model = torch.nn.Linear(100, 77, bias=False)
     master = model.weight.detach().clone().reshape(-1)
     with OffloadEngine(model, OffloadConfig(working_dtype="bf16"), device="cpu") as engine:
-        flat = engine._placed.states[0].flat
+        flat = engine.placed.states[0].flat
         weights, remainder = split_master(master)
         assert torch.equal(flat.weights[: master.numel()], weights)
         assert torch.equal(flat["remainder"][: master.numel()], remainder)

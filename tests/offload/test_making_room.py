@@ -274,13 +274,13 @@ def test_where_ram_runs_out_states_go_to_the_disk_after_the_update(
             for at, batch in enumerate(tokens(3)):
                 engine.backward(engine(batch))
                 if short and at == 1:
-                    engine._ram_watch._poll.warning = "RAM is running out"
-                    move, poll = engine._placed.move, engine._ram_watch._poll
+                    engine.ram_watch.poll.warning = "RAM is running out"
+                    move, poll = engine.placed.move, engine.ram_watch.poll
                     late = lambda *args, move=move, poll=poll: (setattr(poll, "warning", "still"), move(*args))  # noqa: E731
-                    monkeypatch.setattr(engine._placed, "move", late)
+                    monkeypatch.setattr(engine.placed, "move", late)
                     with pytest.warns(RuntimeWarning, match=r"RAM was running out after step 2: .*RAM .* -> .*, disk "):
                         assert engine.step()
-                    engine._ram_watch.check()
+                    engine.ram_watch.check()
                 else:
                     engine.step()
             assert (engine.plan.total_bytes("disk") > 0) == short
@@ -303,7 +303,7 @@ def taken_by_another_process(engine: OffloadEngine) -> Iterator[None]:
     """While it is open, another process has so much RAM that the watch sees less left than its floor, which is raised
     for that: a machine with more room would need to be filled."""
     floor = hardware.ram_available_bytes() - (128 << 20)
-    engine._ram_watch._poll.floor_bytes, before = floor, engine._ram_watch._poll.floor_bytes
+    engine.ram_watch.poll.floor_bytes, before = floor, engine.ram_watch.poll.floor_bytes
     with subprocess.Popen([sys.executable, "-c", TAKES], stdin=PIPE, stdout=PIPE, text=True, bufsize=1) as other:
         assert other.stdin is not None
         assert other.stdout is not None
@@ -313,7 +313,7 @@ def taken_by_another_process(engine: OffloadEngine) -> Iterator[None]:
             if hardware.ram_available_bytes() < floor - (64 << 20):
                 break
         yield
-    engine._ram_watch._poll.floor_bytes = before
+    engine.ram_watch.poll.floor_bytes = before
 
 
 def joined_group(own: Path) -> Path | None:
@@ -371,12 +371,12 @@ def test_ram_that_is_really_squeezed_moves_the_run_to_the_disk_with_the_bits_of_
                 if plan is None and at == 3:
                     with squeezed(engine):
                         deadline = time.monotonic() + 30
-                        while engine._ram_watch._poll.warning is None:
+                        while engine.ram_watch.poll.warning is None:
                             assert time.monotonic() < deadline, "nobody sees it"
                             time.sleep(0.01)
                         with pytest.warns(RuntimeWarning, match=r"RAM was running out after step 2: .*, disk "):
                             assert engine.step()
-                    engine._ram_watch.warning()  # of the time before it was over
+                    engine.ram_watch.warning()  # of the time before it was over
                 else:
                     engine.step()
             return numbers(engine), engine
@@ -400,7 +400,7 @@ def test_where_the_move_out_of_ram_fails_training_stops_as_before(
         TinyLM(width=17, hidden=67, depth=12), OffloadConfig(disk=str(tmp_path)), device="cpu"
     ) as engine:
         engine.backward(engine(tokens(1)[0]))
-        engine._ram_watch._poll.warning = "RAM is running out"
+        engine.ram_watch.poll.warning = "RAM is running out"
         with monkeypatch.context() as patch:
             patch.setattr(host_memory, "allocate", full)
             with pytest.raises(OutOfRamError, match=r"RAM is running out. The move .* failed: "):
@@ -436,7 +436,7 @@ def test_a_gpu_that_is_full_while_the_engine_is_built_makes_the_plan_leaner(
         with told if is_full else nullcontext():
             engine = OffloadEngine(model, config, device="cpu", plan=plan)
         with engine:
-            assert engine.plan.placements == engine._placed.placements
+            assert engine.plan.placements == engine.placed.placements
             assert (engine.plan.total_bytes("vram") < 0.8 * plan.total_bytes("vram")) == is_full
             train(engine, tokens(2))
             found.append(numbers(engine))
@@ -465,7 +465,7 @@ def test_a_gpu_that_is_full_again_while_the_layers_move_leaves_a_plan_that_says_
     with pytest.warns(RuntimeWarning, match="the plan is leaner"):
         engine = OffloadEngine(model, config, device="cpu", plan=plan)
     with engine:
-        assert engine.plan.placements == engine._placed.placements
+        assert engine.plan.placements == engine.placed.placements
         train(engine, tokens(1))
 
 

@@ -154,11 +154,11 @@ def test_a_move_is_recorded_and_equal_layers_stay_untouched(monkeypatch: pytest.
         blocks = [at for at, layer in enumerate(engine.plan.layers) if layer.in_block]
         where = list(engine.plan.placements)
         where[blocks[0]] = IN_VRAM
-        before, states = engine.plan, list(engine._placed.states)
+        before, states = engine.plan, list(engine.placed.states)
         assert len(forgotten) == 1
         engine.move(placed(engine.plan, where), why="a test")
         assert len(forgotten) == 2
-        assert [old is new for old, new in zip(states, engine._placed.states, strict=True)] == [
+        assert [old is new for old, new in zip(states, engine.placed.states, strict=True)] == [
             at != blocks[0] for at in range(len(states))
         ]
         (move,) = engine.telemetry.moves
@@ -316,7 +316,7 @@ def test_a_dropped_window_leaves_no_job_behind_for_a_move(monkeypatch: pytest.Mo
     with OffloadEngine(lm(), config, device="cpu") as engine:
         train(engine, tokens(1))
         engine.drop_gradients()
-        engine._thread.submit(lambda: done.append(gate.wait(10)))
+        engine.step_thread.submit(lambda: done.append(gate.wait(10)))
         engine.move(planned(engine.module, config, Placement(weights="ram")))
         assert done == [True]
 
@@ -348,7 +348,7 @@ def test_a_move_that_fails_in_the_middle_leaves_a_mixed_plan(error: Exception, m
                     with pytest.raises(expected):
                         engine.move(planned(engine.module, config, Placement(weights="ram")))
                 assert len(set(engine.plan.placements)) == 2
-                assert engine.plan.placements == engine._placed.placements
+                assert engine.plan.placements == engine.placed.placements
                 assert engine.telemetry.moves == []
             train(engine, tokens(2))
             found.append(numbers(engine))

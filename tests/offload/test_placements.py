@@ -212,7 +212,7 @@ def test_offloaded_inputs_are_let_go_however_far_python_is_ahead(monkeypatch: py
     """As when no copy is done yet: what was let go is waited for on the device, not on the host."""
     monkeypatch.setattr(Event, "done", lambda event: False)
     engine = OffloadEngine(TinyLM(depth=12), OffloadConfig(placement=Placement(activations="offload")), device="cpu")
-    inputs = engine._placed._offloaded
+    inputs = engine.placed._offloaded
     loss = engine(tokens(1)[0])
     assert len(inputs._order) == 12
     assert len(inputs._copying) <= 2
@@ -223,7 +223,7 @@ def test_offloaded_inputs_are_let_go_however_far_python_is_ahead(monkeypatch: py
 
 def test_an_input_fetched_ahead_and_not_used_is_kept_until_it_is_there() -> None:
     engine = OffloadEngine(TinyLM(), OffloadConfig(placement=Placement(activations="offload")), device="cpu")
-    inputs = engine._placed._offloaded
+    inputs = engine.placed._offloaded
     loss = engine(tokens(1)[0])
     ahead = inputs._fetch(inputs._order[0])
     del loss
@@ -248,7 +248,7 @@ def test_buckets_are_those_that_were_planned(monkeypatch: pytest.MonkeyPatch) ->
     for made in (base, plan):
         engine = OffloadEngine(copy.deepcopy(model), OffloadConfig(), device="cpu", plan=made)
         engine.backward(engine(**batches("t5", 1, "cpu")[0]).loss)
-        gradients = engine._placed.gradients
+        gradients = engine.placed.gradients
         taken = sum(buffer.numel() for buffer, _ in gradients._pool._free)
         taken += sum(layer.own_buffer.numel() for layer in gradients.layers if layer.own_buffer is not None)
         sums = sum(layer.sums_bytes() for layer in made.layers)

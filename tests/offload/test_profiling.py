@@ -135,7 +135,7 @@ def test_some_steps_of_an_engine(tmp_path: Path, accumulation: int, capsys: pyte
         assert trace.active() is None
         assert trace.prepared() is None
         steps(engine, accumulation)
-        names = {state.layer.name for state in engine._placed.states}
+        names = {state.layer.name for state in engine.placed.states}
     ranges = drawn(path)
     counts = Counter((track, name) for track, name, _ in ranges)
     for name in names:
@@ -169,7 +169,7 @@ def test_what_is_traced_is_whole_steps_each_beside_the_update_of_the_one_before(
         steps(engine, 3 * accumulation + 1)
         records = list(engine.telemetry.records)
         assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
-        names = [state.layer.name for state in engine._placed.states]
+        names = [state.layer.name for state in engine.placed.states]
     assert profile.bound is not None
     assert profile.bound.step_seconds == mean(record.seconds["step"] for record in records[-3:])
     assert max(record.seconds["step"] for record in records[-3:]) < 1
@@ -196,7 +196,7 @@ def test_every_layers_ways_up_and_down_are_named(tmp_path: Path, placement: offl
     with engine_of(placement=placement) as engine:
         engine.profile(steps=1, path=path)
         steps(engine, 2)
-        layers = {state.layer.name for state in engine._placed.states}
+        layers = {state.layer.name for state in engine.placed.states}
         blocks = {name for name in layers if name.startswith("blocks.")}
     for track in ("H2D", "D2H"):
         found = {name for on, name, _ in drawn(path) if on == track}

@@ -155,7 +155,7 @@ def test_a_step_refused_for_want_of_ram_may_be_called_again(monkeypatch: pytest.
     with OffloadEngine(TinyLM(), OffloadConfig(), device="cpu") as engine:
         engine.backward(engine(tokens(1)[0]))
         with monkeypatch.context() as patched:
-            patched.setattr(engine._ram_watch, "warning", lambda: "no RAM left")
+            patched.setattr(engine.ram_watch, "warning", lambda: "no RAM left")
             with pytest.raises(OutOfRamError, match="no RAM left"):
                 engine.step()
         assert engine.step()

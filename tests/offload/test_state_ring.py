@@ -148,19 +148,19 @@ def test_only_the_plans_own_choices_are_switched(device: str) -> None:
     config = OffloadConfig()
     placements = [*STREAMED, Placement(), Placement(gradients="vram"), Placement(states="disk")]
     with OffloadEngine(lm(), config, device=device, plan=mixed(config, placements)) as engine:
-        for state in engine._placed.states:
+        for state in engine.placed.states:
             where = state.placement
             assert state.switchable == (where.gradients == "ram" and where.states == "ram")
             assert state.on_gpu == (where.step == "gpu")
     for placement in (STREAMED[1], Placement()):
         with OffloadEngine(lm(), OffloadConfig(placement=placement), device=device) as engine:
-            assert not any(state.switchable for state in engine._placed.states)
+            assert not any(state.switchable for state in engine.placed.states)
 
 
 def test_step_buffers_and_ram_are_those_that_were_planned(device: str) -> None:
     config = OffloadConfig(working_dtype="bf16", gradient_accumulation=2)
     with OffloadEngine(lm(), config, device=device, plan=mixed(config, [*STREAMED, Placement()])) as engine:
-        rings = {state.ring for state in engine._placed.states}
+        rings = {state.ring for state in engine.placed.states}
         (ring,) = rings
         assert sum(buffer.memory.numel() for buffer in ring._buffers) == engine.plan.tiers["vram"]["state buffers"]
     with OffloadEngine(lm(), OffloadConfig(working_dtype="bf16", placement=LEAST_RAM), device=device) as engine:
@@ -168,7 +168,7 @@ def test_step_buffers_and_ram_are_those_that_were_planned(device: str) -> None:
         numel = sum(layer.numel for layer in engine.plan.layers)
         assert ram["master weights"] + ram["moments"] == 10 * numel
         assert ram.keys() == {"master weights", "moments", "gradients"}
-        assert all(state.gradient.host is None for state in engine._placed.states)
+        assert all(state.gradient.host is None for state in engine.placed.states)
 
 
 @pytest.mark.parametrize("there", [LEAST_RAM, *STREAMED[1:]])
@@ -210,7 +210,7 @@ def test_what_was_fetched_ahead_of_a_skipped_step_is_fetched_again(device: str) 
             engine.step()
             engine.synchronize()
             if placement is LEAST_RAM:
-                ring = engine._placed.states[0].ring
+                ring = engine.placed.states[0].ring
                 assert ring is not None
                 assert len(ring._ahead) == 3
             engine.load_state_dict(saved)
@@ -283,8 +283,8 @@ def test_an_engine_leaves_no_ring_and_no_thread(device: str, forgotten: bool) ->
     config, model, before = OffloadConfig(), lm(), threading.active_count()
     for _ in range(2):
         engine = OffloadEngine(model, config, device=device, plan=mixed(config, [*STREAMED, Placement()]))
-        ring = weakref.ref(engine._placed.states[0].ring)
-        buffer = weakref.ref(engine._placed.states[0].ring._buffers[0].memory)  # type: ignore[union-attr]
+        ring = weakref.ref(engine.placed.states[0].ring)
+        buffer = weakref.ref(engine.placed.states[0].ring._buffers[0].memory)  # type: ignore[union-attr]
         train(engine, tokens(3, device))
         if not forgotten:
             engine.close()
@@ -366,7 +366,7 @@ def test_what_is_still_on_its_way_to_ram_is_waited_for(placement: Placement, mon
                 engine.backward(engine(batch))
                 engine.step()
                 if simulation is not None and step == 0:
-                    (ring,) = {state.ring for state in engine._placed.states}
+                    (ring,) = {state.ring for state in engine.placed.states}
                     assert ring is not None
                     simulation.delay(ring.d2h, 0.2)
                 if step % 4 == 3:

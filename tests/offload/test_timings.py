@@ -61,7 +61,7 @@ def test_weights_that_visit_vram_add_to_the_copies() -> None:
     def num_copies(**options: Any) -> int:
         with OffloadEngine(TinyLM(), OffloadConfig(learning_rate=1e-3, **options), device="cpu") as engine:
             engine.backward(engine(tokens(1)[0]))
-            return sum(len(busy._pairs) for name, busy in engine._placed.take_busy() if name == "h2d")
+            return sum(len(busy._pairs) for name, busy in engine.placed.take_busy() if name == "h2d")
 
     assert num_copies() == 0
     assert num_copies(placement=Placement(weights="ram")) >= 4
@@ -103,10 +103,10 @@ def test_evaluation_between_steps_is_in_no_step() -> None:
     with OffloadEngine(TinyLM(), config, device="cpu") as engine:
         batches = tokens(2)
         train(engine, batches[:1])
-        engine._placed.take_busy()
+        engine.placed.take_busy()
         with torch.no_grad():
             engine(batches[1])
-        assert [busy.seconds() for _, busy in engine._placed.take_busy()] == [0.0] * 4
+        assert [busy.seconds() for _, busy in engine.placed.take_busy()] == [0.0] * 4
 
 
 def test_gradients_that_accumulate_in_ram_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:

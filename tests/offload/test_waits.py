@@ -231,7 +231,7 @@ def step_that_fails() -> None:
         patch.setattr(states, "optimizer_step", lambda *args: 1 / 0)
         engine.backward(engine(batch))
         engine.step()
-        engine._newest.done.wait()  # type: ignore[union-attr]
+        engine.newest_update.done.wait()  # type: ignore[union-attr]
     engine(batch)
     with suppress(EngineStateError):
         engine.close()
@@ -304,14 +304,14 @@ def several_ranks(accumulation: int, exchange: str = "micro_batch") -> None:
             options |= {"exchange": exchange, "placement": placement}
             engine = OffloadEngine(lm(), OffloadConfig(**options), device="cpu")
         with engine:
-            assert engine._placed._gathers is not None
-            engine._placed._gathers.looks_ahead = at % 2 == 0
+            assert engine.placed._gathers is not None
+            engine.placed._gathers.looks_ahead = at % 2 == 0
             for batch in tokens(3 * accumulation):
                 engine.backward(engine(batch))
                 engine.step()
             engine.synchronize()
-            assert isinstance(engine._ranks, MirroredRanks)
-            assert engine._ranks.num_gathers == 3 * len(engine._placed.states)
+            assert isinstance(engine.ranks, MirroredRanks)
+            assert engine.ranks.num_gathers == 3 * len(engine.placed.states)
 
 
 def a_full_rank() -> None:
@@ -343,13 +343,13 @@ def ranks_that_share_weights() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "joined_ranks", MirroredRanks)
         engine = OffloadEngine(model, OffloadConfig(placement=Placement(weights="ram")), device="cpu")
-        ranks = engine._ranks
+        ranks = engine.ranks
         assert isinstance(ranks, MirroredRanks)
 
         def others_have_read() -> None:
             """They have a mapping of their own: neither a copy nor what becomes of freed memory is anything to them."""
             told = threading.Event()
-            engine._thread._gpu_worker.jobs.put(told.set)
+            engine.step_thread._gpu_worker.jobs.put(told.set)
             told.wait()
             ranks.others.record().synchronize()
 
@@ -358,7 +358,7 @@ def ranks_that_share_weights() -> None:
             where = [Placement(weights="ram", step="gpu"), LEAST_RAM, Placement(weights="ram")]
             layers = engine.plan.layers
             engine.move(placed(engine.plan, [possible(where[at % 3], layer) for at, layer in enumerate(layers)]))
-            shared = [state for state in engine._placed.states if state.weights_slab is not None]
+            shared = [state for state in engine.placed.states if state.weights_slab is not None]
             ranks.watch([(each.layer.index, each.weights.flat, each.layer.cuts) for each in shared])
             best = {name: value.clone() for name, value in model.blocks[1].state_dict().items()}
             for number, batch in enumerate(tokens(5)):

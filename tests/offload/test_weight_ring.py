@@ -317,8 +317,8 @@ def test_a_closed_engine_leaves_a_whole_model_where_its_weights_were_in_ram(devi
     model = TinyLM()
     with OffloadEngine(model, config(STREAMED), device=device) as engine:
         train(engine, tokens(3, device))
-        kept = {weight.data_ptr() for state in engine._placed.states for weight in state.weights._bound}
-        slabs = [state.weights_slab for state in engine._placed.states if state.weights_slab is not None]
+        kept = {weight.data_ptr() for state in engine.placed.states for weight in state.weights._bound}
+        slabs = [state.weights_slab for state in engine.placed.states if state.weights_slab is not None]
     assert {weight.device.type for weight in model.parameters()} == {"cpu"}
     assert {weight.data_ptr() for weight in model.blocks.parameters()} <= kept
     assert len(slabs) == len(model.blocks)
@@ -348,7 +348,7 @@ def test_a_recomputed_block_that_left_too_early_is_an_error(device: str, monkeyp
         first: Any = blocks[0].up.weight
         last: Any = blocks[-1].up.weight
         # as if the last block's gradient were computed when the first one's turn had come
-        state = {view.parameter: s for s in engine._placed.states for view in s.layer.views}
+        state = {view.parameter: s for s in engine.placed.states for view in s.layer.views}
         taker = state[last].weights
         first.register_hook(lambda gradient: taker.check_held(state[last].layer.views[0]))
         with pytest.raises(EngineStateError, match="came after its block had left VRAM"):
