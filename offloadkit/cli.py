@@ -244,9 +244,6 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier run's model and checkpoints in the output folder.")
     ] = False,
-    retry_leaner: Annotated[
-        bool, typer.Option("--retry-leaner", help="Has no effect; a full GPU always leads to a leaner plan.")
-    ] = False,
     verbose: Verbose = False,
     settings: Annotated[
         list[str] | None,
@@ -286,7 +283,6 @@ def train(
         template=template,
         resume=resume,
         overwrite=overwrite,
-        retry_leaner=retry_leaner,
         verbose=verbose,
         compile_blocks=compile_blocks,
         grace_seconds=grace_seconds,

@@ -32,8 +32,8 @@ What the arguments of `finetune` take:
   theirs: other batches take less. If rows or tokenizer must
   be downloaded first, the plan is made for these lengths before the download, and made again for the longest row
   after it.
-- `retry_leaner`: has no effect, and will be removed. When the GPU's memory is full, every run goes on by a plan with
-  less in VRAM, until none is left. The weights come out as if there had been room.
+- When the GPU's memory is full, training goes on by a plan with less in VRAM, until no such plan is left. The weights
+  are those of a run with enough memory.
 - `resume`: go on from the newest complete checkpoint in `output_dir`. One is written after each epoch, and when
   training is stopped. The newest one is kept; `save_total_limit=3` keeps three.
 - `monitor`: show memory, time, slowdown and loss live, in a notebook or on a terminal (see `Monitor`). False shows a
@@ -79,7 +79,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
@@ -323,7 +322,6 @@ def finetune(
     template: str | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    retry_leaner: bool = False,
     monitor: bool = True,
     verbose: bool = False,
     baseline: Literal["predict", "measure"] = "predict",
@@ -364,14 +362,11 @@ def finetune(
     numbers["per_device_eval_batch_size"] = training_arguments.get("per_device_eval_batch_size")
     check_whole_numbers(**numbers)
     check_whole_numbers(least=2, **lengths)  # a token, and the end token
-    switches = {"resume": resume, "overwrite": overwrite, "retry_leaner": retry_leaner, "monitor": monitor}
+    switches = {"resume": resume, "overwrite": overwrite, "monitor": monitor}
     _check(epochs, learning_rate, init, seed, baseline, verbose=verbose, **switches)
     _check_evaluation(eval_dataset, callbacks, compute_metrics)
     _check_engine(engine)
     wish = ColumnWish(input_column, target_column, template)
-    if retry_leaner:
-        why = "retry_leaner has no effect and will be removed: a full GPU always makes training go on by a leaner plan"
-        warnings.warn(why, FutureWarning, stacklevel=8)
     offload = with_wishes(
         offload,
         vram=vram,

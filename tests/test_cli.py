@@ -118,7 +118,7 @@ def test_switches_of_train_are_those_of_finetune(monkeypatch: pytest.MonkeyPatch
     told: list[dict[str, object]] = []
     done, finetune = SimpleNamespace(stopped=False), importlib.import_module("offloadkit.finetuning")
     monkeypatch.setattr(finetune, "finetune", lambda *_, **options: (told.append(options), done)[1])
-    names = ("resume", "overwrite", "retry_leaner", "compile_blocks")
+    names = ("resume", "overwrite", "compile_blocks")
     for switches in ((), *((f"--{name.replace('_', '-')}",) for name in names)):
         assert run("train", "model", "data.jsonl", *switches).exit_code == 0
     found = [[name for name in names if options[name]] for options in told]

@@ -14,7 +14,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import offloadkit
 from offloadkit import OffloadConfig, Placement, planning
-from offloadkit.errors import ConfigError, OutOfVramError
+from offloadkit.errors import OutOfVramError
 from offloadkit.planner import layout as memory
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]
@@ -108,16 +108,11 @@ def test_the_weights_are_those_of_a_run_with_enough_memory(
         assert [log[key] for log in result.history if key in log] == [log[key] for log in whole.history if key in log]
 
 
-def test_the_old_switch_is_taken_and_has_no_effect(full_at: Callable[..., list[int]]) -> None:
+def test_a_fixed_placement_is_not_replaced_by_a_leaner_plan(full_at: Callable[..., list[int]]) -> None:
     full_at(0)
     fixed: Any = {"offload": OffloadConfig(placement=Placement())}
-    with (
-        pytest.warns(FutureWarning, match="retry_leaner has no effect"),
-        pytest.raises(OutOfVramError, match=r"Planned were .*Take a smaller micro-batch"),
-    ):
-        finetune(handed_over(), retry_leaner=True, **fixed)
-    with pytest.raises(ConfigError, match="retry_leaner must be True or False, got 2"):
-        finetune(handed_over(), retry_leaner=2)
+    with pytest.raises(OutOfVramError, match=r"Planned were .*Take a smaller micro-batch"):
+        finetune(handed_over(), **fixed)
 
 
 def test_a_gpu_that_is_full_in_evaluation_and_in_generation_ends_neither(monkeypatch: pytest.MonkeyPatch) -> None:

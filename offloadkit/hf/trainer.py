@@ -691,7 +691,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load what `_save_optimizer_and_scheduler` wrote, or the Trainer's own files of earlier versions. (Private.)
+        """Load what `_save_optimizer_and_scheduler` wrote, or the files of transformers' own Trainer. (Private.)
 
         The user's scheduler continues from the rates of its own optimizer.
         """
@@ -871,7 +871,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self._order.write(Path(output_dir), self._origin())
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Those that `_save_rng_state` wrote, or the Trainer's own file of earlier versions. (Private, as above.)
+        """Load what `_save_rng_state` wrote, or the file of transformers' own Trainer. (Private, as above.)
 
         The loop calls it before it takes the rows if an epoch begins, and else when it has taken the first ones.
         """
