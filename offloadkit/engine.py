@@ -18,7 +18,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -44,7 +44,7 @@ from offloadkit.device.process_memory import VramCap, forget_peak, phase
 from offloadkit.device.streams import record_compute
 from offloadkit.distributed import world
 from offloadkit.distributed.machine import shared_cores
-from offloadkit.distributed.ranks import Ranks, joined_ranks
+from offloadkit.distributed.ranks import Group, joined_ranks
 from offloadkit.errors import (
     ConfigError,
     EngineStateError,
@@ -345,8 +345,8 @@ class OffloadEngine:
         self._process = os.getpid()
         self._finalizer = weakref.finalize(self, _let_go_here, self._process, self._undo)
         self._ranks = joined_ranks(self.device)
-        if self._ranks is not None:
-            self._undo.callback(self._ranks.close)
+        self._undo.callback(self._ranks.close)
+        if isinstance(self._ranks, Group):
             planning = None if plan is not None else (chooses(self.config, self.device), example is None)
             self._join(self._ranks, layers, planning)
             self._undo.enter_context(shared_cores(self._ranks, self.device))
@@ -420,13 +420,13 @@ class OffloadEngine:
             self.plan,
             self.device,
             self.config.on_nonfinite,
-            num_ranks=1 if self._ranks is None else self._ranks.size,
+            num_ranks=self._ranks.size,
         )
         has_fp16 = any(layer.dtype == torch.float16 for layer in layers)
         self.loss_scale = LossScale(self.config.loss_scale) if has_fp16 else None
         self.newest_update: Update | None = None
         self._last_checkpoint: Path | None = None
-        self._origin = self._told(Origin.of_new_run)
+        self._origin = self._ranks.told(Origin.of_new_run)
         self._saves = Saves()
         self._scheduler: Any = None
         """That of the last checkpoint."""
@@ -434,15 +434,14 @@ class OffloadEngine:
         """Updates in the last checkpoint; the furthest update that held NaN, and how often training went back since."""
         self.own_return: Callable[[], Path | None] | None = None
         self._profile: Profile | None = None
-        if self._ranks is not None:
-            self._ranks.take_received()  # it was no step's
+        self._ranks.take_received()  # it was no step's
         self.num_updates = self._num_backwards = 0
         self._stepped = self._overflow_known = self._open = True
         self._has_graph = self._in_last = False
         self.telemetry.plan = self.plan
         _open_engines[model] = weakref.ref(self)
 
-    def _join(self, ranks: Ranks, layers: list[FlatLayer], planning: tuple[bool, bool] | None) -> None:
+    def _join(self, ranks: Group, layers: list[FlatLayer], planning: tuple[bool, bool] | None) -> None:
         """Share the layers between the ranks.
 
         Args:
@@ -482,16 +481,15 @@ class OffloadEngine:
 
     def _connect(self, plan: Plan) -> None:
         """Connect the ranks' GPUs as `plan` has it."""
-        if self._ranks is not None:
-            self._ranks.connect(plan.basis.hardware.most_ctas if plan.basis.hardware else 0)
+        self._ranks.connect(plan.basis.hardware.most_ctas if plan.basis.hardware else 0)
 
     def _own(self, plan: Plan, layers: list[FlatLayer]) -> Plan:
         """`plan`, with what this rank has of each layer."""
-        return plan if self._ranks is None else of_rank(plan, [layer.shape() for layer in layers])
+        return plan if self._ranks.size == 1 else of_rank(plan, [layer.shape() for layer in layers])
 
     def _leaner(self) -> Plan | None:
         """Takes a plan with less in VRAM as the plan, and returns it; None if there is none."""
-        plan = with_less_vram(self.plan, self.device) if self._ranks is None else None
+        plan = with_less_vram(self.plan, self.device) if self._ranks.size == 1 else None
         self.plan = plan or self.plan
         return plan
 
@@ -624,8 +622,7 @@ class OffloadEngine:
             self._check_whole(loss)
             self._in_last = True
         with self.makes_room():
-            num_added = accumulation if self._ranks is None else accumulation * self._ranks.size
-            self._backward(loss, num_added if scale_by_accumulation else 1)
+            self._backward(loss, accumulation * self._ranks.size if scale_by_accumulation else 1)
         if self._exchanges_each:
             self._check_whole()
         self._num_backwards += 1
@@ -645,7 +642,7 @@ class OffloadEngine:
                     loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
                     loss.backward()  # type: ignore[no-untyped-call]
             except BaseException as error:
-                if self._ranks is None or not isinstance(error, torch.OutOfMemoryError):
+                if self._ranks.size == 1 or not isinstance(error, torch.OutOfMemoryError):
                     self.drop_gradients()  # else `makes_room` does, when the other ranks know
                 with suppress(RuntimeError):  # a view of a larger tensor
                     given.detach_()  # somebody may keep it, and with it what its graph holds
@@ -708,13 +705,13 @@ class OffloadEngine:
         self._untrained.check()
         self._vram_cap.renew("training")
         scarce, leaner = self.ram_watch.warning(), None
-        if scarce is not None and self._ranks is None:
+        if scarce is not None and self._ranks.size == 1:
             leaner = with_less_ram(self.plan, self.device)
             if leaner is None:
                 raise OutOfRamError(scarce)
         self._read_reports()
         self.placed.take_over_outside_writes()
-        agreed = None if self._ranks is None else self._agree(self._ranks, is_scarce=scarce is not None)
+        agreed = self._agree(is_scarce=scarce is not None) if self._ranks.size > 1 else None
         # With several ranks the others step already: who is full here cannot have them repeat the window.
         alone = agreed is None
         with self.makes_room() if alone else explained_shortage(self.plan, self.device, self.drop_gradients):
@@ -728,8 +725,8 @@ class OffloadEngine:
         self.num_updates += 1
         self.newest_update, self._overflow_known, self._stepped, self._num_backwards = update, False, True, 0
         self._in_last = False
-        received = {} if self._ranks is None else self._ranks.take_received()
-        self._records.end_window(update, self.optimizer.param_groups[0]["lr"], self.placed.take_busy(), received)
+        rate, received = self.optimizer.param_groups[0]["lr"], self._ranks.take_received()
+        self._records.end_window(update, rate, self.placed.take_busy(), received)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
         said = self._what_is_not_finite(update) if self.config.on_nonfinite == "rollback" else None
         if self._profile is not None and self._profile.step(self._settle, self._records.read, self.telemetry):
@@ -746,7 +743,7 @@ class OffloadEngine:
             self._move_for_rates()
         return True
 
-    def _agree(self, ranks: Ranks, *, is_scarce: bool) -> _Agreed:
+    def _agree(self, *, is_scarce: bool) -> _Agreed:
         """What all ranks do at this boundary.
 
         Raises:
@@ -758,7 +755,7 @@ class OffloadEngine:
             self._check_whole()
         window = self.num_updates, self._num_backwards
         try:
-            wished, order = self.placed.agree(ranks, window, (False, is_scarce, self._rates_are_due))
+            wished, order = self.placed.agree(self._ranks, window, (False, is_scarce, self._rates_are_due))
         except BaseException:
             self.drop_gradients()
             raise
@@ -947,7 +944,7 @@ class OffloadEngine:
                 has it: then the engine closes, and the model has its weights.
         """
         self._check_open()
-        with self._together("calling move()"):
+        with self._ranks.together("calling move()"):
             if self._num_backwards or self.placed.is_busy:
                 raise EngineStateError(
                     "move() was called inside an accumulation window: call it after the step() that ends the window, "
@@ -964,7 +961,7 @@ class OffloadEngine:
         self._settle()
         self.step_thread.settle()
         self.placed.take_over_outside_writes()
-        with self._together("beginning to move"):
+        with self._ranks.together("beginning to move"):
             self.placed.check_movable(plan.placements)
         try:
             self._connect(plan)
@@ -979,7 +976,8 @@ class OffloadEngine:
                 self.close()
                 if not isinstance(error, Exception):
                     raise  # an interrupt
-                apart = "and so did going on with what had moved" if self._ranks is None else "on this rank or another"
+                alone = self._ranks.size == 1
+                apart = "and so did going on with what had moved" if alone else "on this rank or another"
                 raise EngineStateError(
                     f"a move failed, {apart}: the engine is closed, and the model has its weights; the optimizer's "
                     f"states are gone. Go on from a checkpoint ({error})"
@@ -1009,7 +1007,7 @@ class OffloadEngine:
             OutOfVramError: no leaner plan is left, or the move failed. The gradients were dropped too.
         """
         num_backwards = self._num_backwards
-        drop = self.drop_gradients if self._ranks is None else lambda: None
+        drop = self.drop_gradients if self._ranks.size == 1 else lambda: None
         try:
             with explained_shortage(self.plan, self.device, drop):
                 yield
@@ -1019,9 +1017,9 @@ class OffloadEngine:
             if error.is_final or not self._open:  # an inner one could not make room
                 raise
             traceback.clear_frames(error.__traceback__)  # the failed window must not hold its activations any more
-            if self._ranks is None:
+            if self._ranks.size == 1:
                 raise self._leave_vram(error, "the GPU's memory was full") from error.__cause__
-            full = self._void_window(self._ranks, error, has_joined=self._num_backwards > num_backwards)
+            full = self._void_window(error, has_joined=self._num_backwards > num_backwards)
             raise self._repeat_together(full, error) from error.__cause__
 
     @property
@@ -1036,7 +1034,7 @@ class OffloadEngine:
 
     @property
     def _accumulates_on_ranks(self) -> bool:
-        return self._ranks is not None and self.config.gradient_accumulation > 1
+        return self._ranks.size > 1 and self.config.gradient_accumulation > 1
 
     def _check_whole(self, loss: torch.Tensor | None = None) -> None:
         """Several ranks come here together, and know then whether one of them is full and waits here.
@@ -1046,7 +1044,6 @@ class OffloadEngine:
         Raises:
             OutOfVramError: one is; a `RepeatWindowError` if all have moved to a leaner plan.
         """
-        assert self._ranks is not None
         full = self._ranks.agree(np.array([0]))[:, 0].astype(bool)
         if full.any():
             if loss is not None:
@@ -1054,7 +1051,7 @@ class OffloadEngine:
                     loss.detach_()
             raise self._repeat_together(full)
 
-    def _void_window(self, ranks: Ranks, error: OutOfVramError, *, has_joined: bool) -> NDArray[np.bool_]:
+    def _void_window(self, error: OutOfVramError, *, has_joined: bool) -> NDArray[np.bool_]:
         """This rank cannot finish the window: wait until all ranks know that. Returns which of them cannot.
 
         Args:
@@ -1069,15 +1066,15 @@ class OffloadEngine:
                 self.placed.join_rest()
         self._settle()
         if self._exchanges_last and not self._in_last:
-            return ranks.agree(np.array([1]))[:, 0].astype(bool)
+            return self._ranks.agree(np.array([1]))[:, 0].astype(bool)
         if not self._exchanges_each:
             window = self.num_updates, self._num_backwards
-            return self.placed.agree(ranks, window, (True, False, False))[0][:, 0].astype(bool)
+            return self.placed.agree(self._ranks, window, (True, False, False))[0][:, 0].astype(bool)
         if has_joined:  # another micro-batch may come, or the end of the window
             self.drop_gradients()
             error.is_final = True
             raise error
-        return ranks.agree(np.array([1]))[:, 0].astype(bool)
+        return self._ranks.agree(np.array([1]))[:, 0].astype(bool)
 
     def _repeat_together(self, full: NDArray[np.bool_], error: OutOfVramError | None = None) -> OutOfVramError:
         """All ranks know that the window is void: drop it and move; returns the error to raise.
@@ -1104,7 +1101,7 @@ class OffloadEngine:
             failed = OutOfVramError(f"{error}. The move to a leaner plan failed: {failure}")
             failed.is_final = True
             return failed
-        if self._ranks is not None:
+        if self._ranks.size > 1:
             full = why
         return RepeatWindowError(
             f"{full}. The engine has moved to a leaner plan ({words}), which changes no number. The gradients since "
@@ -1123,7 +1120,7 @@ class OffloadEngine:
                 f"{error}. An accumulation window is under way, in which nothing can move: evaluate and generate after "
                 "the step() that ends it, and the engine makes room"
             ) from error
-        plan = with_less_vram_at_rest(self.plan, self.device) if self._ranks is None else None
+        plan = with_less_vram_at_rest(self.plan, self.device) if self._ranks.size == 1 else None
         if plan is None:
             raise error
         try:
@@ -1170,7 +1167,7 @@ class OffloadEngine:
         Raises:
             DoesNotFitError: there is no GPU, and a budget is too small for it; so it is after every further window.
         """
-        if self._ranks is not None:
+        if self._ranks.size > 1:
             self._settle()  # the stepping thread talks to the other ranks until then
         plan = first.plan_now()
         self._first_window = None
@@ -1185,7 +1182,7 @@ class OffloadEngine:
 
     def _move_for_rates(self) -> None:
         """Move where measured rates say that another plan is faster. Training goes on as it is if that cannot be."""
-        if self._ranks is not None:
+        if self._ranks.size > 1:
             self._settle()  # the stepping thread talks to the other ranks until then
         found = self._rate_watch.judge(self.placed.assigned, lambda: room(self.plan, self.device), self._ranks)
         if found is None:
@@ -1324,8 +1321,7 @@ class OffloadEngine:
 
     @property
     def _adding(self) -> Adding:
-        num_ranks = 1 if self._ranks is None else self._ranks.size
-        return Adding(num_ranks, self.config.gradient_accumulation, self.config.exchange)
+        return Adding(self._ranks.size, self.config.gradient_accumulation, self.config.exchange)
 
     def save_checkpoint(self, folder: str | Path, *, scheduler: Any = None, position: Any = None) -> None:
         """Write all that a run needs to go on exactly: weights, states, counts and random states.
@@ -1348,8 +1344,8 @@ class OffloadEngine:
         states = _states_of(scheduler)
         where = Path(os.path.realpath(path_of(folder, "folder")))  # a link stays, and what it leads to is replaced
         with phase("saving", self.telemetry.peaks, self.device):
-            with self._together("claiming a checkpoint"):
-                if self._ranks is None or self._ranks.rank == 0:
+            with self._ranks.together("claiming a checkpoint"):
+                if self._ranks.rank == 0:
                     with written_to(where):
                         where.parent.mkdir(parents=True, exist_ok=True)
                         self._saves.claim(where)
@@ -1382,13 +1378,13 @@ class OffloadEngine:
         with (
             phase("resuming", self.telemetry.peaks, self.device),
             self.placed.outside.released(),
-            self._together("resuming"),
+            self._ranks.together("resuming"),
         ):
-            with self._together("beginning to resume"):
+            with self._ranks.together("beginning to resume"):
                 numbers = self.numbers()
             values = load_run(folder, numbers, scheduler=own, took_weights=took_weights, ranks=self._ranks)
             self._go_on(values)
-            self._origin = self._told(lambda: origin_from(folder))
+            self._origin = self._ranks.told(lambda: origin_from(folder))
         if scheduler is not None:
             scheduler.load_state_dict(values["scheduler"])
         self.last_checkpoint, self._scheduler = folder, scheduler
@@ -1406,12 +1402,6 @@ class OffloadEngine:
         self._last_checkpoint = watchdog.state.last_checkpoint = folder
         self._num_saved_updates = self.num_updates
 
-    def _told(self, make: Callable[[], Origin]) -> Origin:
-        return make() if self._ranks is None else self._ranks.told(make)
-
-    def _together(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._ranks is None else self._ranks.together(what)
-
     def load_states(self, folder: Path, *, scheduler: Any = None) -> dict[str, Any]:
         """Load the states of a checkpoint whose weights the module has; returns the values in its `run.json`.
 
@@ -1428,7 +1418,7 @@ class OffloadEngine:
                 check_scheduler(folder, values, states)
             numbers.load_states(saved)
         self._go_on(values)
-        self._origin = self._told(lambda: origin_from(folder))
+        self._origin = self._ranks.told(lambda: origin_from(folder))
         return values
 
     def _go_on(self, values: dict[str, Any]) -> None:
@@ -1481,8 +1471,8 @@ class OffloadEngine:
             return
         failing = sys.exception() is not None  # an error is already on its way to the caller: do not hide it
         try:
-            if self._ranks is not None and self._ranks.is_failing:
-                self._abandon(self._ranks)
+            if self._ranks.is_failing:
+                self._abandon()
             else:
                 self._settle()
                 self._read_reports()
@@ -1496,7 +1486,7 @@ class OffloadEngine:
             with phase("closing", self.telemetry.peaks, self.device):
                 self._let_go()
 
-    def _abandon(self, ranks: Ranks) -> None:
+    def _abandon(self) -> None:
         """Tell the other ranks that this one has failed. They may wait for it anywhere, so it waits for nothing there.
 
         The newest update is done first: all ranks have begun it, or fail as well.
@@ -1504,7 +1494,7 @@ class OffloadEngine:
         if self.newest_update is not None:
             self.step_thread.finish(self.newest_update)
         lacks = self.placed.abandon_ranks()
-        ranks.fail()
+        self._ranks.fail()
         error = sys.exception()
         if lacks and error is not None:
             said = (
@@ -1538,7 +1528,7 @@ class OffloadEngine:
 
     # ---- as the module, and checks -------------------------------------------------------------------------------
 
-    ranks = property(lambda self: self._ranks, doc="Those that train the model together; None where there is one.")
+    ranks = property(lambda self: self._ranks, doc="The processes that train the model together.")
 
     is_beginning = property(
         lambda self: self._first_window is not None,

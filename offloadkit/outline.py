@@ -23,9 +23,8 @@ from torch.utils._pytree import tree_map_only
 from offloadkit.changes import changed, claim
 from offloadkit.config import OffloadConfig
 from offloadkit.device.assumed_disk import proposing_disk
-from offloadkit.device.measure import measure
-from offloadkit.distributed.machine import measured_together, planning_ranks
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.machine import measured_by, planning_ranks
+from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
 from offloadkit.hardware import Hardware
 from offloadkit.offload.caches import caching_configs
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of, repeated_blocks, stays_fp32
@@ -169,7 +168,7 @@ def plan_for(
     *,
     rows_option: str = "",
     evaluation_rows: int = 0,
-    ranks: Ranks | None = None,
+    ranks: Solo | Group | None = None,
 ) -> Plan | None:
     """The plan of a module in memory for micro-batches like `example`. The module is not changed.
 
@@ -179,7 +178,7 @@ def plan_for(
         example: what `trace_micro_batch` takes; only shapes and dtypes matter.
         rows_option: the user's name for the number of rows. A plan that does not fit proposes fewer of them.
         evaluation_rows: of the largest micro-batch of evaluation, which is planned for too where `example` has fewer.
-        ranks: those that train together; None: those of torch.distributed, if it has several.
+        ranks: those that train together; None: those of torch.distributed.
 
     Returns:
         None if the module, or this example, cannot run on the meta device.
@@ -189,12 +188,11 @@ def plan_for(
     """
     if ranks is None:
         with planning_ranks(device) as found:
-            if found is not None:
-                options: Any = {"rows_option": rows_option, "evaluation_rows": evaluation_rows}
-                return plan_for(model, config, device, example, **options, ranks=found)
+            options: Any = {"rows_option": rows_option, "evaluation_rows": evaluation_rows}
+            return plan_for(model, config, device, example, **options, ranks=found)
     outline = _outline_of_copy(model, config, device, ranks)
     make = partial(_plan_for, outline, example, rows_option, evaluation_rows)
-    return make() if ranks is None else _of_the_largest(ranks, _num_elements(example), make)
+    return _of_the_largest(ranks, _num_elements(example), make)
 
 
 def _of_the_largest(ranks: Ranks, number: int, make: Callable[[], Plan | None]) -> Plan | None:
@@ -248,19 +246,16 @@ def _with_rows(example: Any, number: int) -> Call:
 
 
 def _outline_of_copy(
-    model: nn.Module, config: OffloadConfig, device: torch.device, ranks: Ranks | None
+    model: nn.Module, config: OffloadConfig, device: torch.device, ranks: Solo | Group
 ) -> Outline | None:
     """The outline of a copy of `model`; None if it cannot be copied. Several ranks measure the machine together."""
-    folder = config.states_folder
-    machine = measure(device, folder=folder) if ranks is None else measured_together(ranks, device, folder)
-    machine = _with_room_of(model, machine)
+    machine = _with_room_of(model, measured_by(ranks, device, config.states_folder))
     try:
         copied = without_memory(model)
     except Exception as error:
         logger.warning(f"this model cannot be planned, since it cannot be copied: {type(error).__name__}: {error}")
         return None
-    size = 1 if ranks is None else ranks.size
-    return replace(outlined(copied, config, machine), held_bytes=held_in_ram(model), num_ranks=size)
+    return replace(outlined(copied, config, machine), held_bytes=held_in_ram(model), num_ranks=ranks.size)
 
 
 def held_in_ram(model: nn.Module) -> int:
@@ -311,14 +306,14 @@ class FirstWindow:
         config: OffloadConfig,
         device: torch.device,
         evaluation_rows: int = 0,
-        ranks: Ranks | None = None,
+        ranks: Solo | Group = SOLO,
     ) -> None:
         """
         Args:
             model: it has its weights still.
             layers: its flat layers.
             evaluation_rows: as for `plan_for`.
-            ranks: those that train together, or None where there is one.
+            ranks: those that train together.
         """
         self._evaluation_rows, self._ranks = evaluation_rows, ranks
         self._outline = _outline_of_copy(model, config, device, ranks)
@@ -327,7 +322,7 @@ class FirstWindow:
         if self._outline is None:
             self.plan = plan_of(model, layers, config)
         else:
-            self.plan = self._lean() if ranks is None else ranks.told(self._lean)
+            self.plan = ranks.told(self._lean)
 
     @property
     def is_settled(self) -> bool:
@@ -352,10 +347,7 @@ class FirstWindow:
         Raises:
             DoesNotFitError: there is no GPU, and the plan does not fit.
         """
-        if self._ranks is not None:
-            made = _of_the_largest(self._ranks, self._example_elements, self._plan_now)
-        else:
-            made = self._plan_now()
+        made = _of_the_largest(self._ranks, self._example_elements, self._plan_now)
         if made is not None:
             check_fits(proposing_disk(made))
         return made

@@ -19,7 +19,7 @@ from offloadkit.config import OffloadConfig, Precision
 from offloadkit.device.assumed_disk import proposing_disk, with_disk
 from offloadkit.device.measure import host_rates, measure
 from offloadkit.distributed.machine import known_links, measured_together, planning_ranks
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.errors import ConfigError, shown
 from offloadkit.hardware import Hardware
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length, num_positions
@@ -160,10 +160,10 @@ def plan_source(
                 f"{limit}, which cuts texts; rows that are tokenized already must be cut before"
             )
     with planning_ranks(device or hardware.default_device()) as ranks:
-        if ranks is not None and num_gpus not in (None, ranks.size):
+        if ranks.size > 1 and num_gpus not in (None, ranks.size):
             raise ConfigError(f"num_gpus={num_gpus}, but torch.distributed has {ranks.size} ranks: leave num_gpus out")
-        number = num_gpus or 1 if ranks is None else ranks.size
-        nothing_is_here = ranks is None and device is None and hardware.default_device().type == "cpu"
+        number = num_gpus or ranks.size
+        nothing_is_here = ranks.size == 1 and device is None and hardware.default_device().type == "cpu"
         if num_gpus is not None and nothing_is_here and gpu is None and config.vram is None:
             config = replace(config, vram=ASSUMED_VRAM)
         machine, assumed = _machine(config, device, gpu, number, ranks)
@@ -187,17 +187,17 @@ def plan_source(
             basis = replace(made.basis, chosen=f"batch_size={rows.batch_size}", smaller=smaller)
             return proposing_disk(replace(made, basis=basis))
 
-        return make() if ranks is None else ranks.told(make)
+        return ranks.told(make)
 
 
 def _machine(
-    config: OffloadConfig, device: torch.device | None, gpu: str | None, number: int, ranks: Ranks | None
+    config: OffloadConfig, device: torch.device | None, gpu: str | None, number: int, ranks: Solo | Group
 ) -> tuple[Hardware, bool]:
     """The machine to plan for as each of `number` ranks has it, and whether its rates are assumed. If it is this one,
     `ranks` measure it together."""
     if gpu is not None:
         found, assumed = machine_with(gpu, config), True
-    elif ranks is not None and not _assumes_card(config, device):
+    elif isinstance(ranks, Group) and not _assumes_card(config, device):
         return measured_together(ranks, device or hardware.default_device(), config.states_folder), False
     else:
         found, assumed = machine_for(config, device)

@@ -48,7 +48,7 @@ def trained(engine: OffloadEngine, steps: int = 3) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made for a GPU; what they say is done on the CPU."""
-    monkeypatch.setattr(outline, "measure", lambda *_, **__: H200)
+    monkeypatch.setattr(outline, "measured_by", lambda *_, **__: H200)
 
 
 @pytest.fixture(scope="module")
@@ -213,5 +213,5 @@ def test_nothing_is_measured_where_nothing_is_chosen(monkeypatch: pytest.MonkeyP
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(outline, "measure", refuse)
+    monkeypatch.setattr(outline, "measured_by", refuse)
     OffloadEngine(model(), device="cpu").close()

@@ -18,7 +18,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ from offloadkit.checkpoint.values import (
     write_json,
 )
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights, num_bytes_of, write_weights
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import SOLO, Ranks
 from offloadkit.errors import ConfigError, ModelError, OutputError, shown
 from offloadkit.optim.table import GroupOptions
 
@@ -190,7 +189,7 @@ class RunNumbers:
         between.finish()
 
 
-def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks | None = None, **more: Any) -> None:
+def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks = SOLO, **more: Any) -> None:
     """Write a checkpoint with weights and random states, in place of an older one in `folder`.
 
     With several ranks each writes its states into a folder beside it; rank 0 writes the rest, and the manifest last.
@@ -200,7 +199,7 @@ def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks | None = None, **mo
         ConfigError, ModelError: something is not data.
         RankError: another rank failed. What was there is still there.
     """
-    if ranks is None:
+    if ranks.size == 1:
         _save(folder, lambda new: numbers.write(new, **more), numbers, numbers.num_bytes())
         return
     beside, first = folder.with_name(f".{folder.name}-ranks"), ranks.rank == 0
@@ -244,15 +243,15 @@ def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunNumbe
     put_in_place(folder, write)
 
 
-def check_run(folder: Path, ranks: Ranks | None = None) -> None:
+def check_run(folder: Path, ranks: Ranks = SOLO) -> None:
     """Check all files of what `save_run` wrote, also where it was killed; with several ranks the first one reads them.
 
     Raises:
         ModelError: as `check_readable`.
         RankError: it raised that on the first rank.
     """
-    with nullcontext() if ranks is None else ranks.together("checking a checkpoint"):
-        if ranks is None or ranks.rank == 0:
+    with ranks.together("checking a checkpoint"):
+        if ranks.rank == 0:
             if (other := another_writer(folder)) is None:
                 put_back(folder)
             else:
@@ -266,7 +265,7 @@ def load_run(
     *,
     scheduler: dict[str, Any] | None,
     took_weights: Callable[[], None],
-    ranks: Ranks | None = None,
+    ranks: Ranks = SOLO,
 ) -> dict[str, Any]:
     """Load what `save_run` wrote into the live tensors of `numbers`; random states too.
 
@@ -289,7 +288,7 @@ def load_run(
     with SavedStates(folder) as saved, ArrayFile(folder / WEIGHT_FILE) as weights:
         values = numbers.check(folder, saved)
         check_weights(weights, numbers.weights)
-        states = _random_of(folder, 0 if ranks is None else ranks.rank)
+        states = _random_of(folder, ranks.rank)
         if scheduler is not None:
             check_scheduler(folder, values, scheduler)
         load_weights(weights, numbers.weights)

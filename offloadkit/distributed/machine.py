@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from offloadkit import hardware
 from offloadkit.device.measure import is_measured, kept, measure
-from offloadkit.distributed.ranks import Ranks, host, joined_ranks
+from offloadkit.distributed.ranks import Group, Ranks, Solo, host, joined_ranks
 from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu
 from offloadkit.optim.norm import NORM_BLOCK
@@ -36,14 +36,13 @@ _MOST_CORES = 4096
 
 
 @contextmanager
-def planning_ranks(device: torch.device) -> Iterator[Ranks | None]:
-    """The ranks, for as long as they plan together; None where there is one. All ranks must come here."""
+def planning_ranks(device: torch.device) -> Iterator[Solo | Group]:
+    """The ranks, for as long as they plan together. All ranks must come here."""
     ranks = joined_ranks(device)
     try:
         yield ranks
     finally:
-        if ranks is not None:
-            ranks.close()
+        ranks.close()
 
 
 def cores_of_rank(ranks: Ranks) -> tuple[int, int]:
@@ -111,7 +110,12 @@ def _bind(before: set[int], cores: set[int]) -> None:
                 os.sched_setaffinity(int(thread), cores)
 
 
-def measured_together(ranks: Ranks, device: torch.device, folder: str | Path | None = None) -> Hardware:
+def measured_by(ranks: Solo | Group, device: torch.device, folder: str | Path | None = None) -> Hardware:
+    """The machine as the ranks have it: `measure` of one alone, `measured_together` of several."""
+    return measured_together(ranks, device, folder) if isinstance(ranks, Group) else measure(device, folder=folder)
+
+
+def measured_together(ranks: Group, device: torch.device, folder: str | Path | None = None) -> Hardware:
     """The machine of one of the ranks while all of them work, the same on all ranks but for the names of its parts.
 
     Rates and sizes are the slowest and the smallest of any rank: all of them wait for it. The link is measured by an
@@ -157,7 +161,7 @@ def _link_of(num_ranks: int) -> str:
     return f"link of {num_ranks} ranks{''.join(apart)}"  # these make it another one
 
 
-def _links(ranks: Ranks, device: torch.device, num_ranks: int) -> dict[str, float]:
+def _links(ranks: Group, device: torch.device, num_ranks: int) -> dict[str, float]:
     """Bytes per second that the slowest rank receives while all of them exchange: with as many thread blocks as NCCL
     likes, and, on GPUs, with few, unless the environment has chosen already."""
     known = known_links(device, ranks.size)
@@ -171,7 +175,7 @@ def _links(ranks: Ranks, device: torch.device, num_ranks: int) -> dict[str, floa
     return known
 
 
-def _exchange_rate(ranks: Ranks, device: torch.device, most_ctas: int) -> float:
+def _exchange_rate(ranks: Group, device: torch.device, most_ctas: int) -> float:
     ranks.connect(most_ctas)
     piece = max(1, _SENT_BYTES[device.type] // ranks.size // NORM_BLOCK) * NORM_BLOCK  # layers are cut there too
     sent = torch.zeros(ranks.size * piece, dtype=torch.uint8, device=device)

@@ -1,4 +1,7 @@
-"""`Ranks`: the processes that train one model together, and what they tell each other.
+"""The processes that train one model together: `Solo` where the world size is 1, `Group` where it is larger.
+
+Both have one protocol, `Ranks`, so the engine communicates without asking how many ranks there are. `Solo` starts no
+thread, calls nothing of torch.distributed and keeps nothing.
 
 Numbers that must be equal on all ranks are summed in rank order by whoever owns them, never by a library in an order of
 its own. So exchanging is all there is: two operations between devices, and two between hosts.
@@ -22,11 +25,11 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -52,22 +55,102 @@ BROADCAST_BYTES = 64 * 2**20
 """A tensor that is not on the device is broadcast in pieces of so many bytes."""
 
 
-def joined_ranks(device: torch.device) -> Ranks | None:
-    """The ranks that train together: all of torch.distributed's default group; None where there is one or no group.
+class Ranks(Protocol):
+    """What the processes that train together do with each other.
+
+    Attributes:
+        rank: this process's number.
+        size: how many there are.
+        is_failing: whether an error is on its way to the caller, which the other ranks must learn of.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def is_failing(self) -> bool: ...
+
+    def connect(self, most_ctas: int = 0) -> None: ...
+
+    def take_received(self) -> dict[str, int]: ...
+
+    def broadcast(self, tensor: torch.Tensor) -> None: ...
+
+    def agree(self, own: NDArray[np.int64]) -> NDArray[np.int64]: ...
+
+    def told(self, make: Callable[[], _T], *, by: int = 0) -> _T: ...
+
+    def sum(self, numbers: NDArray[np.float64]) -> None: ...
+
+    def together(self, what: str) -> AbstractContextManager[None]: ...
+
+    def explain(self, error: RuntimeError) -> None: ...
+
+    def fail(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Solo:
+    """World size 1. Every operation of `Ranks` returns at once what one rank alone gives."""
+
+    rank = 0
+    size = 1
+    is_failing = False
+
+    def connect(self, most_ctas: int = 0) -> None:
+        pass
+
+    def take_received(self) -> dict[str, int]:
+        return {}
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def agree(self, own: NDArray[np.int64]) -> NDArray[np.int64]:
+        return own[None]
+
+    def told(self, make: Callable[[], _T], *, by: int = 0) -> _T:
+        return make()
+
+    def sum(self, numbers: NDArray[np.float64]) -> None:
+        pass
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def explain(self, error: RuntimeError) -> None:
+        pass
+
+    def fail(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+SOLO = Solo()
+
+
+def joined_ranks(device: torch.device) -> Solo | Group:
+    """The ranks of torch.distributed's default group, which train together; `SOLO` where there is one or no group.
 
     Every rank must call it at the same point: it makes groups.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return Ranks(device)
+        return SOLO
+    return Group(device)
 
 
 _HANDLED = "_offloadkit_handled"
 """On an error that was being handled when ranks met."""
 
 
-class Ranks:
-    """The processes of torch.distributed's default group, this one among them.
+class Group:
+    """World size 2 or more: the processes of torch.distributed's default group, this one among them.
 
     An operation that another rank never joins raises `RankError` when the timeout given to `init_process_group` is
     over, or at once where the other rank has died or failed. Ranks that hang then print the stacks of their threads.

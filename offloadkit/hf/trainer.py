@@ -76,6 +76,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
+from offloadkit.distributed.ranks import SOLO, Ranks
 from offloadkit.engine import OffloadEngine, check_not_wrapped, is_trained
 from offloadkit.errors import (
     ConfigError,
@@ -429,12 +430,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     def _check_alike(self, num_steps: int) -> None:
         """Several ranks whose data differ would wait for each other at the end of an epoch. Raises `DataError`."""
-        ranks = None if self.engine is None else self.engine.ranks
-        if ranks is None:
-            return
         rows = self.train_dataset
         num_rows = len(rows) if has_length(rows) else -1
-        told = ranks.agree(np.array([num_rows, self._train_batch_size, num_steps])).tolist()
+        told = self._ranks.agree(np.array([num_rows, self._train_batch_size, num_steps])).tolist()
         if any(each != told[0] for each in told):
             listed = "; ".join(f"rank {rank}: {', '.join(map(str, each))}" for rank, each in enumerate(told))
             raise DataError(
@@ -822,10 +820,13 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if self._determine_best_metric(metrics=metrics, trial=None) and newest is not None:
             self.state.best_model_checkpoint = str(newest)
 
+    @property
+    def _ranks(self) -> Ranks:
+        return SOLO if self.engine is None else self.engine.ranks
+
     def _together(self, what: str) -> AbstractContextManager[None]:
         """A context after which all ranks have done `what`, or raise an error."""
-        ranks = None if self.engine is None else self.engine.ranks
-        return nullcontext() if ranks is None else ranks.together(what)
+        return self._ranks.together(what)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """As the Trainer. In a checkpoint all ranks call it, and wait for the one that writes: its folder is there."""
@@ -994,8 +995,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 self._is_in_loop = True
                 output = super().train(resume_from_checkpoint or None, *args, **kwargs)
         except RuntimeError as error:
-            if self.engine is not None and self.engine.ranks is not None:
-                self.engine.ranks.explain(error)
+            self._ranks.explain(error)
             raise
         finally:
             self._is_in_loop = False
@@ -1146,13 +1146,11 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     def any_rank(self, yes: bool) -> bool:
         """Whether it is so on any rank. All of them must ask together, while the engine is open."""
-        ranks = None if self.engine is None else self.engine.ranks
-        return yes if ranks is None else bool(ranks.agree(np.array([int(yes)])).any())
+        return bool(self._ranks.agree(np.array([int(yes)])).any())
 
     def any_flag(self, flags: int) -> int:
         """The flags, bits of an int64, that are set on any rank. All of them must ask together."""
-        ranks = None if self.engine is None else self.engine.ranks
-        return flags if ranks is None else int(np.bitwise_or.reduce(ranks.agree(np.array([flags]))[:, 0]))
+        return int(np.bitwise_or.reduce(self._ranks.agree(np.array([flags]))[:, 0]))
 
     def stopping_options(self) -> dict[str, Any]:
         """The options of `StopsWhenAsked` that this Trainer knows."""

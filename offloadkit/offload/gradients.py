@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from offloadkit.device import host_memory, trace
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.kernels import cpu
 from offloadkit.kernels.dispatch import block_sums
@@ -246,7 +246,7 @@ class Gradients:
         submit: Callable[[Callable[[], None]], None],
         got_gradient: Callable[[LayerWeights, ParameterView], None],
         waits: Waits,
-        ranks: Ranks | None,
+        ranks: Solo | Group,
     ) -> None:
         """
         Args:
@@ -254,7 +254,7 @@ class Gradients:
             accumulation: micro-batches of a window.
             submit: queues a job for the stepping thread.
             got_gradient: called with each parameter's first gradient.
-            ranks: those that train together, or None where there is one.
+            ranks: those that train together.
         """
         self._ranks = ranks
         self._exchange: GradientExchange | None = None
@@ -298,7 +298,7 @@ class Gradients:
         self._in_vram: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         """Gradients of one dtype that stay in VRAM, their norm blocks, and where the blocks' sums go: one operation."""
         self._allocate()
-        if self._ranks is not None:
+        if isinstance(self._ranks, Group):
             self._exchange = self._new_exchange(self._ranks)
         for gradient in layers:
             for index, view in enumerate(gradient.layer.views):
@@ -307,9 +307,9 @@ class Gradients:
     @property
     def _is_sum(self) -> bool:
         """Whether a window's gradient is the sum of several."""
-        return self._accumulation > 1 or self._ranks is not None
+        return self._accumulation > 1 or self._ranks.size > 1
 
-    def _new_exchange(self, ranks: Ranks) -> GradientExchange:
+    def _new_exchange(self, ranks: Group) -> GradientExchange:
         received = [
             ranks.size * layer.shard.numel * (4 if layer.exchanges_sums else layer.bucket_dtype.itemsize)
             for layer in self.layers
@@ -499,7 +499,7 @@ class Gradients:
     @property
     def _exchanges_now(self) -> bool:
         """Whether several ranks exchange layers in this backward."""
-        return self._ranks is not None and (self.ends_window or not self._exchanges_sums)
+        return self._ranks.size > 1 and (self.ends_window or not self._exchanges_sums)
 
     @property
     def window_is_full(self) -> bool:
@@ -619,7 +619,6 @@ class Gradients:
             layer.sent = self.d2h.copy_all([(layer.host, gradient)], layer.layer.name)
             exchange.busy(summed_until=layer.sent)
         else:
-            assert self._ranks is not None
             own = layer.shard.numel
             ranges = [(at * own, 0, own, at > 0 or not begins) for at in range(self._ranks.size) if own]
             self.d2h.wait(layer.sent)

@@ -24,7 +24,7 @@ from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.process_memory import let_segments_grow
 from offloadkit.device.state_file import DiskStates, Region, StateFile
 from offloadkit.device.streams import BusyTime, Waits
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import Group, Ranks, Solo
 from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import ConfigError, EngineStateError
 from offloadkit.hardware import process_ram_bytes, trim_heap
@@ -74,7 +74,7 @@ class PlacedModel:
         config: OffloadConfig,
         device: torch.device,
         *,
-        ranks: Ranks | None,
+        ranks: Solo | Group,
         ram_watch: RamWatch,
         leaner: Callable[[], Plan | None],
         submit: Callable[[Callable[[], None]], None],
@@ -83,7 +83,7 @@ class PlacedModel:
     ) -> None:
         """
         Args:
-            ranks: those that train together, or None where there is one. All get rank 0's weights.
+            ranks: those that train together. All get rank 0's weights.
             ram_watch: checked while RAM fills.
             leaner: called where the GPU is full. It gives the plan to go on by, with less in VRAM, or None.
             submit: queues work for the stepping thread.
@@ -106,7 +106,7 @@ class PlacedModel:
         self._ring: WeightRing | None = None
         let_segments_grow(device)
         self._waits, self._ranks = Waits(device), ranks
-        self._gathers = None if ranks is None else WeightGathers(ranks, device, self._waits)
+        self._gathers = WeightGathers(ranks, device, self._waits) if isinstance(ranks, Group) else None
         self._stepped: dict[FlatLayer, Stepped] = {}
         self._check_alike(plan.placements)
         parameters = [view.parameter for layer in layers for view in layer.views]
@@ -114,9 +114,8 @@ class PlacedModel:
         self._given = {each: (cpu if each.is_meta else each.device, each.dtype) for each in parameters}
         undo.callback(self._give_back)
         shared = self._begin(layers, plan, ram_watch, leaner)
-        if ranks is not None:
-            for buffer in module.buffers():
-                ranks.broadcast(buffer)
+        for buffer in module.buffers():
+            ranks.broadcast(buffer)
         undo.callback(self._bind_to_ram)  # however the engine ends, what is in RAM is what the model has
         self._offloaded = OffloadedInputs(device, self._waits)
         self.caching = caching_configs(module)
@@ -193,7 +192,7 @@ class PlacedModel:
         started = time.perf_counter()
         gc.collect()  # an engine that an exception left behind may be held by cycles only
         in_ram = [(layer, shape) for layer, shape, where in placed if where.weights == "ram"]
-        of_weights = [] if self._ranks is not None else [shape.weight_bytes() for _, shape in in_ram]
+        of_weights = [] if self._ranks.size > 1 else [shape.weight_bytes() for _, shape in in_ram]
         slabs = iter(host_memory.allocate([*sizes, *shared, *of_weights], self._device, "the optimizer states"))
         own, buffers = list(islice(slabs, len(sizes))), list(islice(slabs, len(shared)))
         weights_slabs = dict(zip((layer for layer, _ in in_ram), slabs, strict=False))
@@ -234,25 +233,22 @@ class PlacedModel:
         """
         if self._device.type != "cuda":
             return 0
-        if "framework" not in plan.tiers["ram"] or self._ranks is not None:
+        if "framework" not in plan.tiers["ram"] or self._ranks.size > 1:
             return READ_AHEAD_BYTES
         return max(0, min(READ_AHEAD_BYTES, plan.total_bytes("ram") + plan.basis.held_bytes - process_ram_bytes()))
 
     def _make_real(self, parameters: Sequence[nn.Parameter]) -> None:
         """Read or draw those of `parameters` that are unread. With several ranks all get rank 0's numbers."""
         make_real(parameters)
-        if self._ranks is not None:
-            for parameter in parameters:
-                if not parameter.is_meta:
-                    self._ranks.broadcast(parameter)
+        for parameter in parameters:
+            if not parameter.is_meta:
+                self._ranks.broadcast(parameter)
 
     def _check_alike(self, placements: Sequence[Placement]) -> None:
         """
         Raises:
             ConfigError: a layer's weights are in VRAM on some ranks, and in RAM on others; or sums that are exchanged.
         """
-        if self._ranks is None:
-            return
         exchanged = [layer for layer in self._layers if exchanges_sums(layer, self._config)]
         for what in ("weights", *(["gradients"] if exchanged else [])):
             told = self._ranks.agree(np.array([getattr(where, what) == "ram" for where in placements], dtype=np.int64))
@@ -270,7 +266,7 @@ class PlacedModel:
 
     def _share(self, sizes: Sequence[tuple[FlatLayer, int]], what: str) -> dict[FlatLayer, HostSlab]:
         """With several ranks: RAM that they share, of so many bytes for each layer; all must ask for the same."""
-        if self._ranks is None or not sizes:
+        if not isinstance(self._ranks, Group) or not sizes:
             return {}
         if not self._stepped:
             self._stepped = dict(zip(self._layers, self._ranks.stepped(len(self._layers)), strict=True))
@@ -425,14 +421,12 @@ class PlacedModel:
         self._check_alike(placements)
         changes = self._changes(placements)
         shared, sums = self._shared_in(placements)
-        if self._ranks is None:
-            self._change(changes, moved, shared, sums)
-            return
         try:
             with self._ranks.together("moving to another plan"):
                 self._change(changes, moved, shared, sums)
         except BaseException:
-            self.is_whole = False
+            if self._ranks.size > 1:
+                self.is_whole = False
             raise
 
     def _change(
@@ -535,12 +529,12 @@ class PlacedModel:
             return old
         shape = self._shapes[self.states.index(old)]
         sizes = [self._own_bytes(shape, placement)]
-        if self._ranks is None:
+        if self._ranks.size == 1:
             sizes.append(self._weight_bytes(shape, placement))
         slab, *of_weights = host_memory.allocate(sizes, self._device, "a layer's states")
         weights_slab = None
         if placement.weights == "ram":
-            weights_slab = shared or old.weights_slab if self._ranks is not None else of_weights[0]
+            weights_slab = shared or old.weights_slab if self._ranks.size > 1 else of_weights[0]
             assert weights_slab is not None
             weights_slab.clear()
         sums_slab = (sums or old.sums_slab) if placement.gradients == "ram" else None

@@ -22,11 +22,10 @@ from statistics import mean
 import torch
 
 from offloadkit.device import trace
-from offloadkit.device.measure import measure
 from offloadkit.device.streams import record_compute
 from offloadkit.device.trace import Range
-from offloadkit.distributed.machine import measured_together
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.machine import measured_by
+from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.errors import ConfigError, OutputError, shown
 from offloadkit.hardware import Hardware
 from offloadkit.planner.seconds import both_ways
@@ -142,7 +141,7 @@ class Profile:
         bound: None until then.
     """
 
-    def __init__(self, steps: int, path: Path, device: torch.device, undo: ExitStack, ranks: Ranks | None) -> None:
+    def __init__(self, steps: int, path: Path, device: torch.device, undo: ExitStack, ranks: Solo | Group) -> None:
         """`undo` gets a callback that ends the trace when the engine is closed. Of several `ranks` each writes a trace.
 
         Raises:
@@ -155,13 +154,13 @@ class Profile:
             raise OutputError(f"{path.parent} is no folder for the trace: create it, or choose another path")
         if trace.prepared() is not None:
             raise ConfigError("steps are being traced already: wait until that trace is written, or close that engine")
-        if ranks is not None and ranks.rank:
+        if ranks.rank:
             path = path.with_stem(f"{path.stem}-rank{ranks.rank}")
         self.path, self.num_steps = path, steps
         self.bound: Bound | None = None
         self._done = 0
         # Measured now: at the end there may be no VRAM left for it.
-        self._machine = measure(device) if ranks is None else measured_together(ranks, device)
+        self._machine = measured_by(ranks, device)
         self._trace = trace.prepare(device, partial(record_compute, device, timing=True))
         undo.callback(self._end_with_engine)
 

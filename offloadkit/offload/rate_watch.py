@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 
 from offloadkit.config import Placement
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import SOLO, Ranks
 from offloadkit.hardware import Hardware
 from offloadkit.offload.shortage import of_all
 from offloadkit.planner import Plan
@@ -71,7 +71,7 @@ class RateWatch:
         self,
         placements: Sequence[Placement],
         room: Callable[[], Mapping[str, int]],
-        ranks: Ranks | None = None,
+        ranks: Ranks = SOLO,
     ) -> tuple[Plan, str] | None:
         """Judge the records, and begin to collect anew.
 
@@ -81,7 +81,7 @@ class RateWatch:
         Args:
             placements: where the layers are, with the processors that step them now.
             room: says how many bytes of "vram" and "ram" a plan may need.
-            ranks: those that train together, or None where there is one.
+            ranks: those that train together.
 
         Returns:
             The plan to move to, and why; None to stay. A plan after which steps took longer is left for the one before.
@@ -89,7 +89,7 @@ class RateWatch:
         records, self._records = self._records, []
         assert self._machine is not None
         pace = _pace(records)
-        if ranks is None:
+        if ranks.size == 1:
             machine = self._machine
             return self._judge(pace, lambda: judged(self._plan, machine, placements, records), placements, room)
         rates = _slowest(ranks, judged(self._plan, self._machine, placements, records))

@@ -14,7 +14,7 @@ import torch
 
 from offloadkit.device import watchdog
 from offloadkit.device.streams import Event, Waits, record_compute
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import Group
 from offloadkit.kernels.dispatch import block_sums
 from offloadkit.offload.layers import FlatLayer
 from offloadkit.offload.weights import LayerWeights
@@ -23,7 +23,7 @@ from offloadkit.offload.weights import LayerWeights
 class GradientExchange:
     """Buffers in which this rank receives, of one layer at a time, what all ranks have for its range."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, received_bytes: int, summed_bytes: int) -> None:
+    def __init__(self, ranks: Group, device: torch.device, received_bytes: int, summed_bytes: int) -> None:
         """
         Args:
             received_bytes: of the largest layer's range, once for each rank.
@@ -86,7 +86,7 @@ class WeightGathers:
             blocks the host until the other ranks come to it, so there it is left until all need it.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, waits: Waits) -> None:
+    def __init__(self, ranks: Group, device: torch.device, waits: Waits) -> None:
         self._ranks, self._waits = ranks, waits
         self.looks_ahead = device.type != "cpu"
         self._coming: deque[LayerWeights] = deque()

@@ -21,7 +21,7 @@ import torch
 from offloadkit import hardware
 from offloadkit.config import Placement
 from offloadkit.device import process_memory
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import SOLO, Ranks
 from offloadkit.errors import OutOfRamError, OutOfVramError
 from offloadkit.planner import Plan, leaner
 from offloadkit.planner.plan import TIERS
@@ -152,10 +152,8 @@ def leaner_budget(plan: Plan, device: torch.device) -> int:
     return max(1, min(planned, used) - max(planned // 8, 2 * (used - planned)))
 
 
-def _planned(plan: Plan, short: Literal["vram", "ram"], budgets: Mapping[str, int], ranks: Ranks | None) -> Plan | None:
+def _planned(plan: Plan, short: Literal["vram", "ram"], budgets: Mapping[str, int], ranks: Ranks) -> Plan | None:
     """`leaner`. Several ranks ask for it together, and get what rank 0 finds within the least budgets of any."""
-    if ranks is None:
-        return leaner(plan, short, budgets)
     if not ranks.agree(np.array([plan.basis.config.placement is None], dtype=np.int64)).all():
         return None  # a rank's user has chosen
     least = of_all(ranks, budgets)
@@ -183,7 +181,7 @@ def room(plan: Plan, device: torch.device) -> dict[str, int]:
     return {tier: min(plan.budgets[tier], free.get(tier, plan.budgets[tier])) for tier in ("vram", "ram")}
 
 
-def with_less_vram(plan: Plan, device: torch.device, ranks: Ranks | None = None) -> Plan | None:
+def with_less_vram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan | None:
     """The plan to go on by where the GPU was full; None if no plan takes less. Several ranks call it together."""
     vram = 7 * plan.total_bytes("vram") // 8 if plan.basis.work is None else leaner_budget(plan, device)
     return _planned(plan, "vram", {"vram": vram, "ram": _ram_to_use(plan)}, ranks)
@@ -215,7 +213,7 @@ def _at_rest(plan: Plan) -> int:
     return plan.total_bytes("vram") - plan.tiers["vram"].get("activations", 0)
 
 
-def with_less_ram(plan: Plan, device: torch.device, ranks: Ranks | None = None) -> Plan | None:
+def with_less_ram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan | None:
     """The plan to go on by where RAM is running out: an eighth less, or as much as is short of twice the floor.
 
     Several ranks call it together; those of a host have equal parts of what its RAM is short of.
@@ -232,7 +230,7 @@ def with_less_ram(plan: Plan, device: torch.device, ranks: Ranks | None = None) 
     return _planned(plan, "ram", budgets, ranks)
 
 
-def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int, ranks: Ranks | None = None) -> Plan:
+def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int, ranks: Ranks = SOLO) -> Plan:
     """`plan`, or a leaner one where less VRAM is free than when it was made, since another process took some.
 
     Several ranks call it together, and all begin by the leaner one where it is needed on any.
@@ -248,7 +246,7 @@ def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int, ranks: 
         context = machine.vram_context_bytes + hardware.library_bytes[device.index or 0]
     there = hardware.vram_bytes(device)[0] + context + freed_bytes
     fits = plan.total_bytes("vram") <= _ABOUT * there
-    if fits if ranks is None else ranks.agree(np.array([fits], dtype=np.int64)).all():
+    if ranks.agree(np.array([fits], dtype=np.int64)).all():
         return plan
     ram = max(plan.total_bytes("ram"), plan.budgets.get("ram", 0))
     return _planned(plan, "vram", {"vram": there, "ram": ram}, ranks) or plan

@@ -23,7 +23,7 @@ import torch
 
 from offloadkit.device import trace, watchdog
 from offloadkit.device.streams import BusyTime, CopyStream, Event
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
 from offloadkit.errors import ThreadLimitError
 from offloadkit.offload.gradients import LayerGradient, compute_host_sums
 from offloadkit.offload.states import LayerState, Posting
@@ -119,8 +119,8 @@ class StepThread:
         error: the first exception of either thread.
     """
 
-    def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
-        """ranks: those that have parts of the norm, or None where there is one."""
+    def __init__(self, device: torch.device, ranks: Solo | Group = SOLO) -> None:
+        """ranks: those that have parts of the norm."""
         self._device, self._ranks = device, ranks
         self.h2d = CopyStream(device, "H2D")
         self.kernels = CopyStream(device, "step on the GPU", urgent=True)  # short kernels, for which copies wait
@@ -216,7 +216,7 @@ class StepThread:
         The norm is known when all have done so; then a rank may write to its sums again.
         """
         if layers:
-            assert self._ranks is not None
+            assert isinstance(self._ranks, Group)
             self._ranks.meet()
             for layer in layers:
                 layer.add_all_sums()
@@ -281,7 +281,7 @@ class StepThread:
             posting.post()
 
 
-def _norm(update: Update, ranks: Ranks | None) -> float:
+def _norm(update: Update, ranks: Ranks) -> float:
     """Global gradient norm: the root of the sum of all block sums, added in the model's parameter order.
 
     With several ranks each has those that it owns, and zeros for the others.
@@ -294,7 +294,7 @@ def _norm(update: Update, ranks: Ranks | None) -> float:
     views.sort(key=lambda item: item[0].order)
     by_layer = {state: state.gradient.sums.numpy() for state, _, _ in update.layers}
     sums = [state.gradient.sums_of(index, by_layer[state]) for _, state, index in views]
-    if ranks is not None:
+    if ranks.size > 1:
         together = np.concatenate([np.zeros(0), *sums])
         ranks.sum(together)
         update.received["norm"] = together.nbytes

@@ -1,4 +1,4 @@
-"""Ranks without other processes: the others have the same gradients as this one, and their weights stay as they are.
+"""A group without other processes: the others have the same gradients as this one, and their weights stay as they are.
 
 What they write to weights in RAM that they share, and read of it, is done by a stream.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from offloadkit.device.host_memory import file_in_ram
 from offloadkit.device.streams import CopyStream, Event
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import Group
 from offloadkit.distributed.stepped import Stepped, SteppedLayers
 
 
@@ -39,7 +39,7 @@ class MirroredStepped(Stepped):
         self.ranks.wrote.synchronize()
 
 
-class MirroredRanks(Ranks):
+class MirroredRanks(Group):
     """One rank of several.
 
     Attributes:

@@ -19,7 +19,7 @@ from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import host_memory
 from offloadkit.distributed import machine
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import Group
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError, RankError, RepeatWindowError
 from offloadkit.hardware import Hardware
@@ -147,8 +147,8 @@ def moving(
         }
 
 
-def does_not_connect(ranks: Ranks, most_ctas: int = 0) -> None:
-    """`Ranks.connect` where NCCL has no room on rank 1."""
+def does_not_connect(ranks: Group, most_ctas: int = 0) -> None:
+    """`Group.connect` where NCCL has no room on rank 1."""
     if dist.get_rank():
         raise RankError("connecting the GPUs failed")
     while ranks._lost() is None:  # until it is known here
@@ -171,7 +171,7 @@ def moves_apart(how: str) -> dict[str, Any]:
                 engine.backward(engine(tokens(1)[0]))
                 engine.drop_gradients()
             if how == "connects":
-                patch.setattr(Ranks, "connect", does_not_connect)
+                patch.setattr(Group, "connect", does_not_connect)
             if how == "ends":
                 engine.synchronize()
             if rank and how == "ends":
@@ -259,7 +259,7 @@ def no_memory(*_: Any) -> Any:
 
 def with_less_free(plan: Plan, free: int) -> tuple[int, ...]:
     """By rank: the VRAM that a plan takes which is made where rank 1's GPU has `free` bytes less than it takes."""
-    group = Ranks(torch.device("cpu"))
+    group = Group(torch.device("cpu"))
     try:
         with pytest.MonkeyPatch.context() as patch:
             total = plan.total_bytes("vram")

@@ -18,7 +18,7 @@ from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import measure as measuring
 from offloadkit.distributed import machine
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import Group
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError
 from offloadkit.hardware import Hardware
@@ -129,7 +129,7 @@ def apart() -> str:
 
 def told() -> list[Any]:
     """What rank 1 tells, and the error of what fails there."""
-    group = Ranks(CPU)
+    group = Group(CPU)
     try:
         found: list[Any] = [group.told(lambda: dist.get_rank(), by=1)]
         try:
@@ -150,7 +150,7 @@ def measured(card: Hardware) -> tuple[Hardware, int, list[str]]:
         patch.setattr(measuring, "_of_this_process", {})
         patch.setattr(measuring, "_read_cache", dict)
         patch.setattr(measuring, "_store", lambda key, found: measuring._of_this_process.update({key: found}))
-        group = Ranks(CPU)
+        group = Group(CPU)
         try:
             if dist.get_rank():
                 measuring.measure(CPU, num_ranks=2)
@@ -180,7 +180,7 @@ def bound(near: list[set[int]], own: set[int]) -> list[set[int]]:
         own: those that each rank may run on before.
     """
     before, found, elsewhere = os.sched_getaffinity(0), [], {sorted(own)[dist.get_rank() == 0]}
-    ranks, end = Ranks(CPU), threading.Event()
+    ranks, end = Group(CPU), threading.Event()
     older, pinned = (threading.Thread(target=end.wait) for _ in range(2))
     try:
         os.sched_setaffinity(0, own)
@@ -206,7 +206,7 @@ def bound(near: list[set[int]], own: set[int]) -> list[set[int]]:
 
 def cores_within(quota: float | None) -> tuple[int, int]:
     """What each of the ranks has where each is bound to 16 cores, and their container may take so many."""
-    ranks = Ranks(CPU)
+    ranks = Group(CPU)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hardware, "own_cores", lambda: {16 * ranks.rank + core for core in range(16)})

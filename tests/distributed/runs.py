@@ -16,7 +16,7 @@ from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import machine
 from offloadkit.distributed import ranks as ranks_module
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import Group
 from offloadkit.engine import OffloadEngine
 from offloadkit.planner import placed as placed_at
 from offloadkit.telemetry import Telemetry
@@ -132,7 +132,7 @@ def train(
         ) as engine,
     ):
         for name in ("exchange", "gather"):
-            patch.setattr(Ranks, name, logged(name, getattr(Ranks, name), log))
+            patch.setattr(Group, name, logged(name, getattr(Group, name), log))
         if late is not None:
             assert engine.placed._gathers is not None
             engine.placed._gathers.looks_ahead = True
@@ -219,7 +219,7 @@ class Shares:
 
 
 def logged(name: str, operation: Callable[..., None], log: list[tuple[str, int]]) -> Callable[..., None]:
-    def run(self: Ranks, *args: Any) -> None:
+    def run(self: Group, *args: Any) -> None:
         log.append((name, args[-2].nbytes))
         operation(self, *args)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from offloadkit import hardware
 from offloadkit.distributed import ranks as ranks_module
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import Group
 from tests.distributed.pool import RankPool
 
 MIB = 1 << 20
@@ -55,7 +55,7 @@ def all_gather(pieces: list[torch.Tensor], own: torch.Tensor, *, group: Any) -> 
         dist.broadcast(piece, owner, group=group)
 
 
-def with_library(taken: int, do: Callable[[Ranks, Library], Any]) -> Any:
+def with_library(taken: int, do: Callable[[Group, Library], Any]) -> Any:
     """What `do` returns, for ranks whose GPUs are connected by a `Library`."""
     library = Library(taken)
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +66,7 @@ def with_library(taken: int, do: Callable[[Ranks, Library], Any]) -> Any:
         patch.setattr(dist, "all_gather", all_gather)
         patch.setattr(hardware, "vram_outside_bytes", lambda _: library.outside)
         patch.setattr(ranks_module, "_CONNECTING_BYTES", 3 << 10)
-        group = Ranks(torch.device("cpu"))
+        group = Group(torch.device("cpu"))
         dist.destroy_process_group(group._between_devices)
         patch.setattr(dist, "destroy_process_group", library.destroy)
         device: Any = CpuAsGpu("cpu")
@@ -77,7 +77,7 @@ def with_library(taken: int, do: Callable[[Ranks, Library], Any]) -> Any:
             hardware.library_bytes.clear()
 
 
-def connects_again(ranks: Ranks, library: Library) -> list[Any]:
+def connects_again(ranks: Group, library: Library) -> list[Any]:
     ranks._received["exchange"] = 7
     found: list[Any] = []
     for most_ctas in (4, 4, 0):
@@ -87,7 +87,7 @@ def connects_again(ranks: Ranks, library: Library) -> list[Any]:
     return [*found, hardware.library_bytes[0], ranks.take_received()]
 
 
-def wants_another_number(ranks: Ranks, library: Library) -> Any:
+def wants_another_number(ranks: Group, library: Library) -> Any:
     ranks.connect(4)
     ranks.connect(4 * dist.get_rank())
 

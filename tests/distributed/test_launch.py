@@ -21,7 +21,7 @@ import torch.distributed as dist
 from offloadkit.checkpoint.folder import newest_checkpoint
 from offloadkit.config import OffloadConfig
 from offloadkit.distributed.launch import launch, told
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import Group
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, RankError, TrainingStoppedError
 from tests.distributed.pool import RankPool
@@ -111,7 +111,7 @@ def train(folder: Path, num_steps: int, dies: tuple[int, Callable[[], Any]] | No
             number, act = dies
             left = list(range(number))
             for name in ("exchange", "gather", "agree", "sum"):
-                patch.setattr(Ranks, name, dying(getattr(Ranks, name), left, act))
+                patch.setattr(Group, name, dying(getattr(Group, name), left, act))
         checkpoint = newest_checkpoint(folder) if any(folder.glob("checkpoint-*")) else None
         done = 0 if checkpoint is None else engine.load_checkpoint(checkpoint)
         batches = tokens(6 * num_steps)

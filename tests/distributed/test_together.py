@@ -16,7 +16,7 @@ from offloadkit import engine as engine_module
 from offloadkit.checkpoint.run import Adding
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import ranks as ranks_module
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import Group
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, RankError
 from offloadkit.offload import states
@@ -189,7 +189,7 @@ def sums(short: bool) -> tuple[int, int, str]:
     log, error = list[tuple[str, int]](), ""
     config = OffloadConfig(placement=RESIDENT, gradient_accumulation=3, working_dtype="bf16")
     with pytest.MonkeyPatch.context() as patch, OffloadEngine(model(), config, device="cpu") as engine:
-        patch.setattr(Ranks, "exchange", logged("exchange", Ranks.exchange, log))
+        patch.setattr(Group, "exchange", logged("exchange", Group.exchange, log))
         batches = tokens(4)
         for batch in batches[: 2 if short else 3]:
             engine.backward(engine(batch))

@@ -62,7 +62,7 @@ def test_a_plan_that_takes_the_bus_for_ten_times_slower_moves_and_no_bit_changes
     machine = measure()
     names = ("h2d_bytes_per_second", "d2h_bytes_per_second", "both_bytes_per_second")
     slow: dict[str, Any] = {name: getattr(machine, name) / 10 for name in names}
-    monkeypatch.setattr(outline, "measure", lambda *_, **__: replace(measure(), **slow))
+    monkeypatch.setattr(outline, "measured_by", lambda *_, **__: replace(measure(), **slow))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that the plan has moved
         found, moves = _trained(_config(**_budgets(machine)))

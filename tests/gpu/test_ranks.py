@@ -16,7 +16,7 @@ from offloadkit import hardware
 from offloadkit.config import OffloadConfig
 from offloadkit.device.process_memory import DeviceMemory
 from offloadkit.distributed.machine import measured_together
-from offloadkit.distributed.ranks import Ranks
+from offloadkit.distributed.ranks import Group
 from offloadkit.engine import OffloadEngine
 from offloadkit.hardware import Hardware
 from offloadkit.planner.fitted import FEW_CTAS, NCCL_BYTES, NCCL_FEW_BYTES
@@ -99,7 +99,7 @@ def measured() -> tuple[Hardware, int, int]:
     """The machine as both GPUs measure it together, and the VRAM that NCCL has taken afterwards: with as many thread
     blocks as it likes, and with few."""
     device = hardware.default_device()
-    group = Ranks(device)
+    group = Group(device)
     try:
         found = measured_together(group, device)
         taken = []

@@ -43,7 +43,7 @@ OPTIONS |= {"train_sampling_strategy": "sequential"}
 @pytest.fixture
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made for a GPU; what they say is done on the CPU."""
-    monkeypatch.setattr(outline, "measure", lambda *_, **__: H200)
+    monkeypatch.setattr(outline, "measured_by", lambda *_, **__: H200)
     monkeypatch.setattr(planning, "measure", lambda *_, **__: H200)
 
 

@@ -158,11 +158,11 @@ def test_what_is_traced_is_whole_steps_each_beside_the_update_of_the_one_before(
 ) -> None:
     path = tmp_path / "trace.json"
 
-    def measure(device: torch.device) -> Hardware:
+    def measure(ranks: object, device: torch.device) -> Hardware:
         time.sleep(2)  # a step takes milliseconds
         return FAST
 
-    monkeypatch.setattr(profiling, "measure", measure)
+    monkeypatch.setattr(profiling, "measured_by", measure)
     with engine_of(gradient_accumulation=accumulation) as engine:
         steps(engine, 3 * accumulation - 1)  # the third step has begun, where it is one of several micro-batches
         profile = engine.profile(steps=3, path=path)
@@ -247,11 +247,11 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
 def test_the_machine_is_measured_before_steps_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
 
-    def measure(device: torch.device) -> Hardware:
+    def measure(ranks: object, device: torch.device) -> Hardware:
         measured.append(trace.active())
         return FAST
 
-    monkeypatch.setattr(profiling, "measure", measure)
+    monkeypatch.setattr(profiling, "measured_by", measure)
     with engine_of() as engine:
         profile = engine.profile(steps=1, path=tmp_path / "trace.json")
         assert measured == [None]

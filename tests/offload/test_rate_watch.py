@@ -104,7 +104,7 @@ def layers_stay_with_their_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned_with(machine: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outline, "measure", lambda *_, **__: machine)
+    monkeypatch.setattr(outline, "measured_by", lambda *_, **__: machine)
 
 
 @pytest.mark.parametrize(("machine", "why"), [(SLOW_CPU, "optimizer step runs"), (FAST_BUS, "copies to the GPU run")])
