@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import table
-from benchmarks.cases import CASES, ENGINES, GIB, HUB_NAMES, ZERO2
+from benchmarks.cases import CASES, ENGINES, GIB, HUB_NAMES, WHOLE_RUN, ZERO2
 from benchmarks.rank_cases import RANK_CASES, RANK_ENGINES
 from benchmarks.table import BY_WIDTH, Row, latest
 from offloadkit.planner.phases import PHASES, Phase, differing
@@ -42,7 +42,6 @@ _TITLES = {
     "growth": "How a step grows with the batch",
     "blog": "Every engine within a consumer card",
     "fit": "Will it fit?",
-    "plan": "Other budgets",
 }
 STREAMED, OLDER = "since states stream through VRAM", "before the GPU stepped states from RAM"
 
@@ -109,27 +108,19 @@ MARKED = r"<!-- figures:(?P<name>[\w-]+) -->\n(?P<body>.*?)<!-- /figures -->"
 
 _INTRODUCTION = """# Results
 
-This page is written by `python -m benchmarks report` from `benchmarks/results.csv`. Edit neither by hand.
-`python -m benchmarks run CASE` measures a case again. [How](../benchmarks/README.md)
+`python -m benchmarks report` writes this page from `benchmarks/results.csv`; `python -m benchmarks run CASE` measures a
+case again ([how](../benchmarks/README.md)).
 
-- Every engine runs alone, in a fresh process, from random weights, with clipping at 1.0. Rows that differ say so.
-- All engines have the same allocator settings. New rows have eight warm-up steps. Rows of `e70d484` and before have
-  two, or six where layers may move between processors, and in them HF's gradients are fp32.
-- Seconds are those of a step. *turns* is the number of processes; of several, the median is shown, with the least and
-  the largest in brackets.
-- *VRAM* is the process's device memory by NVML, *allocated* is torch's own peak, *RAM* the resident peak. All in GiB.
-- *x HF* and *x ours* are ratios to the rows with everything on the GPU: as HuggingFace computes, and with offloadkit's
-  compute. Compiled rows are set against compiled rows, if any. "-" under a ratio: no such row of that commit and day.
-- The other engines have the whole card, unless a heading says otherwise.
-- An engine recomputes activations only where it does not fit otherwise; its row says so. In older rows a person chose.
-- *Every door* is a whole training as its user writes it: weights read from a folder by `from_pretrained` or
-  `finetune`, rows of text, the budget. Its seconds are those between updates, its memory that of the whole process.
-  Below it are the peaks of each phase of the run, beside those of the plan.
-- *ragged* rows are a quarter to all of the length, with an attention mask, sorted and padded as `finetune` does it; all
-  engines get the same batches. Seconds are the mean over steps of many widths. The plan's seconds are those of the
-  longest rows. In rows of `81f2a14` each micro-batch had a row of full length. Other rows are full. Where layers are
-  in RAM, shorter rows save less than on a GPU that holds everything, and at 8 rows of T5-3B nothing: the update takes
-  as long for any row and fills forward, and Python's time fills backward.
+- Every engine runs alone in a fresh process, from random weights, with clipping at 1.0. offloadkit keeps to the budget
+  in the heading; the other engines have the whole card. An engine recomputes activations only if it must to fit.
+- *turns* is the number of processes. After several turns, the table shows the median, with minimum and maximum.
+- *VRAM* is the device memory of the process (NVML), *allocated* the peak of torch's allocator, *RAM* the peak of
+  resident memory, all in GiB.
+- *x HF* and *x ours* are ratios to everything on the GPU, computed by HuggingFace's code or by offloadkit's kernels;
+  "-" if that commit and day has no such row.
+- *ragged* rows have a quarter of the full length to all of it, and an attention mask. They are sorted and padded as
+  `finetune` does it. Their planned seconds assume full rows.
+- Rows up to `e70d484` have fewer warm-up steps, and HF's gradients in fp32.
 """
 
 
@@ -142,8 +133,10 @@ def _sections(rows: Sequence[Row]) -> Iterator[str]:
         yield f"## {title}\n"
         if claim == "fit":
             yield from fit(rows)
-        elif claim == "plan":
+        elif claim == "doors":
+            yield _DOORS
             yield from _one_table(found, ("case", "model"))
+            yield from _phase_table([row for row in found if "peaks" in (row["figures"] or {})])
         elif claim == "growth":
             yield from _one_table(found, ("model",))
         elif claim == "blog":
@@ -175,6 +168,9 @@ def _rows_of(rows: Sequence[Row], case: str) -> list[Row]:
     return [row for row in found if row["engine"] not in ZERO2 or row is best] + refused
 
 
+_DOORS = """Whole trainings: weights from a folder, rows of text, and a budget. Seconds are the time between updates.
+"""
+
 _SAME_RUN = ("engine", "commit", "gpu", "cores")
 """Columns that are equal in rows that are compared."""
 
@@ -193,18 +189,15 @@ def _case_table(name: str, rows: Sequence[Row], full: Sequence[Row]) -> Iterator
     yield f"**{name}**: {first['model']}{size}, {case.shape} tokens a step{kind}{budget}{cores}.\n"
     yield from _one_table(rows, ())
     yield from _width_table([row for row in rows if BY_WIDTH in (row["figures"] or {})], full)
-    yield from _phase_table([row for row in rows if "peaks" in (row["figures"] or {})])
 
 
 _OF_RANKS = """## Several GPUs
 
-Each GPU has a process of its own. Rows and *VRAM* are those of each GPU, *tokens/s* and *RAM* those of all; RAM that
-several processes share counts once (PSS). *received* is what a GPU receives from the others in an optimizer step: ours
-as counted, the peers' from one further step, as rings send it. "strong": one GPU's batch in all. "pcie": NCCL copies
-through RAM. The peers have the whole cards, but for LLaMA-7B, where all have 80 GiB, or 77 of an H100. DeepSpeed's
-processes are bound to their shares of the cores. "hashed": deterministic kernels; one GPU takes the micro-batches of
-both in an update. *before*: seconds of earlier runs, on other hosts and by other commits, the oldest first. The host
-matters where Python binds a step, as with T5-3B: compare within a run.
+One process per GPU. *rows* and *VRAM* are per GPU, *tokens/s* and *RAM* the sum over all GPUs; shared RAM counts once.
+*received* is what one GPU receives from its peers in an optimizer step. *before* lists the seconds of earlier commits,
+on other hosts: compare within a run only. "strong": the batch of one GPU, divided. "pcie": NCCL copies through RAM.
+"hashed": deterministic kernels, and one GPU takes the micro-batches of both. The peers have the whole cards, except for
+LLaMA-7B, where every engine has 80 GiB, or 77 on an H100.
 """
 
 
@@ -282,33 +275,28 @@ def _width_table(rows: Sequence[Row], full: Sequence[Row]) -> Iterator[str]:
 
 
 def _phase_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Peaks of memory of each phase that was measured beside the plan's, and which of them the plan missed."""
-    if not rows:
-        return
-    measured = {name for row in rows for name in row["figures"]["peaks"]}
-    names = [name for name in PHASES if name in measured]
+    """Measured and planned peaks of each phase of whole runs; then the peaks of all rows that the plan missed."""
+    whole = [row for row in rows if row["engine"] in WHOLE_RUN]
+    names = [name for name in PHASES if any(name in row["figures"]["peaks"] for row in whole)]
     titles = ["peak in GiB, measured / planned", *names]
     yield _line(titles)
     yield _line(["---"] * len(titles))
-    missed = []
-    for row in rows:
+    for row in whole:
         peaks, planned = row["figures"]["peaks"], row["figures"]["phases"]
-        title = ENGINES[row["engine"]].title.removeprefix("offloadkit, ")
         for tier in ("vram", "ram"):
             cells = [
                 f"{_gib(peaks[name].get(tier))} / {_gib(planned[name][tier])}" if name in peaks else "-"
                 for name in names
             ]
-            yield _line([f"{title}, {tier.upper()}", *cells])
-        phases = [Phase(name, planned[name]["vram"], planned[name]["ram"]) for name in names]
-        if words := [each.removeprefix("memory: ") for each in differing(phases, peaks)]:
-            missed.append(f"- *{title}*: {'; '.join(words)}.")
+            yield _line([f"{row['case']}, {tier.upper()}", *cells])
     yield ""
-    if not missed:
-        yield "All of these are within 5 % or 0.5 GiB of the plan.\n"
-        return
-    yield "Not within 5 % or 0.5 GiB of the plan:\n"
-    yield from missed
+    yield "Peaks that are off by more than 5 % and 0.5 GiB:\n"
+    for row in rows:
+        planned = row["figures"]["phases"]
+        phases = [Phase(name, planned[name]["vram"], planned[name]["ram"]) for name in PHASES if name in planned]
+        if words := [each.removeprefix("memory: ") for each in differing(phases, row["figures"]["peaks"])]:
+            title = ENGINES[row["engine"]].title.removeprefix("offloadkit, ")
+            yield f"- *{row['case']}, {title}*: {'; '.join(words)}."
     yield ""
 
 
@@ -335,7 +323,8 @@ def _one_table(rows: Sequence[Row], more: Sequence[str]) -> Iterator[str]:
         cells += [_origin(row)] if len(origins) > 1 else []
         yield _line(cells)
     yield ""
-    yield from _notes(rows, lambda row: f"*{ENGINES[row['engine']].title}*")
+    named = "case" in more
+    yield from _notes(rows, lambda row: f"*{row['case'] + ', ' if named else ''}{ENGINES[row['engine']].title}*")
 
 
 def _notes(rows: Sequence[Row], name: Callable[[Row], str]) -> Iterator[str]:
@@ -423,7 +412,7 @@ def fit(rows: Sequence[Row]) -> Iterator[str]:
     right, known = planned_right(planned_rows(rows)[STREAMED], "planned_seconds", "seconds", WITHIN)
     yield (
         "At the rates of an H200 with 16 cores. *planned*: computed, not run. "
-        f"Of {known} planned steps that were also run there, {right} were within {100 * WITHIN:.0f} %. "
+        f"{right} of the {known} planned steps that were also run there were within {100 * WITHIN:.0f} %. "
         "VRAM is all that the process takes. A card gives somewhat less than its name, and an ordinary card and bus "
         "are slower: `offloadkit plan` says what yours does."
     )
@@ -543,8 +532,8 @@ def planned_right(rows: Sequence[Row], planned: str, measured: str, within: floa
 
 def _score(rows: Sequence[Row]) -> Iterator[str]:
     yield "## How right the plan is\n"
-    yield "Over all rows that were planned before they ran. The plan's constants were fitted on this machine, an H200,"
-    yield "and on some of these rows. Expect larger errors elsewhere.\n"
+    yield "All rows that were planned before they ran. The constants of the plan were fitted on an H200 and on some of"
+    yield "these rows; expect larger errors on other machines.\n"
     yield _line(["", *(f"{name} within {within:.0%}" for name, _, _, within in _PLANNED)])
     yield _line(["---"] * (1 + len(_PLANNED)))
     for name, found in planned_rows(rows).items():
@@ -557,14 +546,10 @@ def _score(rows: Sequence[Row]) -> Iterator[str]:
 
 _STARTS = """## Time to the first step
 
-Seconds from the start of a fresh process to the end of the first step of `finetune`, on rows of full length, and by
-phase; of commands, to their end. From a disk, the page cache is emptied before. Seconds and phases are those of the
-last turn: the first one on a machine also measures its rates and compiles kernels. *CPU* is what all its threads
-computed, user and system, to the end of the process: other work on the machine disturbs it less than the seconds. Rows
-of `531781d` and before have the closing of the run in their seconds, too, under "rest".
-
-Wanted are 10 s for T5-3B from a disk, 12 s with random weights, and 4 s for a plan on two cores. None is reached on
-these machines. Half of what T5-3B takes is the import of torch, transformers and datasets.
+Seconds from the start of a fresh process to the end of the first step of `finetune`, or to the end of a command. The
+page cache is emptied before weights are read from a disk. The first turn on a machine also measures its rates and
+compiles kernels; the other columns show the last turn. *CPU* is the CPU time of all threads. Goals: 10 s for T5-3B
+from a disk, 12 s with random weights, 4 s for a plan on two cores. None of them is reached.
 """
 
 
@@ -590,25 +575,35 @@ def _is_start(row: Row) -> bool:
     return str(row["case"]).startswith("startup-")
 
 
+_OTHERS = (
+    *("attention", "head-and-loss", "cpu-adamw", "disk", "learning", "demo", "same-script"),
+    *("killed", "damaged checkpoints", "two trainings", "soak"),
+)
+"""How the names of the cases in "Other figures" begin. The table has more, on which tests of the plan rest."""
+
+
 def _others(rows: Sequence[Row]) -> Iterator[str]:
-    """Cases that measure no step of an engine, and cases that no longer run: their newest rows."""
+    """The newest rows of cases that measure no step of an engine."""
     yield ""
     yield "## Other figures\n"
-    titles = ["case", "what", "seconds", "figures", "measured by"]
+    titles = ["case", "variant", "seconds", "figures", "measured by"]
     yield _line(titles)
     yield _line(["---"] * len(titles))
-    newest = {(row["case"], row["engine"]): row for row in rows if row["case"] not in (*CASES, *RANK_CASES)}
+    newest = {(row["case"], row["engine"]): row for row in rows if str(row["case"]).startswith(_OTHERS)}
     for (case, engine), row in newest.items():
-        if case.startswith("placed-") or _is_start(row):
-            continue  # rows for the tests of the plan; a table of their own
         figures = {**(row["phases"] or {}), **(row["figures"] or {})}
         if row["ram_peak_bytes"]:
             figures["RAM, GiB"] = round(row["ram_peak_bytes"] / GIB, 2)
-        if row["planned_ram_bytes"]:
-            figures["planned RAM, GiB"] = round(row["planned_ram_bytes"] / GIB, 2)
-        shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items())
+        shown = ", ".join(f"{name.replace('_', ' ')} {_rounded(value)}" for name, value in figures.items())
         seconds = f"{row['seconds']:.4g}" if row["seconds"] else "-"
         yield _line([case, engine, seconds, shown, _origin(row)])
+
+
+def _rounded(value: Any) -> str:
+    """Four digits of a fraction; other values as they are."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 _PLANNED = (
