@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks list | run | ranks | start | merge | plans | replan | scaling | report`."""
+"""The command line: `python -m benchmarks list | run | ranks | start | merge | plans | scaling | report`."""
 
 from __future__ import annotations
 
@@ -55,9 +55,6 @@ def main(arguments: list[str] | None = None) -> None:
     starting.add_argument("--notes", default="", help="a remark in each row")
     merging = commands.add_parser("merge", help="append the rows of another table, which ran elsewhere")
     merging.add_argument("table", type=Path)
-    commands.add_parser(
-        "replan", help="plan all measured steps again, and other cards; writes a part of docs/results.md"
-    )
     commands.add_parser("scaling", help="plan for up to 64 GPUs; writes the tables of docs/several-gpus.md")
     commands.add_parser("report", help="write docs/results.md, the README's marked parts and the chart")
     for command in (measuring, several, planning, starting, merging):
@@ -86,8 +83,6 @@ def main(arguments: list[str] | None = None) -> None:
         plans.plan_cases(options.pop("case"), **options)
     elif chosen == "scaling":
         scaling.PAGE.write_text(scaling.page())
-    elif chosen == "replan":
-        print(report.replan())
     else:
         report.write()
 

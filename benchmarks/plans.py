@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import table
-from benchmarks.cases import CASES, ENGINES, OURS, Case, config_of
+from benchmarks.cases import CASES, ENGINES, Case, config_of
 from benchmarks.run import git_commit, of_case
 from benchmarks.table import Row
 from offloadkit.config import OffloadConfig, Placement
@@ -96,29 +96,6 @@ def hardware_of(rates: dict[str, Any]) -> Hardware:
     """A machine from a row's rates."""
     found = {"cpu_and_bus_bytes_per_second": rates["cpu_adamw_bytes_per_second"]} | rates  # the first rows lack it
     return Hardware(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
-
-
-def replanned(rows: Sequence[Row], within: float) -> Iterator[str]:
-    """A table of steps that were planned before they ran, planned again with the placements that they had: by today's
-    constants, and by the rates that were measured then. "-": today's search knows no such placements."""
-    yield "| case | engine | commit | measured s | planned then | planned now | now / measured |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
-    then = now = number = 0
-    for row in rows:
-        if row["status"] != "measured" or row["engine"] not in OURS or not row["rates"] or not row["planned_seconds"]:
-            continue
-        cells = [row["case"], row["engine"], row["commit"], f"{row['seconds']:.3f}", f"{row['planned_seconds']:.3f}"]
-        try:
-            search, placements = as_placed(row)
-        except ValueError:
-            yield "| " + " | ".join([*cells, "-", "-"]) + " |"
-            continue
-        again, measured = search.model.seconds(placements).step, row["seconds"]
-        number += 1
-        then += abs(row["planned_seconds"] / measured - 1) <= within
-        now += abs(again / measured - 1) <= within
-        yield "| " + " | ".join([*cells, f"{again:.3f}", f"{again / measured:.2f}"]) + " |"
-    yield f"\nWithin {within:.0%}: {then} of {number} then, {now} now."
 
 
 def as_placed(row: Row) -> tuple[Search, tuple[Placement, ...]]:

@@ -22,8 +22,6 @@ from offloadkit.planner.phases import PHASES, Phase, differing
 
 ROOT = Path(__file__).parent.parent
 README, RESULTS, CHART = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "t5-3b.png"
-REPLANNED = Path(__file__).parent / "replanned.md"
-"""The tables that `python -m benchmarks replan` writes."""
 CHART_CASE = "w1"
 WITHIN = 0.15
 """Share by which a step's planned seconds may be off to count as planned right."""
@@ -57,34 +55,8 @@ def write() -> None:
 
 def results(rows: Sequence[Row]) -> str:
     """The whole of docs/results.md."""
-    parts = (_sections(rows), _several(rows), _score(rows), _replanned(), _starts(rows), _others(rows))
+    parts = (_sections(rows), _several(rows), _score(rows), _starts(rows), _others(rows))
     return "\n".join([_INTRODUCTION, *chain.from_iterable(parts)]).rstrip() + "\n"
-
-
-def replan() -> str:
-    """Plan all of `planned_alone` again, and the cards of `published`; writes the tables to `REPLANNED`, returns them.
-
-    It takes half a minute, so `write` takes them from there.
-    """
-    from benchmarks import plans, published
-
-    found = "\n".join(
-        [
-            "### Each row\n",
-            'Ragged rows are left out: planned seconds are of the longest rows. "-": no plan has such placements now.',
-            "",
-            *plans.replanned(planned_alone(table.read()), WITHIN),
-            "\n### Cards that are not here\n",
-            *published.lines(),
-        ]
-    )
-    REPLANNED.write_text(f"{found}\n")
-    return found
-
-
-def _replanned() -> Iterator[str]:
-    yield ""
-    yield REPLANNED.read_text()
 
 
 def filled(text: str, rows: Sequence[Row]) -> str:
@@ -515,12 +487,6 @@ def planned_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {STREAMED: [row for row in planned if row not in older], OLDER: older}
 
 
-def planned_alone(rows: Sequence[Row]) -> list[Row]:
-    """All of `planned_rows` whose seconds were planned: of ragged rows the plan's are those of the longest."""
-    found = chain.from_iterable(planned_rows(rows).values())
-    return [row for row in found if row["mask"] != "ragged"]
-
-
 def planned_right(rows: Sequence[Row], planned: str, measured: str, within: float) -> tuple[int, int]:
     """Of the rows that have both columns, how many were planned right within that share, and how many there are.
 
@@ -542,6 +508,7 @@ def _score(rows: Sequence[Row]) -> Iterator[str]:
             right, known = planned_right(found, planned, measured, within)
             cells.append(f"{right} of {known}")
         yield _line(cells)
+    yield ""
 
 
 _STARTS = """## Time to the first step

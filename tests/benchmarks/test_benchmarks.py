@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import plans, report, run, same_script, table
-from benchmarks.cases import CASES, ENGINES, GIB, HUB_NAMES, OURS, config_of
+from benchmarks.cases import CASES, ENGINES, GIB, HUB_NAMES, config_of
 from benchmarks.doors import DOORS
 from benchmarks.rank_cases import RANK_CASES
 from benchmarks.table import Row
@@ -233,33 +233,6 @@ def test_planned_rows_take_the_place_of_older_ones(tmp_path: Path) -> None:
     table.write([source | {"gpu": "another card"}], out)
     with pytest.raises(ValueError, match="has no row with rates of an H200"):
         plans.plan_cases(["fit-t5-base"], out=out, commit="abc")
-
-
-def test_measured_rows_are_planned_again_with_their_placements() -> None:
-    """By what Python took for the model's blocks, if that was timed. Doors' and peers' rows are left out."""
-    row = next(row for row in ROWS if (row["case"], row["commit"]) == ("fit-t5-base", "925c4b3"))
-    slow = row | {"figures": {"operation_launches": [200, 200]}}
-    unknown = row | {"placements": {"another one": 1}}
-    others = [row | {"engine": "hf"}, row | {"engine": "offloadkit-trainer"}, row | {"rates": None}, unknown]
-    *_, once, again, blank = plans.replanned([*others, row, slow], 0.15)
-    *_, measured, then, now, share = (cell.strip() for cell in once.split("|")[1:-1])
-    assert (float(measured), float(then)) == pytest.approx((row["seconds"], row["planned_seconds"]), abs=1e-3)
-    assert float(share) == pytest.approx(float(now) / float(measured), abs=0.02)
-    assert float(again.split("|")[-3]) > 1
-    assert blank == "\nWithin 15%: 2 of 2 then, 1 now."
-
-
-def test_every_planned_step_is_in_the_table_of_all_rows() -> None:
-    shown = [[cell.strip() for cell in line.split("|")[1:6]] for line in report.REPLANNED.read_text().splitlines()]
-    rows = [row for row in report.planned_alone(ROWS) if row["engine"] in OURS and row["rates"]]
-    expected = [
-        [row["case"], row["engine"], row["commit"], f"{row['seconds']:.3f}", f"{row['planned_seconds']:.3f}"]
-        for row in rows
-    ]
-    num_rows = len(expected)
-    assert num_rows > 50
-    assert shown[6 : 6 + num_rows] == expected, "stale: run `python -m benchmarks replan`"
-    assert not any(row["mask"] == "ragged" for row in rows)
 
 
 # ---- the documents ---------------------------------------------------------------------------------------------------
