@@ -72,7 +72,7 @@ def config_of(model: str) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """An engine of `offloadkit.engines` with its options."""
+    """An engine of `peer_engines.ENGINES`, or a door of `doors.DOORS`, with its options."""
 
     title: str
     """In tables."""

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.same_numbers import be_deterministic, sha256
 from offloadkit.device.process_memory import VramCap
 from offloadkit.engines.deepspeed import Zero2, Zero3
-from offloadkit.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, Engine
+from offloadkit.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, Engine, EngineFactory
 from offloadkit.engines.ours import Offloadkit
 from offloadkit.engines.work import Batch, Work, plain_model, random_steps
 from offloadkit.offload.layers import repeated_blocks
@@ -169,7 +169,7 @@ def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
 
-ENGINES: dict[str, Callable[[Work, Dtype, torch.device], Engine]] = {
+ENGINES: dict[str, EngineFactory] = {
     "offloadkit": Offloadkit,
     "hashed": Hashed,
     "fsdp2": Fsdp2,

@@ -133,12 +133,17 @@ def measure_here(task: dict[str, Any]) -> dict[str, Any]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from offloadkit import __version__, hardware
     from offloadkit.engines.runner import version
-    from offloadkit.engines.worker import measured
 
     work, name = Work(**task["work"]), task["engine"]
     if name.startswith("offloadkit-"):
-        from benchmarks.doors import measured
-    row = measured(work, name)
+        from benchmarks import doors
+
+        row = doors.measured(work, name)
+    else:
+        from benchmarks.peer_engines import ENGINES as FACTORIES
+        from offloadkit.engines import worker
+
+        row = worker.measured(work, FACTORIES[name])
     machine = dict(hardware.describe_machine(hardware.default_device()))
     versions = {name: version(name) for name in ("torch", "transformers", "deepspeed", "torchao", "roundpipe")}
     versions["offloadkit"] = __version__  # a checkout need not be installed

@@ -1,7 +1,8 @@
-"""What an install promises: it works without a compiler and without torch, and the C source travels with it."""
+"""The package builds without a compiler and without torch; its wheel works without the checkout."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -22,11 +23,15 @@ pytest.importorskip("setuptools")
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of what a build reads, so that nothing is written into the working tree."""
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "offloadkit", tmp_path / "offloadkit", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    copy_sources(tmp_path)
     return tmp_path
+
+
+def copy_sources(folder: Path) -> None:
+    """Copy what a build reads, so that nothing is written into the working tree."""
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "offloadkit", folder / "offloadkit", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
 
 
 def setup_py(tree: Path, *arguments: str, **environment: str) -> None:
@@ -83,6 +88,87 @@ def test_the_source_distribution_carries_the_kernel(tree: Path) -> None:
     assert "cpu_kernels.c" in sources
     for source in sources:
         assert any(name.endswith(f"offloadkit/kernels/{source}") for name in names)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of an environment with the wheel in it, over the packages of this environment."""
+    tree, environment = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("installed")
+    copy_sources(tree)
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tree),
+        str(tree),
+    ]
+    subprocess.run(build, check=True, env=os.environ | {"CC": str(quick_compiler(tree))})
+    (wheel,) = tree.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "outer.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--ignore-installed", str(wheel)], check=True)
+    return environment / "bin"
+
+
+def outside_the_checkout(installed: Path, folder: Path, program: str, *arguments: str) -> str:
+    """Run a program of the environment in `folder`, and return its output."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    command = [installed / program, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_alone(installed: Path, tmp_path: Path) -> None:
+    found = outside_the_checkout(installed, tmp_path, "python", "-c", "import offloadkit; print(offloadkit.__file__)")
+    package = Path(found.strip()).parent
+    assert package.is_relative_to(installed.parent)
+    assert list(package.rglob("worker.py"))
+    assert not (package.parent / "benchmarks").exists()
+    assert not [path for path in package.rglob("*") if "roundpipe" in path.name or "torchao" in path.name]
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_compares_and_sweeps(installed: Path, tmp_path: Path) -> None:
+    sizes = ("--max-input-length", "8", "--max-target-length", "4", "--steps", "1")
+    engines = ("--engine", "baseline", "--engine", "offloadkit")
+    outside_the_checkout(installed, tmp_path, "offloadkit", "compare", "t5-tiny", *engines, "--batch-size", "2", *sizes)
+    outside_the_checkout(installed, tmp_path, "offloadkit", "sweep", "t5-tiny", "--batch-sizes", "1,2", *sizes)
+    for name, number in (("compare/comparison.json", 2), ("sweep/sweep.json", 2)):
+        rows = json.loads((tmp_path / f"offloadkit-{name}").read_text())["rows"]
+        assert [row["status"] for row in rows] == ["measured"] * number, rows
+
+
+DEEPSPEED = """
+import deepspeed, offloadkit
+from offloadkit import OffloadConfig, Placement
+from transformers import T5Config, T5ForConditionalGeneration
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+tiny = {"vocab_size": 384, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+model = T5ForConditionalGeneration(T5Config(**tiny, decoder_start_token_id=0))
+in_vram = OffloadConfig(placement=Placement("vram", "vram", "vram", "keep", "gpu"))
+usual = {"tokenizer": "byte", "batch_size": 2, "max_steps": 2, "use_cpu": True, "output_dir": "out"}
+result = offloadkit.finetune(model, [{"input": "1", "target": "2"}] * 4, engine="deepspeed", offload=in_vram, **usual)
+assert result.metrics["train_loss"] > 0
+"""
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains_by_deepspeed(installed: Path, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    outside_the_checkout(installed, tmp_path, "python", "-c", DEEPSPEED)
+    assert (tmp_path / "out" / "model" / "config.json").is_file()
 
 
 def test_building_needs_nothing_but_setuptools() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from offloadkit.engines.work import Batch
+from offloadkit.engines.work import Batch, Work
+from offloadkit.planner import Dtype
 
 LEARNING_RATE = 1e-5
 MAX_GRAD_NORM = 1.0
@@ -15,8 +17,8 @@ MAX_GRAD_NORM = 1.0
 class Engine:
     """A model with its optimizer. The timing loop calls forward and backward for each micro-batch, then step.
 
-    A constructor takes (work: Work, dtype: Dtype, device: torch.device). The methods here are for a `_model` that
-    counts micro-batches and updates its weights by itself.
+    A constructor is an `EngineFactory`. The methods here are for a `_model` that counts micro-batches and updates its
+    weights by itself.
     """
 
     _model: Any
@@ -44,3 +46,7 @@ class Engine:
     def row(self) -> dict[str, Any]:
         """Figures of the model and the plan: `num_parameters`, and `planned` where there is a plan."""
         return {"num_parameters": self._num_parameters}
+
+
+EngineFactory = Callable[[Work, Dtype, torch.device], Engine]
+"""An engine's class."""

@@ -9,7 +9,6 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -20,30 +19,24 @@ from offloadkit import errors, hardware
 from offloadkit.device.process_memory import DeviceMemory, forget_peak, let_segments_grow
 from offloadkit.engines import forecast
 from offloadkit.engines.deepspeed import Zero2, Zero3
-from offloadkit.engines.engine import Engine
+from offloadkit.engines.engine import EngineFactory
 from offloadkit.engines.ours import Offloadkit
 from offloadkit.engines.plain import Baseline
-from offloadkit.engines.roundpipe import RoundPipe
 from offloadkit.engines.timing import timed_steps
-from offloadkit.engines.torchao import Torchao, TorchaoFp32
 from offloadkit.engines.work import Work, num_tokens, random_steps
-from offloadkit.planner import Dtype
 from offloadkit.units import format_bytes
 
 Row = dict[str, Any]
 
-ENGINES: dict[str, Callable[[Work, Dtype, torch.device], Engine]] = {
+ENGINES: dict[str, EngineFactory] = {
     "offloadkit": Offloadkit,
     "baseline": Baseline,
     "zero2": Zero2,
     "zero3": Zero3,
-    "torchao": Torchao,
-    "torchao-fp32": TorchaoFp32,
-    "roundpipe": RoundPipe,
 }
 
 _FAULTS = (errors.ConfigError, errors.DataError, errors.DownloadError, errors.ModelError, errors.OutputError)
-"""Of what was given: another batch size would meet them again."""
+"""Errors in the task's input, which another batch size would meet again."""
 
 
 def main(task_path: str, row_path: str) -> None:
@@ -69,11 +62,11 @@ def do(task: dict[str, Any]) -> Row:
         return plans(task)
     if task["mode"] == "largest":
         return {"batch_size": forecast.largest_batch(Work(**task["work"]), task["most"], hardware.default_device())}
-    return measured(Work(**task["work"]), task["engine"])
+    return measured(Work(**task["work"]), ENGINES[task["engine"]])
 
 
 def plans(task: dict[str, Any]) -> Row:
-    """Forecasts of each piece of work, an error's message in the place of one that cannot be planned."""
+    """Forecasts of each piece of work, or the error's message if it cannot be planned."""
     device = hardware.default_device()
     made: list[Row] = []
     for work in task["works"]:
@@ -84,8 +77,8 @@ def plans(task: dict[str, Any]) -> Row:
     return {"forecasts": made, "machine": hardware.describe_machine(device)}
 
 
-def measured(work: Work, engine_name: str) -> Row:
-    """Seconds and memory of some steps."""
+def measured(work: Work, make_engine: EngineFactory) -> Row:
+    """Seconds and memory of some steps by the engine that `make_engine` builds."""
     device = hardware.default_device()
     vram = DeviceMemory(device)
     torch.manual_seed(work.seed)
@@ -94,7 +87,7 @@ def measured(work: Work, engine_name: str) -> Row:
     steps = random_steps(work, device)
     tokens = num_tokens(steps)
     began = time.perf_counter()
-    engine = ENGINES[engine_name](work, dtype, device)
+    engine = make_engine(work, dtype, device)
     engine.settle()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what building needed for a while is not training's
@@ -127,7 +120,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _out_of_vram(error: BaseException, limit: int | None) -> str:
-    """What was allocated and what was asked for on top: the least that is needed."""
+    """A message with the least VRAM that the task needs: allocated bytes plus the bytes of the failed allocation."""
     asked = re.search(r"Tried to allocate ([\d.]+) (\w+)", str(error))
     unit = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}.get(asked[2], 1) if asked else 1
     needs = int(float(asked[1]) * unit) if asked else 0
@@ -140,7 +133,7 @@ def _out_of_vram(error: BaseException, limit: int | None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message."""
+    """The first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else ""
 

@@ -14,10 +14,10 @@ from benchmarks import __main__ as command
 from benchmarks import plans, report, run, same_script, table
 from benchmarks.cases import CASES, ENGINES, GIB, HUB_NAMES, config_of
 from benchmarks.doors import DOORS
+from benchmarks.peer_engines import ENGINES as RUN
 from benchmarks.rank_cases import RANK_CASES
 from benchmarks.table import Row
 from offloadkit.engines.work import IGNORED_LABEL, RAGGED_STEPS, Work, num_tokens, random_steps, width
-from offloadkit.engines.worker import ENGINES as RUN
 
 ROWS = table.read()
 
