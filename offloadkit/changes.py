@@ -74,7 +74,8 @@ class _Claimed:
     plain: Any = None
 
 
-_claimed: dict[tuple[int, str], _Claimed] = {}
+claims: dict[tuple[int, str], _Claimed] = {}
+"""The attributes that are claimed now, by the owner's `id` and the attribute's name."""
 _lock = threading.RLock()  # Python may collect an engine that was dropped while this thread has the lock
 
 
@@ -86,11 +87,11 @@ def claim(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """
     key, mine = (id(owner), name), object()
     with _lock:
-        found = _claimed.get(key)
+        found = claims.get(key)
         if found is None:
             found = _Claimed(owner, getattr(owner, name))
         found.values[mine] = value
-        _claimed[key] = found  # also where an engine that was collected just now has taken it away
+        claims[key] = found  # also where an engine that was collected just now has taken it away
         setattr(owner, name, value)
 
     def undo() -> None:
@@ -103,20 +104,20 @@ def claim(owner: Any, name: str, value: Any) -> Callable[[], None]:
             if getattr(owner, name) == shown:
                 setattr(owner, name, left)
             if not found.values:
-                _claimed.pop(key, None)
+                claims.pop(key, None)
 
     return undo
 
 
 def unclaimed(owner: Any, name: str) -> Any:
     """The attribute's value as it is without the claims."""
-    found = _claimed.get((id(owner), name))
+    found = claims.get((id(owner), name))
     return getattr(owner, name) if found is None else found.before
 
 
 def without_claims(owner: Any) -> Any:
     """`owner` itself if nothing of it is claimed, else a copy without the claims: the same one each time."""
-    found = [(name, each) for (identity, name), each in list(_claimed.items()) if identity == id(owner)]
+    found = [(name, each) for (identity, name), each in list(claims.items()) if identity == id(owner)]
     if not found:
         return owner
     first = found[0][1]

@@ -24,9 +24,9 @@ from offloadkit.threads import ThreadPool
 _Draw = Callable[[], object]
 _FILLS = (torch.ops.aten.normal_, torch.ops.aten.uniform_, torch.ops.aten.zero_, torch.ops.aten.fill_)
 """Operations that give every element of a tensor a new value, whatever it was before."""
-_PART = 1 << 22
+PART_ELEMENTS = 1 << 22
 """Elements of a tensor that are drawn by one thread, from a seed of their own."""
-_ALL_THREADS = len(hardware.own_cores()) or os.cpu_count() or 1
+NUM_THREADS = len(hardware.own_cores()) or os.cpu_count() or 1
 
 
 class ConstructorNeededError(Exception):
@@ -73,8 +73,8 @@ class InitialWeights:
             self._bar.advance(parameter.numel() * parameter.element_size())
 
         with (
-            ThreadPool(_ALL_THREADS, "offloadkit-draw-part") as of_parts,
-            ThreadPool(_ALL_THREADS, "offloadkit-draw") as pool,
+            ThreadPool(NUM_THREADS, "offloadkit-draw-part") as of_parts,
+            ThreadPool(NUM_THREADS, "offloadkit-draw") as pool,
         ):
             list(pool.map(draw, sorted(waiting, key=torch.numel, reverse=True)))  # the longest ones first
 
@@ -158,14 +158,14 @@ class _OnlyInto(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if args[0].is_meta or (storage != self._target and storage in self._others):
                 return args[0]
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            func, kwargs = _seeded(func), {**kwargs, "generator": generator}
+            func, kwargs = seeded_overload(func), {**kwargs, "generator": generator}
             if generator is self._generator and self._is_large(func, args[0]):
                 return self._in_parts(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _is_large(self, func: Any, tensor: torch.Tensor) -> bool:
         """Whether several threads fill the tensor, each a part of it."""
-        large = self._of_parts is not None and tensor.numel() == self._num_elements > _PART
+        large = self._of_parts is not None and tensor.numel() == self._num_elements > PART_ELEMENTS
         return large and func.overloadpacket in _FILLS and tensor.is_contiguous()
 
     def _in_parts(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
@@ -174,13 +174,13 @@ class _OnlyInto(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def fill(number: int, part: torch.Tensor) -> None:
             func(part, *args[1:], **{**kwargs, "generator": _generator(f"{self._seed} {number}")})
 
-        parts = args[0].detach().view(-1).split(_PART)
+        parts = args[0].detach().view(-1).split(PART_ELEMENTS)
         list(self._of_parts.map(fill, range(len(parts)), parts))
         filled: torch.Tensor = args[0]
         return filled
 
 
-def _seeded(func: Any) -> Any:
+def seeded_overload(func: Any) -> Any:
     """The overload of a random operation that takes a generator."""
     for overload in (func, getattr(func.overloadpacket, "generator", None)):
         if overload is not None and any(argument.name == "generator" for argument in overload._schema.arguments):

@@ -86,7 +86,7 @@ def answering(full: bool | None) -> Iterator[None]:
 def ask_nothing(model: PreTrainedModel) -> Callable[[], None]:
     """Have forwards of `model` ask the GPU only what nobody knows; returns what undoes it."""
     undo = ExitStack()
-    undo.callback(_answers.used())
+    undo.callback(answers.used())
 
     def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         given = kwargs.get("position_ids") is not None or len(args) > 2  # it is the third argument of most models
@@ -103,7 +103,7 @@ def ask_nothing(model: PreTrainedModel) -> Callable[[], None]:
     return undo.close
 
 
-class _Answers:
+class Answers:
     """What stands in the place of transformers' questions while any model uses it.
 
     Models have one in common: what others have put there since stays, and calls ours or does not.
@@ -128,7 +128,7 @@ class _Answers:
                 self._undo.close()
 
 
-_answers = _Answers()
+answers = Answers()
 
 
 def _asked_of_us() -> ExitStack:

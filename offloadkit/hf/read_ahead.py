@@ -15,7 +15,7 @@ from pathlib import Path
 from offloadkit.hardware import ram_available_bytes
 from offloadkit.threads import Thread
 
-_BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 16 << 20
 _NUM_THREADS = 4
 _SHARE_OF_RAM = 0.4
 """Larger files than this part of the free RAM are not read ahead: what is pinned later would drive them out."""
@@ -29,7 +29,7 @@ def read_ahead(files: Sequence[Path]) -> list[Thread]:
     sizes = [file.stat().st_size for file in files]
     if sum(sizes) > _SHARE_OF_RAM * ram_available_bytes():
         return []
-    blocks = [(file, at) for file, size in zip(files, sizes, strict=True) for at in range(0, size, _BLOCK_BYTES)]
+    blocks = [(file, at) for file, size in zip(files, sizes, strict=True) for at in range(0, size, BLOCK_BYTES)]
     parts = [blocks[number::_NUM_THREADS] for number in range(_NUM_THREADS)]
     threads = [Thread(target=_read, args=(part,), name="offloadkit-read-ahead", daemon=True) for part in parts if part]
     for thread in threads:
@@ -39,7 +39,7 @@ def read_ahead(files: Sequence[Path]) -> list[Thread]:
 
 def _read(blocks: Sequence[tuple[Path, int]]) -> None:
     """Read those blocks that are not in the page cache yet. Whoever needs a file says why it cannot be read."""
-    with mmap.mmap(-1, _BLOCK_BYTES) as buffer, suppress(OSError):
+    with mmap.mmap(-1, BLOCK_BYTES) as buffer, suppress(OSError):
         for file, at in blocks:
             descriptor = os.open(file, os.O_RDONLY)
             try:

@@ -26,7 +26,7 @@ LEAST_QUERIES = 16
 """Least rows of a matmul in Triton. Short targets, and generation, have fewer queries."""
 LEAST_CAPABILITY = (8, 0)
 """Older GPUs have no bf16 matmuls."""
-_AT_ONCE_BYTES = 128 << 20
+SCRATCH_BYTES = 128 << 20
 """Target size of the weights, and of the scores' gradients, that backward writes for some heads at a time.
 
 It takes one head at a time where one needs more.
@@ -40,13 +40,14 @@ have 99, and 108 KiB on Hopper and Blackwell, which have 227. They compile for a
 """
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
-_kernels: Any = attention_triton
+KERNELS: Any = attention_triton
+"""The kernels that are launched; None without Triton. Tests replace them."""
 
 
 @cache
 def available(width: int) -> bool:
     """Whether the kernels run on the current CUDA device. It warns once if Triton is installed but fails."""
-    if _kernels is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY:
+    if KERNELS is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY:
         return False
     query = torch.zeros((2, 16, 64, width), dtype=DTYPES[0], device="cuda")
     try:
@@ -128,7 +129,7 @@ def _attention(
     blocks = _blocks("forward", query)
     with _cuda.device_of(query):
         grid = (_num_blocks(queries, blocks["block_queries"]), batch * heads)
-        _kernels.forward[grid](*arrays, *outputs, *numbers, **constants, **blocks)
+        KERNELS.forward[grid](*arrays, *outputs, *numbers, **constants, **blocks)
     return found
 
 
@@ -156,11 +157,11 @@ def _attention_backward(
     with _cuda.device_of(query):
         for first in range(0, heads, at_once):
             some = min(at_once, heads - first)
-            _kernels.of_queries[_num_blocks(queries, of_queries["block_queries"]), batch * some](
+            KERNELS.of_queries[_num_blocks(queries, of_queries["block_queries"]), batch * some](
                 *arrays, gradient, output, largest, total, used, d_scores, d_query, first, some, *numbers,
                 **constants, **of_queries,
             )  # fmt: skip
-            _kernels.of_keys_and_values[_num_blocks(keys, of_keys["block_keys"]), batch * some](
+            KERNELS.of_keys_and_values[_num_blocks(keys, of_keys["block_keys"]), batch * some](
                 query, gradient, used, d_scores, d_key, d_value, first, some, *query.stride()[:3],
                 heads, queries, keys, scaling, aligned=constants["aligned"], width=width, **of_keys,
             )  # fmt: skip
@@ -265,7 +266,7 @@ def _arguments(
 
 def _heads_at_once(query: Tensor, keys: int) -> int:
     batch, heads, queries, _ = query.shape
-    groups = _num_blocks(heads * batch * queries * keys * query.element_size(), _AT_ONCE_BYTES)
+    groups = _num_blocks(heads * batch * queries * keys * query.element_size(), SCRATCH_BYTES)
     smaller: Any = torch.sym_min  # sizes may be symbolic in a compiler
     at_once: int = _num_blocks(heads, smaller(groups, heads))
     return at_once

@@ -200,7 +200,8 @@ class PlacedModel:
         sums_slabs = self._share_sums([(layer, shape) for layer, shape, where in placed if where.gradients == "ram"])
         self.pinning_seconds = time.perf_counter() - started
         self._take_disk([(layer, shape) for layer, shape, placement in placed if placement.states == "disk"])
-        together = _read_together([layer for layer, _, _ in placed], self._read_ahead_bytes(plan))
+        most_ahead = read_ahead_bytes(plan, self._device, shared=self._ranks.size > 1)
+        together = read_together([layer for layer, _, _ in placed], most_ahead)
         for index, ((layer, _, placement), slab) in enumerate(zip(placed, own, strict=True)):
             if index in together:
                 self._make_real(together[index])
@@ -224,18 +225,6 @@ class PlacedModel:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return buffers
-
-    def _read_ahead_bytes(self, plan: Plan) -> int:
-        """Most bytes of parameters to read or draw at once, of several layers: none beyond the RAM that is planned.
-
-        Not known is how much of that is left where the plan has no framework, and on several ranks: the pages that
-        these share count for each of them.
-        """
-        if self._device.type != "cuda":
-            return 0
-        if "framework" not in plan.tiers["ram"] or self._ranks.size > 1:
-            return READ_AHEAD_BYTES
-        return max(0, min(READ_AHEAD_BYTES, plan.total_bytes("ram") + plan.basis.held_bytes - process_ram_bytes()))
 
     def _make_real(self, parameters: Sequence[nn.Parameter]) -> None:
         """Read or draw those of `parameters` that are unread. With several ranks all get rank 0's numbers."""
@@ -826,7 +815,20 @@ def _name_of_shared(weights: Sequence[LayerWeights]) -> str | None:
     return found()
 
 
-def _read_together(layers: Sequence[FlatLayer], most_bytes: int) -> dict[int, list[nn.Parameter]]:
+def read_ahead_bytes(plan: Plan, device: torch.device, *, shared: bool) -> int:
+    """Most bytes of parameters to read or draw at once, of several layers, within the RAM that the plan leaves.
+
+    Where the plan does not count the framework, or several ranks share the parameters' pages (`shared`), the RAM that
+    is left is not known, and the most is `READ_AHEAD_BYTES`.
+    """
+    if device.type != "cuda":
+        return 0
+    if "framework" not in plan.tiers["ram"] or shared:
+        return READ_AHEAD_BYTES
+    return max(0, min(READ_AHEAD_BYTES, plan.total_bytes("ram") + plan.basis.held_bytes - process_ram_bytes()))
+
+
+def read_together(layers: Sequence[FlatLayer], most_bytes: int) -> dict[int, list[nn.Parameter]]:
     """By the number of a layer: the parameters to make real before it is taken over.
 
     They are those of one layer, or of several that have at most `most_bytes` together: with several, all cores have

@@ -46,7 +46,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
     for name in ("forward", "of_queries", "of_keys_and_values"):
-        getattr(attention._kernels, name).device_caches.clear()  # what earlier tests compiled
+        getattr(attention.KERNELS, name).device_caches.clear()  # what earlier tests compiled
     attention.available.cache_clear()
     attention._compiled.clear()
     return found

@@ -13,13 +13,13 @@ from torch import Tensor
 from tests.kernels.attention_reference import is_kept
 
 
-class _Kernel:
+class Kernel:
     def __init__(self, run: Callable[..., None]) -> None:
-        self._run = run
+        self.run = run
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         assert all(number > 0 for number in grid)
-        return self._run
+        return self.run
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor, mask: Tensor, numbers: Any, has_mask: bool) -> Tensor:
@@ -74,5 +74,5 @@ def _of_keys_and_values(
 
 
 KERNELS = SimpleNamespace(
-    forward=_Kernel(_forward), of_queries=_Kernel(_of_queries), of_keys_and_values=_Kernel(_of_keys_and_values)
+    forward=Kernel(_forward), of_queries=Kernel(_of_queries), of_keys_and_values=Kernel(_of_keys_and_values)
 )

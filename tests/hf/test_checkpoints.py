@@ -266,10 +266,12 @@ def test_weights_alone_are_not_gone_on_from(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_that_cannot_be_saved_is_refused_before_training(tmp_path: Path) -> None:
-    mine = trainer(tmp_path)
-    mine.create_optimizer()
-    mine._own_scheduler = mine.lr_scheduler = torch.optim.lr_scheduler.StepLR(mine.optimizer, 1)
-    mine.lr_scheduler.callback = print
+    model, args = t5(dropout=0.1), arguments(tmp_path, **OPTIONS)
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.AdamW(model.parameters()), 1)
+    scheduler.callback = print  # type: ignore[attr-defined]
+    mine: Any = OffloadSeq2SeqTrainer(
+        model=model, args=args, train_dataset=seq2seq_rows(), optimizers=(None, scheduler)
+    )
     with pytest.raises(ConfigError, match=r"the scheduler's state\['callback'\] is a builtin_function"):
         mine.train()
     assert mine.state.global_step == 0

@@ -131,8 +131,11 @@ def test_evaluation_counts_with_the_rows_that_it_takes_at_once(
     args = arguments(tmp_path, eval_strategy=strategy, per_device_eval_batch_size=size)
     sets: dict[str, Any] = {"train_dataset": seq2seq_rows(4), "eval_dataset": seq2seq_rows(3)}
     config = OffloadConfig(vram="8GiB", ram="8GiB", placement=Placement())
-    plan = OffloadSeq2SeqTrainer(model=t5(), args=args, offload=config, **sets)._plan_for_rows(config)
-    assert plan is not None
+    trainer = OffloadSeq2SeqTrainer(model=t5(), args=args, offload=config, **sets)
+    trainer.create_optimizer()
+    assert trainer.engine is not None
+    plan = trainer.engine.plan
+    trainer.close()
     evaluation, work = plan.basis.work and plan.basis.work.evaluation, plan.basis.work
     assert work is not None
     assert work.rows is not None

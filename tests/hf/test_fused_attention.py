@@ -187,7 +187,7 @@ def test_where_the_kernels_cannot_be_built_the_models_own_runs(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch, "zeros", lambda *_, zeros=torch.zeros, device=None, **kwargs: zeros(*_, **kwargs))
-    monkeypatch.setattr(attention_op, "_kernels", Broken())
+    monkeypatch.setattr(attention_op, "KERNELS", Broken())
     model = T5ForConditionalGeneration(t5_config(**SHAPE))
     attention_op.available.cache_clear()
     with pytest.warns(UserWarning, match=r"could not build T5's attention.*no compiler"):
@@ -203,7 +203,7 @@ def test_gpus_that_were_not_measured_and_those_without_triton_are_left_alone(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(attention_op, "_kernels", object() if capability < (8, 0) else None)
+    monkeypatch.setattr(attention_op, "KERNELS", object() if capability < (8, 0) else None)
     attention_op.available.cache_clear()
     model = T5ForConditionalGeneration(t5_config(**SHAPE))
     fuse_attention(model)
@@ -214,7 +214,7 @@ def test_gpus_that_were_not_measured_and_those_without_triton_are_left_alone(
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels run on the CPU, in torch's operations."""
-    monkeypatch.setattr(attention_op, "_kernels", emulated_attention.KERNELS)
+    monkeypatch.setattr(attention_op, "KERNELS", emulated_attention.KERNELS)
     monkeypatch.setattr(fused_attention, "KINDS", ("cpu", "meta"))
     monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
 
@@ -226,7 +226,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_operation_gives_and_keeps_what_its_gradients_need(
     masked: str, dropout: float, heads_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_op, "_AT_ONCE_BYTES", heads_at_once * 2 * 24 * 40 * 2)
+    monkeypatch.setattr(attention_op, "SCRATCH_BYTES", heads_at_once * 2 * 24 * 40 * 2)
     check((2, 3, 24, 40, 16), torch.bfloat16, masked, dropout, "cpu")
 
 
@@ -292,7 +292,7 @@ def test_a_second_derivative_is_refused_not_wrong() -> None:
 
 @pytest.mark.usefixtures("emulated")
 def test_one_graph_is_compiled_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_op, "_AT_ONCE_BYTES", 2 * 24 * 24 * 2 * 2)  # one group of heads, then several
+    monkeypatch.setattr(attention_op, "SCRATCH_BYTES", 2 * 24 * 24 * 2 * 2)  # one group of heads, then several
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: list[Any]) -> Any:
@@ -360,9 +360,9 @@ def test_every_layer_and_step_drops_other_weights(monkeypatch: pytest.MonkeyPatc
 
     def forward(*given: Any, **constants: Any) -> None:
         seeds.append(int(given[5]))
-        kernel._run(*given, **constants)
+        kernel.run(*given, **constants)
 
-    monkeypatch.setattr(emulated_attention.KERNELS, "forward", emulated_attention._Kernel(forward))
+    monkeypatch.setattr(emulated_attention.KERNELS, "forward", emulated_attention.Kernel(forward))
     trained(Placement())
     assert len(set(seeds)) == len(seeds) > 2 * SHAPE["num_layers"]
 

@@ -318,8 +318,8 @@ def test_each_matrix_of_t5_is_drawn_once(tmp_path: Path, monkeypatch: pytest.Mon
     folder, drawn = tiny.save_config(CONFIGS["t5"], tmp_path), list[Any]()
     model, materialise = build_model(folder, init="random")
     assert materialise is not None
-    seeded = load._seeded
-    monkeypatch.setattr(load, "_seeded", lambda func: (drawn.append(func), seeded(func))[1])
+    seeded = load.seeded_overload
+    monkeypatch.setattr(load, "seeded_overload", lambda func: (drawn.append(func), seeded(func))[1])
     parameters = list(model.parameters())
     materialise(parameters)
     assert len(drawn) == sum(parameter.dim() > 1 for parameter in parameters)
@@ -333,10 +333,10 @@ def test_large_tensors_are_drawn_in_parts_to_the_same_numbers_by_any_number_of_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny.save_config(CONFIGS["t5"], tmp_path)
-    monkeypatch.setattr(load, "_PART", 64)
+    monkeypatch.setattr(load, "PART_ELEMENTS", 64)
     models = []
     for num_threads in (1, 3):
-        monkeypatch.setattr(load, "_ALL_THREADS", num_threads)
+        monkeypatch.setattr(load, "NUM_THREADS", num_threads)
         torch.manual_seed(5)
         models.append(load_model(folder, init="random", progress=False))
     assert_same(*models)

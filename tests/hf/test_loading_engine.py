@@ -17,8 +17,7 @@ from offloadkit.hf.load import draw_lazily
 from offloadkit.hf.source import from_pretrained
 from offloadkit.hf.trainer import OffloadTrainer
 from offloadkit.offload import model as placing
-from offloadkit.offload import states
-from offloadkit.offload.model import PlacedModel, _read_together
+from offloadkit.offload.model import read_ahead_bytes, read_together
 from offloadkit.offload.unread import is_unread, make_real
 from offloadkit.optim.reference import split_master
 from offloadkit.planner.phases import READ_AHEAD_BYTES
@@ -137,31 +136,30 @@ def test_layers_that_are_small_are_made_real_together() -> None:
         return SimpleNamespace(views=[SimpleNamespace(parameter=parameter) for parameter in parameters])
 
     layers = [layer(number) for number in (1, 1, 3, 9, 1)]
-    sizes = {at: len(some) for at, some in _read_together(layers, 8 * 5).items()}
+    sizes = {at: len(some) for at, some in read_together(layers, 8 * 5).items()}
     assert sizes == {0: 6, 3: 2, 4: 2}  # the fourth has more than may be real at once
-    assert list(_read_together(layers, 0)) == [0, 1, 2, 3, 4]
+    assert list(read_together(layers, 0)) == [0, 1, 2, 3, 4]
 
 
 def test_no_more_is_read_at_once_than_the_plan_has_ram_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook that has measured its machine, say, has the libraries in RAM that others load with the first step."""
     gib = 1 << 30
 
-    def read_ahead(device: str, categories: dict[str, int], present: int, ranks: object = None) -> int:
+    def read_ahead(device: str, categories: dict[str, int], present: int, shared: bool = False) -> int:
         monkeypatch.setattr(placing, "process_ram_bytes", lambda: present)
         plan: Any = SimpleNamespace(
             tiers={"ram": categories},
             total_bytes=lambda _: sum(categories.values()),
             basis=SimpleNamespace(held_bytes=gib),
         )
-        model: Any = SimpleNamespace(_device=torch.device(device), _ranks=ranks)
-        return PlacedModel._read_ahead_bytes(model, plan)
+        return read_ahead_bytes(plan, torch.device(device), shared=shared)
 
     planned = {"moments": 2 * gib, "framework": 2 * gib}  # and a model of 1 GiB, in memory
     assert read_ahead("cuda", planned, 4 * gib) == READ_AHEAD_BYTES
     assert read_ahead("cuda", planned, 5 * gib - 1000) == 1000
     assert read_ahead("cuda", planned, 6 * gib) == read_ahead("cpu", planned, gib) == 0
     assert read_ahead("cuda", {"moments": gib}, 6 * gib) == READ_AHEAD_BYTES
-    assert read_ahead("cuda", planned, 6 * gib, ranks=object()) == READ_AHEAD_BYTES
+    assert read_ahead("cuda", planned, 6 * gib, shared=True) == READ_AHEAD_BYTES
 
 
 @pytest.mark.parametrize("together", [1, 3])
@@ -182,12 +180,10 @@ def resolve_tiny() -> Any:
     return draw_lazily(CONFIGS["t5"], "seq2seq", None)
 
 
-def test_masters_are_split_in_slices_as_in_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "_SPLIT", 1000)
-    model = torch.nn.Linear(100, 77, bias=False)
-    master = model.weight.detach().clone().reshape(-1)
+def test_a_master_of_more_elements_than_one_slice_is_split_as_a_whole() -> None:
+    model = torch.nn.Linear(2051, 2053, bias=False)  # slices have 2**22 elements
+    master = model.weight.detach().clone()
     with OffloadEngine(model, OffloadConfig(working_dtype="bf16"), device="cpu") as engine:
-        flat = engine.placed.states[0].flat
-        weights, remainder = split_master(master)
-        assert torch.equal(flat.weights[: master.numel()], weights)
-        assert torch.equal(flat["remainder"][: master.numel()], remainder)
+        weights, _ = split_master(master.reshape(-1))
+        assert torch.equal(engine.state_dict()["module"]["weight"].reshape(-1), weights)
+        assert torch.equal(engine.master_weights()["weight"], master)

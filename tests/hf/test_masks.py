@@ -37,8 +37,8 @@ def _transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in QUESTIONS:
         monkeypatch.setattr(masking_utils, name, changes.unclaimed(masking_utils, name))
         assert getattr(masking_utils, name).__module__ == masking_utils.__name__
-    monkeypatch.setattr(changes, "_claimed", {})
-    monkeypatch.setattr(masks, "_answers", masks._Answers())
+    monkeypatch.setattr(changes, "claims", {})
+    monkeypatch.setattr(masks, "answers", masks.Answers())
 
 
 @pytest.mark.parametrize("causal", [True, False])

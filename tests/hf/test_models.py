@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -113,7 +114,13 @@ def test_every_preset_is_checked_and_builds_whole() -> None:
     source = resolve("llama-3.2-1b", init="random")
     assert source.on_meta.num_parameters() == DECODERS["llama-3.2-1b"]
     assert (source.task, source.config.rope_parameters["factor"]) == ("causal", 32.0)
-    assert resolve("llama-3.2-1b")._location == "meta-llama/Llama-3.2-1B"
+
+
+def test_a_presets_files_are_those_of_its_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda location, **_: read.append(location))
+    assert resolve("llama-3.2-1b").config is None
+    assert read == ["meta-llama/Llama-3.2-1B"]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

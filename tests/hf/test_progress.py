@@ -12,6 +12,7 @@ import pytest
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers.utils import logging
 
+from offloadkit.hf import callbacks
 from offloadkit.hf.callbacks import TrainingProgress, show_progress
 from offloadkit.hf.quiet import bars_where_live, is_live
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
@@ -61,11 +62,12 @@ def test_on_a_terminal_a_bar_counts_the_steps(
     assert "after step 4: evaluation loss" in shown.out
 
 
-def test_a_training_that_goes_back_to_a_checkpoint_has_one_bar() -> None:
-    progress, bars = TrainingProgress("bar"), []
+def test_a_training_that_goes_back_to_a_checkpoint_has_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, bars = TrainingProgress("bar"), list[Any]()
+    tqdm = callbacks.tqdm
+    monkeypatch.setattr(callbacks, "tqdm", lambda **options: bars.append(tqdm(**options)) or bars[-1])
     for done in (0, 2):
         progress.on_train_begin(None, SimpleNamespace(max_steps=4, global_step=done), None)
-        bars.append(progress._bar)
     assert [bar.disable for bar in bars] == [True, False]  # one that is closed is disabled
     progress.on_train_end(None, None, None)
     assert bars[1].disable

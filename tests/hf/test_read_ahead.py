@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,24 @@ from tests.hf.tiny import t5_config
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    monkeypatch.setattr(read_ahead, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(read_ahead, "BLOCK_BYTES", 4096)
     found = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
     for file, size in zip(found, (10_000, 4096), strict=True):
         file.write_bytes(bytes(size))
     return found
 
 
-def blocks_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def blocks_read(monkeypatch: pytest.MonkeyPatch, cached: int | None = None) -> list[int]:
+    """The blocks that are read. The system says that only the one at `cached` is in the page cache."""
     found: list[int] = []
     preadv = os.preadv
 
     def counted(descriptor: int, buffers: Any, at: int, flags: int = 0) -> int:
-        if not flags:
-            found.append(at)
+        if flags == os.RWF_NOWAIT:
+            if at != cached:
+                raise BlockingIOError
+            return 1
+        found.append(at)
         return preadv(descriptor, buffers, at, flags)
 
     monkeypatch.setattr(os, "preadv", counted)
@@ -36,8 +41,7 @@ def blocks_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_every_block_that_is_not_cached_is_read_once(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    at = blocks_read(monkeypatch)
-    monkeypatch.setattr(read_ahead, "_is_cached", lambda descriptor, at: at == 4096)
+    at = blocks_read(monkeypatch, cached=4096)
     for thread in read_ahead.read_ahead(files):
         thread.join()
     assert sorted(at) == [0, 0, 8192]
@@ -45,9 +49,21 @@ def test_every_block_that_is_not_cached_is_read_once(files: list[Path], monkeypa
 
 def test_what_does_not_fit_or_is_gone_is_left_alone(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     at = blocks_read(monkeypatch)
-    monkeypatch.setattr(read_ahead, "ram_available_bytes", lambda: 20_000)
-    assert read_ahead.read_ahead(files) == []
-    read_ahead._read([(files[0].with_name("gone"), 0), (files[1], 0)])
+    with monkeypatch.context() as patched:
+        patched.setattr(read_ahead, "ram_available_bytes", lambda: 20_000)
+        assert read_ahead.read_ahead(files) == []
+
+    def gone(path: Any, flags: int) -> int:
+        raise FileNotFoundError(path)
+
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    monkeypatch.setattr(os, "open", gone)
+    threads = read_ahead.read_ahead(files)
+    for thread in threads:
+        thread.join()
+    assert threads
+    assert failed == []
     assert at == []
 
 

@@ -84,17 +84,24 @@ def test_the_attention_of_a_family_follows_from_its_entry_alone(
 
 
 def test_an_attention_of_ours_is_one_that_a_family_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LongT5Config, T5Config
     from transformers.models.longt5.modeling_longt5 import LongT5Attention
-    from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
+    from transformers.models.t5.modeling_t5 import T5Attention
 
     named = {name for family in patches.FAMILIES for name in family.biased_attention}
     assert {"T5Attention", "LongT5Attention", "UdopAttention"} <= named
-    own = [patches._own_attention(kind) is not None for kind in (T5Attention, LongT5Attention, T5LayerNorm)]
-    assert own == [True, True, False]
-    patches._own_attention.cache_clear()
+
+    def is_fused(base: type[Any], config: Any) -> bool:
+        """Whether our attention takes over for a class that was never looked at before."""
+        attention = type("Attention", (base,), {"__module__": base.__module__})(config, True, layer_idx=0)
+        patches.fuse_attention(attention)
+        return bool(attention.config._attn_implementation == patches.NAME)
+
+    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 16, "num_heads": 2, "attn_implementation": "eager"}
+    assert is_fused(T5Attention, T5Config(**sizes))
+    assert is_fused(LongT5Attention, LongT5Config(**sizes))
     monkeypatch.setattr(patches, "FAMILIES", ())
-    assert patches._own_attention(T5Attention) is None
-    patches._own_attention.cache_clear()
+    assert not is_fused(T5Attention, T5Config(**sizes))
 
 
 def test_a_model_in_memory_is_not_read_again() -> None:

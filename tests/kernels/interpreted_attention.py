@@ -11,7 +11,7 @@ from tests.kernels.attention_reference import check
 
 def main() -> None:
     check((2, 3, 40, 40, 16), torch.float16, "keys", 0.0, "cpu")
-    attention_op._AT_ONCE_BYTES = 2 * 2 * 40 * 40 * 2  # two heads, then one
+    attention_op.SCRATCH_BYTES = 2 * 2 * 40 * 40 * 2  # two heads, then one
     check((2, 3, 40, 40, 16), torch.float16, "keys", 0.1, "cpu")
     check((2, 2, 33, 70, 32), torch.float16, "pairs", 0.1, "cpu")
     check((1, 2, 64, 16, 64), torch.float16, "none", 0.3, "cpu")

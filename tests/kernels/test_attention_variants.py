@@ -55,8 +55,8 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Any]]:
     found: dict[str, set[Any]] = defaultdict(set)
     public = [node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.FunctionDef)]
     kernels = {node.name: Kernel(node, found[node.name]) for node in public if not node.name.startswith("_")}
-    monkeypatch.setattr(attention, "_kernels", SimpleNamespace(**kernels))
-    monkeypatch.setattr(attention, "_AT_ONCE_BYTES", 2 * 40 * 40 * 3 * 2)  # heads by threes, twos and ones
+    monkeypatch.setattr(attention, "KERNELS", SimpleNamespace(**kernels))
+    monkeypatch.setattr(attention, "SCRATCH_BYTES", 2 * 40 * 40 * 3 * 2)  # heads by threes, twos and ones
     return found
 
 

@@ -85,7 +85,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     found = SimpleNamespace(capability=request.param, gpu=Compiled(gpu.gpu_triton))
     found.attention = Compiled(attention.attention_triton)
     monkeypatch.setattr(gpu, "gpu_triton", found.gpu)
-    monkeypatch.setattr(attention, "_kernels", found.attention)
+    monkeypatch.setattr(attention, "KERNELS", found.attention)
     names = ("block_queries", "block_keys", "num_warps", "num_stages")
     on_gpu = {name: dict(zip(names, sizes, strict=True)) for name, sizes in attention._BLOCKS.items()}
     monkeypatch.setattr(attention, "_blocks", lambda name, query: on_gpu[name])
